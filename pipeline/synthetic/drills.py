@@ -214,10 +214,8 @@ def _draw_choices(rng: Random, max_requests: int) -> tuple[list[str], list[tuple
     """Functions with name and description, and up to `max_requests` requests, each with the name that it means."""
     things: dict[str, tuple[str, str]] = {}
     for _ in range(rng.randint(2, 6)):
-        verb, thing = (
-            rng.choice(_words("verbs") if rng.random() < 0.3 else words("common")),
-            rng.choice((made_up, _noun))(rng),
-        )
+        verb = rng.choice(_words("verbs") if rng.random() < 0.3 else words("common"))
+        thing = rng.choice((made_up, _noun))(rng)
         name = f"{verb}_{thing}" if rng.random() < 0.7 else f"{made_up(rng)}_{_noun(rng)}"
         things[name] = verb, thing
     functions = [_json({"name": n, "description": f"{v.capitalize()} the {t}."}) for n, (v, t) in things.items()]
@@ -265,9 +263,8 @@ def facts(num_services: int, seed: int) -> dict[str, list[Fact]]:
 
 def services(count: int, seed: int) -> list[str]:
     """`count` different names of services. Raises ValueError if there are not so many."""
-    names = [
-        "".join(parts) for parts in itertools.product(*(_words(part) for part in ("beginnings", "middles", "endings")))
-    ]
+    parts = map(_words, ("beginnings", "middles", "endings"))
+    names = list(map("".join, itertools.product(*parts)))
     if count > len(names):
         raise ValueError(f"facts: expected at most {len(names) * CONTROLS // (CONTROLS + 1)} services, got more")
     order = np.random.default_rng(stable_hash("services", seed) % 2**63).permutation(len(names))

@@ -31,7 +31,9 @@ from dataclasses import dataclass, field, replace
 from random import Random
 
 from pipeline.ingest.records import Dialogue, Message
+from pipeline.synthetic import toolbox
 from pipeline.synthetic.tool_schemas import (
+    Chain,
     Result,
     Tool,
     ToolError,
@@ -50,7 +52,7 @@ from pipeline.synthetic.tool_schemas import (
     sibling,
     user_of,
 )
-from pipeline.synthetic.toolbox import Chain, chains, seen, tools, unseen
+from pipeline.synthetic.toolbox import chains, seen, unseen
 from pipeline.synthetic.wording import (
     Value,
     conjunction,
@@ -69,7 +71,6 @@ ANSWERED = 0.3  # share of the single-request conversations with result and clos
 REFUSED = 0.3  # share of the added requests that no offered tool serves
 LENGTH = 1_200  # characters of tools and messages beyond which no request is added: most conversations fit 512 tokens
 NUM_OFFERED = (*[2] * 11, *[3] * 5, 4, 4, 5, 6)  # mostly few: a schema has some 50 tokens
-
 
 Call = tuple[Tool, dict[str, Value]]
 Request = tuple[str, list[Call]]  # a wish without its frame, and the calls that serve it
@@ -134,8 +135,8 @@ class Script:
     def answer(self) -> None:
         """Add the last results and an assistant turn with a sentence on each."""
         self.show()
-        sentences = [closing_sentence(tool, arguments, result) for (tool, arguments), result in self.calls]
-        self.say(" ".join(dict.fromkeys(sentences)))
+        closing = [closing_sentence(tool, arguments, result) for (tool, arguments), result in self.calls]
+        self.say(" ".join(dict.fromkeys(closing)))
 
     def close(self, id_: str, category: str) -> Dialogue:
         """Check the conversation and return it as a record."""
@@ -182,12 +183,8 @@ def _check_call(script: Script, tool: Tool, arguments: dict[str, Value]) -> None
     for name, value in arguments.items():
         default = tool.params[name].schema.get("default", script)  # the script itself equals no value
         for leaf in leaf_values(value):
-            assert provenance(leaf, script.user_text, script.results, default), (
-                tool.name,
-                name,
-                leaf,
-                script.user_text,
-            )
+            source = provenance(leaf, script.user_text, script.results, default)
+            assert source, (tool.name, name, leaf, script.user_text)
 
 
 @dataclass(frozen=True)
@@ -491,14 +488,11 @@ def _draw_chain(options: DialogueOptions) -> tuple[Tool, Tool, Chain]:
     rng = options.rng
     if options.invented:
         noun = rng.choice(words("nouns"))
-        first, second = lookup(rng, noun), user_of(rng, noun)
-        return (
-            first,
-            second,
-            Chain(first=first.name, key=f"{noun}_id", second=second.name, param=f"{noun}_id", tails=second.wordings),
-        )
-    chain = rng.choice([c for c in chains() if (tools()[c.second] in unseen()) == options.unseen_tool])
-    return tools()[chain.first], tools()[chain.second], chain
+        first, second, key = lookup(rng, noun), user_of(rng, noun), f"{noun}_id"
+        return first, second, Chain(first=first.name, key=key, second=second.name, param=key, tails=second.wordings)
+    tools = toolbox.tools()
+    chain = rng.choice([c for c in chains() if (tools[c.second] in unseen()) == options.unseen_tool])
+    return tools[chain.first], tools[chain.second], chain
 
 
 def repair(options: DialogueOptions) -> Script | None:
@@ -545,7 +539,7 @@ def draw_greeting(unseen: bool, rng: Random) -> tuple[str, str]:
     return greeting, fill_template(answer, rng)
 
 
-# -- requests of several turns ----------------------------------------------------------------------------------------
+# -- requests and replies ----------------------------------------------------------------------------------------------
 
 
 def coordinate(tool: Tool, wording: str, values: list[dict[str, Value]], rng: Random) -> str | None:

@@ -49,6 +49,7 @@ from pipeline.synthetic.wording import (
     Value,
     format_value,
     integer,
+    lines,
     made_up,
     one_of,
     phrase,
@@ -287,46 +288,44 @@ NUM_PARAMS = (1, 1, 1, 2, 2, 2, 3, 3)  # a pair adds one more: binding values to
 
 @dataclass(frozen=True)
 class Concept:
-    """A meaning of a parameter: its names, its type and kind, and the cues that introduce it in a request."""
+    """A meaning of a parameter: its key in `tools.yaml`, its type and kind."""
 
-    names: tuple[str, ...]
+    key: str
     type: str
     kind: Kind
-    cues: tuple[str, ...]  # {} is the value, <> the parameter's name; "with <> {}" is always added
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return word_list("tools.yaml", "concepts", self.key, "names")
+
+    @property
+    def cues(self) -> tuple[str, ...]:
+        """What introduces the value in a request."""
+        return lines("tools.yaml", "concepts", self.key, "cues")
 
 
 CONCEPTS = (
-    Concept(("city", "place", "town"), "string", CITY, ("in {}", "in {}", "for {}", "in the <> {}")),
-    Concept(("name", "owner", "person", "user", "customer"), "string", PERSON, ("for {}", "of {}", "for the <> {}")),
-    Concept(("guest", "friend", "member", "author"), "string", FIRST, ("for {}", "with {}", "for the <> {}")),
-    Concept(("title", "subject", "topic", "name"), "string", TITLE, ("called {}", "about {}", "<> {}")),
-    Concept(("text", "content", "message", "note", "body"), "string", TEXT, ("saying {}", "with the <> {}", ": {}")),
-    Concept(("text", "content", "message", "note", "body"), "string", PHRASE, ("saying {}", "with the <> {}", ": {}")),
-    Concept(("title", "subject", "topic", "name"), "string", PHRASE, ("called {}", "about {}", "<> {}")),
-    Concept(("word", "keyword", "query"), "string", WORD, ("for {}", "by {}", "with the <> {}")),
-    Concept(("word", "keyword", "query"), "string", SINGLE, ("for {}", "by {}", "with the <> {}")),
-    Concept(("label", "tag", "channel", "group", "account"), "string", HYPHENED, ("in {}", "under {}", "in the <> {}")),
-    Concept(("label", "tag", "channel", "group", "account"), "string", LABEL, ("in {}", "under {}", "in the <> {}")),
-    Concept(
-        ("minutes", "days", "seats", "pages", "hours", "weeks", "pieces"),
-        "integer",
-        integer(2, 120),
-        ("for {} <>", "with {} <>", "for {} <>"),
-    ),
-    Concept(
-        ("count", "quantity", "number", "level", "size", "limit"),
-        "integer",
-        integer(2, 99),
-        ("<> {}", "with the <> {}"),
-    ),
-    Concept(("amount", "price", "weight", "value"), "number", AMOUNT, ("of {}", "for {}", "with the <> {}")),
-    Concept(("length", "width", "rate", "speed"), "number", NUMBER, ("at <> {}", "<> {}")),
-    Concept(("date", "day", "deadline"), "string", DATE, ("on {}", "by {}", "on the <> {}")),
-    Concept(("time", "start_time"), "string", TIME, ("at {}", "for {}", "at the <> {}")),
-    Concept(("id", "code", "reference", "key", "account_id", "ticket"), "string", CODE, ("{}", "{}", "<> {}")),
-    Concept(("path", "file", "folder_path"), "string", PATH, ("in {}", "from {}", "at the <> {}")),
-    Concept(("email", "recipient", "to"), "string", EMAIL, ("for {}", "to {}", "to the <> {}")),
-    Concept(("phone", "fax", "contact"), "string", PHONE, ("to {}", "for {}", "to the <> {}")),
+    Concept("city", "string", CITY),
+    Concept("person", "string", PERSON),
+    Concept("guest", "string", FIRST),
+    Concept("title", "string", TITLE),
+    Concept("text", "string", TEXT),
+    Concept("text", "string", PHRASE),
+    Concept("title", "string", PHRASE),
+    Concept("word", "string", WORD),
+    Concept("word", "string", SINGLE),
+    Concept("label", "string", HYPHENED),
+    Concept("label", "string", LABEL),
+    Concept("duration", "integer", integer(2, 120)),
+    Concept("count", "integer", integer(2, 99)),
+    Concept("amount", "number", AMOUNT),
+    Concept("measure", "number", NUMBER),
+    Concept("date", "string", DATE),
+    Concept("time", "string", TIME),
+    Concept("code", "string", CODE),
+    Concept("path", "string", PATH),
+    Concept("email", "string", EMAIL),
+    Concept("phone", "string", PHONE),
 )
 PAIRS = (
     (("from_{}", "to_{}"), "from {} to {}"),
@@ -335,24 +334,8 @@ PAIRS = (
     (("first_{}", "second_{}"), "with {} and {}"),
     (("source_{}", "target_{}"), "from {} to {}"),
 )
-PAIR_KINDS = (
-    ("city", CITY),
-    ("code", CODE),
-    ("path", PATH),
-    ("date", DATE),
-    ("label", LABEL),
-    ("word", WORD),
-    ("time", TIME),
-)
-LISTS = (
-    ("tags", WORD),
-    ("cities", CITY),
-    ("names", FIRST),
-    ("people", FIRST),
-    ("codes", CODE),
-    ("files", PATH),
-    ("labels", LABEL),
-)
+PAIR_KINDS = {"city": CITY, "code": CODE, "path": PATH, "date": DATE, "label": LABEL, "word": WORD, "time": TIME}
+LISTS = {"tags": WORD, "cities": CITY, "names": FIRST, "people": FIRST, "codes": CODE, "files": PATH, "labels": LABEL}
 
 Part = tuple[dict[str, Param], str]  # parameters and the phrase of a wording that states them
 
@@ -470,11 +453,11 @@ def _draw_part(rng: Random, noun: str) -> Part:
     form = rng.random()
     if form < 0.14:
         (before, after), cue = rng.choice(PAIRS)
-        word, kind = rng.choice(PAIR_KINDS)
+        word, kind = rng.choice(tuple(PAIR_KINDS.items()))
         names = (before.format(word), after.format(word))
         return {name: string(kind) for name in names}, cue.format(*(f"{{{name}}}" for name in names))
     if form < 0.22:
-        name, kind = rng.choice(LISTS)
+        name, kind = rng.choice(tuple(LISTS.items()))
         return {name: array("string", several(kind, 2, 3))}, rng.choice(
             (f"with {{{name}}}", f"with {name} {{{name}}}", f"for the {name} {{{name}}}")
         )
