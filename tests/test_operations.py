@@ -70,6 +70,11 @@ def test_a_source_without_its_default_raises_on_an_empty_value_and_agrees_elsewh
                 assert answer(value) == one.apply(value, None)
 
 
+def test_every_function_is_that_of_an_operation_or_condition() -> None:
+    steps = (*operations.all_operations(), *operations.conditions())
+    assert sorted(operations.FUNCTIONS) == sorted(step.name for step in steps)
+
+
 def test_there_are_about_a_hundred_operations_with_four_distinct_phrasings_each() -> None:
     everything = operations.all_operations()
     assert 100 <= len(operations.chain_operations()) <= 120

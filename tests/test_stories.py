@@ -179,6 +179,7 @@ def test_a_story_is_the_same_in_another_process_and_hash_seed() -> None:
 
 def test_held_out_are_three_families_and_every_fiftieth_number() -> None:
     assert len(FAMILIES) == 14 and len(HELD_OUT) == 3 and set(HELD_OUT) < set(FAMILIES)
+    assert tuple(plots()) == FAMILIES
     assert is_held_out("stories/grow/1") and is_held_out("stories/lost/50") and is_held_out("stories/lost/0")
     assert not is_held_out("stories/lost/51")
 
