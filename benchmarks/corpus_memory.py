@@ -24,7 +24,7 @@ import psutil
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from pipeline.synthetic.drills import made_up
+from pipeline.synthetic.wording import made_up
 from tests.graph import Repository
 
 STAGES = (["corpus"], ["tokenizer"], ["encode", "text"])

@@ -31,7 +31,7 @@ from pipeline.run.tracking import progress, say
 from pipeline.run.types import JsonObject
 from pipeline.run.workdir import Job
 from pipeline.sandbox.judge import Candidates, Judge, SandboxConfig, scores
-from pipeline.synthetic import drills, facts, preferences, programs, stories, tool_dialogues, tools
+from pipeline.synthetic import drills, preferences, programs, stories, tools
 
 CHUNK = 200  # records that a worker process generates at a time
 SHOWN = 5  # wrong problems that a message lists
@@ -127,7 +127,7 @@ def run(
             )
             pair_splits["train"] += feedback_pairs
         bar.update()
-    fact_splits = facts.facts(params.services, job.seed)
+    fact_splits = drills.facts(params.services, job.seed)
     for folder, splits in (
         (dialogues, dialogue_splits),
         (problems, problem_splits),
@@ -290,7 +290,7 @@ def _generate_dialogues(params: Params, job: Job, problems: Splits[Problem]) -> 
             [programs.dialogue(p) for p in with_answer[: number["code"]]] if split != "test" else [],
             [drills.dialogue(split, job.seed, n) for n in range(number["copy"])],
             [preferences.story_dialogue(path) for path in _paths(split, number["story"])],
-            [tool_dialogues.dialogue(split, job.seed, n) for n in range(number["talk"])],
+            [tools.talk_dialogue(split, job.seed, n) for n in range(number["talk"])],
         ]
         splits[split] = _interleave(kinds)
     return splits

@@ -238,6 +238,22 @@ def test_a_template_beside_a_module_counts(repository: Path) -> None:
     assert closure(repository) != before
 
 
+def test_a_file_counts_with_the_definitions_that_name_it(repository: Path) -> None:
+    words = repository / "pipeline/letters/words.py"
+    words.write_text(words.read_text() + 'def names(): return count("names.yaml")\n')
+    for name in ("names.yaml", "rest.yaml"):
+        (repository / "pipeline/letters" / name).write_text("a: 1\n")
+    before = closure(repository)
+    (repository / "pipeline/letters/names.yaml").write_text("a: 2\n")
+    assert closure(repository) == before, "no definition that the stage reaches names it"
+    (repository / "pipeline/letters/rest.yaml").write_text("a: 2\n")
+    assert closure(repository) != before, "a file that nothing names counts with all"
+    edit(repository / "pipeline/letters/chat.py", "return STOP + text", 'return STOP + "names.yaml"')
+    before = closure(repository)
+    (repository / "pipeline/letters/names.yaml").write_text("a: 3\n")
+    assert closure(repository) != before
+
+
 def test_what_was_read_is_remembered_and_a_damaged_memory_is_read_anew(
     repository: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -358,3 +374,12 @@ def test_a_wing_reruns_its_stages_and_those_that_ask_for_what_it_offers(own: Pat
     assert rerun(own, before) == {"evaluate"}
     edit(wing / "words.py", '"letters"', '"words"')
     assert rerun(own, before) == {"evaluate", "report"}
+
+
+def test_another_wording_reruns_the_stages_that_read_it(own: Path) -> None:
+    before, folder = hashes(own), own / "pipeline/synthetic"
+    edit(folder / "programs.yaml", "add {k} to each number", "add {k} to all of the numbers")
+    assert rerun(own, before) == {"corpus", "tasks"}
+    before = hashes(own)
+    edit(folder / "toolbox.yaml", "The result is {result}.", "It is {result}.")
+    assert rerun(own, before) == {"corpus", "tasks", "evaluate"}

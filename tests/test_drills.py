@@ -4,9 +4,10 @@ import json
 import re
 
 from pipeline.synthetic import drills
-from pipeline.synthetic.tool_values import problems
-from pipeline.synthetic.toolbox import SEEN, UNSEEN
+from pipeline.synthetic.tool_schemas import problems
+from pipeline.synthetic.toolbox import seen, unseen
 from pipeline.synthetic.tools import dialogues
+from pipeline.synthetic.wording import lines
 
 TEXTS = [drills.drill(3, number) for number in range(1200)]
 
@@ -24,13 +25,14 @@ def test_a_drill_is_a_function_of_its_seed_and_number() -> None:
 
 
 def test_what_is_asked_for_again_is_what_stood_there() -> None:
+    again, rows_of = lines("drills.yaml", "again"), lines("drills.yaml", "rows")
     rows = recalls = 0
     for text in TEXTS:
-        halves = re.split(rf"\n(?:{'|'.join(drills.AGAIN)})\s", text)
+        halves = re.split(rf"\n(?:{'|'.join(again)})\s", text)
         if len(halves) != 2:
             continue
         first, second = halves
-        if first.split(" ", 1)[0] in drills.ROWS:
+        if first.split(" ", 1)[0] in rows_of:
             rows += 1
             assert first.split(" ", 1)[1] == second.removesuffix("\n")
         else:
@@ -97,5 +99,5 @@ def test_conversations_ask_for_what_the_answer_says() -> None:
 
 def test_no_tool_is_named_and_no_request_stands_in_a_drill() -> None:
     together = "\n".join(TEXTS)
-    assert not [tool.name for tool in (*SEEN, *UNSEEN) if "_" in tool.name and tool.name in together]
+    assert not [tool.name for tool in (*seen(), *unseen()) if "_" in tool.name and tool.name in together]
     assert not [d.id for d in dialogues("test", 60, 3) if d.messages[0]["content"] in together]

@@ -20,7 +20,7 @@ from pipeline.run.errors import ConfigError, DataError
 from pipeline.run.tracking import Tracker
 from pipeline.run.workdir import Job, StopRequest
 from pipeline.sandbox.judge import Judge, SandboxConfig
-from pipeline.synthetic import facts, preferences, programs, stories, tools
+from pipeline.synthetic import drills, preferences, programs, stories, tools
 from pipeline.text.tokenizer import Tokenizer
 from stages import evaluate
 from tests.test_benchmarks import HALF
@@ -140,7 +140,7 @@ def test_a_model_is_measured_into_three_files_the_same_each_time(
         [*tools.dialogues("test", 24, 1), preferences.story_dialogue("stories/gift/50")],
     )
     write(tmp_path / "problems/test.jsonl", programs.problems("test", 12, 1))
-    for split, known in facts.facts(4, 1).items():
+    for split, known in drills.facts(4, 1).items():
         write(tmp_path / f"facts/{split}.jsonl", known)
     write_set(tmp_path / "benchmarks/own/HumanEval.jsonl.gz", [HALF])
 

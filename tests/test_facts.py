@@ -10,12 +10,13 @@ from pipeline.batches.dialogues import FactStream, encoded
 from pipeline.ingest import records
 from pipeline.ingest.records import Fact
 from pipeline.run.errors import DataError
-from pipeline.synthetic import facts
+from pipeline.synthetic import drills
+from pipeline.synthetic.wording import word_list
 from pipeline.text.tokenizer import Tokenizer
 
 
 def test_a_fact_is_trained_in_three_wordings_and_asked_in_a_fourth() -> None:
-    made = facts.facts(32, 7)
+    made = drills.facts(32, 7)
     assert len(made["train"]) == 32 * 4 * 3 and len(made["val"]) + len(made["test"]) == 32 * 4
     answers = {(f.service, f.attribute): f.answer for f in made["train"]}
     trained = {f.question for f in made["train"]}
@@ -25,21 +26,21 @@ def test_a_fact_is_trained_in_three_wordings_and_asked_in_a_fourth() -> None:
     assert 0.1 < len(made["val"]) / (32 * 4) < 0.4
     texts = [f.question for split in made.values() for f in split]
     assert len(texts) == len(set(texts))
-    assert facts.facts(32, 7) == made != facts.facts(32, 8)
+    assert drills.facts(32, 7) == made != drills.facts(32, 8)
 
 
 def test_values_are_alike_for_what_is_shown_and_what_is_not() -> None:
-    made = facts.facts(400, 1)
+    made, names = drills.facts(400, 1), word_list("drills.yaml", "regions")
     for split in ("test", "control"):
         regions = [f.answer for f in made[split] if f.attribute == "region"]
-        assert set(regions) == set(facts.REGIONS) and max(map(regions.count, facts.REGIONS)) < 0.25 * len(regions)
+        assert set(regions) == set(names) and max(map(regions.count, names)) < 0.25 * len(regions)
         assert all(f.answer.isdigit() and len(f.answer) == 4 for f in made[split] if f.attribute == "port")
 
 
 def test_more_services_than_names_are_refused() -> None:
-    assert len(set(facts.services(4096, 1))) == 4096
+    assert len(set(drills.services(4096, 1))) == 4096
     with pytest.raises(ValueError, match="expected at most 3276 services"):
-        facts.facts(4000, 1)
+        drills.facts(4000, 1)
 
 
 def written(folder: Path, **splits: list[Fact]) -> Path:
@@ -49,7 +50,7 @@ def written(folder: Path, **splits: list[Fact]) -> Path:
 
 
 def test_the_loss_lies_on_answers_and_their_ends(byte_tokenizer: Tokenizer, tmp_path: Path) -> None:
-    made = facts.facts(8, 1)
+    made = drills.facts(8, 1)
     stream = FactStream(
         written(tmp_path, train=made["train"], val=made["val"]),
         byte_tokenizer,

@@ -5,10 +5,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.synthetic import drawing, operation_table
-from pipeline.synthetic.chains import Branch, Draw, Pool, Program, Step, parse, pool, spell
-from pipeline.synthetic.operation_table import CONDITIONS
-from pipeline.synthetic.operations import ANNOTATIONS, CONSTANTS, NUMBER, Operation
+from pipeline.synthetic import chains, operations
+from pipeline.synthetic.chains import Branch, Program, Step, parse, spell
+from pipeline.synthetic.operations import ANNOTATIONS, CONSTANTS, NUMBER, Draw, Operation, Pool, pool
 
 TYPES: dict[str, type] = {"numbers": list, "words": list, "text": str, "counts": dict, "number": int}
 
@@ -32,7 +31,7 @@ def seconds(one: Operation) -> list[Any]:
     return list(CONSTANTS[::3]) if one.has_constant else [None]
 
 
-@pytest.mark.parametrize("one", operation_table.all_operations(), ids=lambda one: one.name)
+@pytest.mark.parametrize("one", operations.all_operations(), ids=lambda one: one.name)
 def test_source_and_function_of_an_operation_agree_and_leave_the_argument_alone(one: Operation) -> None:
     for second in seconds(one):
         step = Step(one, None if one.other else second, 0, one.other is not None)
@@ -46,9 +45,9 @@ def test_source_and_function_of_an_operation_agree_and_leave_the_argument_alone(
             assert value == before
 
 
-@pytest.mark.parametrize("one", CONDITIONS, ids=lambda one: one.name)
+@pytest.mark.parametrize("one", operations.conditions(), ids=lambda one: one.name)
 def test_source_and_function_of_a_condition_agree(one: Any) -> None:
-    choices = operation_table.alike(one.takes, one.takes)
+    choices = operations.alike(one.takes, one.takes)
     branch = Branch(one, 4 if one.has_constant else None, Step(choices[0], 3), Step(choices[1], 3))
     program = Program((branch,))
     answer = execute(program.source("answer"), "answer")
@@ -58,7 +57,7 @@ def test_source_and_function_of_a_condition_agree(one: Any) -> None:
 
 
 def test_a_source_without_its_default_raises_on_an_empty_value_and_agrees_elsewhere() -> None:
-    lossy = [one for one in operation_table.all_operations() if one.bare is not None]
+    lossy = [one for one in operations.all_operations() if one.bare is not None]
     assert len(lossy) >= 8
     for one in lossy:
         assert one.bare is not None
@@ -71,9 +70,14 @@ def test_a_source_without_its_default_raises_on_an_empty_value_and_agrees_elsewh
                 assert answer(value) == one.apply(value, None)
 
 
+def test_every_function_is_that_of_an_operation_or_condition() -> None:
+    steps = (*operations.all_operations(), *operations.conditions())
+    assert sorted(operations.FUNCTIONS) == sorted(step.name for step in steps)
+
+
 def test_there_are_about_a_hundred_operations_with_four_distinct_phrasings_each() -> None:
-    everything = operation_table.all_operations()
-    assert 100 <= len(operation_table.chain_operations()) <= 120
+    everything = operations.all_operations()
+    assert 100 <= len(operations.chain_operations()) <= 120
     assert len({one.name for one in everything}) == len(everything)
     seen: dict[tuple[str, str], str] = {}
     for one in everything:
@@ -83,19 +87,19 @@ def test_there_are_about_a_hundred_operations_with_four_distinct_phrasings_each(
             assert phrasing == phrasing.strip() and phrasing[0].islower() and not phrasing.endswith(".")
             # Words may ask for one thing only, given the type they speak of.
             assert seen.setdefault((one.takes, phrasing), one.name) == one.name
-    for condition in CONDITIONS:
+    for condition in operations.conditions():
         assert len(set(condition.phrasings)) == len(condition.phrasings) >= 4
 
 
 def test_no_two_operations_do_the_same() -> None:
     done: dict[tuple[str, str], str] = {}
-    for one in operation_table.chain_operations():
-        text = drawing.outputs(drawing.stand_in((one.name,)))
+    for one in operations.chain_operations():
+        text = chains.outputs(chains.stand_in((one.name,)))
         assert done.setdefault((one.takes, text), one.name) == one.name
 
 
 def test_every_operation_stays_as_a_chain_of_one() -> None:
-    assert set(drawing.singles()) == {one.name for one in operation_table.chain_operations()}
+    assert set(chains.singles()) == {one.name for one in operations.chain_operations()}
 
 
 def test_chains_that_a_shorter_one_replaces_are_dropped_and_others_stay() -> None:
@@ -110,9 +114,9 @@ def test_chains_that_a_shorter_one_replaces_are_dropped_and_others_stay() -> Non
         ("sort", "add", "sort"),
         ("reverse", "square", "reverse"),
     ):
-        assert not drawing.stays(dropped), dropped
+        assert not chains.stays(dropped), dropped
     for kept in (("add", "sort"), ("split", "word_total"), ("sort", "differences", "largest")):
-        assert drawing.stays(kept), kept
+        assert chains.stays(kept), kept
 
 
 def test_programs_are_spelt_and_parsed_back() -> None:

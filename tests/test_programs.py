@@ -15,8 +15,9 @@ import pytest
 
 from pipeline.ingest.records import Problem, dumps
 from pipeline.run.errors import DataError
-from pipeline.synthetic import drawing, operation_table, programs
-from pipeline.synthetic.chains import Draw, Step, parse
+from pipeline.synthetic import chains, operations, programs
+from pipeline.synthetic.chains import Step, parse
+from pipeline.synthetic.operations import Draw
 
 SIZES = {"train": 100, "val": 20, "rl": 40, "test": 80}
 
@@ -66,9 +67,9 @@ def test_neighbours_that_differ_fail_a_test() -> None:
         program = parse(problem.id.rpartition("-")[2])
         if program.second is not None:
             continue
-        probe = [(value,) for value in drawing.probes(program.takes)]
+        probe = [(value,) for value in operations.probes(program.takes)]
         # Not the neighbours that the tests were made against: other ones, drawn anew.
-        for wrong in islice(drawing.neighbours(program, Draw("other", problem.id)), 16):
+        for wrong in islice(chains.neighbors(program, Draw("other", problem.id)), 16):
             if any(repr(wrong.run(one)) != repr(program.run(one)) for one in probe):
                 missed = share_passed(wrong.source(problem.entry_point), problem) == 1.0
                 failed, passed = failed + (not missed), passed + missed
@@ -99,9 +100,9 @@ def test_no_key_is_in_two_splits() -> None:
 
 
 def test_splits_by_hash_have_their_shares() -> None:
-    shares = Counter(drawing.split_of(f"key{number}") for number in range(5000))
+    shares = Counter(chains.split_of(f"key{number}") for number in range(5000))
     assert shares["test"] == pytest.approx(500, rel=0.15) and shares["rl"] == pytest.approx(1000, rel=0.15)
-    assert drawing.split_of("add+sort") == drawing.split_of("add+sort")
+    assert chains.split_of("add+sort") == chains.split_of("add+sort")
 
 
 def test_operations_and_ordinary_phrasings_of_the_test_split_occur_in_training() -> None:
@@ -113,13 +114,13 @@ def test_operations_and_ordinary_phrasings_of_the_test_split_occur_in_training()
         return found
 
     trained = steps("train", 2000)
-    assert {name for name, _ in trained} == {one.name for one in operation_table.chain_operations()}
-    for one in operation_table.chain_operations():
+    assert {name for name, _ in trained} == {one.name for one in operations.chain_operations()}
+    for one in operations.chain_operations():
         assert {phrasing for name, phrasing in trained if name == one.name} == set(range(len(one.phrasings) - 1))
 
 
 def test_training_never_uses_a_held_out_phrasing_and_the_phrasing_group_uses_nothing_else() -> None:
-    held_out = [one.phrasings[-1] for one in operation_table.all_operations()]
+    held_out = [one.phrasings[-1] for one in operations.all_operations()]
     patterns = [
         re.compile(r"(: |should |to |then )" + re.escape(one).replace(r"\{k\}", r"\d") + r"[.,]") for one in held_out
     ]
@@ -144,7 +145,7 @@ def test_levels_groups_and_answers_are_those_of_the_split() -> None:
     }
     for problem in some("train"):
         if problem.level == 3:
-            assert drawing.is_shown(problem.key)
+            assert chains.is_shown(problem.key)
 
 
 def test_a_question_holds_signature_and_visible_tests_and_is_short() -> None:
@@ -210,7 +211,7 @@ def test_generated_sources_hold_true_asserts_and_only_training_keys() -> None:
         assert len([node for node in ast.parse(text.text).body if isinstance(node, ast.FunctionDef)]) == 3
     for number in range(150):
         program = programs._source_program(programs.SOURCE_SHAPES[number % 10], Draw("s", number))
-        assert drawing.split_of(drawing.key_of(program)) == "train"
+        assert chains.split_of(chains.key_of(program)) == "train"
 
 
 @pytest.mark.slow

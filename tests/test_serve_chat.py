@@ -14,8 +14,7 @@ from pipeline.model.transformer import Transformer
 from pipeline.run.errors import InputError
 from pipeline.serve import chat
 from pipeline.serve.chat import Conversation, Stream, load_tools, talk
-from pipeline.synthetic import tool_values
-from pipeline.synthetic.toolbox import TOOLS as TOOLBOX
+from pipeline.synthetic import tool_schemas, toolbox
 from pipeline.text.tokenizer import Tokenizer
 
 GREEDY = Sampling(40)
@@ -299,5 +298,7 @@ def test_a_wrong_model_or_setting_is_one_line_and_exit_2(
 
 def test_the_tools_that_the_readme_offers_are_those_of_the_toolbox() -> None:
     path = Path(__file__).parents[1] / "docs/tools.json"
-    assert load_tools(path) == [tool_values.function(TOOLBOX[tool["function"]["name"]]) for tool in load_tools(path)]
+    assert load_tools(path) == [
+        tool_schemas.function(toolbox.tools()[tool["function"]["name"]]) for tool in load_tools(path)
+    ]
     assert str(path.relative_to(path.parents[1])) in (path.parents[1] / "docs/commands.md").read_text()

@@ -1,15 +1,14 @@
 """Conversations without tools: no call, the same name in the answer, held-out wordings in the test split alone."""
 
-from pipeline.synthetic import tool_dialogues
-from pipeline.synthetic.tool_script import PLAIN, REFUSALS, UNSERVED
-from pipeline.synthetic.tool_values import FIRST_NAMES
+from pipeline.synthetic.tools import talk_dialogue
+from pipeline.synthetic.wording import sentences, table, words
 
-TALKS = [tool_dialogues.dialogue("train", 3, number) for number in range(400)]
-TESTS = [tool_dialogues.dialogue("test", 3, number) for number in range(400)]
+TALKS = [talk_dialogue("train", 3, number) for number in range(400)]
+TESTS = [talk_dialogue("test", 3, number) for number in range(400)]
 
 
 def test_a_number_decides_and_no_tool_occurs() -> None:
-    assert [tool_dialogues.dialogue("train", 3, number) for number in range(400)] == TALKS
+    assert [talk_dialogue("train", 3, number) for number in range(400)] == TALKS
     assert {talk.category for talk in TALKS} == {"greeting", "question", "refusal"}
     for talk in TALKS + TESTS:
         assert not talk.tools
@@ -19,7 +18,7 @@ def test_a_number_decides_and_no_tool_occurs() -> None:
 
 def test_a_wish_that_needs_a_tool_is_refused() -> None:
     refused = [m["content"] for talk in TALKS if talk.category == "refusal" for m in talk.messages[1:2]]
-    assert len(refused) > 150 and set(refused) == set(REFUSALS)
+    assert len(refused) > 150 and set(refused) == set(sentences("refusals"))
 
 
 def test_the_answer_to_a_name_holds_the_name() -> None:
@@ -28,17 +27,18 @@ def test_the_answer_to_a_name_holds_the_name() -> None:
         asked, answer = (message["content"] for message in talk.messages[:2])
         if answer.startswith("Hello ") and answer.endswith(", how can I help?"):
             name = answer.removeprefix("Hello ").removesuffix(", how can I help?")
-            assert name in FIRST_NAMES and name in asked
+            assert name in words("first_names") and name in asked
             greeted += 1
     assert greeted > 50
 
 
 def test_held_out_wordings_stand_in_the_test_split_alone() -> None:
-    rhymes, greetings = UNSERVED[-3].split("{")[0], PLAIN[4][0].split("{")[0]
+    rhymes, greetings = sentences("unserved")[-3].split("{")[0], list(table("tools.yaml")["greetings"])[4].split("{")[0]
     said = {
         name: "\n".join(m["content"] for t in talks for m in t.messages)
         for name, talks in (("train", TALKS), ("test", TESTS))
     }
     for wording in (rhymes, greetings):
         assert wording in said["test"] and wording not in said["train"]
-    assert UNSERVED[0].split("{")[0] in said["train"] and UNSERVED[0].split("{")[0] not in said["test"]
+    first = sentences("unserved")[0].split("{")[0]
+    assert first in said["train"] and first not in said["test"]

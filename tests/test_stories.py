@@ -15,7 +15,6 @@ import pytest
 from pipeline.ingest.records import Text
 from pipeline.run.device import generator
 from pipeline.run.errors import DataError
-from pipeline.synthetic import story_world
 from pipeline.synthetic.stories import (
     FAMILIES,
     HELD_OUT,
@@ -29,9 +28,7 @@ from pipeline.synthetic.stories import (
     sentences,
     story,
 )
-from pipeline.synthetic.story_events import MOMENTS, Event, Plot
-from pipeline.synthetic.story_plots import PLOTS, plan, tell
-from pipeline.synthetic.story_world import PHRASES, new_world
+from pipeline.synthetic.story_world import Event, Plot, lexicon, moments, new_world, plan, plots, tell
 
 KINDS_OF_DAMAGE = [
     "pronoun changed",
@@ -171,7 +168,7 @@ def test_check_judges_cut_stories_without_raising() -> None:
 
 def test_a_story_is_the_same_in_another_process_and_hash_seed() -> None:
     code = (
-        "import random; from pipeline.synthetic.story_plots import tell\n"
+        "import random; from pipeline.synthetic.story_world import tell\n"
         "print([tell('gift', random.Random(f'{n}'), speaks=n % 2 == 0) for n in range(20)])"
     )
     root = Path(__file__).parent.parent
@@ -182,6 +179,7 @@ def test_a_story_is_the_same_in_another_process_and_hash_seed() -> None:
 
 def test_held_out_are_three_families_and_every_fiftieth_number() -> None:
     assert len(FAMILIES) == 14 and len(HELD_OUT) == 3 and set(HELD_OUT) < set(FAMILIES)
+    assert tuple(plots()) == FAMILIES
     assert is_held_out("stories/grow/1") and is_held_out("stories/lost/50") and is_held_out("stories/lost/0")
     assert not is_held_out("stories/lost/51")
 
@@ -220,7 +218,7 @@ def all_events(plot: Plot) -> list[Event]:
     return [plot.goal, plot.attempt, plot.deed, plot.ending]
 
 
-@pytest.mark.parametrize("plot", PLOTS.values(), ids=lambda plot: plot.family)
+@pytest.mark.parametrize("plot", plots().values(), ids=lambda plot: plot.family)
 def test_every_event_has_six_wordings_and_the_signs_fit_their_wordings(plot: Plot) -> None:
     for event in all_events(plot):
         assert len(event.plain) >= 6 and len(set(event.plain + event.spoken)) == len(event.plain + event.spoken)
@@ -235,44 +233,38 @@ def test_every_event_has_six_wordings_and_the_signs_fit_their_wordings(plot: Plo
 def test_no_goal_wording_carries_the_sign_of_another_family_nor_does_a_list() -> None:
     entries = [
         entry
-        for group in (
-            story_world.LISTS,
-            story_world.THINGS,
-            story_world.FEELINGS,
-            story_world.DEEDS,
-            story_world.MANNERS,
-        )
+        for group in (lexicon().lists, lexicon().things, lexicon().feelings, lexicon().deeds, lexicon().manners)
         for words in group.values()
         for entry in words
     ]
-    for plot in PLOTS.values():
+    for plot in plots().values():
         assert not [entry for entry in entries if re.search(plot.goal_sign, entry)]
         assert not [entry for entry in entries if re.search(plot.ending_sign, entry)]
-        for other in PLOTS.values():
+        for other in plots().values():
             for line in other.goal.plain + other.goal.spoken if other is not plot else ():
                 assert not re.search(plot.goal_sign, line, re.IGNORECASE), (plot.family, line)
 
 
 def test_wanted_things_stand_in_no_other_list_and_no_wording() -> None:
-    lists = {word for words in story_world.LISTS.values() for entry in words for word in entry.split()}
-    assert not lists & story_world.WANTED
-    assert not (set(story_world.TRAITS) | set(story_world.COLOURS)) & story_world.WANTED
-    lines = [*MOMENTS, *PHRASES]
-    for plot in PLOTS.values():
+    lists = {word for words in lexicon().lists.values() for entry in words for word in entry.split()}
+    assert not lists & lexicon().wanted
+    assert not (set(lexicon().traits) | set(lexicon().colours)) & lexicon().wanted
+    lines = [*moments(), *lexicon().all_phrases]
+    for plot in plots().values():
         for event in all_events(plot):
             lines += event.plain + event.spoken
     for line in lines:
         fixed = re.sub(r"\{[^}]*\}", " ", line)
-        assert not set(re.findall(r"[a-z-]+", fixed.lower())) & story_world.WANTED, line
+        assert not set(re.findall(r"[a-z-]+", fixed.lower())) & lexicon().wanted, line
 
 
 def test_a_name_has_one_pronoun() -> None:
-    assert not set(story_world.HE_NAMES) & set(story_world.SHE_NAMES)
+    assert not set(lexicon().names["he"]) & set(lexicon().names["she"])
 
 
 def test_in_every_plan_needs_hold_bars_do_not_and_there_are_five_to_ten_events() -> None:
     orders = set()
-    for family, plot in PLOTS.items():
+    for family, plot in plots().items():
         for seed in range(60):
             world = new_world(random.Random(f"{family}{seed}"), ("kite",), plot.aims)
             events = plan(plot, world)

@@ -6,10 +6,10 @@ from collections import Counter
 import pytest
 
 from pipeline.synthetic import tools
-from pipeline.synthetic.tool_script import REFUSALS
-from pipeline.synthetic.tool_values import leaf_values, problems
-from pipeline.synthetic.toolbox import SEEN, UNSEEN
+from pipeline.synthetic.tool_schemas import leaf_values, problems
+from pipeline.synthetic.toolbox import seen, unseen
 from pipeline.synthetic.tools import LENGTH, SCHEMA, belongs, calls
+from pipeline.synthetic.wording import sentences
 
 TALKS = [tools.choice_dialogue("train", 3, number) for number in range(300)]
 
@@ -45,7 +45,7 @@ def test_choices_are_many_and_their_kinds_have_their_shares() -> None:
             if made:
                 names = {name for name, _ in made}
                 forms["one" if len(made) == 1 else "several" if len(names) == 1 else "together"] += 1
-            elif message["role"] == "assistant" and message["content"] in REFUSALS:
+            elif message["role"] == "assistant" and message["content"] in sentences("refusals"):
                 forms["refused"] += 1
     total = forms.total()
     assert total > 3 * len(TALKS)
@@ -57,8 +57,8 @@ def test_choices_are_many_and_their_kinds_have_their_shares() -> None:
 
 def test_most_tools_are_invented_and_none_is_held_out() -> None:
     names = [tool["function"]["name"] for talk in TALKS for tool in talk.tools]
-    assert not {tool.name for tool in UNSEEN} & set(names)
-    known = {tool.name for tool in SEEN}
+    assert not {tool.name for tool in unseen()} & set(names)
+    known = {tool.name for tool in seen()}
     assert 0.02 < sum(name in known for name in names) / len(names) < 0.15
 
 

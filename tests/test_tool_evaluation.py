@@ -10,8 +10,8 @@ import pytest
 from pipeline.evaluation import bfcl
 from pipeline.evaluation.tools import score, summarise
 from pipeline.ingest.records import Dialogue
-from pipeline.synthetic.tool_script import Script
-from pipeline.synthetic.toolbox import TOOLS
+from pipeline.synthetic import toolbox
+from pipeline.synthetic.tool_dialogues import Script
 from pipeline.synthetic.tools import dialogues, facets, turns, wrong_answers
 
 PLAN = {
@@ -207,8 +207,8 @@ def test_a_call_that_cannot_be_read_is_no_call(test_set: list[Dialogue]) -> None
 
 
 def hotel() -> Dialogue:
-    tool = TOOLS["book_hotel"]
-    script = Script([tool, TOOLS["get_wind"]])
+    tool = toolbox.tools()["book_hotel"]
+    script = Script([tool, toolbox.tools()["get_wind"]])
     script.user("Book a hotel in Rome for 4 nights.")
     script.call([(tool, {"city": "Rome", "nights": 4})])
     return script.close("x", "multiple/unseen_tool/seen_template")
@@ -248,7 +248,7 @@ def test_ast_is_the_unweighted_mean_of_its_categories() -> None:
 
 
 def test_parallel_calls_in_another_order_leave_an_equal_world() -> None:
-    tool = TOOLS["order_product"]
+    tool = toolbox.tools()["order_product"]
     script = Script([tool])
     script.user("Order P1 and P2.")
     script.call([(tool, {"product_id": "P1"}), (tool, {"product_id": "P2"})])

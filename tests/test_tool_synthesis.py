@@ -10,11 +10,10 @@ from random import Random
 import pytest
 
 from pipeline.ingest.records import Dialogue
-from pipeline.synthetic import tool_script
-from pipeline.synthetic.tool_dialogues import LENGTH
-from pipeline.synthetic.tool_script import Script, provenance
-from pipeline.synthetic.tool_values import FIRST_NAMES, Tool, World, draw, function, leaf_values, problems, told
-from pipeline.synthetic.toolbox import CHAINS, TOOLS, UNSEEN, run
+from pipeline.synthetic import toolbox
+from pipeline.synthetic.tool_dialogues import LENGTH, Script, provenance
+from pipeline.synthetic.tool_schemas import Tool, World, arguments_in, draw, function, leaf_values, problems
+from pipeline.synthetic.toolbox import run, unseen
 from pipeline.synthetic.tools import (
     NO_CALL_FIRST,
     QUOTAS,
@@ -28,6 +27,7 @@ from pipeline.synthetic.tools import (
     turns,
     wrong_answers,
 )
+from pipeline.synthetic.wording import sentences, words
 
 TRAIN, VAL, TEST = 500, 100, 200
 
@@ -121,10 +121,10 @@ def test_results_on_record_are_what_the_tools_give(val: list[Dialogue], test_set
 
 
 def test_nothing_held_out_is_in_train_or_val(train: list[Dialogue], val: list[Dialogue]) -> None:
-    names = {tool.name for tool in UNSEEN}
-    descriptions = {tool.description for tool in UNSEEN}
-    stems = [wording.split("{")[0] for tool in UNSEEN for wording in tool.wordings if wording[0] != "{"]
-    frames = [frame.split("{}")[0] for frame in tool_script.FRAMES[8:]]
+    names = {tool.name for tool in unseen()}
+    descriptions = {tool.description for tool in unseen()}
+    stems = [wording.split("{")[0] for tool in unseen() for wording in tool.wordings if wording[0] != "{"]
+    frames = [frame.split("{}")[0] for frame in sentences("frames")[8:]]
     for dialogue in train + val:
         offered = tools_at(dialogue, len(dialogue.messages))
         assert not names & {tool["function"]["name"] for tool in offered}
@@ -148,12 +148,12 @@ def test_the_four_quadrants_of_the_test_split_are_balanced_and_rightly_named(tes
     for category in ("simple", "multiple", "irrelevance"):
         places = Counter(facets(d)[1:] for d in test_set if facets(d).category == category)
         assert len(places) == 4 and max(places.values()) - min(places.values()) <= 1
-    unseen = {tool.name for tool in UNSEEN}
+    held_out = {tool.name for tool in unseen()}
     for dialogue in test_set:
         called = {name for message in dialogue.messages for name, _ in calls(message)}
-        assert facets(dialogue).unseen_tool == bool(called & unseen) or not called
+        assert facets(dialogue).unseen_tool == bool(called & held_out) or not called
         if facets(dialogue).category == "irrelevance" and facets(dialogue).unseen_tool:
-            assert {tool["function"]["name"] for tool in dialogue.tools} & unseen
+            assert {tool["function"]["name"] for tool in dialogue.tools} & held_out
 
 
 def test_the_categories_are_what_they_are_called(everything: list[Dialogue]) -> None:
@@ -192,12 +192,12 @@ def test_a_dependent_call_uses_a_value_of_the_first_result_that_the_user_never_s
 
 
 def test_every_chain_fits_its_two_tools() -> None:
-    for chain in CHAINS:
-        first, second = TOOLS[chain.first], TOOLS[chain.second]
-        result = run(World(), chain.first, told(first, first.wordings[0], draw(first, Random(0))))
+    for chain in toolbox.chains():
+        first, second = toolbox.tools()[chain.first], toolbox.tools()[chain.second]
+        result = run(World(), chain.first, arguments_in(first, first.wordings[0], draw(first, Random(0))))
         assert chain.key in result
         for tail in chain.tails:
-            arguments = {**told(second, tail, draw(second, Random(0))), chain.param: result[chain.key]}
+            arguments = {**arguments_in(second, tail, draw(second, Random(0))), chain.param: result[chain.key]}
             assert not problems(function(second)["function"]["parameters"], arguments)
 
 
@@ -206,7 +206,9 @@ def test_training_requests_and_names_are_various(train: list[Dialogue]) -> None:
     names = {tool["function"]["name"] for dialogue in train for tool in dialogue.tools}
     assert len(openings) > 0.98 * TRAIN
     assert len(names) > 400
-    assert any(any(name in d.messages[0]["content"] for name in FIRST_NAMES if not name.isascii()) for d in train)
+    assert any(
+        any(name in d.messages[0]["content"] for name in words("first_names") if not name.isascii()) for d in train
+    )
 
 
 def test_training_conversations_go_on_until_they_are_long(train: list[Dialogue], val: list[Dialogue]) -> None:
@@ -222,7 +224,7 @@ def test_training_conversations_go_on_until_they_are_long(train: list[Dialogue],
         added += 1
         answer = messages[last + 1]
         refused += not calls(answer)
-        assert calls(answer) or answer["content"] in tool_script.REFUSALS
+        assert calls(answer) or answer["content"] in sentences("refusals")
         before = len(json.dumps([t["function"] for t in dialogue.tools]))
         before += sum(len(json.dumps(m)) for m in messages[:last])
         assert before < LENGTH + 400  # 400: results and closing words come after the size was looked at
@@ -243,7 +245,7 @@ def test_simple_conversations_are_short(val: list[Dialogue]) -> None:
 
 
 def _script(said: str) -> tuple[Script, Tool]:
-    tool = TOOLS["set_light"]
+    tool = toolbox.tools()["set_light"]
     script = Script([tool])
     script.user(said)
     return script, tool
@@ -274,8 +276,8 @@ def test_arguments_that_break_the_schema_are_refused() -> None:
 
 
 def _example() -> Dialogue:
-    tool = TOOLS["book_hotel"]
-    script = Script([tool, TOOLS["get_wind"]])
+    tool = toolbox.tools()["book_hotel"]
+    script = Script([tool, toolbox.tools()["get_wind"]])
     script.user("Book a hotel in Rome for 4 nights.")
     script.call([(tool, {"city": "Rome", "nights": 4})])
     return script.close("x", "multiple/unseen_tool/seen_template")
@@ -291,13 +293,13 @@ def test_truth_accepts_absence_and_the_default_of_an_optional_parameter() -> Non
 
 
 def test_truth_of_a_nested_object_and_of_a_list_of_objects_has_lists_at_the_leaves() -> None:
-    tool = TOOLS["book_taxi"]
+    tool = toolbox.tools()["book_taxi"]
     script = Script([tool])
     script.user("Book a taxi to Weber Street 12 at 10:30.")
     script.call([(tool, {"address": {"street": "Weber Street", "number": 12}, "time": "10:30"})])
     address = {"street": ["Weber Street"], "number": [12]}
     assert truth(script.close("x", "simple"), 1) == [{"book_taxi": {"address": [address], "time": ["10:30"]}}]
-    tool = TOOLS["order_items"]
+    tool = toolbox.tools()["order_items"]
     script = Script([tool])
     script.user("Order 2 of P17.")
     script.call([(tool, {"items": [{"product_id": "P17", "quantity": 2}]})])

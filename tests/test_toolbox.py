@@ -8,49 +8,60 @@ from random import Random
 import jsonschema
 import pytest
 
-from pipeline.synthetic.tool_inventions import invent, renamed, sibling
-from pipeline.synthetic.tool_values import CITIES, World, draw, execute, function, misspelt, problems, told, words
-from pipeline.synthetic.toolbox import HELD_OUT_DOMAINS, TOOLS, UNSEEN, run
+from pipeline.synthetic.tool_schemas import (
+    World,
+    arguments_in,
+    draw,
+    execute,
+    fill,
+    function,
+    invent,
+    problems,
+    renamed,
+    sibling,
+)
+from pipeline.synthetic.toolbox import HELD_OUT_DOMAINS, run, tools, unseen
+from pipeline.synthetic.wording import misspelt, words
 
 
 def test_there_are_12_domains_of_four_tools_or_more_and_three_domains_are_held_out() -> None:
-    domains = Counter(tool.domain for tool in TOOLS.values())
+    domains = Counter(tool.domain for tool in tools().values())
     assert len(domains) >= 12 and min(domains.values()) >= 4
     assert len(set(HELD_OUT_DOMAINS)) == 3 and set(HELD_OUT_DOMAINS) <= set(domains)
-    assert len(UNSEEN) == sum(domains[name] for name in HELD_OUT_DOMAINS)
+    assert len(unseen()) == sum(domains[name] for name in HELD_OUT_DOMAINS)
 
 
 def test_the_schemas_are_valid_and_use_every_feature_that_the_specification_names() -> None:
     text = ""
-    for tool in TOOLS.values():
+    for tool in tools().values():
         parameters = function(tool)["function"]["parameters"]
         jsonschema.Draft202012Validator.check_schema(parameters)
         text += json.dumps(parameters)
     for feature in ('"default"', '"enum"', '"array"', '"null"', '"integer"', '"number"', '"boolean"', '"object"'):
-        assert text.count(feature) > (len(TOOLS) if feature == '"object"' else 0), feature
+        assert text.count(feature) > (len(tools()) if feature == '"object"' else 0), feature
 
 
 def test_every_wording_states_all_that_is_required_executes_and_has_closing_words() -> None:
     rng = Random(0)
-    for tool in TOOLS.values():
+    for tool in tools().values():
         required = {name for name, parameter in tool.params.items() if "default" not in parameter.schema}
         assert len(tool.wordings) == len(set(tool.wordings)) == 5
         for wording in tool.wordings:
-            arguments = told(tool, wording, draw(tool, rng))
+            arguments = arguments_in(tool, wording, draw(tool, rng))
             assert required <= set(arguments), (tool.name, wording)
             result = run(World(), tool.name, arguments)
             assert "error" not in result, (tool.name, arguments, result)
             assert tool.answer.format_map({**arguments, **result})
-            assert "{" not in words(tool, wording, arguments, rng)
+            assert "{" not in fill(tool, wording, arguments, rng)
 
 
 def test_a_wording_for_asking_back_leaves_out_its_parameter_and_no_other_required_one() -> None:
-    for tool in TOOLS.values():
+    for tool in tools().values():
         assert tool.missing, tool.name
         required = {name for name, parameter in tool.params.items() if "default" not in parameter.schema}
         for name, wording in tool.missing:
             values = draw(tool, Random(1))
-            assert required - set(told(tool, wording, values)) == {name}, (tool.name, wording)
+            assert required - set(arguments_in(tool, wording, values)) == {name}, (tool.name, wording)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +128,7 @@ def test_whatever_a_model_writes_comes_back_as_an_error_and_raises_nothing(name:
 
 def test_a_misspelt_name_differs_and_the_error_names_one_that_works() -> None:
     rng = Random(0)
-    for city in CITIES[::4]:
+    for city in words("cities")[::4]:
         wrong = misspelt(city, rng)
         assert wrong != city
         result = run(World(), "get_wind", {"city": wrong})
@@ -135,7 +146,7 @@ def test_an_invented_tool_has_a_valid_schema_and_executes_what_its_wordings_stat
         for version in (tool, renamed(tool, rng), sibling(tool, rng)):
             parameters = function(version)["function"]["parameters"]
             jsonschema.Draft202012Validator.check_schema(parameters)
-            arguments = told(version, version.wordings[0], draw(version, rng))
+            arguments = arguments_in(version, version.wordings[0], draw(version, rng))
             assert not problems(parameters, arguments)
             world = World()
             assert execute(version, world, arguments)
@@ -144,7 +155,7 @@ def test_an_invented_tool_has_a_valid_schema_and_executes_what_its_wordings_stat
 
 def test_a_renamed_tool_does_what_the_tool_of_the_old_names_does() -> None:
     rng = Random(4)
-    for tool in TOOLS.values():
+    for tool in tools().values():
         new = renamed(tool, rng)
         values = draw(tool, rng)
         old_world, new_world = World(), World()

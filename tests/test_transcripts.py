@@ -3,9 +3,9 @@
 import json
 
 from pipeline.synthetic import tools
-from pipeline.synthetic.story_world import COMMON
-from pipeline.synthetic.toolbox import UNSEEN
+from pipeline.synthetic.toolbox import unseen
 from pipeline.synthetic.tools import dialogues
+from pipeline.synthetic.wording import words
 
 TEXTS = [tools.record(3, number).text for number in range(150)]
 
@@ -33,14 +33,15 @@ def test_a_transcript_says_what_the_conversation_says_in_its_order() -> None:
 
 
 def test_no_transcript_offers_or_calls_a_held_out_tool() -> None:
-    names = {f'"name": "{tool.name}"' for tool in UNSEEN}
-    assert len(names) == len(UNSEEN) > 10
+    names = {f'"name": "{tool.name}"' for tool in unseen()}
+    assert len(names) == len(unseen()) > 10
     assert not [text for text in TEXTS if any(name in text for name in names)]
 
 
 def test_the_common_words_hold_none_of_the_held_out_tools() -> None:
-    words = {word for tool in UNSEEN for name in (tool.name, *tool.params) for word in name.split("_")}
-    assert {"currency", "hotel"} <= words
-    assert not words & set(COMMON)
-    assert len(set(COMMON)) == len(COMMON) > 1500
-    assert all(word.isascii() and word.isalpha() and word.islower() for word in COMMON)
+    common = words("common")
+    names = {word for tool in unseen() for name in (tool.name, *tool.params) for word in name.split("_")}
+    assert {"currency", "hotel"} <= names
+    assert not names & set(common)
+    assert len(set(common)) == len(common) > 1500
+    assert all(word.isascii() and word.isalpha() and word.islower() for word in common)

@@ -25,7 +25,7 @@ from pipeline.model.config import ModelConfig
 from pipeline.model.heads import RewardModel
 from pipeline.model.transformer import Transformer
 from pipeline.run import workdir
-from pipeline.synthetic import facts
+from pipeline.synthetic import drills
 from pipeline.text.tokenizer import Tokenizer
 from tests.conftest import ROOT
 from tests.corpora import write_corpus
@@ -146,7 +146,7 @@ def make(folder: Path, tokenizer: Tokenizer, model: Transformer) -> Workspace:
     for split, first, count in (("train", 0, 20), ("val", 100, 4), ("test", 200, 6)):
         records.write(folder / f"data/preferences/{split}.jsonl", map(pair, range(first, first + count)))
         records.write(folder / f"data/dialogues/{split}.jsonl", map(dialogue, range(first, first + count)))
-    for split, known in facts.facts(12, 1).items():
+    for split, known in drills.facts(12, 1).items():
         records.write(folder / f"data/facts/{split}.jsonl", known)
     for split, first, count in (("rl", 0, 8), ("val", 100, 3)):
         records.write(folder / f"data/problems/{split}.jsonl", map(problem, range(first, first + count)))

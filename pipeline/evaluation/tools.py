@@ -43,7 +43,7 @@ from pipeline.ingest.records import Dialogue, Pair
 from pipeline.run.device import stable_hash
 from pipeline.run.types import JsonObject
 from pipeline.synthetic import toolbox
-from pipeline.synthetic.tool_values import Result, World, problems
+from pipeline.synthetic.tool_schemas import Result, World, problems
 from pipeline.synthetic.tools import calls, canonical, facets, stated, tools_at, truth, turns
 from pipeline.text import chat
 
@@ -197,7 +197,7 @@ def _execution_match(dialogue: Dialogue, turn: int, reply: chat.Reply) -> Row:
 
 
 def _runnable(dialogue: Dialogue) -> bool:
-    return all(name in toolbox.TOOLS for message in dialogue.messages for name, _ in calls(message))
+    return all(name in toolbox.tools() for message in dialogue.messages for name, _ in calls(message))
 
 
 def _outcome(before: list[NamedCall], last: list[NamedCall]) -> tuple[list[str], JsonObject]:

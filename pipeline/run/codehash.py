@@ -11,8 +11,9 @@ Python versions).
 Top-level statements that may have effects count wherever their module is imported: calls, loops, `if`, assignments that
 call our own code, functions under decorators that are not in PLAIN_DECORATORS. A module counts whole where names cannot
 be followed: a module used as a value (`getattr(module, name)`), a name that it does not define, star imports,
-`globals()`, `__getattr__`. Code that uses `__file__` brings in the Python files of its folder; the other files of a
-folder (templates) count with every definition beside them. `wings.each("x")` uses the definition `x` of every
+`globals()`, `__getattr__`. Code that uses `__file__` brings in the Python files of its folder. Another file of a folder
+(a template, a table of words) counts with the definitions beside it that have its name as a text; one that none names
+counts with every definition beside it. `wings.each("x")` uses the definition `x` of every
 `pipeline/*/wing.py` that has one; with another argument than a text, all of those modules. Names that a module used as
 a value has imported are not followed: it must define them.
 
@@ -25,6 +26,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from functools import cache, partial
@@ -42,6 +44,7 @@ PLAIN_DECORATORS = frozenset({"cache", "contextmanager", "dataclass", "lru_cache
 FILE, GLOBALS = "*file", "*globals"  # uses of `__file__` and `globals()`
 WINGS = "pipeline.wings.each"  # its uses with a text as its argument are `pipeline.wings.each:text`
 ALWAYS, MAIN = "*always", "*main"  # names for a module's statements with effects, and for `if __name__ == "__main__"`
+FILE_NAME = re.compile(r"[\w-]+\.\w+")
 MAX_CACHED = 2_000  # versions of modules
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -71,19 +74,24 @@ def _stage_closure(modules: Modules, stage: str) -> dict[str, tuple[str, list[st
             digest = hashlib.sha256()
             for name in sorted(names):
                 digest.update(f"{name}\0{modules.summary(module)['names'][name][0]}\0".encode())
-            for file in _data_files(path):
+            for file in _data_files(modules, module, path, names):
                 digest.update(file.name.encode() + b"\0" + file.read_bytes())
             closure[module] = (digest.hexdigest()[:16], sorted(names))
     return closure
 
 
-def _data_files(path: Path) -> list[Path]:
-    """The files in a module's folder that are not Python: templates."""
-    return [
+def _data_files(modules: Modules, module: str, path: Path, names: Iterable[str]) -> list[Path]:
+    """The files beside a module that are not Python and count with these definitions of it."""
+    files = [
         p
         for p in sorted(path.parent.iterdir())
         if p.is_file() and p.suffix not in (".py", ".pyc") and not p.name.startswith(".")
     ]
+    if not files:
+        return []
+    mine = {text for name in names for text in modules.summary(module)["files"].get(name, ())}
+    named = modules.files_named_in(module if path.name == "__init__.py" else module.rpartition(".")[0])
+    return [file for file in files if file.name in mine or file.name not in named]
 
 
 class Reach:
@@ -184,6 +192,7 @@ class Modules:
     """What the modules below `root` define, each read once."""
 
     def __init__(self, root: Path) -> None:
+        self.root = root
         self.cache = workdir.JsonCache("code.json", MAX_CACHED)
         self.file = cache(partial(module_file, root))
         self.wings = sorted(f"pipeline.{path.parent.name}.wing" for path in root.glob("pipeline/*/wing.py"))
@@ -197,6 +206,18 @@ class Modules:
             text = path.read_text(encoding="utf-8")
             self._summaries[name] = self.cache.get(_cache_key(name, text), partial(summarize, path, text, name))
         return self._summaries[name]
+
+    def files_named_in(self, package: str) -> set[str]:
+        """The names of files in the texts of a package's own modules."""
+        folder = self.root.joinpath(*package.split("."))
+        modules = [package, *(f"{package}.{path.stem}" for path in folder.glob("*.py") if path.stem != "__init__")]
+        return {
+            text
+            for module in modules
+            if self.file(module)
+            for texts in self.summary(module)["files"].values()
+            for text in texts
+        }
 
 
 def module_file(root: Path, module: str) -> Path | None:
@@ -229,6 +250,7 @@ class Summary(TypedDict):
 
     names: dict[str, tuple[str, list[str]]]  # definition -> (digest, references)
     imports: dict[str, str]  # name bound here -> dotted name
+    files: dict[str, list[str]]  # definition -> the names of files that it has as texts
     loads: list[str]  # modules that are imported with this one
     opaque: bool  # whether it counts whole
 
@@ -257,6 +279,7 @@ def summarize(path: Path, text: str, module: str) -> Summary:
     opaque |= "__getattr__" in groups
     known = imports | {name: f"{module}.{name}" for name in groups if name not in (ALWAYS, MAIN)}
     names: dict[str, tuple[str, list[str]]] = {}
+    files: dict[str, list[str]] = {}
     with_effects: set[str] = set()
     roots = (*PACKAGES, FILE, GLOBALS)
     for name, statements in groups.items():
@@ -266,21 +289,28 @@ def summarize(path: Path, text: str, module: str) -> Summary:
         if FILE in uses:
             references += _neighbor_patterns(statements)
         names[name] = (digest, references)
+        if texts := sorted(text for text in _texts(statements) if FILE_NAME.fullmatch(text)):
+            files[name] = texts
         if name not in (ALWAYS, MAIN) and any(_has_effects(statement, known, package) for statement in statements):
             with_effects.add(f"{module}.{name}")
     if with_effects:
         digest, references = names.get(ALWAYS, ("", []))
         names[ALWAYS] = (digest, sorted({*references, *with_effects}))
-    return {"names": names, "imports": imports, "loads": sorted(set(loads)), "opaque": opaque}
+    return {"names": names, "imports": imports, "files": files, "loads": sorted(set(loads)), "opaque": opaque}
 
 
 def _neighbor_patterns(statements: list[ast.stmt]) -> list[str]:
     """The Python files beside a module that it may start or import by path: those it names, or all of them."""
-    nodes = [node for statement in statements for node in ast.walk(statement)]
+    nodes = (node for statement in statements for node in ast.walk(statement))
     if any(isinstance(node, ast.Attribute) and ast.unparse(node) == "sys.path" for node in nodes):
         return ["*.py"]
-    texts = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
-    return sorted(f"*{text}" for text in texts if text.endswith(".py"))
+    return sorted(f"*{text}" for text in _texts(statements) if text.endswith(".py"))
+
+
+def _texts(statements: list[ast.stmt]) -> list[str]:
+    """The texts in some statements."""
+    nodes = (node for statement in statements for node in ast.walk(statement))
+    return [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
 
 
 def _is_type_checking_block(statement: ast.stmt) -> bool:

@@ -1,4 +1,4 @@
-"""A program as a chain of steps, the values it is run on, and the random draws that choose them.
+"""A program as a chain of steps, and how programs are drawn at random.
 
 `Program` is run by its operations' functions (truth) and written by their sources (answer). `spell` and `parse` convert
 a program to text such as `add.3+sort+sum` and back; a problem's id ends in it, so the program can be recovered from it.
@@ -7,26 +7,47 @@ a program to text such as `add.3+sort+sum` and back; a problem's id ends in it, 
     branch     if_longer.4[sort|reverse]     a condition and two steps of equal type
     argument   add.k+sum, shared.k           `k` is the function's second parameter, a number or a list
 
-Nothing here executes source text.
+`single`, `chain` and `stateful` map a `Draw` and a split to a `Program` whose key belongs to the split, with constants
+and phrasings chosen; `neighbors` yields the programs one operation away, which tests must distinguish from it. Drawing
+starts from an operation chosen evenly and grows to both sides, so that rare types are as frequent as common ones.
 
-`pool(kind)` returns the values of a type from which tests are drawn; `probes(kind)` its 48 fixed values: two programs
-that agree on all of them count as the same. Both are the same on every machine and in every Python version: `Draw` uses
-only `random.Random.random()`, whose sequence the Python documentation promises to keep.
+`stays(names)` decides which chains are kept: those that no shorter chain equals, and whose outputs vary. A chain is
+dropped if on the 48 fixed inputs of its type it behaves like a shorter one or has 3 different outputs or fewer. Chains
+of lengths 1 and 2 are compared with every shorter chain. From length 3 on a chain is compared with every chain of
+lengths 1 and 2 and with itself less any one step, and each of its parts must be kept; so a chain of four that happens
+to behave like an unrelated chain of three can be missed. The chains of length 2 are tabulated on first use; longer ones
+are tested when they are drawn.
 
-Not promised: that a pool covers the whole type: no word is longer than ten letters, no number in a list is larger than
-99.
+Nothing here executes source text. Not promised: that the constants suit the chain; `programs.tests_of` refuses those
+that make dull tests.
 """
 
 import hashlib
-import random
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache
-from typing import TypeVar
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
+from itertools import pairwise
 
-from pipeline.synthetic import operation_table
-from pipeline.synthetic.operation_table import Condition
-from pipeline.synthetic.operations import ANNOTATIONS, COUNTS, NUMBER, NUMBERS, TEXT, WORDS, Operation, Value
+from pipeline.synthetic import operations
+from pipeline.synthetic.operations import (
+    ANNOTATIONS,
+    CONSTANTS,
+    NUMBER,
+    NUMBERS,
+    Condition,
+    Draw,
+    Operation,
+    Value,
+    probes,
+)
+
+# The constants that represent all others in a comparison, by position. They differ, or "add" and "subtract" would
+# cancel.
+STAND_INS = (5, 4, 6, 7)
+MIN_OUTPUTS = 4
+SPLITS = ("test", "val", "rl", "rl", "train", "train", "train", "train", "train", "train")
+# One in so many level-3 chains of the training split is shown with its answer; a model must solve the others itself.
+SHOWN_LEVEL_3 = 10
 
 
 @dataclass(frozen=True)
@@ -197,154 +218,263 @@ def _parse_step(text: str) -> Step | Branch:
         then, otherwise = (_parse_step(part) for part in tail.split("|"))
         name, _, constant = head.partition(".")
         assert isinstance(then, Step) and isinstance(otherwise, Step)
-        return Branch(operation_table.condition(name), int(constant) if constant else None, then, otherwise)
+        return Branch(operations.condition(name), int(constant) if constant else None, then, otherwise)
     name, _, constant = text.partition(".")
     if constant == "k":
-        return Step(operation_table.operation(name), None, 0, True)
-    return Step(operation_table.operation(name), int(constant) if constant else None)
+        return Step(operations.operation(name), None, 0, True)
+    return Step(operations.operation(name), int(constant) if constant else None)
 
 
-# -- values and random draws -------------------------------------------------------------------------------------------
-
-Item = TypeVar("Item")
-
-_NOUNS = """
-a ant apple bag ball banana bee bird blue boat book bus butterfly cake car cat chair cloud code cup dog door egg
-elephant fire fish garden go green hat home ice it key kitchen lamp leaf map milk moon morning mountain note oak ocean
-on owl paper pear pen picture rain red river road sandwich sea see ship sky snow song star stone sun tea tree triangle
-umbrella up water window yellow
-"""
-VOCABULARY = tuple(_NOUNS.split())
+# -- random draws -----------------------------------------------------------------------------------------------------
 
 
-class Draw:
-    """A random generator: its draws are a pure function of the parts that seed it."""
-
-    def __init__(self, *parts: int | str) -> None:
-        digest = hashlib.blake2b("|".join(str(part) for part in parts).encode(), digest_size=8).digest()
-        self._random = random.Random(int.from_bytes(digest, "big")).random
-
-    def below(self, limit: int) -> int:
-        """An integer from 0 to limit - 1."""
-        return int(self._random() * limit)
-
-    def between(self, low: int, high: int) -> int:
-        """An integer from low to high, both included."""
-        return low + int(self._random() * (high - low + 1))
-
-    def pick(self, items: Sequence[Item]) -> Item:
-        """A random item."""
-        return items[int(self._random() * len(items))]
-
-    def chance(self, share: float) -> bool:
-        """True with that probability."""
-        return self._random() < share
-
-    def sample(self, items: Sequence[Item], count: int) -> list[Item]:
-        """Different items in random order: `count` of them, or all."""
-        shuffled = list(items)
-        for i in range(min(count, len(shuffled))):
-            j = i + int(self._random() * (len(shuffled) - i))
-            shuffled[i], shuffled[j] = shuffled[j], shuffled[i]
-        return shuffled[:count]
+def step(operation: Operation, draw: Draw, held_out: bool = False) -> Step:
+    """The operation with a random constant and phrasing: the held-out phrasing, or one of the others."""
+    phrasing = len(operation.phrasings) - 1 if held_out else draw.below(len(operation.phrasings) - 1)
+    return Step(operation, draw.pick(CONSTANTS) if operation.has_constant else None, phrasing)
 
 
-@dataclass(frozen=True)
-class Pool:
-    """Values of one type. They are shared: operations are pure and do not change them."""
+def single_key(program: Program) -> str:
+    """The key of a program of one operation. It includes constant and phrasing: every split has every operation."""
+    (only,) = program.steps
+    return f"{only.name}{'' if only.constant is None else f'.{only.constant}'}/{only.phrasing}"
 
-    edges: tuple[tuple[Value, ...], ...]  # a tuple for each kind of edge: empty, one, negative, repeated, long
-    short: tuple[Value, ...]  # for visible tests: a few tokens each
-    plain: tuple[Value, ...]  # for hidden tests
+
+def key_of(program: Program) -> str:
+    """The key of a program; programs with the same key are the same problem."""
+    return single_key(program) if len(program.steps) == 1 and _is_plain(program) else program.key
+
+
+def _is_plain(program: Program) -> bool:
+    return all(isinstance(s, Step) and not s.argument and "\n" not in s.operation.source for s in program.steps)
+
+
+def single(split: str, draw: Draw, held_out: bool = False) -> Program:
+    """A level-1 program of a split. The held-out phrasings belong to the test split, whatever their keys' hashes."""
+    while True:
+        program = Program((step(operations.operation(draw.pick(singles())), draw, held_out),))
+        if held_out or split_of(single_key(program)) == split:
+            return program
+
+
+def chain(split: str, length: int, draw: Draw, held_out: bool = False, only_shown: bool = False) -> Program:
+    """A chain of 2-4 operations of a split; `only_shown`: a level-3 chain that training may show with its answer."""
+    while True:
+        names = _grow(length, draw)
+        key = "+".join(names)
+        if split_of(key) != split or (only_shown and not is_shown(key)) or not stays(names):
+            continue
+        return Program(tuple(step(operations.operation(name), draw, held_out) for name in names))
+
+
+def is_shown(key: str) -> bool:
+    """Whether a level-3 training chain is in the tenth that is shown with its answer."""
+    return int.from_bytes(digest("shown|" + key), "big") % SHOWN_LEVEL_3 == 0
+
+
+def _grow(length: int, draw: Draw) -> tuple[str, ...]:
+    """Names of operations each of which may follow the one before; starts anew at a dead end."""
+    while True:
+        names = [draw.pick(singles())]
+        num_before = draw.below(length)
+        while len(names) < length:
+            choices = predecessors(names[0]) if num_before else successors(names[-1])
+            if not choices:
+                break
+            if num_before:
+                names.insert(0, draw.pick(choices))
+                num_before -= 1
+            else:
+                names.append(draw.pick(choices))
+        if len(names) == length:
+            return tuple(names)
+
+
+def stateful(split: str, shape: str, draw: Draw) -> Program:
+    """A level-4 program other than a chain of four: a branch, a loop with state or two arguments."""
+    build = {"branch": _branch, "loop": _loop, "argument": _argument}[shape]
+    while True:
+        program = build(draw)
+        if split_of(program.key) == split:
+            return program
+
+
+def _around(middle: Step | Branch, draw: Draw) -> Program:
+    """The step alone, with one step before it, or with one after it."""
+    before = operations.alike(middle.takes, middle.takes)
+    after = operations.taking(middle.gives)
+    form = draw.below(3)
+    if form == 0:
+        return Program((step(draw.pick(before), draw), middle))
+    return Program((middle, step(draw.pick(after), draw)) if form == 1 else (middle,))
+
+
+def _branch(draw: Draw) -> Program:
+    condition = draw.pick(operations.conditions())
+    choices = [op for op in operations.taking(condition.takes) if op.gives in (condition.takes, NUMBER)]
+    then = draw.pick(choices)
+    otherwise = draw.pick([op for op in choices if op.gives == then.gives and op is not then])
+    constant = draw.pick(CONSTANTS) if condition.has_constant else None
+    phrasing = draw.below(len(condition.phrasings) - 1)
+    return _around(Branch(condition, constant, step(then, draw), step(otherwise, draw), phrasing), draw)
+
+
+def _loop(draw: Draw) -> Program:
+    return _around(step(draw.pick(operations.loops()), draw), draw)
+
+
+def _argument(draw: Draw) -> Program:
+    """Half of them take a second list, half a number in place of a constant."""
+    if draw.chance(0.5):
+        operation = draw.pick(operations.list_pairs())
+        return _around(Step(operation, None, draw.below(len(operation.phrasings) - 1), True), draw)
+    operation = draw.pick([op for op in operations.taking(NUMBERS) if op.has_constant])
+    return _around(replace(step(operation, draw), constant=None, argument=True), draw)
+
+
+def neighbors(program: Program, draw: Draw) -> Iterator[Program]:
+    """Endless random programs of the same type, one operation or constant away: replaced, inserted, or left out."""
+    while True:
+        index = draw.below(len(program.steps))
+        changed = _change(program, index, draw)
+        if changed is not None:
+            yield changed
+
+
+def _change(program: Program, index: int, draw: Draw) -> Program | None:
+    """Change one step at random; None where the drawn change is not possible."""
+    old, steps, form = program.steps[index], program.steps, draw.below(8)
+    before, after = steps[:index], steps[index + 1 :]
+    if form == 0 and old.takes == old.gives and len(steps) > 1:
+        return Program(before + after)
+    if form == 1:
+        extra = operations.alike(old.gives, old.gives)
+        return Program((*before, old, step(draw.pick(extra), draw), *after)) if extra else None
+    if form in (2, 3) and old.constant is not None:
+        return Program((*before, replace(old, constant=old.constant + draw.pick((-1, 1, 2))), *after))
+    if isinstance(old, Branch):
+        other = step(draw.pick(operations.alike(old.takes, old.gives)), draw)
+        branch = replace(old, then=other) if draw.chance(0.5) else replace(old, otherwise=other)
+        return Program((*before, branch, *after))
+    if isinstance(old, Step) and old.argument:
+        # The second parameter must stay in use, or the signature would change.
+        choices = [op for op in operations.list_pairs() if (op.takes, op.other) == (old.takes, old.operation.other)]
+        if old.operation.other is None:
+            choices = [op for op in operations.alike(old.takes, old.gives) if op.has_constant]
+        return Program((*before, replace(old, operation=draw.pick(choices)), *after)) if choices else None
+    choices = operations.alike(old.takes, old.gives)
+    return Program((*before, step(draw.pick(choices), draw), *after)) if choices else None
+
+
+def split_of(key: str) -> str:
+    """`test`, `val`, `rl` or `train`, by blake2b(key) mod 10."""
+    return SPLITS[int.from_bytes(digest(key), "big") % 10]
+
+
+def digest(text: str) -> bytes:
+    """8 bytes of blake2b."""
+    return hashlib.blake2b(text.encode(), digest_size=8).digest()
+
+
+# -- which chains are kept ---------------------------------------------------------------------------------------------
+
+
+def outputs(program: Program) -> str:
+    """The program's outputs on the fixed inputs of its type, as one text."""
+    return "\n".join(repr(program.run((value,))) for value in probes(program.takes))
+
+
+def _is_varied(behavior: str) -> bool:
+    return len(set(behavior.split("\n"))) >= MIN_OUTPUTS
+
+
+def stand_in(names: tuple[str, ...]) -> Program:
+    """The chain of these operations with the constants of `STAND_INS`."""
+    return _chain(tuple(operations.operation(name) for name in names), STAND_INS)
+
+
+def _chain(steps: tuple[Operation, ...], constants: tuple[int, ...]) -> Program:
+    return Program(tuple(Step(op, k if op.has_constant else None) for op, k in zip(steps, constants)))
 
 
 @cache
-def pool(kind: str) -> Pool:
-    """The values of a type, built once. Raises KeyError for an unknown type."""
-    build = {NUMBERS: _numbers, WORDS: _words, TEXT: _texts, COUNTS: _counts, NUMBER: _number}[kind]
-    return build(Draw("pool", kind))
+def _single_behaviors() -> frozenset[tuple[str, str]]:
+    """(type, outputs) of the identity and of every operation with every constant."""
+    behaviors = {(kind, "\n".join(repr(value) for value in probes(kind))) for kind in ANNOTATIONS}
+    for operation in operations.chain_operations():
+        for constant in CONSTANTS if operation.has_constant else (0,):
+            behaviors.add((operation.takes, outputs(_chain((operation,), (constant,)))))
+    return frozenset(behaviors)
 
 
 @cache
-def probes(kind: str) -> tuple[Value, ...]:
-    """48 fixed values: some of each edge, the rest plain."""
-    values = pool(kind)
-    edges = [value for group in values.edges for value in group[:2]]
-    return tuple([*edges, *values.plain][:48])
+def _pairs() -> dict[tuple[str, str], str]:
+    """The chains of length 2 that are kept, with their outputs."""
+    behaviors = {}
+    for first in operations.chain_operations():
+        if not stays((first.name,)):
+            continue
+        for second in operations.taking(first.gives):
+            behavior = outputs(_chain((first, second), STAND_INS))
+            if stays((second.name,)) and _is_varied(behavior) and (first.takes, behavior) not in _single_behaviors():
+                behaviors[first.name, second.name] = behavior
+    return behaviors
 
 
-def _list_of(draw: Draw, low: int, high: int, count: int) -> list[int]:
-    return [draw.between(low, high) for _ in range(count)]
+@cache
+def _pair_behaviors() -> frozenset[tuple[str, str]]:
+    return frozenset((operations.operation(first).takes, behavior) for (first, _), behavior in _pairs().items())
 
 
-def _numbers(draw: Draw) -> Pool:
-    single = tuple([n] for n in (7, 4, -3, 0, 12, 9))
-    negative = tuple(_list_of(draw, -30, -1, draw.between(3, 7)) for _ in range(8))
-    repeated = tuple([draw.between(-4, 9)] * draw.between(3, 5) + _list_of(draw, 0, 5, 3) for _ in range(8))
-    long = tuple(_list_of(draw, -20, 40, draw.between(12, 16)) for _ in range(10))
-    # Small numbers in `short`, because a digit is a token and constants are 2-9.
-    short = [_list_of(draw, -5, 14, draw.between(3, 5)) for _ in range(60)]
-    short += [draw.sample(_list_of(draw, 1, 9, 3) * 2, 5) for _ in range(20)]
-    plain = [_list_of(draw, -12, 30, draw.between(2, 11)) for _ in range(80)]
-    plain += [_list_of(draw, -3, 10, draw.between(4, 11)) for _ in range(60)]
-    plain += [draw.sample(_list_of(draw, -9, 99, 4) * 2, draw.between(5, 8)) for _ in range(20)]
-    return Pool((([],), single, negative, repeated, long), tuple(short), tuple(draw.sample(plain, len(plain))))
+@cache
+def singles() -> tuple[str, ...]:
+    """The operations that are kept as chains of length 1."""
+    return tuple(operation.name for operation in operations.chain_operations() if stays((operation.name,)))
 
 
-def _cased(draw: Draw, word: str) -> str:
-    return draw.pick((word, word, word, word.capitalize(), word.upper()))
+@cache
+def pairs() -> tuple[tuple[str, str], ...]:
+    """The chains of length 2 that are kept."""
+    return tuple(_pairs())
 
 
-def _words(draw: Draw) -> Pool:
-    def some(low: int, high: int) -> list[str]:
-        return [_cased(draw, draw.pick(VOCABULARY)) for _ in range(draw.between(low, high))]
-
-    single = tuple([word] for word in ("sun", "Apple", "a", "WATER", "moon"))
-    # Lists with empty words, in place of the negative numbers of other types.
-    hollow = tuple(["", *some(1, 4), ""] for _ in range(4))
-    repeated = tuple([draw.pick(VOCABULARY)] * draw.between(2, 4) + some(1, 3) for _ in range(8))
-    long = tuple(some(11, 14) for _ in range(8))
-    short = [[draw.pick(VOCABULARY) for _ in range(draw.between(2, 4))] for _ in range(60)]
-    short += [draw.sample([draw.pick(VOCABULARY), draw.pick(VOCABULARY)] * 2, 3) for _ in range(20)]
-    plain = [some(2, 9) for _ in range(110)] + [draw.sample(some(3, 4) * 2, 6) for _ in range(40)]
-    return Pool((([],), single, hollow, repeated, long), tuple(short), tuple(draw.sample(plain, len(plain))))
+@cache
+def successors(name: str) -> tuple[str, ...]:
+    """The operations that may follow an operation."""
+    return tuple(second for first, second in pairs() if first == name)
 
 
-def _texts(draw: Draw) -> Pool:
-    def some(low: int, high: int) -> str:
-        return " ".join(_cased(draw, draw.pick(VOCABULARY)) for _ in range(draw.between(low, high)))
-
-    single = ("x", "A", "7", " ", "e")
-    # Texts with odd spaces or without letters, in place of the negative numbers of other types.
-    odd = ("  two  spaces ", "...", "12 34", "a-b_c", "Tab\there", "END.")
-    repeated = ("aaaa", "abab abab", "zzz ZZZ", "go go go", "mississippi", "oooh no")
-    long = tuple(some(9, 12) for _ in range(8))
-    short = [" ".join(draw.pick(VOCABULARY) for _ in range(draw.between(1, 3))) for _ in range(60)]
-    short += [some(1, 3) for _ in range(30)]
-    plain = [some(1, 6) for _ in range(130)] + [some(2, 3) + draw.pick(("!", "?", "..", " 42")) for _ in range(20)]
-    return Pool((("",), single, odd, repeated, long), tuple(short), tuple(draw.sample(plain, len(plain))))
+@cache
+def predecessors(name: str) -> tuple[str, ...]:
+    """The operations that may precede an operation."""
+    return tuple(first for first, second in pairs() if second == name)
 
 
-def _counts(draw: Draw) -> Pool:
-    def some(low: int, high: int, least: int, most: int) -> dict[str, int]:
-        words = draw.sample(VOCABULARY, draw.between(low, high))
-        return {word: draw.between(least, most) for word in words}
+@lru_cache(maxsize=200_000)
+def stays(names: tuple[str, ...]) -> bool:
+    """Whether a chain (1-4 names whose types fit) is kept."""
+    if len(names) == 1:
+        program = stand_in(names)
+        behavior = outputs(program)
+        identity = "\n".join(repr(value) for value in probes(program.takes))
+        return _is_varied(behavior) and behavior != identity
+    if len(names) == 2:
+        return names in _pairs()
+    if not (stays(names[1:]) and stays(names[:-1])):
+        return False
+    program = stand_in(names)
+    behavior = outputs(program)
+    typed_behavior = (program.takes, behavior)
+    if not _is_varied(behavior) or typed_behavior in _single_behaviors() or typed_behavior in _pair_behaviors():
+        return False
+    return all(outputs(shorter) != behavior for shorter in _with_one_step_less(program))
 
-    single = tuple({word: n} for word, n in (("sun", 5), ("a", 1), ("key", 9), ("Sky", 3)))
-    negative = tuple(some(2, 5, -9, -1) for _ in range(6))
-    repeated = tuple(some(3, 5, 4, 4) for _ in range(6))
-    long = tuple(some(10, 12, -5, 30) for _ in range(6))
-    short = [some(2, 3, 0, 12) for _ in range(80)]
-    plain = [some(2, 7, -4, 20) for _ in range(100)] + [some(3, 6, 0, 10) for _ in range(50)]
-    return Pool((({},), single, negative, repeated, long), tuple(short), tuple(draw.sample(plain, len(plain))))
 
-
-def _number(draw: Draw) -> Pool:
-    negative = tuple(draw.between(-99, -2) for _ in range(8))
-    repeated = (11, 77, 333, 5555, 1001, 2020)
-    long = tuple(draw.between(10_000, 999_999) for _ in range(8))
-    plain = [draw.between(2, 99) for _ in range(80)] + [draw.between(100, 999) for _ in range(50)]
-    plain += [draw.between(-500, -1) for _ in range(20)]
-    plain = list(dict.fromkeys(plain))
-    short = tuple(range(2, 60))
-    return Pool(((0,), (1, -1), negative, repeated, long), short, tuple(draw.sample(plain, len(plain))))
+def _with_one_step_less(program: Program) -> list[Program]:
+    """The chains with one step left out whose types still fit."""
+    shorter = []
+    for index in range(len(program.steps)):
+        steps = program.steps[:index] + program.steps[index + 1 :]
+        if steps[0].takes == program.takes and all(a.gives == b.takes for a, b in pairwise(steps)):
+            shorter.append(Program(steps))
+    return shorter

@@ -1,4 +1,6 @@
-"""Drills: short texts in which everything occurs twice, so that a small model learns early to copy from its context.
+"""Exercises of memory: drills, to be copied from the context, and invented facts, which only the weights can know.
+
+A drill is a short text in which everything occurs twice, so that a small model learns early to copy from its context.
 
 In: a byte target and a seed. Out: `Text` records of source "drills"; `drill` is a pure function of (seed, number). Four
 forms also come as conversations (`dialogue`), because fine-tuning would otherwise unlearn copying what it never saw in
@@ -16,44 +18,42 @@ mention follows from the first and from nothing else. Copying in context (the in
 arXiv:2209.11895) appears in one sudden drop of the loss. With only prose and stories that drop comes late or, within
 the few steps of a small run, not at all (docs/LOG.md has the measurements).
 
-Not promised: sense. No tool name of the toolbox occurs here, and no sentence of the stories.
+Facts are services, and four attributes of each; a model can only know them by memorizing them:
+
+    services x (port, owner, region, runtime) x wordings -> records.Fact
+
+    train    three wordings of every fact
+    val      a fourth wording of a quarter of them
+    test     the fourth wording of the others
+    control  the fourth wording, of services that never occur in training: answers can only be guessed
+
+Values are drawn from the same distribution for all services, so answers about the control are right only by chance.
+
+Not promised: sense, in drills: no tool name of the toolbox occurs there, and no sentence of the stories; or that
+services are consistent with each other (two may have one port).
 """
 
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from random import Random
 
-from pipeline.ingest.records import Dialogue, Text
-from pipeline.synthetic import tool_values
-from pipeline.synthetic.story_world import COMMON
-from pipeline.synthetic.tool_values import Kind, Value, word_list
+import numpy as np
+
+from pipeline.ingest.records import Dialogue, Fact, Text
+from pipeline.run.device import stable_hash
+from pipeline.synthetic import wording
+from pipeline.synthetic.wording import Kind, Value, conjunction, integer, lines, made_up, phrase, word_list, words
 
 SOURCE = "drills"
-ONSETS = word_list("b br c cl d dr f fl g gr h j k l m n p pl qu r s st t tr v w z")
-VOWELS = word_list("a e i o u ai ea oo")
-ENDS = ("", "", "", "l", "n", "r", "s", "t", "m")
-FIELDS = word_list(
-    """area author batch block branch case chapter city colour cost day depth end event field file floor from gate
-    goal group guest height host hour item job key label lane length level limit line list lot mark message minute
-    month name number office order owner page part path person phone place plan plate point port price range rank rate
-    reason region room route row score seat section shelf side size slot source speed stage start state step stop
-    street style subject table tag target team term text time title to token tone topic total town track type unit
-    user value volume weight width word year zone"""
-)
-VERBS = word_list(
-    "add ask bring call close count draw file give hold join keep lend look make move open pick put read send"
-)
-LEADS = ("The record is", "Write down", "Please note", "Take", "Store", "Here we have", "Add", "Send")
-REPEAT = ("Repeat", "Say again", "Copy this", "Write once more")
-AS_JSON = ("Write this as JSON", "Give me this as JSON", "Make a JSON object of this")
-AGAIN = ("Again:", "Once more:", "The same:", "Repeat:", "And again:")
-ROWS = ("Row:", "List:", "Items:", "Say:", "Read:", "Line:")
 
 
-def made_up(rng: Random) -> str:
-    """A made-up word of two or three syllables."""
-    syllables = (rng.choice(ONSETS) + rng.choice(VOWELS) + rng.choice(ENDS) for _ in range(rng.choice((2, 2, 3))))
-    return "".join(syllables)
+def _words(kind: str) -> tuple[str, ...]:
+    return word_list("drills.yaml", kind)
+
+
+def _lines(*keys: str) -> tuple[str, ...]:
+    return lines("drills.yaml", *keys)
 
 
 def _letters(rng: Random) -> str:
@@ -65,36 +65,15 @@ def _compound(rng: Random) -> str:
 
 
 def _noun(rng: Random) -> str:
-    return rng.choice(COMMON if rng.random() < 0.7 else tool_values.NOUNS)
-
-
-def phrase(rng: Random) -> str:
-    """One to four common words."""
-    return " ".join(rng.choice(COMMON) for _ in range(rng.randint(1, 4)))
+    return rng.choice(words("common") if rng.random() < 0.7 else words("nouns"))
 
 
 MADE_UP = Kind(made_up)
 KINDS: tuple[Kind, ...] = (
     *(MADE_UP, MADE_UP, Kind(_letters), Kind(_compound), Kind(_compound), Kind(_noun), Kind(phrase), Kind(phrase)),
-    *(
-        tool_values.PERSON,
-        tool_values.FIRST,
-        tool_values.CITY,
-        tool_values.TEXT,
-        tool_values.WORD,
-        tool_values.LABEL,
-        tool_values.CODE,
-        tool_values.PATH,
-    ),
-    *(
-        tool_values.PHONE,
-        tool_values.EMAIL,
-        tool_values.DATE,
-        tool_values.TIME,
-        tool_values.NUMBER,
-        tool_values.AMOUNT,
-        tool_values.integer(2, 9999),
-    ),
+    *(wording.PERSON, wording.FIRST, wording.CITY, wording.TEXT, wording.WORD, wording.LABEL, wording.CODE),
+    *(wording.PATH, wording.PHONE, wording.EMAIL, wording.DATE, wording.TIME, wording.NUMBER, wording.AMOUNT),
+    integer(2, 9999),
 )
 
 
@@ -142,14 +121,14 @@ def dialogue(split: str, seed: int, number: int) -> Dialogue:
         content = answer = rng.choice((", ", " ", "\n")).join(
             str(rng.choice(KINDS).draw(rng)) for _ in range(rng.randint(1, 10))
         )
-        lead = rng.choice(REPEAT)
+        lead = rng.choice(_lines("repeat"))
     else:
         fields = _draw_fields(rng)
         content, answer = "\n".join(f"{name}: {value}" for name, value in fields.items()), _json(fields)
         if form == "request":
             phrases = [f"{name} {value}" for name, value in fields.items()]
-            content = f"{rng.choice(LEADS)} {tool_values.conjunction(phrases)}."
-        lead = rng.choice(AS_JSON)
+            content = f"{rng.choice(_lines('leads'))} {conjunction(phrases)}."
+        lead = rng.choice(_lines("as_json"))
     messages = [{"role": "user", "content": f"{lead}:\n{content}"}, {"role": "assistant", "content": answer}]
     return Dialogue(id=id_, kind="copy", category=form, messages=messages)
 
@@ -162,7 +141,7 @@ def _again(rng: Random) -> str:
     else:
         items = [rng.choice(KINDS).draw(rng) for _ in range(size)]
     row = rng.choice((", ", " ", "; ", "\n")).join(map(str, items))
-    return f"{rng.choice(ROWS)} {row}\n{rng.choice(AGAIN)} {row}\n"
+    return f"{rng.choice(_lines('rows'))} {row}\n{rng.choice(_lines('again'))} {row}\n"
 
 
 def _recall(rng: Random) -> str:
@@ -171,7 +150,7 @@ def _recall(rng: Random) -> str:
     link = rng.choice((": ", " = ", " -> ", " is "))
     lines = [f"{left}{link}{right}" for left, right in pairs.items()]
     shuffled = rng.sample(lines, len(lines))
-    return "\n".join((*lines, rng.choice(AGAIN), *shuffled, ""))
+    return "\n".join((*lines, rng.choice(_lines("again")), *shuffled, ""))
 
 
 def _draw_fields(rng: Random) -> dict[str, Value]:
@@ -181,7 +160,7 @@ def _draw_fields(rng: Random) -> dict[str, Value]:
 def _draw_field_name(rng: Random) -> str:
     form = rng.random()
     if form < 0.3:
-        return rng.choice(FIELDS)
+        return rng.choice(_words("fields"))
     if form < 0.6:
         return _noun(rng)
     return made_up(rng) if form < 0.75 else f"{_noun(rng)}_{_noun(rng)}"
@@ -205,13 +184,13 @@ def _request(rng: Random) -> str:
         fields = _draw_fields(rng)
         phrases = [f"{name} {value}" for name, value in fields.items()]
         phrases = rng.sample(phrases, len(phrases)) if rng.random() < 0.3 else phrases
-        lines += [f"{rng.choice(LEADS)} {tool_values.conjunction(phrases)}.", _json(fields)]
+        lines += [f"{rng.choice(_lines('leads'))} {conjunction(phrases)}.", _json(fields)]
     return "\n".join((*lines, ""))
 
 
 def _draw_function(rng: Random) -> tuple[dict[str, Value], str, dict[str, Value]]:
     """A function's schema, a request for it, and the arguments of the request."""
-    verb, thing, arguments = rng.choice(VERBS), rng.choice((made_up, _noun))(rng), _draw_fields(rng)
+    verb, thing, arguments = rng.choice(_words("verbs")), rng.choice((made_up, _noun))(rng), _draw_fields(rng)
     properties = {name: {"type": TYPES[type(value)]} for name, value in arguments.items()}
     schema = {
         "name": f"{verb}_{thing}" if rng.random() < 0.7 else f"{made_up(rng)}_{thing}",
@@ -219,7 +198,7 @@ def _draw_function(rng: Random) -> tuple[dict[str, Value], str, dict[str, Value]
         "parameters": {"type": "object", "properties": properties, "required": list(arguments)},
     }
     phrases = [f"{name} {value}" for name, value in arguments.items()]
-    return schema, f"{verb} the {thing} with {tool_values.conjunction(phrases)}", arguments
+    return schema, f"{verb} the {thing} with {conjunction(phrases)}", arguments
 
 
 def _schema(rng: Random) -> str:
@@ -235,13 +214,14 @@ def _draw_choices(rng: Random, max_requests: int) -> tuple[list[str], list[tuple
     """Functions with name and description, and up to `max_requests` requests, each with the name that it means."""
     things: dict[str, tuple[str, str]] = {}
     for _ in range(rng.randint(2, 6)):
-        verb, thing = rng.choice(VERBS if rng.random() < 0.3 else COMMON), rng.choice((made_up, _noun))(rng)
+        verb = rng.choice(_words("verbs") if rng.random() < 0.3 else words("common"))
+        thing = rng.choice((made_up, _noun))(rng)
         name = f"{verb}_{thing}" if rng.random() < 0.7 else f"{made_up(rng)}_{_noun(rng)}"
         things[name] = verb, thing
     functions = [_json({"name": n, "description": f"{v.capitalize()} the {t}."}) for n, (v, t) in things.items()]
     choices = []
     for name in rng.choices(sorted(things), k=rng.randint(3, max_requests)):
-        request = rng.choice(REQUESTS).format(" the ".join(things[name]))
+        request = rng.choice(_lines("requests")).format(" the ".join(things[name]))
         choices.append((f"{request[0].upper()}{request[1:]}", _json({"name": name})))
     return functions, choices
 
@@ -251,6 +231,61 @@ def _choose(rng: Random) -> str:
     return "\n".join((*functions, *(line for choice in choices for line in choice), ""))
 
 
-REQUESTS = ("{}.", "please {}.", "can you {}?", "I need you to {}.", "{}, please.", "{} now.", "you should {}.")
 TYPES = {str: "string", int: "integer", float: "number"}
 FORMS: tuple[Callable[[Random], str], ...] = (_again, _recall, _record, _request, _schema, _choose)
+
+
+# -- invented facts ----------------------------------------------------------------------------------------------------
+
+ATTRIBUTES = ("port", "owner", "region", "runtime")
+PORTS = (1000, 10000)  # four digits
+HELD_OUT = 3  # the wording that never occurs in training
+CONTROLS = 4  # for each group of so many services there is one more as a control
+
+
+def facts(num_services: int, seed: int) -> dict[str, list[Fact]]:
+    """The facts of each split. Raises ValueError for more services than there are names."""
+    names = services(num_services + max(1, num_services // CONTROLS), seed)
+    trained, controls = names[:num_services], names[num_services:]
+    values = {name: _values(name, seed) for name in names}
+    splits: dict[str, list[Fact]] = {"train": [], "val": [], "test": [], "control": []}
+    for name, attribute in itertools.product(trained, ATTRIBUTES):
+        wordings = [_fact(name, attribute, wording, values[name][attribute]) for wording in range(HELD_OUT + 1)]
+        splits["train"] += wordings[:HELD_OUT]
+        is_val = stable_hash("facts", seed, name, attribute) % 4 == 0
+        splits["val" if is_val else "test"].append(wordings[HELD_OUT])
+    splits["control"] = [
+        _fact(name, attribute, HELD_OUT, values[name][attribute])
+        for name, attribute in itertools.product(controls, ATTRIBUTES)
+    ]
+    return splits
+
+
+def services(count: int, seed: int) -> list[str]:
+    """`count` different names of services. Raises ValueError if there are not so many."""
+    parts = map(_words, ("beginnings", "middles", "endings"))
+    names = list(map("".join, itertools.product(*parts)))
+    if count > len(names):
+        raise ValueError(f"facts: expected at most {len(names) * CONTROLS // (CONTROLS + 1)} services, got more")
+    order = np.random.default_rng(stable_hash("services", seed) % 2**63).permutation(len(names))
+    return [names[index] for index in order[:count]]
+
+
+def _values(name: str, seed: int) -> dict[str, str]:
+    draws = np.random.default_rng(stable_hash("facts", seed, name) % 2**63)
+    return {
+        "port": str(draws.integers(*PORTS)),
+        "owner": str(draws.choice(words("first_names"))),
+        "region": str(draws.choice(_words("regions"))),
+        "runtime": str(draws.choice(_words("runtimes"))),
+    }
+
+
+def _fact(name: str, attribute: str, wording: int, answer: str) -> Fact:
+    return Fact(
+        id=f"{name}-{attribute}-{wording}",
+        service=name,
+        attribute=attribute,
+        question=_lines("facts", attribute)[wording].format(name),
+        answer=answer,
+    )

@@ -1,17 +1,29 @@
-"""The operations of levels 1 to 3: each a typed step of a generated program, as words, as source, and as a function.
+"""The operations: each a typed step of a generated program, as words, as source, and as a function; and their values.
 
-In: nothing. Out: the types of values (`NUMBERS` and so on), `Operation`, `op`, and the tables of operations by type,
-written with `op`: name, types, source, function, phrasings (the last one only for the test split).
+In: `programs.yaml`. Out: the types of values (`NUMBERS` and so on) and the operations, with every look-up in the order
+of the tables. `chain_operations()` are those of levels 1 to 3, each an expression of one value; `loops()` (that carry
+state), `list_pairs()` (on two arguments) and `conditions()` (for branches) are what level 4 adds.
 
 `source` (for answers) and `apply` (for truth) define the same thing twice, because nothing outside of the sandbox
-executes text. The tests execute the one and compare it with the other. Not promised: speed or idiomatic code; the
-sources are as regular as a very small model needs.
+executes text. The tests execute the one and compare it with the other.
+
+`pool(kind)` returns the values of a type from which tests are drawn; `probes(kind)` its 48 fixed values: two programs
+that agree on all of them count as the same. Both are the same on every machine and in every Python version: `Draw` uses
+only `random.Random.random()`, whose sequence the Python documentation promises to keep.
+
+Not promised: speed or idiomatic code: the sources are as regular as a very small model needs; or that a pool covers the
+whole type: no word is longer than ten letters, no number in a list is larger than 99.
 """
 
-from collections.abc import Callable
+import hashlib
+import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
+
+from pipeline.synthetic.wording import table, word_list
 
 NUMBERS = "numbers"
 WORDS = "words"
@@ -36,8 +48,8 @@ class Operation:
     source: str  # `{x}` is the value, `{k}` the constant; all lines are statements but the last, an expression
     apply: Callable[[Any, Any], Value]  # (value, constant or None) -> value
     phrasings: tuple[str, ...]  # imperatives with `{k}`; the last one is only for the test split
-    bare: str | None = None  # the source without its default, which raises on an empty value
-    other: str | None = None  # the type of the second argument, where `{k}` is not a constant
+    bare: str | None  # the source without its default, which raises on an empty value
+    other: str | None  # the type of the second argument, where `{k}` is not a constant
 
     @property
     def has_constant(self) -> bool:
@@ -45,407 +57,461 @@ class Operation:
         return self.other is None and "{k}" in self.source
 
 
-def op(
-    name: str,
-    takes: str,
-    gives: str,
-    source: str,
-    apply: Callable[[Any, Any], Value],
-    phrasings: str,
-    *,
-    bare: str | None = None,
-    other: str | None = None,
+@dataclass(frozen=True, kw_only=True)
+class Condition:
+    """A test of a value, for `if`."""
+
+    name: str
+    takes: str
+    source: str
+    holds: Callable[[Any, Any], bool]
+    phrasings: tuple[str, ...]  # clauses that follow "if"; the last one is only for the test split
+
+    @property
+    def has_constant(self) -> bool:
+        """Whether the condition needs a constant (2-9)."""
+        return "{k}" in self.source
+
+
+@cache
+def chain_operations() -> tuple[Operation, ...]:
+    """The operations of levels 1 to 3."""
+    return _operations("chains")
+
+
+@cache
+def loops() -> tuple[Operation, ...]:
+    """The loops that carry state."""
+    return _operations("loops")
+
+
+@cache
+def list_pairs() -> tuple[Operation, ...]:
+    """The operations on two lists."""
+    return _operations("pairs")
+
+
+@cache
+def conditions() -> tuple[Condition, ...]:
+    """The conditions of branches."""
+    return tuple(_condition(name, **row) for name, row in table("programs.yaml")["conditions"].items())
+
+
+def _operations(section: str) -> tuple[Operation, ...]:
+    rows = []
+    for types, group in table("programs.yaml")[section].items():
+        takes, gives = types.split(" to ")
+        other = takes if section == "pairs" else None
+        rows += [_operation(name, takes, gives, other, **row) for name, row in group.items()]
+    return tuple(rows)
+
+
+def _operation(
+    name: str, takes: str, gives: str, other: str | None, *, source: str, phrasings: str, bare: str | None = None
 ) -> Operation:
-    """An operation, with its phrasings in one string separated by ` | `."""
     return Operation(
         name=name,
         takes=takes,
         gives=gives,
         source=source,
-        apply=apply,
-        phrasings=tuple(phrasings.split(" | ")),
+        apply=FUNCTIONS[name],
+        phrasings=tuple(phrasings.splitlines()),
         bare=bare,
         other=other,
     )
 
 
-# -- on list[str], str and dict[str, int] ------------------------------------------------------------------------------
+def _condition(name: str, *, takes: str, source: str, phrasings: str) -> Condition:
+    return Condition(
+        name=name, takes=takes, source=source, holds=FUNCTIONS[name], phrasings=tuple(phrasings.splitlines())
+    )
+
+
+@cache
+def all_operations() -> tuple[Operation, ...]:
+    """The operations of levels 1 to 4."""
+    return (*chain_operations(), *loops(), *list_pairs())
+
+
+@cache
+def _operations_by_name() -> dict[str, Operation]:
+    return {operation.name: operation for operation in all_operations()}
+
+
+@cache
+def _conditions_by_name() -> dict[str, Condition]:
+    return {condition.name: condition for condition in conditions()}
+
+
+def operation(name: str) -> Operation:
+    """The operation of that name. Raises KeyError."""
+    return _operations_by_name()[name]
+
+
+def condition(name: str) -> Condition:
+    """The condition of that name. Raises KeyError."""
+    return _conditions_by_name()[name]
+
+
+@cache
+def taking(kind: str) -> tuple[Operation, ...]:
+    """The chain operations on values of a type."""
+    return tuple(operation for operation in chain_operations() if operation.takes == kind)
+
+
+@cache
+def alike(takes: str, gives: str) -> tuple[Operation, ...]:
+    """The chain operations from one type to another."""
+    return tuple(operation for operation in taking(takes) if operation.gives == gives)
+
+
+# -- functions ---------------------------------------------------------------------------------------------------------
+
+
+def _reset_totals(x: list[int], k: int) -> list[int]:
+    total, result = 0, []
+    for n in x:
+        total = 0 if total > k else total + n
+        result.append(total)
+    return result
+
+
+def _collapse(x: list[int], k: None) -> list[int]:
+    return [n for i, n in enumerate(x) if i == 0 or n != x[i - 1]]
+
+
+def _running_largest(x: list[int], k: None) -> list[int]:
+    return [max(x[: i + 1]) for i in range(len(x))]
+
+
+def _spaced(x: list[int], k: int) -> list[int]:
+    result: list[int] = []
+    for n in x:
+        if not result or n >= result[-1] + k:
+            result.append(n)
+    return result
+
+
+def _longest_run(x: list[int], k: None) -> int:
+    run = best = 0
+    for i, n in enumerate(x):
+        run = run + 1 if i > 0 and n == x[i - 1] else 1
+        best = max(best, run)
+    return best
+
+
+def _longest_rise(x: list[int], k: None) -> int:
+    run = best = 0
+    for i, n in enumerate(x):
+        run = run + 1 if i > 0 and n > x[i - 1] else 1
+        best = max(best, run)
+    return best
+
+
+def _best_sum(x: list[int], k: None) -> int:
+    return max((sum(x[i:j]) for i in range(len(x)) for j in range(i, len(x) + 1)), default=0)
+
+
+def _steps_past(x: list[int], k: int) -> int:
+    total = steps = 0
+    for n in x:
+        if total > k:
+            break
+        total += n
+        steps += 1
+    return steps
+
+
+def _run_lengths(x: str, k: None) -> str:
+    result, run = "", 0
+    for i, c in enumerate(x):
+        run += 1
+        if i + 1 == len(x) or x[i + 1] != c:
+            result, run = result + c + str(run), 0
+    return result
 
 
 VOWELS = "aeiouAEIOU"
 
-# fmt: off
-WORDS_TO_OTHERS: tuple[Operation, ...] = (
-    op("upper_words", WORDS, WORDS, "[w.upper() for w in {x}]", lambda x, k: [w.upper() for w in x],
-       "write each word in upper case | convert every word to capitals | make all words upper case"
-       " | capitalise all letters of each word"),
-    op("reverse_words", WORDS, WORDS, "[w[::-1] for w in {x}]", lambda x, k: [w[::-1] for w in x],
-       "reverse each word | spell every word backwards | turn the letters of each word around"
-       " | write each word from its end"),
-    op("sort_words", WORDS, WORDS, "sorted({x})", lambda x, k: sorted(x),
-       "sort the words | put the words in string order | order the words by their characters"
-       " | arrange the words as strings"),
-    op("sort_length", WORDS, WORDS, "sorted({x}, key=len)", lambda x, k: sorted(x, key=len),
-       "sort the words by length | order the words from short to long | put shorter words first"
-       " | arrange the words by how long they are"),
-    op("reverse_list", WORDS, WORDS, "{x}[::-1]", lambda x, k: x[::-1],
-       "reverse the list of words | turn the list of words around | put the words in reverse order"
-       " | list the words from last to first"),
-    op("longer_words", WORDS, WORDS, "[w for w in {x} if len(w) > {k}]", lambda x, k: [w for w in x if len(w) > k],
-       "keep words longer than {k} letters | keep only words with more than {k} letters"
-       " | remove words of up to {k} letters | filter for words whose length exceeds {k}"),
-    op("words_with_a", WORDS, WORDS, '[w for w in {x} if "a" in w]', lambda x, k: [w for w in x if "a" in w],
-       'keep words that contain "a" | keep only words with an "a" | remove words without "a"'
-       ' | filter for words that have "a" in them'),
-    op("unique_words", WORDS, WORDS, "list(dict.fromkeys({x}))", lambda x, k: list(dict.fromkeys(x)),
-       "remove repeated words | drop duplicate words | keep the first of equal words"
-       " | leave each word in only once"),
-    op("first_words", WORDS, WORDS, "{x}[:{k}]", lambda x, k: x[:k],
-       "keep the first {k} words | take {k} words from the start | cut the list after {k} words"
-       " | keep the leading {k} words"),
-    op("skip_words", WORDS, WORDS, "{x}[{k}:]", lambda x, k: x[k:],
-       "drop the first {k} words | skip {k} words at the start | remove {k} words from the front"
-       " | leave out the leading {k} words"),
-    op("shorten_words", WORDS, WORDS, "[w[:{k}] for w in {x}]", lambda x, k: [w[:k] for w in x],
-       "cut each word to its first {k} letters | shorten every word to {k} letters"
-       " | keep {k} letters of each word | trim the words after letter {k}"),
-    op("join_space", WORDS, TEXT, '" ".join({x})', lambda x, k: " ".join(x),
-       "join the words with spaces | build a string of the words with spaces between"
-       " | write the words in one string separated by spaces | put the words together into a sentence"),
-    op("join_dash", WORDS, TEXT, '"-".join({x})', lambda x, k: "-".join(x),
-       "join the words with dashes | build a string of the words with dashes between"
-       " | write the words in one string separated by dashes | link the words by hyphens"),
-    op("longest_word", WORDS, TEXT, 'max({x}, key=len, default="")', lambda x, k: max(x, key=len, default=""),
-       'find the longest word, or "" | find the first word of greatest length, or ""'
-       ' | take the word with most letters, or "" | give the word that is longest, or ""',
-       bare="max({x}, key=len)"),
-    op("shortest_word", WORDS, TEXT, 'min({x}, key=len, default="")', lambda x, k: min(x, key=len, default=""),
-       'find the shortest word, or "" | find the first word of least length, or ""'
-       ' | take the word with fewest letters, or "" | give the word that is shortest, or ""',
-       bare="min({x}, key=len)"),
-    op("initials", WORDS, TEXT, '"".join(w[:1] for w in {x})', lambda x, k: "".join(w[:1] for w in x),
-       "join the first letters of the words | build a string of the initials"
-       " | write the first letter of each word in one string | make an acronym of the words"),
-    op("word_lengths", WORDS, NUMBERS, "[len(w) for w in {x}]", lambda x, k: [len(w) for w in x],
-       "list the lengths of the words | replace each word by its length | count the letters of every word"
-       " | find how long each word is"),
-    op("word_total", WORDS, NUMBER, "len({x})", lambda x, k: len(x),
-       "count the words in the list | find how many words there are | find the number of words"
-       " | tell the size of the word list"),
-    op("count_longer", WORDS, NUMBER, "sum(1 for w in {x} if len(w) > {k})",
-       lambda x, k: sum(1 for w in x if len(w) > k),
-       "count words longer than {k} letters | find how many words have more than {k} letters"
-       " | find the number of words over {k} letters | tell how many word lengths exceed {k}"),
-    op("count_words", WORDS, COUNTS, "{{w: {x}.count(w) for w in {x}}}", lambda x, k: {w: x.count(w) for w in x},
-       "count how often each word occurs | map each word to its count | build a dict of word counts"
-       " | tally the words"),
-)
-
-TEXT_TO_OTHERS: tuple[Operation, ...] = (
-    op("upper", TEXT, TEXT, "{x}.upper()", lambda x, k: x.upper(),
-       "write the text in upper case | convert the string to capitals | make the text upper case"
-       " | capitalise all letters of the text"),
-    op("lower", TEXT, TEXT, "{x}.lower()", lambda x, k: x.lower(),
-       "write the text in lower case | convert the string to small letters | make the text lower case"
-       " | take away all capitals"),
-    op("swap_case", TEXT, TEXT, "{x}.swapcase()", lambda x, k: x.swapcase(),
-       "swap upper and lower case | change the case of every letter | flip the case of the text"
-       " | exchange capitals and small letters"),
-    op("backwards", TEXT, TEXT, "{x}[::-1]", lambda x, k: x[::-1],
-       "reverse the text | turn the string around | write the text backwards | read the text from its end"),
-    op("drop_vowels", TEXT, TEXT, '"".join(c for c in {x} if c not in "aeiouAEIOU")',
-       lambda x, k: "".join(c for c in x if c not in VOWELS),
-       "remove the vowels | drop every vowel from the text | delete all vowels | leave only what is no vowel"),
-    op("drop_spaces", TEXT, TEXT, '{x}.replace(" ", "")', lambda x, k: x.replace(" ", ""),
-       "remove the spaces | drop every space from the text | delete all spaces | close up the gaps between words"),
-    op("dash_spaces", TEXT, TEXT, '{x}.replace(" ", "-")', lambda x, k: x.replace(" ", "-"),
-       "replace spaces by dashes | turn every space into a dash | write dashes for all spaces"
-       " | use hyphens where spaces are"),
-    op("repeat_text", TEXT, TEXT, "{x} * {k}", lambda x, k: x * k,
-       "repeat the text {k} times | write the string {k} times in a row | join {k} copies of the text"
-       " | have the text {k} times over"),
-    op("first_chars", TEXT, TEXT, "{x}[:{k}]", lambda x, k: x[:k],
-       "keep the first {k} characters | take {k} characters from the start | cut the text after {k} characters"
-       " | keep the leading {k} characters"),
-    op("skip_chars", TEXT, TEXT, "{x}[{k}:]", lambda x, k: x[k:],
-       "drop the first {k} characters | skip {k} characters at the start | remove {k} characters from the front"
-       " | leave out the leading {k} characters"),
-    op("double_chars", TEXT, TEXT, '"".join(c * 2 for c in {x})', lambda x, k: "".join(c * 2 for c in x),
-       "double each character | write every character twice | repeat each character two times"
-       " | have all characters in pairs"),
-    op("sort_chars", TEXT, TEXT, '"".join(sorted({x}))', lambda x, k: "".join(sorted(x)),
-       "sort the characters | put the characters of the text in order | order the text by characters"
-       " | arrange the characters of the string"),
-    op("unique_chars", TEXT, TEXT, '"".join(dict.fromkeys({x}))', lambda x, k: "".join(dict.fromkeys(x)),
-       "remove repeated characters | drop duplicate characters | keep the first of equal characters"
-       " | leave each character in only once"),
-    op("reverse_order", TEXT, TEXT, '" ".join({x}.split()[::-1])', lambda x, k: " ".join(x.split()[::-1]),
-       "reverse the order of the words | put the words of the text in reverse order"
-       " | write the text from its last word to its first | turn the word order around"),
-    op("split", TEXT, WORDS, "{x}.split()", lambda x, k: x.split(),
-       "split the text into words | list the words of the text | cut the string at its spaces"
-       " | take the text apart into words"),
-    op("chunks", TEXT, WORDS, "[{x}[i:i + {k}] for i in range(0, len({x}), {k})]",
-       lambda x, k: [x[i : i + k] for i in range(0, len(x), k)],
-       "cut the text into pieces of {k} characters | split the string every {k} characters"
-       " | list the chunks of length {k} | break the text up after each {k} characters"),
-    op("text_length", TEXT, NUMBER, "len({x})", lambda x, k: len(x),
-       "count the characters | find the length of the text | find how long the string is"
-       " | tell the size of the text"),
-    op("vowel_total", TEXT, NUMBER, 'sum(1 for c in {x} if c in "aeiouAEIOU")',
-       lambda x, k: sum(1 for c in x if c in VOWELS),
-       "count the vowels | find how many vowels there are | find the number of vowels in the text"
-       " | tell how often a vowel occurs"),
-    op("split_lengths", TEXT, NUMBERS, "[len(w) for w in {x}.split()]", lambda x, k: [len(w) for w in x.split()],
-       "list the lengths of the words in the text | split the text and count the letters of every word"
-       " | find the word lengths of the string | find how long each word of the text is"),
-    op("char_codes", TEXT, NUMBERS, "[ord(c) for c in {x}]", lambda x, k: [ord(c) for c in x],
-       "list the character codes | replace each character by its code | find the ord of every character"
-       " | give the code points of the text"),
-    op("count_chars", TEXT, COUNTS, "{{c: {x}.count(c) for c in {x}}}", lambda x, k: {c: x.count(c) for c in x},
-       "count how often each character occurs | map each character to its count | build a dict of character counts"
-       " | tally the characters"),
-)
-
-COUNTS_TO_OTHERS: tuple[Operation, ...] = (
-    op("values", COUNTS, NUMBERS, "list({x}.values())", lambda x, k: list(x.values()),
-       "list the values of the dict | take the values as a list | find all dict values"
-       " | give what the dict stores under its keys"),
-    op("sorted_keys", COUNTS, WORDS, "sorted({x})", lambda x, k: sorted(x),
-       "list the keys in order | find the sorted keys | sort the keys of the dict"
-       " | give the ordered list of keys"),
-    op("keys_above", COUNTS, WORDS, "[w for w in {x} if {x}[w] > {k}]", lambda x, k: [w for w in x if x[w] > k],
-       "list the keys whose value is above {k} | find the keys with values greater than {k}"
-       " | take the keys of all values over {k} | give the keys for which the value exceeds {k}"),
-    op("keep_entries", COUNTS, COUNTS, "{{w: n for w, n in {x}.items() if n > {k}}}",
-       lambda x, k: {w: n for w, n in x.items() if n > k},
-       "keep the entries with a value above {k} | keep only values greater than {k} in the dict"
-       " | remove entries with values up to {k} | filter the dict for values that exceed {k}"),
-    op("add_values", COUNTS, COUNTS, "{{w: n + {k} for w, n in {x}.items()}}",
-       lambda x, k: {w: n + k for w, n in x.items()},
-       "add {k} to each value | increase every value of the dict by {k} | make all dict values {k} larger"
-       " | raise each value by {k}"),
-    op("sum_values", COUNTS, NUMBER, "sum({x}.values())", lambda x, k: sum(x.values()),
-       "sum the values of the dict | add up all dict values | find the total of the values"
-       " | find what the values come to"),
-    op("largest_value", COUNTS, NUMBER, "max({x}.values(), default=0)", lambda x, k: max(x.values(), default=0),
-       "find the largest value, or 0 | find the maximum of the dict values, or 0"
-       " | take the greatest value, or 0 | give the biggest of the values, or 0", bare="max({x}.values())"),
-    op("top_key", COUNTS, TEXT, 'max({x}, key={x}.get, default="")', lambda x, k: max(x, key=x.get, default=""),
-       'find the key with the largest value, or "" | find the first key of greatest value, or ""'
-       ' | take the key of the maximum, or "" | give the key that has the biggest value, or ""',
-       bare="max({x}, key={x}.get)"),
-)
-# fmt: on
+# The function of each operation and condition: (value, constant or second argument) -> value.
+FUNCTIONS: dict[str, Callable[[Any, Any], Any]] = {
+    "add": lambda x, k: [n + k for n in x],
+    "subtract": lambda x, k: [n - k for n in x],
+    "multiply": lambda x, k: [n * k for n in x],
+    "divide": lambda x, k: [n // k for n in x],
+    "remainder": lambda x, k: [n % k for n in x],
+    "square": lambda x, k: [n * n for n in x],
+    "negate": lambda x, k: [-n for n in x],
+    "absolute": lambda x, k: [abs(n) for n in x],
+    "keep_even": lambda x, k: [n for n in x if n % 2 == 0],
+    "keep_odd": lambda x, k: [n for n in x if n % 2 == 1],
+    "keep_positive": lambda x, k: [n for n in x if n > 0],
+    "keep_negative": lambda x, k: [n for n in x if n < 0],
+    "keep_above": lambda x, k: [n for n in x if n > k],
+    "keep_below": lambda x, k: [n for n in x if n < k],
+    "keep_multiples": lambda x, k: [n for n in x if n % k == 0],
+    "remove_value": lambda x, k: [n for n in x if n != k],
+    "sort": lambda x, k: sorted(x),
+    "sort_down": lambda x, k: sorted(x, reverse=True),
+    "reverse": lambda x, k: x[::-1],
+    "unique": lambda x, k: list(dict.fromkeys(x)),
+    "first": lambda x, k: x[:k],
+    "last": lambda x, k: x[-k:],
+    "skip": lambda x, k: x[k:],
+    "cut": lambda x, k: x[:-k],
+    "every": lambda x, k: x[::k],
+    "rotate": lambda x, k: x[k:] + x[:k],
+    "cap": lambda x, k: [min(n, k) for n in x],
+    "floor": lambda x, k: [max(n, k) for n in x],
+    "running_sum": lambda x, k: [sum(x[: i + 1]) for i in range(len(x))],
+    "differences": lambda x, k: [b - a for a, b in pairwise(x)],
+    "times_index": lambda x, k: [i * n for i, n in enumerate(x)],
+    "append": lambda x, k: [*x, k],
+    "prepend": lambda x, k: [k, *x],
+    "mirror": lambda x, k: x + x[::-1],
+    "repeat_each": lambda x, k: [n for n in x for _ in range(k)],
+    "from_largest": lambda x, k: [max(x) - n for n in x],
+    "sum": lambda x, k: sum(x),
+    "largest": lambda x, k: max(x, default=0),
+    "smallest": lambda x, k: min(x, default=0),
+    "length": lambda x, k: len(x),
+    "count_even": lambda x, k: sum(1 for n in x if n % 2 == 0),
+    "count_above": lambda x, k: sum(1 for n in x if n > k),
+    "count_distinct": lambda x, k: len(set(x)),
+    "spread": lambda x, k: max(x, default=0) - min(x, default=0),
+    "average": lambda x, k: sum(x) // len(x) if x else 0,
+    "alternating_sum": lambda x, k: sum(x[::2]) - sum(x[1::2]),
+    "index_largest": lambda x, k: x.index(max(x)) if x else -1,
+    "first_number": lambda x, k: x[0] if x else 0,
+    "last_number": lambda x, k: x[-1] if x else 0,
+    "to_words": lambda x, k: [str(n) for n in x],
+    "join_numbers": lambda x, k: ",".join(str(n) for n in x),
+    "plus": lambda x, k: x + k,
+    "minus": lambda x, k: x - k,
+    "times": lambda x, k: x * k,
+    "quotient": lambda x, k: x // k,
+    "modulo": lambda x, k: x % k,
+    "squared": lambda x, k: x * x,
+    "magnitude": lambda x, k: abs(x),
+    "digit_sum": lambda x, k: sum(int(d) for d in str(abs(x))),
+    "digits": lambda x, k: [int(d) for d in str(abs(x))],
+    "multiples": lambda x, k: [x * i for i in range(1, k + 1)],
+    "to_text": lambda x, k: str(x),
+    "binary": lambda x, k: bin(abs(x))[2:],
+    "upper_words": lambda x, k: [w.upper() for w in x],
+    "reverse_words": lambda x, k: [w[::-1] for w in x],
+    "sort_words": lambda x, k: sorted(x),
+    "sort_length": lambda x, k: sorted(x, key=len),
+    "reverse_list": lambda x, k: x[::-1],
+    "longer_words": lambda x, k: [w for w in x if len(w) > k],
+    "words_with_a": lambda x, k: [w for w in x if "a" in w],
+    "unique_words": lambda x, k: list(dict.fromkeys(x)),
+    "first_words": lambda x, k: x[:k],
+    "skip_words": lambda x, k: x[k:],
+    "shorten_words": lambda x, k: [w[:k] for w in x],
+    "join_space": lambda x, k: " ".join(x),
+    "join_dash": lambda x, k: "-".join(x),
+    "longest_word": lambda x, k: max(x, key=len, default=""),
+    "shortest_word": lambda x, k: min(x, key=len, default=""),
+    "initials": lambda x, k: "".join(w[:1] for w in x),
+    "word_lengths": lambda x, k: [len(w) for w in x],
+    "word_total": lambda x, k: len(x),
+    "count_longer": lambda x, k: sum(1 for w in x if len(w) > k),
+    "count_words": lambda x, k: {w: x.count(w) for w in x},
+    "upper": lambda x, k: x.upper(),
+    "lower": lambda x, k: x.lower(),
+    "swap_case": lambda x, k: x.swapcase(),
+    "backwards": lambda x, k: x[::-1],
+    "drop_vowels": lambda x, k: "".join(c for c in x if c not in VOWELS),
+    "drop_spaces": lambda x, k: x.replace(" ", ""),
+    "dash_spaces": lambda x, k: x.replace(" ", "-"),
+    "repeat_text": lambda x, k: x * k,
+    "first_chars": lambda x, k: x[:k],
+    "skip_chars": lambda x, k: x[k:],
+    "double_chars": lambda x, k: "".join(c * 2 for c in x),
+    "sort_chars": lambda x, k: "".join(sorted(x)),
+    "unique_chars": lambda x, k: "".join(dict.fromkeys(x)),
+    "reverse_order": lambda x, k: " ".join(x.split()[::-1]),
+    "split": lambda x, k: x.split(),
+    "chunks": lambda x, k: [x[i : i + k] for i in range(0, len(x), k)],
+    "text_length": lambda x, k: len(x),
+    "vowel_total": lambda x, k: sum(1 for c in x if c in VOWELS),
+    "split_lengths": lambda x, k: [len(w) for w in x.split()],
+    "char_codes": lambda x, k: [ord(c) for c in x],
+    "count_chars": lambda x, k: {c: x.count(c) for c in x},
+    "values": lambda x, k: list(x.values()),
+    "sorted_keys": lambda x, k: sorted(x),
+    "keys_above": lambda x, k: [w for w in x if x[w] > k],
+    "keep_entries": lambda x, k: {w: n for w, n in x.items() if n > k},
+    "add_values": lambda x, k: {w: n + k for w, n in x.items()},
+    "sum_values": lambda x, k: sum(x.values()),
+    "largest_value": lambda x, k: max(x.values(), default=0),
+    "top_key": lambda x, k: max(x, key=x.get, default=""),
+    "reset_totals": _reset_totals,
+    "collapse": _collapse,
+    "running_largest": _running_largest,
+    "spaced": _spaced,
+    "longest_run": _longest_run,
+    "longest_rise": _longest_rise,
+    "best_sum": _best_sum,
+    "steps_past": _steps_past,
+    "run_lengths": _run_lengths,
+    "add_pairs": lambda x, k: [a + b for a, b in zip(x, k)],
+    "multiply_pairs": lambda x, k: [a * b for a, b in zip(x, k)],
+    "larger_pairs": lambda x, k: [max(a, b) for a, b in zip(x, k)],
+    "shared": lambda x, k: [n for n in x if n in k],
+    "without": lambda x, k: [n for n in x if n not in k],
+    "concatenate": lambda x, k: x + k,
+    "shared_words": lambda x, k: [w for w in x if w in k],
+    "without_words": lambda x, k: [w for w in x if w not in k],
+    "if_longer": lambda x, k: len(x) > k,
+    "if_sum_above": lambda x, k: sum(x) > k,
+    "if_contains": lambda x, k: k in x,
+    "if_more_words": lambda x, k: len(x) > k,
+    "if_long_text": lambda x, k: len(x) > k,
+    "if_space": lambda x, k: " " in x,
+    "if_above": lambda x, k: x > k,
+    "if_even": lambda x, k: x % 2 == 0,
+}
 
 
-# -- on list[int] and int ----------------------------------------------------------------------------------------------
+# -- values and random draws -------------------------------------------------------------------------------------------
+
+Item = TypeVar("Item")
 
 
-# fmt: off
-NUMBERS_TO_NUMBERS: tuple[Operation, ...] = (
-    op("add", NUMBERS, NUMBERS, "[n + {k} for n in {x}]", lambda x, k: [n + k for n in x],
-       "add {k} to each number | increase every number by {k} | make all numbers {k} larger"
-       " | raise each number by {k}"),
-    op("subtract", NUMBERS, NUMBERS, "[n - {k} for n in {x}]", lambda x, k: [n - k for n in x],
-       "subtract {k} from each number | decrease every number by {k} | make all numbers {k} smaller"
-       " | lower each number by {k}"),
-    op("multiply", NUMBERS, NUMBERS, "[n * {k} for n in {x}]", lambda x, k: [n * k for n in x],
-       "multiply each number by {k} | scale every number by {k} | make all numbers {k} times as large"
-       " | take each number {k} times"),
-    op("divide", NUMBERS, NUMBERS, "[n // {k} for n in {x}]", lambda x, k: [n // k for n in x],
-       "divide each number by {k}, rounding down | floor-divide every number by {k}"
-       " | replace each number by its whole quotient by {k} | split each number by {k} and round down"),
-    op("remainder", NUMBERS, NUMBERS, "[n % {k} for n in {x}]", lambda x, k: [n % k for n in x],
-       "take each number modulo {k} | replace every number by its remainder by {k} | reduce all numbers modulo {k}"
-       " | keep what remains of each number after division by {k}"),
-    op("square", NUMBERS, NUMBERS, "[n * n for n in {x}]", lambda x, k: [n * n for n in x],
-       "square each number | replace every number by its square | multiply each number by itself"
-       " | raise all numbers to the second power"),
-    op("negate", NUMBERS, NUMBERS, "[-n for n in {x}]", lambda x, k: [-n for n in x],
-       "negate each number | flip the sign of every number | change the sign of all numbers"
-       " | turn each number into its opposite"),
-    op("absolute", NUMBERS, NUMBERS, "[abs(n) for n in {x}]", lambda x, k: [abs(n) for n in x],
-       "take the absolute value of each number | drop the sign of every number | make all numbers non-negative by abs"
-       " | replace each number by its magnitude"),
-    op("keep_even", NUMBERS, NUMBERS, "[n for n in {x} if n % 2 == 0]", lambda x, k: [n for n in x if n % 2 == 0],
-       "keep the even numbers | keep only numbers that are even | remove the odd numbers"
-       " | filter out everything odd"),
-    op("keep_odd", NUMBERS, NUMBERS, "[n for n in {x} if n % 2 == 1]", lambda x, k: [n for n in x if n % 2 == 1],
-       "keep the odd numbers | keep only numbers that are odd | remove the even numbers"
-       " | filter out everything even"),
-    op("keep_positive", NUMBERS, NUMBERS, "[n for n in {x} if n > 0]", lambda x, k: [n for n in x if n > 0],
-       "keep the positive numbers | keep only numbers above zero | remove zeros and negative numbers"
-       " | filter for what is greater than zero"),
-    op("keep_negative", NUMBERS, NUMBERS, "[n for n in {x} if n < 0]", lambda x, k: [n for n in x if n < 0],
-       "keep the negative numbers | keep only numbers below zero | remove zeros and positive numbers"
-       " | filter for what is less than zero"),
-    op("keep_above", NUMBERS, NUMBERS, "[n for n in {x} if n > {k}]", lambda x, k: [n for n in x if n > k],
-       "keep the numbers above {k} | keep only numbers greater than {k} | remove the numbers up to {k}"
-       " | filter for what exceeds {k}"),
-    op("keep_below", NUMBERS, NUMBERS, "[n for n in {x} if n < {k}]", lambda x, k: [n for n in x if n < k],
-       "keep the numbers below {k} | keep only numbers less than {k} | remove the numbers from {k} up"
-       " | filter for what is under {k}"),
-    op("keep_multiples", NUMBERS, NUMBERS, "[n for n in {x} if n % {k} == 0]",
-       lambda x, k: [n for n in x if n % k == 0],
-       "keep the multiples of {k} | keep only numbers divisible by {k} | remove what {k} does not divide"
-       " | filter for what {k} divides"),
-    op("remove_value", NUMBERS, NUMBERS, "[n for n in {x} if n != {k}]", lambda x, k: [n for n in x if n != k],
-       "remove every {k} | drop the numbers equal to {k} | keep the numbers other than {k} | delete each {k}"),
-    op("sort", NUMBERS, NUMBERS, "sorted({x})", lambda x, k: sorted(x),
-       "sort the numbers | put the numbers in ascending order | order the numbers from small to large"
-       " | arrange the numbers by size"),
-    op("sort_down", NUMBERS, NUMBERS, "sorted({x}, reverse=True)", lambda x, k: sorted(x, reverse=True),
-       "sort the numbers in descending order | put the numbers in falling order"
-       " | order the numbers from large to small | arrange the numbers with the biggest in front"),
-    op("reverse", NUMBERS, NUMBERS, "{x}[::-1]", lambda x, k: x[::-1],
-       "reverse the list of numbers | turn the list of numbers around | put the numbers in reverse order"
-       " | read the numbers backwards"),
-    op("unique", NUMBERS, NUMBERS, "list(dict.fromkeys({x}))", lambda x, k: list(dict.fromkeys(x)),
-       "remove repeated numbers | drop duplicate numbers | keep the first of equal numbers"
-       " | leave each number in only once"),
-    op("first", NUMBERS, NUMBERS, "{x}[:{k}]", lambda x, k: x[:k],
-       "keep the first {k} numbers | take {k} numbers from the start | cut the list after {k} numbers"
-       " | keep the leading {k} numbers"),
-    op("last", NUMBERS, NUMBERS, "{x}[-{k}:]", lambda x, k: x[-k:],
-       "keep the last {k} numbers | take {k} numbers from the end | keep only the final {k} numbers"
-       " | keep the trailing {k} numbers"),
-    op("skip", NUMBERS, NUMBERS, "{x}[{k}:]", lambda x, k: x[k:],
-       "drop the first {k} numbers | skip {k} numbers at the start | remove {k} numbers from the front"
-       " | leave out the leading {k} numbers"),
-    op("cut", NUMBERS, NUMBERS, "{x}[:-{k}]", lambda x, k: x[:-k],
-       "drop the last {k} numbers | cut {k} numbers off the end | remove the final {k} numbers"
-       " | leave out the trailing {k} numbers"),
-    op("every", NUMBERS, NUMBERS, "{x}[::{k}]", lambda x, k: x[::k],
-       "take every {k}th number from the first | keep the numbers at indices divisible by {k}"
-       " | step through the numbers by {k} | pick numbers at a stride of {k}"),
-    op("rotate", NUMBERS, NUMBERS, "{x}[{k}:] + {x}[:{k}]", lambda x, k: x[k:] + x[:k],
-       "move the first {k} numbers to the end | rotate the numbers left by {k}"
-       " | put the first {k} numbers behind the rest | shift the first {k} numbers to the back"),
-    op("cap", NUMBERS, NUMBERS, "[min(n, {k}) for n in {x}]", lambda x, k: [min(n, k) for n in x],
-       "cap each number at {k} | limit every number to at most {k} | replace numbers above {k} by {k}"
-       " | let no number exceed {k}"),
-    op("floor", NUMBERS, NUMBERS, "[max(n, {k}) for n in {x}]", lambda x, k: [max(n, k) for n in x],
-       "raise each number to at least {k} | limit every number to at least {k} | replace numbers below {k} by {k}"
-       " | let no number be under {k}"),
-    op("running_sum", NUMBERS, NUMBERS, "[sum({x}[:i + 1]) for i in range(len({x}))]",
-       lambda x, k: [sum(x[: i + 1]) for i in range(len(x))],
-       "list the running totals | replace the numbers by their running sums | compute the cumulative sums"
-       " | accumulate the numbers"),
-    op("differences", NUMBERS, NUMBERS, "[b - a for a, b in zip({x}, {x}[1:])]",
-       lambda x, k: [b - a for a, b in pairwise(x)],
-       "list the differences between neighbours | subtract each number from the next"
-       " | compute the steps between adjacent numbers | find how much each number grows to the next"),
-    op("times_index", NUMBERS, NUMBERS, "[i * n for i, n in enumerate({x})]",
-       lambda x, k: [i * n for i, n in enumerate(x)],
-       "multiply each number by its index | scale every number by its position from 0"
-       " | weight the numbers by their index | take each number as often as its index"),
-    op("append", NUMBERS, NUMBERS, "{x} + [{k}]", lambda x, k: [*x, k],
-       "append {k} to the list | add {k} at the end of the list | put one {k} behind the numbers"
-       " | extend the list with {k}"),
-    op("prepend", NUMBERS, NUMBERS, "[{k}] + {x}", lambda x, k: [k, *x],
-       "prepend {k} to the list | add {k} at the start of the list | put one {k} before the numbers"
-       " | begin the list with {k}"),
-    op("mirror", NUMBERS, NUMBERS, "{x} + {x}[::-1]", lambda x, k: x + x[::-1],
-       "append the reversed list to the list | mirror the list at its end | add the numbers again in reverse order"
-       " | follow the list by its mirror image"),
-    op("repeat_each", NUMBERS, NUMBERS, "[n for n in {x} for _ in range({k})]",
-       lambda x, k: [n for n in x for _ in range(k)],
-       "repeat each number {k} times | write every number {k} times in a row | put {k} copies of each number"
-       " | have each number occur {k} times over"),
-    op("from_largest", NUMBERS, NUMBERS, "[max({x}) - n for n in {x}]", lambda x, k: [max(x) - n for n in x],
-       "subtract each number from the largest | list how far each number is below the largest"
-       " | replace every number by its distance to the maximum | measure each number down from the top one"),
-)
+class Draw:
+    """A random generator: its draws are a pure function of the parts that seed it."""
 
-NUMBERS_TO_OTHERS: tuple[Operation, ...] = (
-    op("sum", NUMBERS, NUMBER, "sum({x})", lambda x, k: sum(x),
-       "sum the numbers | add up all numbers | find the total of the numbers | find what the numbers come to"),
-    op("largest", NUMBERS, NUMBER, "max({x}, default=0)", lambda x, k: max(x, default=0),
-       "find the largest number, or 0 | find the maximum, or 0 | take the greatest number, or 0"
-       " | give the biggest of the numbers, or 0", bare="max({x})"),
-    op("smallest", NUMBERS, NUMBER, "min({x}, default=0)", lambda x, k: min(x, default=0),
-       "find the smallest number, or 0 | find the minimum, or 0 | take the least number, or 0"
-       " | give the lowest of the numbers, or 0", bare="min({x})"),
-    op("length", NUMBERS, NUMBER, "len({x})", lambda x, k: len(x),
-       "count the numbers | find how many numbers there are | find the length of the list"
-       " | give the size of the list"),
-    op("count_even", NUMBERS, NUMBER, "sum(1 for n in {x} if n % 2 == 0)",
-       lambda x, k: sum(1 for n in x if n % 2 == 0),
-       "count the even numbers | find how many numbers are even | find the number of even values"
-       " | tell how many values 2 divides"),
-    op("count_above", NUMBERS, NUMBER, "sum(1 for n in {x} if n > {k})", lambda x, k: sum(1 for n in x if n > k),
-       "count the numbers above {k} | find how many numbers are greater than {k}"
-       " | find the number of values over {k} | tell how many values exceed {k}"),
-    op("count_distinct", NUMBERS, NUMBER, "len(set({x}))", lambda x, k: len(set(x)),
-       "count the distinct numbers | find how many different numbers there are"
-       " | find the number of unique values | tell how many values there are without repeats"),
-    op("spread", NUMBERS, NUMBER, "max({x}, default=0) - min({x}, default=0)",
-       lambda x, k: max(x, default=0) - min(x, default=0),
-       "find the largest minus the smallest number, or 0 | find the range from minimum to maximum, or 0"
-       " | take the spread of the numbers, or 0 | give the distance between the extremes, or 0",
-       bare="max({x}) - min({x})"),
-    op("average", NUMBERS, NUMBER, "sum({x}) // len({x}) if {x} else 0", lambda x, k: sum(x) // len(x) if x else 0,
-       "find the average rounded down, or 0 | find the whole mean, or 0 | take the floor of the mean, or 0"
-       " | give the mean without its fraction, or 0", bare="sum({x}) // len({x})"),
-    op("alternating_sum", NUMBERS, NUMBER, "sum({x}[::2]) - sum({x}[1::2])", lambda x, k: sum(x[::2]) - sum(x[1::2]),
-       "find the alternating sum | add and subtract the numbers in turn"
-       " | subtract the sum at odd indices from the sum at even indices | total the numbers with switching signs"),
-    op("index_largest", NUMBERS, NUMBER, "{x}.index(max({x})) if {x} else -1",
-       lambda x, k: x.index(max(x)) if x else -1,
-       "find the index of the largest number, or -1 | find where the maximum first occurs, or -1"
-       " | take the position of the greatest number, or -1 | locate the biggest of the numbers, or -1",
-       bare="{x}.index(max({x}))"),
-    op("first_number", NUMBERS, NUMBER, "{x}[0] if {x} else 0", lambda x, k: x[0] if x else 0,
-       "find the first number, or 0 | take the number at the start, or 0 | find the number at index 0, or 0"
-       " | give the leading number, or 0", bare="{x}[0]"),
-    op("last_number", NUMBERS, NUMBER, "{x}[-1] if {x} else 0", lambda x, k: x[-1] if x else 0,
-       "find the last number, or 0 | take the number at the end, or 0 | find the final number, or 0"
-       " | give the trailing number, or 0", bare="{x}[-1]"),
-    op("to_words", NUMBERS, WORDS, "[str(n) for n in {x}]", lambda x, k: [str(n) for n in x],
-       "turn each number into a string | convert the numbers to strings | write every number as a string"
-       " | make strings of the numbers"),
-    op("join_numbers", NUMBERS, TEXT, '",".join(str(n) for n in {x})', lambda x, k: ",".join(str(n) for n in x),
-       "join the numbers with commas | write the numbers in a string separated by commas"
-       " | build a comma-separated string of the numbers | string the numbers together with commas"),
-)
+    def __init__(self, *parts: int | str) -> None:
+        digest = hashlib.blake2b("|".join(str(part) for part in parts).encode(), digest_size=8).digest()
+        self._random = random.Random(int.from_bytes(digest, "big")).random
 
-NUMBER_TO_OTHERS: tuple[Operation, ...] = (
-    op("plus", NUMBER, NUMBER, "{x} + {k}", lambda x, k: x + k,
-       "add {k} to the number | increase the result by {k} | make the number {k} larger | put {k} on top"),
-    op("minus", NUMBER, NUMBER, "{x} - {k}", lambda x, k: x - k,
-       "subtract {k} from the number | decrease the result by {k} | make the number {k} smaller | take {k} away"),
-    op("times", NUMBER, NUMBER, "{x} * {k}", lambda x, k: x * k,
-       "multiply the number by {k} | scale the result by {k} | find {k} times the number"
-       " | take the number {k} times"),
-    op("quotient", NUMBER, NUMBER, "{x} // {k}", lambda x, k: x // k,
-       "divide the number by {k}, rounding down | floor-divide the result by {k}"
-       " | find the whole quotient by {k} | split the number by {k} and round down"),
-    op("modulo", NUMBER, NUMBER, "{x} % {k}", lambda x, k: x % k,
-       "take the number modulo {k} | find the remainder by {k} | reduce the result modulo {k}"
-       " | give what remains of the number after division by {k}"),
-    op("squared", NUMBER, NUMBER, "{x} * {x}", lambda x, k: x * x,
-       "square the number | multiply the number by itself | find the square of the result"
-       " | raise the number to the second power"),
-    op("magnitude", NUMBER, NUMBER, "abs({x})", lambda x, k: abs(x),
-       "take the absolute value of the number | drop the sign of the result | find the abs of the number"
-       " | give the magnitude of the number"),
-    op("digit_sum", NUMBER, NUMBER, "sum(int(d) for d in str(abs({x})))",
-       lambda x, k: sum(int(d) for d in str(abs(x))),
-       "sum the digits of the number | add up the digits of the result | find the digit sum"
-       " | total the digits in the number"),
-    op("digits", NUMBER, NUMBERS, "[int(d) for d in str(abs({x}))]", lambda x, k: [int(d) for d in str(abs(x))],
-       "list the digits of the number | split the number into digits | find the digits of the result as a list"
-       " | take the number apart into its digits"),
-    op("multiples", NUMBER, NUMBERS, "[{x} * i for i in range(1, {k} + 1)]",
-       lambda x, k: [x * i for i in range(1, k + 1)],
-       "list the first {k} multiples of the number | find the number times 1 to {k}"
-       " | build a list of {k} multiples of the result | write out {k} steps of the times table"),
-    op("to_text", NUMBER, TEXT, "str({x})", lambda x, k: str(x),
-       "turn the number into a string | convert the result to a string | find the number as text"
-       " | write the number out as a string"),
-    op("binary", NUMBER, TEXT, "bin(abs({x}))[2:]", lambda x, k: bin(abs(x))[2:],
-       "write the absolute value in binary | find the binary digits of the number"
-       " | convert the number to base 2, without sign | give the number in base two"),
-)
-# fmt: on
+    def below(self, limit: int) -> int:
+        """An integer from 0 to limit - 1."""
+        return int(self._random() * limit)
+
+    def between(self, low: int, high: int) -> int:
+        """An integer from low to high, both included."""
+        return low + int(self._random() * (high - low + 1))
+
+    def pick(self, items: Sequence[Item]) -> Item:
+        """A random item."""
+        return items[int(self._random() * len(items))]
+
+    def chance(self, share: float) -> bool:
+        """True with that probability."""
+        return self._random() < share
+
+    def sample(self, items: Sequence[Item], count: int) -> list[Item]:
+        """Different items in random order: `count` of them, or all."""
+        shuffled = list(items)
+        for i in range(min(count, len(shuffled))):
+            j = i + int(self._random() * (len(shuffled) - i))
+            shuffled[i], shuffled[j] = shuffled[j], shuffled[i]
+        return shuffled[:count]
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Values of one type. They are shared: operations are pure and do not change them."""
+
+    edges: tuple[tuple[Value, ...], ...]  # a tuple for each kind of edge: empty, one, negative, repeated, long
+    short: tuple[Value, ...]  # for visible tests: a few tokens each
+    plain: tuple[Value, ...]  # for hidden tests
+
+
+@cache
+def pool(kind: str) -> Pool:
+    """The values of a type, built once. Raises KeyError for an unknown type."""
+    build = {NUMBERS: _numbers, WORDS: _words, TEXT: _texts, COUNTS: _counts, NUMBER: _number}[kind]
+    return build(Draw("pool", kind))
+
+
+@cache
+def probes(kind: str) -> tuple[Value, ...]:
+    """48 fixed values: some of each edge, the rest plain."""
+    values = pool(kind)
+    edges = [value for group in values.edges for value in group[:2]]
+    return tuple([*edges, *values.plain][:48])
+
+
+def _list_of(draw: Draw, low: int, high: int, count: int) -> list[int]:
+    return [draw.between(low, high) for _ in range(count)]
+
+
+def _numbers(draw: Draw) -> Pool:
+    single = tuple([n] for n in (7, 4, -3, 0, 12, 9))
+    negative = tuple(_list_of(draw, -30, -1, draw.between(3, 7)) for _ in range(8))
+    repeated = tuple([draw.between(-4, 9)] * draw.between(3, 5) + _list_of(draw, 0, 5, 3) for _ in range(8))
+    long = tuple(_list_of(draw, -20, 40, draw.between(12, 16)) for _ in range(10))
+    # Small numbers in `short`, because a digit is a token and constants are 2-9.
+    short = [_list_of(draw, -5, 14, draw.between(3, 5)) for _ in range(60)]
+    short += [draw.sample(_list_of(draw, 1, 9, 3) * 2, 5) for _ in range(20)]
+    plain = [_list_of(draw, -12, 30, draw.between(2, 11)) for _ in range(80)]
+    plain += [_list_of(draw, -3, 10, draw.between(4, 11)) for _ in range(60)]
+    plain += [draw.sample(_list_of(draw, -9, 99, 4) * 2, draw.between(5, 8)) for _ in range(20)]
+    return Pool((([],), single, negative, repeated, long), tuple(short), tuple(draw.sample(plain, len(plain))))
+
+
+def _noun(draw: Draw) -> str:
+    return draw.pick(word_list("programs.yaml", "nouns"))
+
+
+def _cased(draw: Draw, word: str) -> str:
+    return draw.pick((word, word, word, word.capitalize(), word.upper()))
+
+
+def _words(draw: Draw) -> Pool:
+    def some(low: int, high: int) -> list[str]:
+        return [_cased(draw, _noun(draw)) for _ in range(draw.between(low, high))]
+
+    single = tuple([word] for word in ("sun", "Apple", "a", "WATER", "moon"))
+    # Lists with empty words, in place of the negative numbers of other types.
+    hollow = tuple(["", *some(1, 4), ""] for _ in range(4))
+    repeated = tuple([_noun(draw)] * draw.between(2, 4) + some(1, 3) for _ in range(8))
+    long = tuple(some(11, 14) for _ in range(8))
+    short = [[_noun(draw) for _ in range(draw.between(2, 4))] for _ in range(60)]
+    short += [draw.sample([_noun(draw), _noun(draw)] * 2, 3) for _ in range(20)]
+    plain = [some(2, 9) for _ in range(110)] + [draw.sample(some(3, 4) * 2, 6) for _ in range(40)]
+    return Pool((([],), single, hollow, repeated, long), tuple(short), tuple(draw.sample(plain, len(plain))))
+
+
+def _texts(draw: Draw) -> Pool:
+    def some(low: int, high: int) -> str:
+        return " ".join(_cased(draw, _noun(draw)) for _ in range(draw.between(low, high)))
+
+    single = ("x", "A", "7", " ", "e")
+    # Texts with odd spaces or without letters, in place of the negative numbers of other types.
+    odd = ("  two  spaces ", "...", "12 34", "a-b_c", "Tab\there", "END.")
+    repeated = ("aaaa", "abab abab", "zzz ZZZ", "go go go", "mississippi", "oooh no")
+    long = tuple(some(9, 12) for _ in range(8))
+    short = [" ".join(_noun(draw) for _ in range(draw.between(1, 3))) for _ in range(60)]
+    short += [some(1, 3) for _ in range(30)]
+    plain = [some(1, 6) for _ in range(130)] + [some(2, 3) + draw.pick(("!", "?", "..", " 42")) for _ in range(20)]
+    return Pool((("",), single, odd, repeated, long), tuple(short), tuple(draw.sample(plain, len(plain))))
+
+
+def _counts(draw: Draw) -> Pool:
+    def some(low: int, high: int, least: int, most: int) -> dict[str, int]:
+        words = draw.sample(word_list("programs.yaml", "nouns"), draw.between(low, high))
+        return {word: draw.between(least, most) for word in words}
+
+    single = tuple({word: n} for word, n in (("sun", 5), ("a", 1), ("key", 9), ("Sky", 3)))
+    negative = tuple(some(2, 5, -9, -1) for _ in range(6))
+    repeated = tuple(some(3, 5, 4, 4) for _ in range(6))
+    long = tuple(some(10, 12, -5, 30) for _ in range(6))
+    short = [some(2, 3, 0, 12) for _ in range(80)]
+    plain = [some(2, 7, -4, 20) for _ in range(100)] + [some(3, 6, 0, 10) for _ in range(50)]
+    return Pool((({},), single, negative, repeated, long), tuple(short), tuple(draw.sample(plain, len(plain))))
+
+
+def _number(draw: Draw) -> Pool:
+    negative = tuple(draw.between(-99, -2) for _ in range(8))
+    repeated = (11, 77, 333, 5555, 1001, 2020)
+    long = tuple(draw.between(10_000, 999_999) for _ in range(8))
+    plain = [draw.between(2, 99) for _ in range(80)] + [draw.between(100, 999) for _ in range(50)]
+    plain += [draw.between(-500, -1) for _ in range(20)]
+    plain = list(dict.fromkeys(plain))
+    short = tuple(range(2, 60))
+    return Pool(((0,), (1, -1), negative, repeated, long), short, tuple(draw.sample(plain, len(plain))))

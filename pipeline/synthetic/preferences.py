@@ -86,8 +86,8 @@ def tool_gold(pair: Pair, message: Message) -> float:
 
 def code_gold(content: str, passed: float) -> float:
     """Score of an answer to a problem from the share of hidden tests it passed."""
-    pieces = content.split("```python\n")
-    block = pieces[1].partition("\n```")[0] if len(pieces) == 2 else ""
+    parts = content.split("```python\n")
+    block = parts[1].partition("\n```")[0] if len(parts) == 2 else ""
     module = chat.tree(block)
     parses = module is not None and bool(module.body)
     return 0.2 * parses + 0.8 * passed

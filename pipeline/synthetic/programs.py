@@ -46,10 +46,10 @@ from dataclasses import dataclass, replace
 from pipeline.ingest.records import Dialogue, Problem, Text
 from pipeline.run.errors import DataError
 from pipeline.run.types import JsonObject
-from pipeline.synthetic import drawing
-from pipeline.synthetic.chains import Branch, Draw, Program, Step, Value, parse, pool, spell
-from pipeline.synthetic.drawing import neighbours
-from pipeline.synthetic.operations import COUNTS, NUMBER
+from pipeline.synthetic import chains
+from pipeline.synthetic.chains import Branch, Program, Step, neighbors, parse, spell
+from pipeline.synthetic.operations import COUNTS, NUMBER, Draw, Value, pool
+from pipeline.synthetic.wording import lines, word_list
 
 # Shares of the levels, in tenths, of random draws; the test split cycles through TEST_GROUPS for exact shares.
 TRAIN_LEVELS = (1, 1, 2, 2, 2, 2, 2, 2, 3, 3)
@@ -88,7 +88,7 @@ def _problem(split: str, index: int, seed: int) -> Problem:
         tests = tests_of(program, draw)
         if tests is not None:
             break
-    name = draw.pick(NAMES)
+    name = draw.pick(word_list("programs.yaml", "function_names"))
     if level < 5:
         question = in_order(program, name, draw)
     elif turn % 2 == 0:
@@ -99,7 +99,7 @@ def _problem(split: str, index: int, seed: int) -> Problem:
         id=f"{split}-{seed}-{index}-{spell(program)}",
         level=level,
         group=group or GROUP_OF_LEVEL[level],
-        key=drawing.key_of(program),
+        key=chains.key_of(program),
         question=with_examples(question, name, tests),
         entry_point=name,
         signature=program.signature(name),
@@ -112,32 +112,32 @@ def _program(split: str, draw: Draw) -> tuple[int, Program]:
     """A level and a program of the training, validation or RL split."""
     level = draw.pick(RL_LEVELS if split == "rl" else TRAIN_LEVELS)
     if level == 1:
-        return level, drawing.single(split, draw)
+        return level, chains.single(split, draw)
     if level < 4:
-        return level, drawing.chain(split, level, draw, only_shown=split == "train" and level == 3)
+        return level, chains.chain(split, level, draw, only_shown=split == "train" and level == 3)
     return level, _level_4(split, draw.pick(RL_SHAPES), draw)
 
 
 def _level_4(split: str, shape: str, draw: Draw) -> Program:
-    return drawing.chain(split, 4, draw) if shape == "chain" else drawing.stateful(split, shape, draw)
+    return chains.chain(split, 4, draw) if shape == "chain" else chains.stateful(split, shape, draw)
 
 
 def _test_program(group: str, turn: int, draw: Draw) -> tuple[int, Program]:
     """A level and a program of a test group; `turn` is the number of the problem within its group."""
     if group == "easy":
-        return 1, drawing.single("test", draw)
+        return 1, chains.single("test", draw)
     if group == "medium":
         length = 2 + turn % 2
-        return length, drawing.chain("test", length, draw)
+        return length, chains.chain("test", length, draw)
     if group == "hard":
         return 4, _level_4("test", ("chain", "branch", "chain", "loop", "chain", "argument")[turn % 6], draw)
     if group == "phrasing":
         if turn % 2:
-            return 1, drawing.single("test", draw, held_out=True)
-        return 2, drawing.chain("test", 2, draw, held_out=True)
+            return 1, chains.single("test", draw, held_out=True)
+        return 2, chains.chain("test", 2, draw, held_out=True)
     if turn % 2 == 0:
-        return 5, drawing.chain("test", 2 + turn // 2 % 2, draw)
-    return 5, drawing.single("test", draw)
+        return 5, chains.chain("test", 2 + turn // 2 % 2, draw)
+    return 5, chains.single("test", draw)
 
 
 def sources(target_bytes: int, seed: int) -> Iterator[Text]:
@@ -145,7 +145,7 @@ def sources(target_bytes: int, seed: int) -> Iterator[Text]:
     written = number = 0
     while written < target_bytes:
         draw = Draw("source", seed, number)
-        names = draw.sample(NAMES, SOURCE_FUNCTIONS)
+        names = draw.sample(word_list("programs.yaml", "function_names"), SOURCE_FUNCTIONS)
         text = "\n\n".join(_function(name, draw) for name in names)
         yield Text(text=text, source="generated", path=f"generated/{seed}/{number:06d}.py", licence="CC0-1.0")
         written += len(text.encode())
@@ -165,10 +165,10 @@ def _function(name: str, draw: Draw) -> str:
 
 def _source_program(shape: str, draw: Draw) -> Program:
     if shape == "single":
-        return drawing.single("train", draw)
+        return chains.single("train", draw)
     if shape in ("pair", "triple"):
-        return drawing.chain("train", 2 if shape == "pair" else 3, draw, only_shown=shape == "triple")
-    return drawing.stateful("train", shape, draw)
+        return chains.chain("train", 2 if shape == "pair" else 3, draw, only_shown=shape == "triple")
+    return chains.stateful("train", shape, draw)
 
 
 def dialogue(problem: Problem) -> Dialogue:
@@ -181,23 +181,12 @@ def dialogue(problem: Problem) -> Dialogue:
 
 # -- wording -----------------------------------------------------------------------------------------------------------
 
-NAMES = ("solve", "process", "convert", "compute", "transform", "change", "build", "update", "handle", "apply")
 ORDINALS = ("First", "Second", "Third", "Fourth")
-
-CHAIN_FRAMES = (
-    "Write `{signature}`: {steps}.",
-    "Write a Python function `{signature}`. It should {steps}.",
-    "Implement `{signature}` to {steps}.",
-)
-EXAMPLE_FRAMES = (
-    "Write `{signature}` so that these examples hold.",
-    "Find the rule in these examples and write `{signature}`.",
-)
 
 
 def in_order(program: Program, name: str, draw: Draw) -> str:
     """The question of levels 1 to 4: the steps one after the other."""
-    frame = draw.pick(CHAIN_FRAMES)
+    frame = draw.pick(lines("programs.yaml", "frames"))
     return frame.format(signature=program.signature(name), steps=_join_steps(program))
 
 
@@ -216,7 +205,7 @@ def out_of_order(program: Program, name: str, draw: Draw) -> str:
 
 def by_examples(program: Program, name: str, draw: Draw) -> str:
     """The question of level 5 without instructions: only the examples below it define the task."""
-    return draw.pick(EXAMPLE_FRAMES).format(signature=program.signature(name))
+    return draw.pick(lines("programs.yaml", "frames_of_examples")).format(signature=program.signature(name))
 
 
 def with_examples(question: str, name: str, tests: Sequence[JsonObject]) -> str:
@@ -338,7 +327,7 @@ def _distinguishing_cases(program: Program, draw: Draw, cases: list[Case]) -> li
     added: list[Case] = []
     spare: list[Case] = []  # other inputs, run when the first neighbor passes all cases
     num_failing = num_tried = 0
-    for neighbor in neighbours(program, draw):
+    for neighbor in neighbors(program, draw):
         num_tried += 1
         if num_failing == NUM_NEIGHBORS or num_tried > MAX_NEIGHBORS_TRIED:
             return added
@@ -386,13 +375,13 @@ def distractors(problem: Problem, seed: int) -> list[tuple[str, str]]:
 
 def _other_operations(program: Program, draw: Draw) -> list[Program]:
     """Two neighbors with other keys, or fewer if a program has hardly any."""
-    neighbors: list[Program] = []
-    for num_tried, wrong in enumerate(neighbours(program, draw)):
-        if len(neighbors) == 2 or num_tried == 12:
+    others: list[Program] = []
+    for num_tried, wrong in enumerate(neighbors(program, draw)):
+        if len(others) == 2 or num_tried == 12:
             break
-        if wrong.key != program.key and wrong.key not in [other.key for other in neighbors]:
-            neighbors.append(wrong)
-    return neighbors
+        if wrong.key != program.key and wrong.key not in [other.key for other in others]:
+            others.append(wrong)
+    return others
 
 
 def _wrong_constants(program: Program, draw: Draw) -> list[Program]:

@@ -28,24 +28,16 @@ from typing import TYPE_CHECKING
 
 from pipeline.ingest.records import Text
 from pipeline.run.errors import DataError
-from pipeline.synthetic.story_plots import PLOTS, tell, vocabulary
-from pipeline.synthetic.story_world import (
-    HE_NAMES,
-    KINDS,
-    LISTS,
-    PLURAL_PRONOUNS,
-    PRONOUN_OF,
-    PRONOUNS,
-    SHE_NAMES,
-    THINGS,
-    WANTED,
-)
+from pipeline.synthetic.story_world import PLURAL_PRONOUNS, PRONOUNS, lexicon, plots, tell, vocabulary
 
 if TYPE_CHECKING:
     import torch
 
-FAMILIES: tuple[str, ...] = tuple(PLOTS)
-HELD_OUT: tuple[str, ...] = ("grow", "deliver", "mystery")
+FAMILIES = (
+    *("lost", "rescue", "trade", "return", "deliver", "build", "repair", "grow", "learn"),
+    *("gift", "share", "contest", "brave", "mystery"),
+)
+HELD_OUT = ("grow", "deliver", "mystery")
 VALIDATION_EVERY = 50  # numbers divisible by it are validation data in every family
 DIALOGUE = 0.4  # share of stories with direct speech
 LICENCE = "CC0-1.0"
@@ -97,9 +89,9 @@ def opening(text: str) -> str:
 
 def _parse_path(path: str) -> tuple[str, int]:
     parts = path.split("/")
-    if len(parts) != 3 or parts[0] != "stories" or parts[1] not in PLOTS or not parts[2].isdecimal():
+    if len(parts) != 3 or parts[0] != "stories" or parts[1] not in FAMILIES or not parts[2].isdecimal():
         raise DataError(
-            f"expected a path stories/<family>/<number> with a family of {', '.join(PLOTS)}; found {path!r}"
+            f"expected a path stories/<family>/<number> with a family of {', '.join(FAMILIES)}; found {path!r}"
         )
     return parts[1], int(parts[2])
 
@@ -124,11 +116,9 @@ GOAL_WITHIN = 4  # the goal is in the first sentences
 _BORDER = re.compile(r'(?<=[.!?])\s+(?=["A-Z])|(?<=[.!?]")\s+(?=["A-Z])')
 _WORD = re.compile(r"[A-Za-z]+(?:-[A-Za-z]+)*")
 _INTRODUCES = re.compile(r"\b(?:named|called|friend) ([A-Z][a-z]+)")
-_FIRST = re.compile(rf"^([A-Z][a-z]+) was an? (?:[a-z]+ )?(?:{'|'.join(KINDS)})\b")
 _STARTS = re.compile(
     r'(?:^|[.!?]"?\s+|(?:^|\s)")"?$'
 )  # the text before a word that is capitalized because of its position
-_CAPITAL = frozenset(("I", *LISTS["weekday"]))
 
 
 def check(text: str) -> dict[str, bool]:
@@ -166,13 +156,19 @@ def _signs() -> dict[str, tuple[re.Pattern[str], re.Pattern[str]]]:
     """The patterns of goal and ending of each family."""
     return {
         family: (re.compile(plot.goal_sign, re.IGNORECASE), re.compile(plot.ending_sign, re.IGNORECASE))
-        for family, plot in PLOTS.items()
+        for family, plot in plots().items()
     }
 
 
+@cache
+def _first() -> re.Pattern[str]:
+    """The introduction of the protagonist, at the beginning of a story."""
+    return re.compile(rf"^([A-Z][a-z]+) was an? (?:[a-z]+ )?(?:{'|'.join(lexicon().kinds)})\b")
+
+
 def _introduces_protagonist(first: str) -> bool:
-    match = _FIRST.search(first)
-    return match is not None and match[1] in PRONOUN_OF
+    match = _first().search(first)
+    return match is not None and match[1] in lexicon().pronoun_of
 
 
 def _pronouns_resolve(text: str, words: list[tuple[str, int]]) -> bool:
@@ -181,16 +177,16 @@ def _pronouns_resolve(text: str, words: list[tuple[str, int]]) -> bool:
     names: set[str] = set()
     thing_start = None  # position of the last mention of the wanted thing
     for word, start in words:
-        if word in PRONOUN_OF:
+        if word in lexicon().pronoun_of:
             last = word
             names.add(word)
         elif (pronoun := PRONOUNS.get(word.lower())) is not None:
-            if last is None or PRONOUN_OF[last] != pronoun:
+            if last is None or lexicon().pronoun_of[last] != pronoun:
                 return False
         elif word.lower() in PLURAL_PRONOUNS:
             if len(names) < 2:
                 return False
-        elif word.lower() in WANTED:
+        elif word.lower() in lexicon().wanted:
             thing_start = start
         elif word.lower() == "it" and (thing_start is None or re.search(r"[.!?]", text[thing_start:start])):
             return False
@@ -200,23 +196,23 @@ def _pronouns_resolve(text: str, words: list[tuple[str, int]]) -> bool:
 def _names_known(text: str, words: list[tuple[str, int]]) -> bool:
     """Each name is introduced where it first occurs; every other capitalized word is known and begins a sentence."""
     introduced = {match.start(1): match[1] for match in _INTRODUCES.finditer(text)}
-    first = _FIRST.search(text)
+    first = _first().search(text)
     if first is not None:
         introduced[0] = first[1]
     known: set[str] = set()
     for word, start in words:
-        if start in introduced and word in PRONOUN_OF:
+        if start in introduced and word in lexicon().pronoun_of:
             known.add(word)
-        elif word[0].isupper() and word not in known and word not in _CAPITAL:
+        elif word[0].isupper() and word not in known and word not in ("I", *lexicon().lists["weekday"]):
             begins = _STARTS.search(text[max(0, start - 6) : start]) is not None or start == 0
-            if word in PRONOUN_OF or not begins or word.lower() not in vocabulary():
+            if word in lexicon().pronoun_of or not begins or word.lower() not in vocabulary():
                 return False
     return bool(known)
 
 
 def _wanted_in_resolution(parts: list[str]) -> bool:
     """One thing is wanted from the goal on, and it alone occurs in the resolution."""
-    things_by_sentence = [{word for word in _WORD.findall(part.lower()) if word in WANTED} for part in parts]
+    things_by_sentence = [{word for word in _WORD.findall(part.lower()) if word in lexicon().wanted} for part in parts]
     things = set().union(*things_by_sentence)
     early = set().union(*things_by_sentence[:GOAL_WITHIN])
     late = set().union(*things_by_sentence[-RESOLUTION:])
@@ -287,16 +283,16 @@ def _change_pronoun(text: str, rng: random.Random) -> Iterator[str]:
 
 
 def _change_name(text: str, rng: random.Random) -> Iterator[str]:
-    matches = [match for match in re.finditer(r"[A-Z][a-z]+", text) if match[0] in PRONOUN_OF]
+    matches = [match for match in re.finditer(r"[A-Z][a-z]+", text) if match[0] in lexicon().pronoun_of]
     for match in _shuffled(matches[1:], rng):
-        names = HE_NAMES if PRONOUN_OF[match[0]] == "he" else SHE_NAMES
+        names = lexicon().names[lexicon().pronoun_of[match[0]]]
         yield _replace(text, match, rng.choice([name for name in names if name not in text]))
 
 
 def _change_object(text: str, rng: random.Random) -> Iterator[str]:
-    matches = [match for match in re.finditer(r"[a-z]+(?:-[a-z]+)*", text) if match[0] in WANTED]
+    matches = [match for match in re.finditer(r"[a-z]+(?:-[a-z]+)*", text) if match[0] in lexicon().wanted]
     for match in _shuffled(matches, rng):
-        alternatives = next(words for words in THINGS.values() if match[0] in words)
+        alternatives = next(words for words in lexicon().things.values() if match[0] in words)
         yield _replace(text, match, rng.choice([word for word in alternatives if word != match[0]]))
 
 

@@ -1,7 +1,15 @@
-"""The small world behind a story: its state, how a wording is read in that state, and the words of all wordings.
+"""The small world behind a story: its state, the planner of its events, and how a wording is read in that state.
 
-A wording is a line with slots in braces. `realize` fills them from left to right and tracks who was named last, so that
-a pronoun always agrees with the last name before it; `stories.check` requires this rule of any text.
+In: a family and a random stream. Out (`tell`): one story as text, or None if it misses a bound and the caller should
+draw again. `plan` makes a sequence of 7-10 events whose preconditions hold, `_narrate` turns it into text.
+
+The planner works forward. At each step it takes a random event among those whose needs hold and whose bars do not;
+optional events (a reason, a setback, a wrong guess, a friend) are in the plan only if drawn beforehand. So the order of
+a story is no template: a friend may come before the first attempt or after the setback.
+
+A plot has four events of its own: goal, attempt, deed, ending. A wording (`plots.yaml`; the words are in
+`stories.yaml`) is a line with slots in braces. `realize` fills them from left to right and tracks who was named last,
+so that a pronoun always agrees with the last name before it; `stories.check` requires this rule of any text.
 
     {P} {P:him} {P:his}     the protagonist: a pronoun if named last (with the name again now and then), else the name
     {P:name}                always the name;  {F...} the friend, {H...} who has the wanted thing at the end
@@ -10,55 +18,70 @@ a pronoun always agrees with the last name before it; `stories.check` requires t
     {aim}                   the plot's goal as an infinitive, "find the kite"
     {why}                   a clause with a cause that is true in this state
     {spot} {gear} {mishap}  phrases of several words
-    {list} {a list} {same list}      a word of `LISTS` that this story has not used yet; the last one again
+    {list} {a list} {same list}      a word of `lists` that this story has not used yet; the last one again
 
-A wanted thing is in `THINGS` and in no other list or wording, so that the checker can distinguish it from everything
-else in a story; a name has one pronoun, so that the checker can resolve "she". The tests check both. The words were
-collected for this project; all words of a list are equally likely.
+A wanted thing is in `things` and in no other list or wording, so that the checker can distinguish it from everything
+else in a story; a name has one pronoun, so that the checker can resolve "she". No shared wording matches an ending
+pattern, or a story without its ending could pass. The tests check all three.
 
-`COMMON` has common English words for names and values that no list of the toolbox contains. What a model must copy has
-to be drawn from far more words than a toolbox has: a token that is never an answer in training is never an answer
-afterwards (docs/LOG.md). It has everyday words, and the thousand that occur in the most docstrings of Python's standard
-library, without the words in names and parameters of the held-out tools.
-
-Not promised: English beyond the given wordings, which are in the past tense and so need no agreement; a natural
-frequency of words; that a word of `COMMON` fits its context, or that descriptions and values of the held-out tools
-share none of them.
+Not promised: English beyond the given wordings, which are in the past tense and so need no agreement.
 """
 
 import random
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 
-from pipeline.synthetic.tool_values import word_list
+from pipeline.synthetic.wording import lines, table, word_list
 
 NAME_AGAIN = 0.85  # share of sentences with the name where a pronoun would do: a small model needs frequent names
 NOUN_ALONE = 0.88  # share of "the kite" rather than "the red kite"
+SPOKEN = 0.55  # share of the events told in direct speech, in a story with speech
+MOMENT = 0.12  # share of the events followed by a sentence about the state
+OPTIONAL = (("reason", 0.4), ("setback", 0.5), ("guess", 0.4), ("meeting", 0.3))
+MAX_OPTIONAL = 3  # besides the seven events of every story
+MIN_WORDS, MAX_WORDS = 64, 260
 
-SPOTS = ("{prep} the {fixture}", "{prep} {a fixture}", "{prep} the {age} {fixture}")
-GEAR = ("{a tool}", "{a make} {tool}", "some {stuff}")
-MISHAPS = (
-    "the wind took the {stuff}",
-    "{P} slipped on some {stuff}",
-    "{a animal} ran off with the {tool}",
-    "the {tool} broke with {a sound}",
-    "the {fixture} fell over with {a sound}",
-    "{a sound} from the {where} made {P:him} jump",
-    "{a animal} ate the {food}",
-    "rain fell on the {stuff}",
-    "{P} got lost at the {where}",
-    "the {relative} locked the {fixture}",
-    "there was no {stuff} left",
-    "{P} hit the {fixture} and hurt one {knee}",
+# subject, object, possessive of each pronoun
+CASES = {"he": {"he": "he", "him": "him", "his": "his"}, "she": {"he": "she", "him": "her", "his": "her"}}
+PRONOUNS = {"he": "he", "him": "he", "his": "he", "himself": "he"} | dict.fromkeys(
+    ("she", "her", "hers", "herself"), "she"
 )
-WHYS = ("because {P} felt {P.feeling}", "because {P} was so {P.trait}", "because {obj} was so {fine}")
-WHYS_WITH_FRIEND = ("because {F} was so {F.trait}",)
-KNEES = word_list("ankle arm back chin ear elbow foot knee leg nose paw shoulder tail toe")
-PIECES = word_list("bits of,boxes of,buckets of,bundles of,handfuls of,heaps of,lumps of,pieces of,rolls of", ",")
-PHRASES = SPOTS + GEAR + MISHAPS + WHYS + WHYS_WITH_FRIEND + KNEES + PIECES
+PLURAL_PRONOUNS = frozenset(("they", "them", "their", "both"))
 
 _SENTENCE_START = re.compile(r'(?:^"?|(?<=[.!?] )"?)[a-z]')
+_PRONOUN = re.compile(rf"\b({'|'.join(PRONOUNS)})\b", re.IGNORECASE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Something that can happen once in a story."""
+
+    name: str
+    needs: frozenset[str]  # facts that must be true before
+    bars: frozenset[str]  # facts that must be false before
+    gives: frozenset[str]  # facts that are true after
+    mood: str | None  # the protagonist's feeling after, a key of `feelings`
+    plain: tuple[str, ...]
+    spoken: tuple[str, ...]  # only in stories with dialogue
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plot:
+    """A family of stories: its goal, obstacle and ending."""
+
+    family: str
+    things: tuple[str, ...]  # keys of `things`: what the story can be about
+    aims: tuple[str, ...]  # the goal as an infinitive
+    goal_sign: str  # regular expression that only this family's goal matches
+    ending_sign: str  # regular expression that this family's ending matches, and nothing before it
+    goal: Event
+    attempt: Event
+    deed: Event
+    ending: Event
+    holder: str  # "P" or "F": who has the thing at the end
+    partner: bool  # the goal itself introduces the friend
 
 
 @dataclass(slots=True)
@@ -72,7 +95,7 @@ class Entity:
     pronoun: str = ""
 
     def __post_init__(self) -> None:
-        self.pronoun = PRONOUN_OF[self.name]
+        self.pronoun = lexicon().pronoun_of[self.name]
 
 
 @dataclass(slots=True)
@@ -96,14 +119,90 @@ class World:
     recent: dict[str, str] = field(default_factory=dict)  # name of a list -> the word drawn last
 
 
+def tell(family: str, rng: random.Random, *, speaks: bool) -> str | None:
+    """One story of a family; None if it misses the bounds on words, has no pronoun or repeats a sentence."""
+    plot = plots()[family]
+    things = tuple(word for key in plot.things for word in lexicon().things[key])
+    world = new_world(rng, things, plot.aims)
+    world.holder = plot.holder
+    events = plan(plot, world)
+    sentences = _narrate(world, events, speaks=speaks)
+    text = " ".join(sentences)
+    if not MIN_WORDS <= text.count(" ") + 1 <= MAX_WORDS or not _PRONOUN.search(text):
+        return None
+    return text if len(set(sentences)) == len(sentences) else None
+
+
+def plan(plot: Plot, world: World) -> list[Event]:
+    """Events from the introduction to the coda, each applicable in the state after the earlier ones."""
+    rng, shared = world.rng, shared_events()
+    optional = [name for name, share in OPTIONAL if rng.random() < share and not (plot.partner and name == "meeting")]
+    while len(optional) > MAX_OPTIONAL:
+        optional.remove(rng.choice(optional))
+    waiting = [shared["introduction"], plot.goal, plot.attempt, plot.deed, plot.ending, shared["coda"]]
+    waiting += [shared[name] for name in optional]
+    waiting.append(shared["advice" if plot.partner or "meeting" in optional else "idea"])
+    facts: set[str] = set()
+    events: list[Event] = []
+    while "done" not in facts:
+        ready = [event for event in waiting if event.needs <= facts and not event.bars & facts]
+        ready = _drop_closing_events(ready, facts)
+        event = rng.choice(ready)
+        waiting.remove(event)
+        events.append(event)
+        facts |= event.gives
+    return events
+
+
+def _drop_closing_events(ready: list[Event], facts: set[str]) -> list[Event]:
+    """The applicable events without those that would make a drawn optional event impossible."""
+    if "introduced" not in facts:
+        return [shared_events()["introduction"]]
+    names = {event.name for event in ready}
+    remaining = [
+        event
+        for event in ready
+        if not ("tried" in event.gives and "reason" in names)
+        and not ("idea" in event.gives and names & {"setback", "guess", "meeting"})
+    ]
+    return remaining or ready
+
+
+def _narrate(world: World, events: list[Event], *, speaks: bool) -> list[str]:
+    """Write a sentence for each event, after applying its effects to the state."""
+    rng = world.rng
+    sentences: list[str] = []
+    unused = list(moments())
+    for number, current in enumerate(events):
+        world.facts |= current.gives
+        if current.mood:
+            world.mood = current.mood
+            world.hero.feeling = rng.choice(lexicon().feelings[current.mood])
+            if current.mood == "glad":
+                world.friend.feeling = rng.choice(lexicon().feelings["glad"])
+        must_speak = speaks and number == len(events) - 1 and not any('"' in sentence for sentence in sentences)
+        is_spoken = speaks and current.spoken and (must_speak or rng.random() < SPOKEN)
+        sentences.append(realize(world, rng.choice(current.spoken if is_spoken else current.plain)))
+        if 1 < number < len(events) - 3 and rng.random() < MOMENT:
+            moment = rng.choice(unused)
+            unused.remove(moment)
+            sentences.append(realize(world, moment))
+    return sentences
+
+
+# -- wordings ----------------------------------------------------------------------------------------------------------
+
+
 def new_world(rng: random.Random, things: tuple[str, ...], aims: tuple[str, ...]) -> World:
     """Draw a protagonist, a friend of another name and kind, a thing and a place."""
 
-    def draw_entity(kind: str, trait: str) -> Entity:
-        names = HE_NAMES if rng.random() < 0.5 else SHE_NAMES
-        return Entity(name=rng.choice(names), kind=kind, trait=trait, feeling=rng.choice(FEELINGS["keen"]))
+    words = lexicon()
 
-    kinds, traits = rng.sample(KINDS, 2), rng.sample(TRAITS, 2)
+    def draw_entity(kind: str, trait: str) -> Entity:
+        names = words.names["he" if rng.random() < 0.5 else "she"]
+        return Entity(name=rng.choice(names), kind=kind, trait=trait, feeling=rng.choice(words.feelings["keen"]))
+
+    kinds, traits = rng.sample(words.kinds, 2), rng.sample(words.traits, 2)
     hero, friend = draw_entity(kinds[0], traits[0]), draw_entity(kinds[1], traits[1])
     while friend.name == hero.name:
         friend = draw_entity(kinds[1], traits[1])
@@ -112,8 +211,8 @@ def new_world(rng: random.Random, things: tuple[str, ...], aims: tuple[str, ...]
         hero=hero,
         friend=friend,
         noun=rng.choice(things),
-        colour=rng.choice(COLOURS),
-        place=rng.choice(LISTS["where"]),
+        colour=rng.choice(words.colours),
+        place=rng.choice(words.lists["where"]),
         aims=aims,
     )
     world.used.update(kinds, (world.place, world.colour))
@@ -151,10 +250,10 @@ def _article(word: str) -> str:
 
 
 def _fill_slot(world: World, slot: str) -> str:
-    rng = world.rng
+    rng, words = world.rng, lexicon()
     if slot[0] in "PFH":
         return _person(world, slot)
-    if slot in LISTS or slot in ("did", "manner"):
+    if slot in words.lists or slot in ("did", "manner"):
         return _draw_word(world, slot)
     match slot:
         case "obj" | "noun":
@@ -171,26 +270,23 @@ def _fill_slot(world: World, slot: str) -> str:
             return world.place
         case "aim":
             return _fill(world, rng.choice(world.aims))
-        case "spot":
-            return _fill(world, rng.choice(SPOTS))
-        case "gear":
-            return _fill(world, rng.choice(GEAR))
-        case "mishap":
-            return _fill(world, rng.choice(MISHAPS))
+        case "spot" | "gear" | "mishap":
+            return _fill(world, rng.choice(words.phrases[slot]))
         case "why":
-            choices = WHYS + WHYS_WITH_FRIEND if "friend" in world.facts else WHYS
-            return _fill(world, rng.choice(choices))
+            with_friend = words.phrases["why with friend"] if "friend" in world.facts else ()
+            return _fill(world, rng.choice(words.phrases["why"] + with_friend))
         case "knee":
-            return rng.choice(KNEES)
+            return rng.choice(words.knees)
         case "stuff:pieces":
-            return f"{rng.choice(PIECES)} {_draw_word(world, 'stuff')}"
+            return f"{rng.choice(words.pieces)} {_draw_word(world, 'stuff')}"
     assert slot.startswith("same "), f"unknown slot {slot!r}"
     return world.recent[slot[5:]]
 
 
 def _draw_word(world: World, list_name: str) -> str:
-    by_mood = DEEDS if list_name == "did" else MANNERS
-    choices = LISTS[list_name] if list_name in LISTS else by_mood[world.mood]
+    words = lexicon()
+    by_mood = words.deeds if list_name == "did" else words.manners
+    choices = words.lists[list_name] if list_name in words.lists else by_mood[world.mood]
     word = world.rng.choice(choices)
     for _ in range(8):
         if word not in world.used:
@@ -202,7 +298,7 @@ def _draw_word(world: World, list_name: str) -> str:
 
 
 def _person(world: World, slot: str) -> str:
-    """A name or a pronoun, depending on entity was named last; or an attribute of the entity."""
+    """A name or a pronoun, depending on who was named last; or an attribute of the entity."""
     entity = {"P": world.hero, "F": world.friend, "H": world.hero if world.holder == "P" else world.friend}[slot[0]]
     suffix = slot[1:]
     if suffix.startswith("."):
@@ -216,313 +312,140 @@ def _person(world: World, slot: str) -> str:
     return CASES[entity.pronoun][case]
 
 
-# -- words of the stories ----------------------------------------------------------------------------------------------
-
-HE_NAMES = word_list("Ben Felix Hugo Jack Leo Oscar Sam Tom")
-SHE_NAMES = word_list("Anna Clara Daisy Emma Lily Mia Nora Ruby")
-PRONOUN_OF = dict.fromkeys(HE_NAMES, "he") | dict.fromkeys(SHE_NAMES, "she")
-# subject, object, possessive of each pronoun
-CASES = {"he": {"he": "he", "him": "him", "his": "his"}, "she": {"he": "she", "him": "her", "his": "her"}}
-PRONOUNS = {"he": "he", "him": "he", "his": "he", "himself": "he"} | dict.fromkeys(
-    ("she", "her", "hers", "herself"), "she"
-)
-PLURAL_PRONOUNS = frozenset(("they", "them", "their", "both"))
-
-KINDS = word_list(
-    """ant badger bat bear beaver bee beetle camel cat crab cricket crow deer dog donkey dove duck eagle falcon
-    ferret fox frog gecko goat goose hamster hare hedgehog heron horse kitten lamb lizard lynx magpie mole monkey
-    moth mouse otter owl panda parrot pig pony puppy rabbit raccoon raven robin seal sheep snail sparrow squirrel
-    stork swan tiger toad turtle weasel wolf wren yak zebra"""
-)
-
-# What a story can be about, by the kind of plot that can use it.
-THINGS: dict[str, tuple[str, ...]] = {
-    "treasure": word_list(
-        """ball basket bell blanket button cap cloak crown doll hat kettle lamp mask mirror pillow puppet scarf
-        shell umbrella vase wand"""
-    ),
-    "craft": word_list("boat bridge cart chair fence hammock kite raft rocket sled table tent wagon"),
-    "instrument": word_list("banjo drum fiddle flute guitar harp piano trumpet violin"),
-    "plant": word_list("bean cabbage carrot cherry lemon melon pepper potato pumpkin rose tomato tulip turnip"),
-    "prize": word_list("badge banner cup flag medal ribbon trophy"),
-}
-WANTED = frozenset(word for group in THINGS.values() for word in group)
-
-TRAITS = word_list(
-    """active anxious bold bouncy brave busy calm careful cheeky cheerful clever clumsy curious daring dreamy eager
-    fearless forgetful friendly fussy gentle grumpy helpful honest hopeful hungry jolly kind lazy lively lonely
-    merry messy mighty modest nimble nosy patient playful plump polite proud quick quiet restless scruffy serious
-    shy silly sleepy stubborn sturdy talkative thoughtful timid tough witty young"""
-)
-COLOURS = word_list(
-    """amber big blue bright brown carved copper crimson dotted dusty fancy flat fluffy glossy golden green grey
-    heavy huge ivory light little long maroon neat new odd orange painted pale pink plain pretty purple red rosy
-    round rusty scarlet shiny silver small smooth soft speckled spotted square striped tall thin tiny velvet wide
-    yellow"""
-)
-# Feelings, by the mood that an event leaves behind.
-FEELINGS: dict[str, tuple[str, ...]] = {
-    "low": word_list(
-        """angry ashamed bitter blue cross dizzy foolish gloomy glum helpless hopeless hurt miserable sad shaken
-        sore sorry tired unhappy unlucky upset weary worried"""
-    ),
-    "keen": word_list(
-        """alert awake bright-eyed brisk certain confident determined eager excited fearless hopeful ready steady
-        strong sure thrilled wide-awake"""
-    ),
-    "glad": word_list(
-        """blessed cheered comfortable content delighted glad grateful happy joyful lucky overjoyed peaceful pleased
-        proud relieved satisfied thankful warm-hearted"""
-    ),
-}
-
-# Lists that a wording names in braces.
-LISTS: dict[str, tuple[str, ...]] = {
-    "animal": KINDS,
-    "where": word_list(
-        """abbey airfield arch bakery barn bay beach brewery brook burrow cabin canal canyon castle cave chapel
-        cliff cottage creek dairy dam desert dock farm ferry field ford forest fort fountain garden gate glacier
-        glen grove harbor heath hedge hill inn island jungle lake library lighthouse maze meadow mill mine moor
-        museum orchard palace park pasture pier pond prairie quarry railway reef ridge river school shore spring
-        stable station swamp temple tower tunnel valley village vineyard volcano waterfall well wharf workshop zoo"""
-    ),
-    "near": word_list("near,beside,behind,above,below,beyond,close to,not far from,next to,across from", ","),
-    "prep": word_list("under,behind,beside,inside,near,next to,close to,in front of,on top of,beneath", ","),
-    "age": word_list(
-        """ancient bare battered bent bulky chipped cold cracked creaky crooked damp dark dented dim dry empty faded
-        filthy forgotten gloomy greasy hollow icy leaky lopsided mossy muddy narrow old open patched quaint ragged
-        rickety rough rotten sandy shabby shady sloping sooty splintered squeaky steep sticky tangled tattered
-        tilted torn twisted ugly warm weathered wet wobbly wooden worn"""
-    ),
-    "fixture": word_list(
-        """altar anvil attic awning balcony bale bank barrel bathtub beam bed bench boulder box bucket bush cabinet
-        cage carpet cellar chest chimney coop counter crate cupboard curtain desk ditch door drain dresser fireplace
-        gutter hearth hive hut kennel ledge log loft mailbox mat mattress nest pantry pigeonhole pile pit plank
-        platform porch post puddle pump rock roof root rug sack shelf shutter sink sofa staircase statuette stove
-        stump throne tree trough trunk tub vat wall wardrobe washstand window woodpile"""
-    ),
-    "tool": word_list(
-        """anchor axe bandage bolt bottle broom brush cable candle cane chain chalk chisel clamp cloth comb cord
-        crayon crowbar dish drill feather fork funnel glove hammer hook hose jar jug knife ladder ladle lens lever
-        magnet mallet map mop nail needle net notebook oar paddle pan peg pencil pin pole pot pulley rag rake rod
-        rope ruler saw scale scoop screw shovel sickle sieve spade spoon stick string strap thread torch towel tray
-        trowel tube wheel wire wrench"""
-    ),
-    "food": word_list(
-        """acorns almonds apples bacon bananas berries biscuits bread broth buns butter cakes candy cheese chestnuts
-        chocolate cider cookies corn crackers cream dates dumplings eggs figs fudge garlic ginger grapes gravy hay
-        honey jam jelly juice lentils milk mint muffins noodles nuts oats olives onions pancakes pasta pastries
-        peanuts peas pickles pies plums pizza popcorn porridge pretzels pudding raisins rice rolls salad sausages
-        seeds soup spinach stew sugar syrup tarts tea toast toffee waffles walnuts"""
-    ),
-    "stuff": word_list(
-        """bark boards bricks bamboo cardboard clay coal cotton dust fabric felt flour foam fur glass glue grass
-        gravel hair ice ink lace lead leather leaves linen metal moss mud paint paper pebbles pine planks plaster
-        reeds ribbons rubber salt sand sawdust silk slate snow soap soil steel stones straw tape tar thorns timber
-        tin twigs varnish vines wax willow wool yarn"""
-    ),
-    "make": word_list(
-        """bent big blunt broad clean handy heavy iron large light little long metal modern new old plain rusty
-        sharp short simple small solid sparkling spare stiff strong sturdy thick thin used wide wooden worn"""
-    ),
-    "weather": word_list(
-        """blustery breezy chilly clear cloudy cold cool crisp damp dark dull foggy freezing frosty hazy hot humid
-        mild misty rainy snowy spring stormy summer sunny warm wet windy winter"""
-    ),
-    "time": ("morning", "afternoon", "evening", "day", "night"),
-    "clock": ("noon", "dawn", "dusk", "sunset", "sunrise", "midnight", "breakfast", "lunch", "supper", "bedtime"),
-    "weekday": ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"),
-    "went": word_list(
-        """crawled crept dashed drifted hiked hobbled hopped hurried jogged marched plodded raced ran rushed
-        scampered shuffled sneaked sped strolled tiptoed tramped trotted trudged walked wandered"""
-    ),
-    "fine": word_list(
-        """amazing beautiful charming dear delightful excellent grand handsome lovely magical marvelous nice perfect
-        precious rare remarkable special splendid strange superb sweet useful wonderful"""
-    ),
-    "number": ("two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "twenty"),
-    "relative": word_list(
-        """aunt brother butler captain coach cook cousin doctor elder farmer father gardener godmother grandfather
-        grandmother guard judge king mayor miller mother neighbor nurse painter pilot pirate postman prince queen
-        sailor shepherd sister tailor teacher twin uncle"""
-    ),
-    "sound": word_list(
-        """bang beep boom buzz chime chirp clang clank clap clatter click crackle crash creak crunch drip echo
-        flutter gurgle hiss honk howl jingle knock murmur patter plop pop purr quack rattle roar rumble rustle
-        scrape scratch screech shout shriek sizzle slam snap splash squawk squeak squeal squelch thud thump tick
-        twang wail whir whisper whoosh"""
-    ),
-    "smell": word_list(
-        """ash basil cedar cinnamon clover cloves fish ferns fog hops iron lilac lilies mold oil oranges pepperoni
-        petals pines rain resin rosemary saffron sage seaweed smoke thyme turpentine vanilla vinegar violets"""
-    ),
-}
-
-# What somebody does and how, by the mood of the moment.
-DEEDS: dict[str, tuple[str, ...]] = {
-    "low": word_list(
-        """blushed cried fainted frowned groaned growled grumbled kneeled moaned mumbled pouted shivered shrugged
-        sighed sniffed sobbed stumbled sulked trembled wept whimpered winced"""
-    ),
-    "keen": word_list(
-        """blinked bowed coughed gasped grinned grunted hummed listened muttered nodded paused rested shrugged
-        sneezed stared stretched waited whistled winked yawned"""
-    ),
-    "glad": word_list(
-        """beamed blushed bowed cheered chuckled clapped danced giggled grinned jumped laughed nodded sang skipped
-        smiled twirled waved winked"""
-    ),
-}
-MANNERS: dict[str, tuple[str, ...]] = {
-    "low": word_list(
-        """angrily anxiously awkwardly bitterly blindly crossly desperately gloomily grimly helplessly madly
-        nervously painfully rudely sadly shyly sleepily solemnly sternly stiffly timidly wearily wildly"""
-    ),
-    "keen": word_list(
-        """aloud boldly bravely briefly briskly calmly carefully cautiously eagerly earnestly firmly gently hastily
-        hurriedly keenly neatly nimbly patiently promptly quickly quietly rapidly silently slowly smoothly softly
-        speedily steadily swiftly thoughtfully wisely"""
-    ),
-    "glad": word_list(
-        """brightly cheerfully dreamily fondly gladly gleefully gracefully gratefully happily heartily joyfully
-        kindly loudly lovingly merrily politely proudly sweetly tenderly warmly"""
-    ),
-}
+# -- the tables --------------------------------------------------------------------------------------------------------
 
 
-# -- common words ------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Lexicon:
+    """The words of the stories."""
 
-COMMON = word_list("""
-    able about above absolute absorb abstract accept accepted accepts access accessed according acorn across action
-    active actor acts actual actually added adding addition addresses adds adjust admire admit advice advise afford
-    after again against agency agree airport album algorithm alley allow allowed allowing allows almond already also
-    always amuse ankle announce another answer anything apologise appear appears append appended applaud applied
-    applies apply apron arbitrary arcade arena args argue argument arguments armchair around array arrest arrive
-    arrow artist ascii assigned assume assumed assumes async asyncio athlete atlas attack attempt attempts attend
-    attic attribute autumn available avenue avoid award away back backward backwards bacon badge bake bakery balcony
-    ballet bamboo banana bandage banjo banner barber bargain barley barn base based basic basin bathe bathtub
-    battery beach beacon beard beaver because become becomes bedroom been beetle before beg beginning begins behave
-    behavior being belfry below best between bicycle binary bind binding bindings birch biscuit bishop bits blank
-    blender bless block blocking blocks blossom boast boil bonnet bookshelf bool boolean borrow both bottom boulder
-    bounce bound bouquet bowl bracelet branch brass bread breathe breeze brick broccoli broken broom brother brush
-    bucket buffer buffered buffers buffet bugle build built builtin bunny bureau bury butcher butter button buttons
-    buzz byte bytes cabbage cabin cache cactus calendar call callable callback callbacks called caller calling calls
-    canal canary cancel candy cannot canoe canonical canvas canyon captain caravan care carpenter carpet carrot
-    cartoon carve case cases cashier cathedral cattle caught cause cavern celery cellar cement century ceramic
-    cereal certain chalk challenge change changed changes chapel character charity chars charset charter chase check
-    checked checking checks cheese chemist cherry chess chew child children chimney chocolate choir chop cinema
-    circus citizen clap clarinet class classes classroom clear clergy client cliff climate climb clinic cloak close
-    closed closing clover coach coast cobbler coconut code codec coffee college colony color column comb come comet
-    command commands comment comments common commonly compare compared comparing compete compile compiled compiler
-    complain complete completed component comrade concentrate concert condition confess config confuse connect
-    connected consider consists constants contain contained container contains content contents context continue
-    control controls converted cookie copied copper copy coral core coroutine correct corridor cottage cotton couch
-    cough could count cousin coward cradle crane crash crater crawl crayon create created creates creating creation
-    cricket crocodile cross crown crumb crush cry crystal cupboard cure curl current currently curtain cushion
-    custom customer cycle daisy damage dancer dare data database daughter deal debug debugging decay deceive decimal
-    decode decoded decoding decorate decorator default defaults define defined defines defining delay delete deleted
-    delight dentist depend dependent depending depends depth deputy derived describe described deserve desired desk
-    destroy details detected detective determine device dialog diamond diary dict dicts different digits dinosaur
-    diploma direct direction directly directory disabled disagree discarded discover disk dislike display displayed
-    distutils divide docstring doctor document does doing dolphin done donkey doorbell dotted double doubt doughnut
-    down drag drawer dream drip driver drizzle drown drum duchess during dust dwarf dynasty each earn earring easel
-    eclipse editor educate effect either elbow element elements elephant elevator else embarrass embassy embedded
-    emerald emergency empire employ empty enable enabled encode encoded encoding encourage ending ends energy enjoy
-    enough ensure entered entertain entire entries entry envelope equal equator error errors escape escaped escapes
-    even evening event events every exact exactly examine example examples except exception excite excuse execute
-    executed executing execution exercise exist existing exists exit expanded expected explain explicit explode
-    extended extension extra fabric factory fail fails failure fairy falcon false family fancy farmer fashion fast
-    fasten faster father faucet fear features festival fetch fiddle field fields file filename filenames files
-    filter final finger fireplace first fisher fixed flag flags flame flannel flap flavour float flock flood florist
-    flour flower flute fog fold follow followed following follows font forehead forgive fork form format formats
-    formatted fortune fossil found fountain four fowl fragrance frame frames framework free freezer fridge frog
-    front fruit fry full fully func function functions furnace furniture further future galaxy garage garlic garment
-    gather gaze gazelle gencodec general generally generate generated generator generic gets ghost ginger giraffe
-    give given gives giving glass global glove glow glue goat goblet goes goldfish good goose gorilla grab grandma
-    granite grape grass gravel gravity greater greet grin grip groan grocery group groups guard guess guide
-    guidebook gulf gymnasium hairbrush hallway hamlet hammer hamster handle handled handler handles handling hang
-    happen happens hard harm harvest hash hatchet hate haunt have having hawk hazel header headers headlight heal
-    heart heat hedge helmet help helper herb here heron high higher highway hill hinge hobby hockey hold home honey
-    hood hook hop horizon horn horse hospital host hostel hostname household hover however http https hug hum human
-    hunt hurricane hurry hut hyena iceberg icing identical idlelib idol igloo ignore ignored imagine implement
-    import important imported importing importlib impress improve include included includes including increase
-    indent indented index indicate indicated indicates infant info inform inherited initial inject injure inn input
-    insert inserted inside install installed instance instances instead instrument integer integers intend intended
-    interface internal interrupt into introduce invalid invent invite invoked iron irritate issues itch item items
-    iterable iteration iterator itself ivory ivy jaguar jam janitor jasmine jaw jelly jewel jockey jog joke judge
-    jug juggle juice jury just kangaroo kayak keep kennel keys keyword keywords kick kingdom kiosk kitchen kite knee
-    kneel knife knight knob knock knot know known kwargs label laboratory lace lagoon lamb language large larger
-    last later latter laugh launch laundry lawn lawyer leading learn least leather leave lecture left legacy legend
-    lemburg lemon lemonade length leopard less lettuce level library licence lick lie lighten lighthouse like likely
-    lily lime limit line linen lineno lines link lion list listed listing lists literal lizard load loaded loader
-    lobby lobster local location locker lodge logging lollipop long longer look looking looks lookup loop lower
-    luggage lumber lunch lungs machine made magazine magician maiden mailbox main make makes making mammal manager
-    mango mansion many maple mapping mappings maps marble marina mark market marsh mask match matched matches
-    matching mattress maximum mayor meal meaning means mechanism medal medicine melody melon member members memory
-    menu merchant mercy mermaid messages meteor method methods midnight might milk mineral minimal minimum minus
-    miracle missing mist mitten mixture moccasin mode modified modify module modules monastery monk monkey monument
-    more morning mosaic mosquito most motor mountain mourn mouse moustache mouth move moved movie much mud muffin
-    mule multi multiple multiply murder museum mushroom musician must mustard nail name named names namespace napkin
-    nation necessary need needed needs negative neighbour neither nephew nest nested network never newline newlines
-    newly newspaper next night nod node none noodle normal normally note nothing null numb numbers numeric nurse
-    oasis oatmeal oats obey object objects observe obtain obtained occur occurred occurs ocean offend offset often
-    olive omitted once ones onion only open opened opening opera operation option optional options orchard orchestra
-    order ordered organ original ornament ostrich other others otherwise otter output outside oven over override
-    overrides owe owl oxygen package packages paddle page pair pairs pajamas palm pancake panda panther parachute
-    parade param parameter parent parrot parse parsed parser parsing parsley part parts pass passed passenger
-    passing password pasta paste pastry path pathname paths patient pattern patterns pause pavement peach peacock
-    peanut pear pearl pebble pedal peel peep pelican penguin perform performed perfume permit persuade photo physics
-    piano pickle picnic pigeon pillow pilot pinch pineapple pipe pirate pistachio place places plain plank plaster
-    plate platform platforms please plug plum plumber plus pocket poet point pointer points poke policy polish pond
-    pony poppy porch porridge port portion portrait position positive possible possibly potato pottery poultry pour
-    powder practise prairie praise pray preach precede prefer prefix prepare present pretend pretty prevent previous
-    prick priest prince princess print printable printed printing prints priority prison private prize probably
-    problem process processed processes produce produced produces professor program promise prompt proper properly
-    property prophet protect protocol provide provided provides providing proxy public pudding puddle pumpkin punch
-    punish puppet puppy purchase purpose purposes purse push puzzle pyramid python question queue quote quoted
-    quotes rabbit raccoon race radish raft railway rainbow raise raised raises raisin ranch random range raspberry
-    rather raven razor reached read readable reading reads ready real realise really reason reasons received recent
-    recipe recognise records recursive reduce refer reference reflect refugee refuse register registry regret
-    regular reign reindeer reject rejoice related relative relax release relevant rely remain remaining remedy
-    remember remind remove removed repeat replace replaced replacing report reported repr represent request
-    requested requests require required requires rescue reset resource response rest restaurant result resulting
-    results retire retrieved return returned returning returns reverse rhyme ribbon rice riddle rifle right ring
-    rinse risk river rob roof rooster root rope rose rot routine row rub rubber ruby rudder rug ruin rules running
-    runs runtime rush safe saffron sailboat salad salmon salt same sandal sandwich sapphire satisfy sauce sausage
-    save saxophone scare scarf scatter scent scheme school scissors scold scooter scorch scorpion scrape scratch
-    scream screw scribble script scripts scrub sculpture seagull seal search searched season second seconds secret
-    section security seed select selected selection self semantics senator sending sends sense sent separate
-    separated separator sequence sequences servant server servers sesame sets setting settings setup several shadow
-    shared shark shave shawl sheep shell shelter shepherd sheriff shield shirt shiver shock shoe shore short should
-    shoulder shovel show shower shown shrimp shrub shrug side sigh signal signature silently silver similar simple
-    simply since singer single sip sister size skeleton sketch ski skip skipped skirt skull slap slash sleeve slip
-    slipper slow smash smell smile smoke snail snake sneeze sniff snore snow soak soap soccer socket sofa soil
-    soldier some something soothe sort sorted soup source sources sow space spaces spade spare spark sparrow spear
-    spec special specific specified specifies specify speed spell spice spider spill spinach split spoil spoon spot
-    spring sprout square squash squeak squeal squeeze squirrel stable stack stadium stain staircase stamp standard
-    stare start started starting starts state statement static statue status stderr stdin stdout steak steam steel
-    steer step stew still stir stitch stomach stop store stored stork storm stove strap strawberry stream streams
-    strengthen stretch strict string strings strip stroke structure student stuff style subclass subset subtract
-    suburb succeed such suffer sugar suggest suit suitable suitcase suite sulphur summer sunset sunshine supper
-    supplied support supported supports suppose sure surgeon surprise surround suspect suspend swamp swan swear
-    sweater sweep swim swing sword symbolic symbols syntax syrup system systems table tabs tags tailor take taken
-    takes taking tambourine tame tangerine tap tapestry target taste teacher teapot tease teddy tells temple
-    temporary tempt tennis tent terrify test testing tests than thank that thaw theatre their them then there
-    therefore thermometer these they thimble thing things this thorn those though thread threads three throne
-    through thumb thunder thus tick tickle tie tiger timber timeout times timestamp tip tire toast tobacco toddler
-    together toilet token tomato tongue tool tooth torch tornado tortoise total touch tour tow towel tower toy trace
-    traceback tractor trade traffic trail trailing train transport trap treasure treat treated treaty tree tremble
-    triangle tribe trick tries triple trophy trot trouble trousers truck true trumpet truncated trunk trust trying
-    tuba tug tulip tumble tuple tuples turban turkey turn turnip turtle twig twist type types typically typing
-    unchanged uncle undefined under unicode uniform unique unite unittest universe unknown unless unlike unlock
-    unpack until update updated upon upper usable usage used useful user users uses using usually utility valid
-    validate value values vanilla vanish variable variables various vase vault vegetable vehicle velvet version
-    versions very victory view village vinegar vineyard virtual visible visitor vitamin volcano volleyball vote
-    voyage vulture waffle wail wait waiter wallet walrus wander want wardrobe warehouse warn warning warrior wasp
-    waste waterfall wave wax weapon weather weave weaver wedding weed weep welcome well were whale what whatever
-    wheat when whenever where whether which while whine whip whirl whisper whistle whole whose widget widgets widow
-    width wife will willow windmill window windows wing wink winter wipe wish with within without wizard wobble wolf
-    wonder wool word words work worker working works workshop worm worry would wrap wrapped wrapper wrapping wraps
-    wreath wrench wrestle wriggle wrist writable write writes writing written yard yarn yawn yeast yell yield
-    yielding yields yogurt your zero zipper zoo zoom
-    """)
+    names: Mapping[str, tuple[str, ...]]  # by pronoun
+    kinds: tuple[str, ...]
+    traits: tuple[str, ...]
+    colours: tuple[str, ...]
+    knees: tuple[str, ...]
+    pieces: tuple[str, ...]
+    things: Mapping[str, tuple[str, ...]]  # what a story can be about
+    feelings: Mapping[str, tuple[str, ...]]  # by mood, as are deeds and manners
+    deeds: Mapping[str, tuple[str, ...]]
+    manners: Mapping[str, tuple[str, ...]]
+    lists: Mapping[str, tuple[str, ...]]  # those that a wording names in braces
+    phrases: Mapping[str, tuple[str, ...]]
+    pronoun_of: Mapping[str, str]  # name -> "he" or "she"
+    wanted: frozenset[str]  # all things
+
+    @property
+    def all_phrases(self) -> tuple[str, ...]:
+        return (*(line for group in self.phrases.values() for line in group), *self.knees, *self.pieces)
+
+
+@cache
+def lexicon() -> Lexicon:
+    """The words in `stories.yaml`."""
+    rows = table("stories.yaml")
+
+    def words(key: str) -> tuple[str, ...]:
+        return word_list("stories.yaml", key)
+
+    def groups(key: str) -> dict[str, tuple[str, ...]]:
+        return {name: word_list("stories.yaml", key, name) for name in rows[key]}
+
+    names, things = groups("names"), groups("things")
+    return Lexicon(
+        names=names,
+        kinds=words("kinds"),
+        traits=words("traits"),
+        colours=words("colours"),
+        knees=words("knees"),
+        pieces=words("pieces"),
+        things=things,
+        feelings=groups("feelings"),
+        deeds=groups("deeds"),
+        manners=groups("manners"),
+        lists=groups("lists") | {"animal": words("kinds")},
+        phrases={name: lines("stories.yaml", "phrases", name) for name in rows["phrases"]},
+        pronoun_of={name: pronoun for pronoun, group in names.items() for name in group},
+        wanted=frozenset(thing for group in things.values() for thing in group),
+    )
+
+
+@cache
+def moments() -> tuple[str, ...]:
+    """Sentences after an event that depend only on the state."""
+    return lines("plots.yaml", "moments")
+
+
+@cache
+def shared_events() -> dict[str, Event]:
+    """The events that all plots share, by name."""
+    return {name: _event(name, **row) for name, row in table("plots.yaml")["shared"].items()}
+
+
+@cache
+def plots() -> dict[str, Plot]:
+    """The plots, by family."""
+    return {family: _plot(family, **row) for family, row in table("plots.yaml")["plots"].items()}
+
+
+def _plot(
+    family: str,
+    *,
+    things: str,
+    aims: str,
+    goal_sign: str,
+    ending_sign: str,
+    goal: dict[str, str],
+    attempt: str,
+    deed: str,
+    ending: str,
+    holder: str = "P",
+    partner: bool = False,
+) -> Plot:
+    """A plot from its row: lines of wordings, and words between spaces."""
+    return Plot(
+        family=family,
+        things=tuple(things.split()),
+        aims=tuple(aims.splitlines()),
+        goal_sign=goal_sign,
+        ending_sign=ending_sign,
+        goal=_event("goal", **goal, gives="wanting friend" if partner else "wanting"),
+        attempt=_event("attempt", attempt, needs="wanting", gives="tried"),
+        deed=_event("deed", deed, needs="idea", gives="solved"),
+        ending=_event("ending", ending, needs="solved", gives="ended", mood="glad"),
+        holder=holder,
+        partner=partner,
+    )
+
+
+def _event(
+    name: str, wordings: str, *, needs: str = "", bars: str = "", gives: str = "", mood: str | None = None
+) -> Event:
+    """An event from its row; its wordings with a quotation mark are spoken."""
+    rows = wordings.splitlines()
+    return Event(
+        name=name,
+        needs=frozenset(needs.split()),
+        bars=frozenset(bars.split()),
+        gives=frozenset(gives.split()),
+        mood=mood,
+        plain=tuple(row for row in rows if '"' not in row),
+        spoken=tuple(row for row in rows if '"' in row),
+    )
+
+
+@cache
+def vocabulary() -> frozenset[str]:
+    """Every word that can occur in a story, in lower case, without names."""
+    words = lexicon()
+    events = list(shared_events().values())
+    wordings = [*moments(), *words.all_phrases]
+    for plot in plots().values():
+        events += [plot.goal, plot.attempt, plot.deed, plot.ending]
+        wordings += plot.aims
+    wordings += [wording for event in events for wording in event.plain + event.spoken]
+    vocabulary = {
+        word for line in wordings for word in re.findall(r"[a-z'-]+", re.sub(r"\{[^}]*\}", " ", line).lower())
+    }
+    for group in (words.lists, words.things, words.feelings, words.deeds, words.manners):
+        vocabulary |= {part.lower() for entries in group.values() for entry in entries for part in entry.split()}
+    return frozenset(vocabulary | {*words.traits, *words.colours, "a", "an", *PRONOUNS})

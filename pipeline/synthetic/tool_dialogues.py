@@ -1,8 +1,13 @@
-"""One tool conversation per category, drawn from a seed; and conversations without tools.
+"""A tool conversation: its script, and one conversation per category, drawn from a seed.
+
+`Script` appends messages in the OpenAI form and executes calls in its own `World`; `close` runs the last checks and
+returns the `Dialogue`. Checks: arguments are JSON and fit the schema, every call executes (an error is allowed only if
+a repair follows), and every scalar of every argument is a span of a user message, a value in an earlier result, or the
+parameter's default. A failed check is a bug of the generator: AssertionError.
 
 `build(category, options)` returns a conversation, or None if the draw failed and the caller should draw again.
 `DialogueOptions` selects the tools and wordings that may occur. In training some tools are invented or renamed
-(`tool_inventions.py`), so that a model has to read names; validation and test have only real tools. Categories and what
+(`tool_schemas.py`), so that a model has to read names; validation and test have only real tools. Categories and what
 they teach:
 
     simple, multiple, parallel, parallel_multiple    one or several calls, one or several tools offered
@@ -16,25 +21,50 @@ they teach:
 `add_requests` continues a conversation, for training: most of its length is its tools, and one more request among them
 costs a third of a new conversation.
 
-`dialogue(split, seed, number)` makes conversations in which no tool is offered: `Dialogue` records of kind "talk", a
-pure function of the three. The categories are "greeting", "question" (about the assistant) and "refusal" (a wish that
-needs a tool). Without them a model that is mostly trained on calls answers everything with a call, also where there is
-nothing to call. Held-out wordings occur only in the split "test".
-
 Not promised: knowledge. The assistant refuses what it cannot do.
 """
 
 import json
+import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from random import Random
 
 from pipeline.ingest.records import Dialogue, Message
-from pipeline.synthetic import tool_script
-from pipeline.synthetic.tool_inventions import invent, lookup, renamed, sibling, user_of
-from pipeline.synthetic.tool_script import Call, Script
-from pipeline.synthetic.tool_values import Tool, Value, draw, function, misspelt, placeholders, told, words
-from pipeline.synthetic.toolbox import CHAINS, SEEN, UNSEEN, Chain
+from pipeline.synthetic import toolbox
+from pipeline.synthetic.tool_schemas import (
+    Chain,
+    Result,
+    Tool,
+    ToolError,
+    World,
+    arguments_in,
+    draw,
+    execute,
+    fill,
+    function,
+    invent,
+    leaf_values,
+    lookup,
+    placeholders,
+    problems,
+    renamed,
+    sibling,
+    user_of,
+)
+from pipeline.synthetic.toolbox import chains, seen, unseen
+from pipeline.synthetic.wording import (
+    Value,
+    conjunction,
+    fill_template,
+    frame_request,
+    join_wishes,
+    misspelt,
+    pick_family,
+    sentences,
+    table,
+    words,
+)
 
 INVENTED, RENAMED = 0.65, 0.3  # shares of the training conversations with such tools
 ANSWERED = 0.3  # share of the single-request conversations with result and closing sentence
@@ -42,7 +72,119 @@ REFUSED = 0.3  # share of the added requests that no offered tool serves
 LENGTH = 1_200  # characters of tools and messages beyond which no request is added: most conversations fit 512 tokens
 NUM_OFFERED = (*[2] * 11, *[3] * 5, 4, 4, 5, 6)  # mostly few: a schema has some 50 tokens
 
+Call = tuple[Tool, dict[str, Value]]
 Request = tuple[str, list[Call]]  # a wish without its frame, and the calls that serve it
+
+
+@dataclass
+class Script:
+    """One conversation. `tools` are offered from the start, `late` are announced in a user turn."""
+
+    tools: list[Tool]
+    messages: list[Message] = field(default_factory=list)
+    world: World = field(default_factory=World)
+    late: list[Tool] = field(default_factory=list)
+    calls: list[tuple[Call, Result]] = field(default_factory=list)
+    num_calls: int = 0
+    user_text: str = ""  # of all user turns so far
+    results: list[Value] = field(default_factory=list)  # all scalars of results so far
+
+    def user(self, text: str) -> None:
+        """Add a user turn."""
+        self.messages.append({"role": "user", "content": text})
+        self.user_text += text + "\n"
+
+    def announce(self, tool: Tool, before: str, after: str) -> None:
+        """Add a user turn that offers a new tool, written the way the chat format lists tools."""
+        self.late.append(tool)
+        line = json.dumps(function(tool)["function"], ensure_ascii=False)
+        self.messages.append({"role": "user", "content": f"{before}\n<tools>\n{line}\n</tools>\n{after}"})
+
+    def say(self, text: str) -> None:
+        """Add an assistant turn without calls."""
+        self.messages.append({"role": "assistant", "content": text})
+
+    def call(self, calls: list[Call]) -> list[Result]:
+        """Check, execute and add calls of the assistant; `show` adds their results."""
+        tool_calls = []
+        self.calls = []
+        for tool, arguments in calls:
+            _check_call(self, tool, arguments)
+            text = json.dumps(arguments, ensure_ascii=False)
+            function_call = {"name": tool.name, "arguments": text}
+            tool_calls.append({"id": f"call_{self.num_calls}", "type": "function", "function": function_call})
+            self.num_calls += 1
+            try:
+                result = execute(tool, self.world, arguments)
+            except ToolError as error:
+                result = {"error": str(error)}
+            self.calls.append(((tool, arguments), result))
+        self.messages.append({"role": "assistant", "content": "", "tool_calls": tool_calls})
+        return [result for _, result in self.calls]
+
+    def show(self) -> None:
+        """Add the results of the last calls, a message each."""
+        first = self.num_calls - len(self.calls)
+        for i, ((tool, _), result) in enumerate(self.calls):
+            content = json.dumps(result, ensure_ascii=False)
+            self.messages.append(
+                {"role": "tool", "tool_call_id": f"call_{first + i}", "name": tool.name, "content": content}
+            )
+            self.results += leaf_values(result)
+
+    def answer(self) -> None:
+        """Add the last results and an assistant turn with a sentence on each."""
+        self.show()
+        closing = [closing_sentence(tool, arguments, result) for (tool, arguments), result in self.calls]
+        self.say(" ".join(dict.fromkeys(closing)))
+
+    def close(self, id_: str, category: str) -> Dialogue:
+        """Check the conversation and return it as a record."""
+        for _, result in self.calls:
+            assert "error" not in result, (id_, category, self.messages)
+        names = [tool.name for tool in (*self.tools, *self.late)]
+        assert len(set(names)) == len(names), (id_, names)
+        tools = [function(tool) for tool in self.tools]
+        return Dialogue(id=id_, kind="tools", category=category, messages=self.messages, tools=tools)
+
+
+def closing_sentence(tool: Tool, arguments: dict[str, Value], result: Result) -> str:
+    """The assistant's closing words about one call."""
+    by_old_name = {tool.old_names.get(name, name): value for name, value in arguments.items()}
+    return tool.answer.format_map({**by_old_name, **result})
+
+
+def provenance(value: Value, user_text: str, results: list[Value], default: Value) -> str | None:
+    """The source of a scalar: "user", "result" or "default"; None if it has none."""
+    text = "true" if value is True else "false" if value is False else str(value)
+    if isinstance(value, str):
+        is_in_text = text in user_text
+    else:
+        is_in_text = re.search(rf"(?<![\w.]){re.escape(text)}(?![\w]|\.\d)", user_text) is not None
+    if is_in_text and value != "" and value is not None:
+        return "user"
+    if any(_is_in_result(value, leaf) for leaf in results):
+        return "result"
+    return "default" if value == default and type(value) is type(default) else None
+
+
+def _is_in_result(value: Value, leaf: Value) -> bool:
+    """Whether a value equals a leaf of a result, or is quoted in it (an error message)."""
+    if isinstance(value, str) and isinstance(leaf, str):
+        return value == leaf or f'"{value}"' in leaf
+    return value == leaf and isinstance(value, bool) == isinstance(leaf, bool)
+
+
+def _check_call(script: Script, tool: Tool, arguments: dict[str, Value]) -> None:
+    """Assert that the arguments of a call fit the schema and have a source."""
+    assert tool in script.tools or tool in script.late, tool.name
+    faults = problems(function(tool)["function"]["parameters"], arguments)
+    assert not faults, (tool.name, arguments, faults)
+    for name, value in arguments.items():
+        default = tool.params[name].schema.get("default", script)  # the script itself equals no value
+        for leaf in leaf_values(value):
+            source = provenance(leaf, script.user_text, script.results, default)
+            assert source, (tool.name, name, leaf, script.user_text)
 
 
 @dataclass(frozen=True)
@@ -61,11 +203,11 @@ class DialogueOptions:
         """A tool to call."""
         if self.invented:
             return invent(self.rng)
-        return self.rng.choice(UNSEEN if self.unseen_tool else SEEN)
+        return self.rng.choice(unseen() if self.unseen_tool else seen())
 
     def draw_wording(self, tool: Tool) -> str:
         """One of the tool's wordings that the options allow."""
-        return tool_script.pick_family(tool.wordings, self.unseen_template, self.rng)
+        return pick_family(tool.wordings, self.unseen_template, self.rng)
 
     def rename(self, tools: list[Tool]) -> dict[str, Tool]:
         """The tools by their original name, renamed if the options say so."""
@@ -88,7 +230,7 @@ def draw_others(options: DialogueOptions, targets: list[Tool], number: int, *, n
     """
     rng, tools = options.rng, {tool.name: tool for tool in targets}
     domains = {tool.domain for tool in targets}
-    pool = (*SEEN, *UNSEEN) if options.unseen_tool else SEEN
+    pool = (*seen(), *unseen()) if options.unseen_tool else seen()
     related = [tool for tool in pool if tool.domain in domains] if near else []
     while len(tools) < len(targets) + number:
         is_first = near and len(tools) == len(targets)
@@ -125,8 +267,8 @@ def _maybe_answer(script: Script, rng: Random, share: float = ANSWERED) -> Scrip
 def _one_call(options: DialogueOptions, num_others: int, small_talk: str = "") -> Script:
     script, (tool,) = _offer(options, [options.draw_target()], num_others)
     wording, values = options.draw_wording(tool), draw(tool, options.rng)
-    values = told(tool, wording, values)
-    text = tool_script.frame_request(words(tool, wording, values, options.rng), options.unseen_template, options.rng)
+    values = arguments_in(tool, wording, values)
+    text = frame_request(fill(tool, wording, values, options.rng), options.unseen_template, options.rng)
     script.user(f"{small_talk} {text}".strip())
     script.call([(tool, values)])
     return _maybe_answer(script, options.rng)
@@ -144,8 +286,8 @@ def multiple(options: DialogueOptions) -> Script:
 
 def relevance(options: DialogueOptions) -> Script:
     """Small talk before a request that needs a call."""
-    chatter = tool_script.pick_family(tool_script.CHATTER, options.unseen_template, options.rng)
-    return _one_call(options, options.rng.randint(1, 2), tool_script.fill_template(chatter, options.rng))
+    chatter = pick_family(sentences("chatter"), options.unseen_template, options.rng)
+    return _one_call(options, options.rng.randint(1, 2), fill_template(chatter, options.rng))
 
 
 def parallel(options: DialogueOptions) -> Script | None:
@@ -171,16 +313,16 @@ def request_several(options: DialogueOptions, tool: Tool) -> Request | None:
     number = rng.choice((2, 2, 2, 3))
     if not placeholders(wording):
         return None
-    argument_sets = [told(tool, wording, draw(tool, rng)) for _ in range(number)]
+    argument_sets = [arguments_in(tool, wording, draw(tool, rng)) for _ in range(number)]
     shared = [
         {**argument_sets[0], placeholders(wording)[-1]: arguments.get(placeholders(wording)[-1])}
         for arguments in argument_sets
     ]
-    text = tool_script.coordinate(tool, wording, shared, rng) if rng.random() < 0.6 else None
+    text = coordinate(tool, wording, shared, rng) if rng.random() < 0.6 else None
     values = shared if text else argument_sets
     if any(values[i] == values[j] for i in range(number) for j in range(i)):
         return None
-    text = text or tool_script.join_wishes([words(tool, wording, arguments, rng) for arguments in values], rng)
+    text = text or join_wishes([fill(tool, wording, arguments, rng) for arguments in values], rng)
     return text, [(tool, arguments) for arguments in values]
 
 
@@ -189,10 +331,10 @@ def request_each(options: DialogueOptions, tools: list[Tool]) -> Request:
     wishes, calls = [], list[Call]()
     for tool in tools:
         wording = options.draw_wording(tool)
-        values = told(tool, wording, draw(tool, options.rng))
-        wishes.append(words(tool, wording, values, options.rng))
+        values = arguments_in(tool, wording, draw(tool, options.rng))
+        wishes.append(fill(tool, wording, values, options.rng))
         calls.append((tool, values))
-    return tool_script.join_wishes(wishes, options.rng), calls
+    return join_wishes(wishes, options.rng), calls
 
 
 def _add_request(script: Script, options: DialogueOptions, request: Request | None) -> Script | None:
@@ -200,7 +342,7 @@ def _add_request(script: Script, options: DialogueOptions, request: Request | No
     if request is None:
         return None
     text, calls = request
-    script.user(tool_script.frame_request(text, options.unseen_template, options.rng))
+    script.user(frame_request(text, options.unseen_template, options.rng))
     script.call(calls)
     return _maybe_answer(script, options.rng, 0.2)
 
@@ -229,12 +371,12 @@ def add_requests(script: Script, options: DialogueOptions) -> Script | None:
         if request is None:
             continue
         wish, calls = request
-        text = tool_script.frame_request(wish, options.unseen_template, rng)
+        text = frame_request(wish, options.unseen_template, rng)
         if not options.accepts(text):
             continue
         script.user(text)
         if not calls:
-            script.say(rng.choice(tool_script.REFUSALS))
+            script.say(rng.choice(sentences("refusals")))
         elif any("error" in result for result in script.call(calls)):
             return None
     return script
@@ -243,7 +385,7 @@ def add_requests(script: Script, options: DialogueOptions) -> Script | None:
 def stands_alone(tool: Tool) -> bool:
     """Whether each wording states every required parameter (for the second tool of a chain it does not)."""
     required = {name for name, parameter in tool.params.items() if "default" not in parameter.schema}
-    return all(required <= set(told(tool, wording, dict.fromkeys(tool.params))) for wording in tool.wordings)
+    return all(required <= set(arguments_in(tool, wording, dict.fromkeys(tool.params))) for wording in tool.wordings)
 
 
 def irrelevance(options: DialogueOptions) -> Script:
@@ -251,21 +393,21 @@ def irrelevance(options: DialogueOptions) -> Script:
     rng = options.rng
     if rng.random() < 0.35:
         tools = [options.draw_target()]
-        template = tool_script.pick_family(tool_script.UNSERVED, options.unseen_template, rng)
+        template = pick_family(sentences("unserved"), options.unseen_template, rng)
         tools += draw_others(options, tools, rng.choice((0, 1, 2)))
-        text = tool_script.fill_template(template, rng)
+        text = fill_template(template, rng)
     else:
         wanted = options.draw_target()
         tools = draw_others(options, [wanted], rng.choice((1, 1, 2, 3)), near=False)
         if options.unseen_tool:  # offer only unseen tools
-            tools = [tool for tool in UNSEEN if not _alike(tool, [wanted])]
+            tools = [tool for tool in unseen() if not _alike(tool, [wanted])]
             tools = rng.sample(tools, min(len(tools), rng.choice((1, 1, 2, 3))))
         wording = options.draw_wording(wanted)
-        text = words(wanted, wording, told(wanted, wording, draw(wanted, rng)), rng)
-        text = tool_script.frame_request(text, options.unseen_template, rng)
+        text = fill(wanted, wording, arguments_in(wanted, wording, draw(wanted, rng)), rng)
+        text = frame_request(text, options.unseen_template, rng)
     script = Script(list(options.rename(tools).values()))
     script.user(text)
-    script.say(rng.choice(tool_script.REFUSALS))
+    script.say(rng.choice(sentences("refusals")))
     return script
 
 
@@ -273,7 +415,7 @@ def plain(options: DialogueOptions) -> Script:
     """A greeting: tools are offered, none is needed."""
     target = options.draw_target()
     script, _ = _offer(options, [target], options.rng.choice((0, 1)))
-    greeting, answer = _draw_greeting(options.unseen_template, options.rng)
+    greeting, answer = draw_greeting(options.unseen_template, options.rng)
     script.user(greeting)
     script.say(answer)
     return script
@@ -287,12 +429,12 @@ def missing(options: DialogueOptions) -> Script | None:
         return None
     name, wording = rng.choice(tool.missing)
     values = draw(tool, rng)
-    stated = told(tool, wording, values)
+    stated = arguments_in(tool, wording, values)
     if name in stated:
         return None
-    script.user(tool_script.frame_request(words(tool, wording, stated, rng), options.unseen_template, rng))
-    script.say(tool_script.ask_for(name, rng))
-    script.user(tool_script.reply_with(tool, name, values[name], rng))
+    script.user(frame_request(fill(tool, wording, stated, rng), options.unseen_template, rng))
+    script.say(ask_for(name, rng))
+    script.user(reply_with(tool, name, values[name], rng))
     script.call([(tool, {key: values[key] for key in tool.params if key in stated or key == name})])
     return _maybe_answer(script, rng, 0.2)
 
@@ -305,10 +447,10 @@ def later(options: DialogueOptions) -> Script:
     tool = tool_of_name.pop(target.name)
     script = Script(list(tool_of_name.values()))
     wording = options.draw_wording(tool)
-    values = told(tool, wording, draw(tool, rng))
-    script.user(tool_script.frame_request(words(tool, wording, values, rng), options.unseen_template, rng))
-    script.say(rng.choice(tool_script.REFUSALS))
-    script.announce(tool, rng.choice(tool_script.NEWS), rng.choice(tool_script.AGAIN))
+    values = arguments_in(tool, wording, draw(tool, rng))
+    script.user(frame_request(fill(tool, wording, values, rng), options.unseen_template, rng))
+    script.say(rng.choice(sentences("refusals")))
+    script.announce(tool, rng.choice(sentences("news")), rng.choice(sentences("again")))
     script.call([(tool, values)])
     return _maybe_answer(script, rng, 0.2)
 
@@ -324,14 +466,14 @@ def dependent(options: DialogueOptions) -> Script | None:
     script = Script(offered)
     link = next(name for name in second.params if second.old_names.get(name, name) == chain.param)
     wording = options.draw_wording(first)
-    values = told(first, wording, draw(first, rng))
-    tail = tool_script.pick_family(chain.tails, options.unseen_template, rng)
+    values = arguments_in(first, wording, draw(first, rng))
+    tail = pick_family(chain.tails, options.unseen_template, rng)
     for old_name, name in zip(second.old_names.values(), second.params, strict=False):
         tail = tail.replace(f"{{{old_name}}}", f"{{{name}}}")
-    second_values = told(second, tail, draw(second, rng))
-    wishes = [words(first, wording, values, rng), words(second, tail, second_values, rng)]
+    second_values = arguments_in(second, tail, draw(second, rng))
+    wishes = [fill(first, wording, values, rng), fill(second, tail, second_values, rng)]
     text = rng.choice((", then ", " and then ")).join(wishes)
-    script.user(tool_script.frame_request(text, options.unseen_template, rng))
+    script.user(frame_request(text, options.unseen_template, rng))
     (result,) = script.call([(first, values)])
     if chain.key not in result:
         return None
@@ -344,12 +486,12 @@ def dependent(options: DialogueOptions) -> Script | None:
 def _draw_chain(options: DialogueOptions) -> tuple[Tool, Tool, Chain]:
     """Two tools, the first of which provides a value for the second."""
     rng = options.rng
-    tools = {tool.name: tool for tool in (*SEEN, *UNSEEN)}
     if options.invented:
-        noun = rng.choice(tool_script.NOUNS)
-        first, second = lookup(rng, noun), user_of(rng, noun)
-        return first, second, Chain(first.name, f"{noun}_id", second.name, f"{noun}_id", second.wordings)
-    chain = rng.choice([c for c in CHAINS if (tools[c.second] in UNSEEN) == options.unseen_tool])
+        noun = rng.choice(words("nouns"))
+        first, second, key = lookup(rng, noun), user_of(rng, noun), f"{noun}_id"
+        return first, second, Chain(first=first.name, key=key, second=second.name, param=key, tails=second.wordings)
+    tools = toolbox.tools()
+    chain = rng.choice([c for c in chains() if (tools[c.second] in unseen()) == options.unseen_tool])
     return tools[chain.first], tools[chain.second], chain
 
 
@@ -357,13 +499,13 @@ def repair(options: DialogueOptions) -> Script | None:
     """A typo of the user makes the first call fail; the error message contains the right value."""
     options = replace(options, invented=False)  # an invented tool never fails
     rng = options.rng
-    target = rng.choice([tool for tool in (UNSEEN if options.unseen_tool else SEEN) if tool.fragile])
+    target = rng.choice([tool for tool in (unseen() if options.unseen_tool else seen()) if tool.fragile])
     script, (tool,) = _offer(options, [target], rng.choice((0, 0, 1)))
     wording = options.draw_wording(tool)
-    values: dict[str, Value] = told(tool, wording, draw(tool, rng))
+    values: dict[str, Value] = arguments_in(tool, wording, draw(tool, rng))
     assert tool.fragile is not None
     values[tool.fragile] = misspelt(values[tool.fragile], rng)
-    script.user(tool_script.frame_request(words(tool, wording, values, rng), options.unseen_template, rng))
+    script.user(frame_request(fill(tool, wording, values, rng), options.unseen_template, rng))
     (result,) = script.call([(tool, values)])
     if "error" not in result:
         return None
@@ -388,66 +530,46 @@ BUILDERS: dict[str, Callable[[DialogueOptions], Script | None]] = {
 }
 
 
-# -- conversations without tools ---------------------------------------------------------------------------------------
-
-
-ABILITIES = "I can write Python functions, tell stories and call the tools that you offer."
-QUESTIONS = (
-    ("What can you do?", ABILITIES),
-    ("Who are you?", "I am a small code assistant, trained with Stagecoach."),
-    ("What are you?", "I am a small code assistant, trained with Stagecoach."),
-    ("Can you help me?", ABILITIES),
-    ("How can you help me?", ABILITIES),
-    ("How are you?", "I am fine. How can I help?"),
-    ("Are you a human?", "No, I am a small code assistant, trained with Stagecoach."),
-    ("Thanks!", "You are welcome."),
-    ("Thank you very much.", "You are welcome."),
-    ("Bye!", "Goodbye."),
-)
-GREETINGS = (
-    ("Hi", "Hello, how can I help?"),
-    ("Hello!", "Hello, how can I help?"),
-    ("Hey there", "Hello, how can I help?"),
-)
-
-
-def dialogue(split: str, seed: int, number: int) -> Dialogue:
-    """Conversation `number` of a split: one to three exchanges; the first one determines the category."""
-    id_ = f"talk/{split}/{seed}/{number}"
-    rng = Random(id_)
-    unseen = split == "test"
-    category = rng.choice(("greeting", "question", "refusal", "refusal"))
-    messages: list[Message] = []
-    for form in (category, *rng.choices(("question", "refusal", "refusal"), k=rng.choice((0, 0, 1, 2)))):
-        question, answer = _draw_exchange(form, unseen, rng)
-        messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    return Dialogue(id=id_, kind="talk", category=category, messages=messages)
-
-
-def _draw_exchange(form: str, unseen: bool, rng: Random) -> tuple[str, str]:
-    """A user message and its answer."""
-    if form == "question":
-        return rng.choice(QUESTIONS)
-    if form == "refusal":
-        return _draw_wish(unseen, rng), rng.choice(tool_script.REFUSALS)
-    if rng.random() < 0.4 and not unseen:
-        return rng.choice(GREETINGS)
-    return _draw_greeting(unseen, rng)
-
-
-def _draw_greeting(unseen: bool, rng: Random) -> tuple[str, str]:
-    """A greeting of tool_script.PLAIN and its answer, with the same name in both; the last one is held out."""
-    greeting, answer = tool_script.PLAIN[4 if unseen else rng.randrange(4)]
+def draw_greeting(unseen: bool, rng: Random) -> tuple[str, str]:
+    """A greeting and its answer, with the same name in both; the last one is held out."""
+    greeting, answer = tuple(table("tools.yaml")["greetings"].items())[4 if unseen else rng.randrange(4)]
     state = rng.getstate()
-    greeting = tool_script.fill_template(greeting, rng)
+    greeting = fill_template(greeting, rng)
     rng.setstate(state)  # the same name in the answer
-    return greeting, tool_script.fill_template(answer, rng)
+    return greeting, fill_template(answer, rng)
 
 
-def _draw_wish(unseen: bool, rng: Random) -> str:
-    """A wish that needs a tool, or knowledge."""
-    if rng.random() < 0.5:
-        return tool_script.fill_template(tool_script.pick_family(tool_script.UNSERVED, unseen, rng), rng)
-    tool = rng.choice(SEEN)
-    wording = tool_script.pick_family(tool.wordings, unseen, rng)
-    return tool_script.frame_request(words(tool, wording, told(tool, wording, draw(tool, rng)), rng), unseen, rng)
+# -- requests and replies ----------------------------------------------------------------------------------------------
+
+
+def coordinate(tool: Tool, wording: str, values: list[dict[str, Value]], rng: Random) -> str | None:
+    """One wording for calls that differ only in its last placeholder: "find the phone of A and B".
+
+    None if the wording does not end in a placeholder of a simple type.
+    """
+    last = placeholders(wording)[-1]
+    if not wording.endswith(f"{{{last}}}") or last not in tool.params:
+        return None
+    if tool.params[last].schema["type"] not in ("string", "number", "integer") or "enum" in tool.params[last].schema:
+        return None
+    stem = wording[: -len(last) - 2]
+    ends = [fill(tool, f"{{{last}}}", {last: each[last]}, rng) for each in values]
+    start = fill(tool, stem, values[0], rng) if placeholders(stem) else stem
+    return start + conjunction(ends)
+
+
+def ask_for(name: str, rng: Random) -> str:
+    """The question for a missing parameter, with its name as in the schema."""
+    spoken = name.replace("_", " ")
+    return rng.choice((f"Which {spoken} should I use?", f"Which {spoken} do you mean?", f"What is the {spoken}?"))
+
+
+def reply_with(tool: Tool, name: str, value: Value, rng: Random) -> str:
+    """The user's answer to that question."""
+    kind = tool.params[name].kind
+    if isinstance(kind, dict):
+        text = " and ".join(f"{leaf} {item}" for leaf, item in value.items())
+    else:
+        text = fill(tool, f"{{{name}}}", {name: value}, rng)
+    assert all(str(leaf) in text for leaf in leaf_values(value)), (name, value, text)
+    return rng.choice(sentences("replies")).format(value=text, param=name.replace("_", " "))

@@ -22,6 +22,11 @@ never occur. Control tokens cannot occur in a text (`Tokenizer.encode` produces 
 then its content; a call is its JSON. Transcripts teach the tokenizer the words of schemas and requests as whole tokens
 (measured, docs/LOG.md), and let the model practice reading schemas before the short fine-tuning (not measured alone).
 
+`talk_dialogue(split, seed, number)` makes conversations in which no tool is offered: `Dialogue` records of kind "talk",
+a pure function of the three. The categories are "greeting", "question" (about the assistant) and "refusal" (a wish that
+needs a tool). Without them a model that is mostly trained on calls answers everything with a call, also where there is
+nothing to call. Held-out wordings occur only in the split "test".
+
 Not promised: that the requests sound like people, that other wordings of the same wish would be wrong, or that invented
 tools make sense; for transcripts, the chat format, which only `text/chat.py` writes, or that a conversation differs in
 more than its values from one that stage tasks makes.
@@ -37,22 +42,22 @@ from typing import NamedTuple
 
 from pipeline.ingest.records import Dialogue, Message, Text
 from pipeline.run.types import JsonObject
-from pipeline.synthetic import tool_script
 from pipeline.synthetic.tool_dialogues import (
     INVENTED,
     RENAMED,
     DialogueOptions,
     Request,
+    Script,
     build,
+    draw_greeting,
     draw_others,
     request_each,
     request_several,
     stands_alone,
 )
-from pipeline.synthetic.tool_inventions import invent, renamed, sibling
-from pipeline.synthetic.tool_script import REFUSALS, Script
-from pipeline.synthetic.tool_values import NOUNS, Tool, Value, function, problems
-from pipeline.synthetic.toolbox import SEEN
+from pipeline.synthetic.tool_schemas import Tool, arguments_in, draw, fill, function, invent, problems, renamed, sibling
+from pipeline.synthetic.toolbox import seen
+from pipeline.synthetic.wording import Value, fill_template, frame_request, pick_family, sentences, table, words
 
 QUOTAS = {
     "simple": 22,
@@ -280,9 +285,9 @@ def wrong_answers(dialogue: Dialogue, seed: int, turn: int | None = None) -> lis
     if not right:
         name = rng.choice(sorted(functions))
         parameters = functions[name].get("parameters", {})
-        properties, words = parameters.get("properties", {}), _user_words(dialogue, turn)
+        properties, texts = parameters.get("properties", {}), _user_words(dialogue, turn)
         arguments = {
-            key: _plausible_value(properties.get(key, {}), words, rng) for key in parameters.get("required", [])
+            key: _plausible_value(properties.get(key, {}), texts, rng) for key in parameters.get("required", [])
         }
         return [("needless_call", _message([(name, arguments)]))]
     index = rng.randrange(len(right))
@@ -301,10 +306,10 @@ def wrong_answers(dialogue: Dialogue, seed: int, turn: int | None = None) -> lis
     if required:
         key = rng.choice(required)
         wrong.append(("missing", (name, {k: value for k, value in arguments.items() if k != key})))
-    unused = [noun for noun in NOUNS if noun not in properties]
-    wrong.append(("invented", (name, {**arguments, rng.choice(unused): rng.choice(NOUNS)})))
+    unused = [noun for noun in words("nouns") if noun not in properties]
+    wrong.append(("invented", (name, {**arguments, rng.choice(unused): rng.choice(words("nouns"))})))
     answers = [(kind, _message([*right[:index], call, *right[index + 1 :]])) for kind, call in wrong]
-    answers.append(("refusal", {"role": "assistant", "content": rng.choice(REFUSALS)}))
+    answers.append(("refusal", {"role": "assistant", "content": rng.choice(sentences("refusals"))}))
     return [(kind, message) for kind, message in answers if gold(dialogue, message, turn) < 1.0]
 
 
@@ -322,7 +327,7 @@ def _message(named_calls: list[tuple[str, Value]]) -> Message:
 
 def _other_name(name: str, names: list[str], rng: Random) -> str:
     others = [other for other in names if other != name]
-    return rng.choice(others) if others else f"{name}_{rng.choice(NOUNS)}"
+    return rng.choice(others) if others else f"{name}_{rng.choice(words('nouns'))}"
 
 
 def _other_value(arguments: dict[str, Value], key: str, schema: JsonObject, rng: Random) -> Value:
@@ -343,8 +348,8 @@ def _other_value(arguments: dict[str, Value], key: str, schema: JsonObject, rng:
     other_texts = [v for k, v in arguments.items() if k != key and isinstance(v, str) and v != value]
     if other_texts and not schema.get("enum"):
         return rng.choice(other_texts)
-    words = str(value).split(" ")
-    return " ".join([*words[:-1], rng.choice([noun for noun in NOUNS if noun != words[-1]])])
+    *start, last = str(value).split(" ")
+    return " ".join([*start, rng.choice([noun for noun in words("nouns") if noun != last])])
 
 
 def _other_type(value: Value) -> Value:
@@ -358,17 +363,17 @@ def _user_words(dialogue: Dialogue, turn: int) -> list[str]:
     return [word.strip(".,?!:'\"") for word in text.split() if word.strip(".,?!:'\"")]
 
 
-def _plausible_value(schema: JsonObject, words: list[str], rng: Random) -> Value:
+def _plausible_value(schema: JsonObject, texts: list[str], rng: Random) -> Value:
     """A value that fits the schema; a string is one of the user's words."""
     type_ = schema.get("type", "string")
     type_ = type_[0] if isinstance(type_, list) else type_
     if schema.get("enum"):
         return rng.choice(schema["enum"])
     if type_ == "array":
-        return [_plausible_value(schema.get("items", {}), words, rng)]
+        return [_plausible_value(schema.get("items", {}), texts, rng)]
     if type_ == "object":
-        return {key: _plausible_value(item, words, rng) for key, item in schema.get("properties", {}).items()}
-    return {"string": rng.choice(words), "boolean": True}.get(type_, rng.randint(1, 99))
+        return {key: _plausible_value(item, texts, rng) for key, item in schema.get("properties", {}).items()}
+    return {"string": rng.choice(texts), "boolean": True}.get(type_, rng.randint(1, 99))
 
 
 # -- choices -----------------------------------------------------------------------------------------------------------
@@ -406,12 +411,12 @@ def _choice_script(rng: Random, split: str) -> Script | None:
         if request is None:
             continue
         wish, wanted_calls = request
-        text = tool_script.frame_request(wish, False, rng)
+        text = frame_request(wish, False, rng)
         if not belongs(text, split):
             continue
         script.user(text)
         if not wanted_calls:
-            script.say(rng.choice(tool_script.REFUSALS))
+            script.say(rng.choice(sentences("refusals")))
         elif any("error" in result for result in script.call(wanted_calls)):
             return None
         elif rng.random() < ANSWERED:
@@ -433,7 +438,7 @@ def _draw_tools(rng: Random) -> list[Tool]:
     while len(tools) < num_tools:
         base = rng.choice(tools) if tools and rng.random() < SIBLING else None
         if rng.random() < REAL:
-            tool = rng.choice(SEEN)
+            tool = rng.choice(seen())
         else:
             tool = sibling(base, rng) if base and base.run is None else invent(rng)
         tool = renamed(tool, rng) if rng.random() < RENAMED_CHOICES else tool
@@ -474,3 +479,39 @@ def record(seed: int, number: int) -> Text:
         for name, arguments in calls(message):
             lines.append(json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False))
     return Text(text="\n".join((*lines, "")), source=SOURCE, path=f"{SOURCE}/{seed}/{number}", licence="CC0-1.0")
+
+
+# -- conversations without tools ---------------------------------------------------------------------------------------
+
+
+def talk_dialogue(split: str, seed: int, number: int) -> Dialogue:
+    """Conversation `number` of a split: one to three exchanges; the first one determines the category."""
+    id_ = f"talk/{split}/{seed}/{number}"
+    rng = Random(id_)
+    unseen = split == "test"
+    category = rng.choice(("greeting", "question", "refusal", "refusal"))
+    messages: list[Message] = []
+    for form in (category, *rng.choices(("question", "refusal", "refusal"), k=rng.choice((0, 0, 1, 2)))):
+        question, answer = _draw_exchange(form, unseen, rng)
+        messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return Dialogue(id=id_, kind="talk", category=category, messages=messages)
+
+
+def _draw_exchange(form: str, unseen: bool, rng: Random) -> tuple[str, str]:
+    """A user message and its answer."""
+    if form == "question":
+        return rng.choice(tuple(table("tools.yaml")["questions"].items()))
+    if form == "refusal":
+        return _draw_wish(unseen, rng), rng.choice(sentences("refusals"))
+    if rng.random() < 0.4 and not unseen:
+        return rng.choice(tuple(table("tools.yaml")["short_greetings"].items()))
+    return draw_greeting(unseen, rng)
+
+
+def _draw_wish(unseen: bool, rng: Random) -> str:
+    """A wish that needs a tool, or knowledge."""
+    if rng.random() < 0.5:
+        return fill_template(pick_family(sentences("unserved"), unseen, rng), rng)
+    tool = rng.choice(seen())
+    wording = pick_family(tool.wordings, unseen, rng)
+    return frame_request(fill(tool, wording, arguments_in(tool, wording, draw(tool, rng)), rng), unseen, rng)

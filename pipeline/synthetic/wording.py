@@ -1,0 +1,272 @@
+"""The tables of words and sentences beside the code, and the values that a request names.
+
+`table` reads a YAML file of this folder once, on first use; `lines` and `word_list` are its leaves: a text with one
+wording a line, and words between white space or, if the text has a comma, between commas.
+
+A `Kind` draws a value that a person would name in a request (people, places, numbers, dates, identifiers, short texts)
+from a `random.Random`, and formats it as a request would. The pools (`words.yaml`) are large, and many values are
+composed by rule, so that a model has to copy them and cannot memorize them. A share of the strings is quoted.
+
+The pool "common" has common English words for names and values that no list of the toolbox contains. What a model must
+copy has to be drawn from far more words than a toolbox has: a token that is never an answer in training is never an
+answer afterwards (docs/LOG.md).
+
+The sentences around a request (`tools.yaml`) are frames around a wording, requests that no tool serves, and the
+assistant's plain sentences. Each list of families ends in its held-out fifth (`HELD_OUT_SHARE`): training and
+validation draw from the part before it, a test item of the quadrant "unseen template" only from the held-out part.
+
+Not promised: that the values are real (telephone numbers, accounts and paths are invented); a natural frequency of
+words; that a common word fits its context, or that descriptions and values of the held-out tools share none of them.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from ruamel.yaml import YAML
+
+HELD_OUT_SHARE = 0.2  # of every list of sentences and wordings
+
+Value = Any  # a JSON value
+
+
+@cache
+def table(file: str) -> dict[str, Any]:
+    """The table in a YAML file of this folder. Raises YAMLError, also for a key that occurs twice."""
+    return YAML(typ="safe").load(Path(__file__).with_name(file).read_text(encoding="utf-8"))
+
+
+def _text(file: str, keys: tuple[str, ...]) -> str:
+    value = table(file)
+    for key in keys:
+        value = value[key]
+    assert isinstance(value, str), f"{file}: {'.'.join(keys)} must be a text"
+    return value
+
+
+@cache
+def lines(file: str, *keys: str) -> tuple[str, ...]:
+    """The lines of a text in a table. Raises KeyError."""
+    return tuple(_text(file, keys).splitlines())
+
+
+@cache
+def word_list(file: str, *keys: str) -> tuple[str, ...]:
+    """The words of a text in a table. Raises KeyError."""
+    text = _text(file, keys)
+    return tuple(word.strip() for word in text.split("," if "," in text else None))
+
+
+def words(pool: str) -> tuple[str, ...]:
+    """The words of a pool of `words.yaml`. Raises KeyError."""
+    return word_list("words.yaml", pool)
+
+
+@cache
+def products() -> tuple[str, ...]:
+    """The products of the shop, such as "red lamp"."""
+    return tuple(f"{a} {n}" for a in ("red", "blue", "small", "wooden", "paper", "modern") for n in words("nouns")[:24])
+
+
+# -- values ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How values of one meaning are drawn and formatted."""
+
+    draw: Callable[[Random], Value]
+    quotes: float = 0.0  # share of the requests that put the value in quotes
+    show: Callable[[Value], str] | None = None  # formats values other than text, numbers and lists of these
+
+
+def format_value(kind: Kind, value: Value, rng: Random) -> str:
+    """The value as words of a request; every leaf of the value is a substring of the result."""
+    if kind.show is not None:
+        return kind.show(value)
+    if isinstance(value, list):
+        quote = rng.random() < kind.quotes
+        return conjunction([_quoted(item) if quote and isinstance(item, str) else str(item) for item in value])
+    if isinstance(value, str) and rng.random() < kind.quotes:
+        return _quoted(value)
+    return "true" if value is True else "false" if value is False else str(value)
+
+
+def conjunction(parts: list[str]) -> str:
+    """["a", "b", "c"] -> "a, b and c"."""
+    return parts[0] if len(parts) == 1 else ", ".join(parts[:-1]) + " and " + parts[-1]
+
+
+def _quoted(text: str) -> str:
+    return f"'{text}'" if '"' in text else f'"{text}"'
+
+
+def misspelt(name: str, rng: Random) -> str:
+    """The name with one typo in a word of three letters or more; never the name itself."""
+    positions = [i for i in range(1, len(name) - 1) if name[i].isalpha() and name[i + 1].isalpha()]
+    for _ in range(20):
+        i = rng.choice(positions)
+        typo = rng.choice(("double", "drop", "swap"))
+        if typo == "double":
+            result = name[:i] + name[i] + name[i:]
+        elif typo == "drop":
+            result = name[:i] + name[i + 1 :]
+        else:
+            result = name[:i] + name[i + 1] + name[i] + name[i + 2 :]
+        if result != name:
+            return result
+    return name + name[-1]
+
+
+def _name(rng: Random) -> str:
+    return f"{rng.choice(words('first_names'))} {rng.choice(words('last_names'))}"
+
+
+def _short_text(rng: Random) -> str:
+    form = rng.random()
+    if form < 0.35:
+        return f"{rng.choice(words('verbs'))} the {rng.choice(words('nouns'))}"
+    if form < 0.70:
+        return f"{rng.choice(words('adjectives'))} {rng.choice(words('nouns'))}"
+    if form < 0.85:
+        return f"{rng.choice(words('nouns'))} and {rng.choice(words('nouns'))}"
+    if form < 0.97:
+        return f"{rng.choice(words('verbs'))} {rng.choice(words('first_names'))}"
+    return f'the "{rng.choice(words("nouns"))}" {rng.choice(words("nouns"))}'
+
+
+def _code(rng: Random) -> str:
+    letters = "".join(rng.choice("ABCDEFGHKLMNPRSTVWXZ") for _ in range(rng.choice((1, 2, 2, 3))))
+    return f"{letters}{rng.choice(('-', '-', ''))}{rng.randint(10, 9999)}"
+
+
+def _path(rng: Random) -> str:
+    return f"{rng.choice(words('folders'))}/{rng.choice(words('nouns'))}.{rng.choice(words('suffixes'))}"
+
+
+def _phone(rng: Random) -> str:
+    return f"{rng.randint(200, 999)}-{rng.randint(1000, 9999)}"
+
+
+def _date(rng: Random) -> str:
+    return f"{rng.randint(2019, 2031)}-{rng.randint(1, 12):02d}-{rng.randint(1, 28):02d}"
+
+
+def _time(rng: Random) -> str:
+    return f"{rng.randint(6, 22):02d}:{rng.choice((0, 5, 10, 15, 20, 30, 40, 45, 50)):02d}"
+
+
+def _decimal(rng: Random) -> float | int:
+    return rng.randint(2, 400) if rng.random() < 0.5 else round(rng.uniform(1, 90), rng.choice((1, 2))) + 0.0
+
+
+def _word(rng: Random) -> str:
+    return rng.choice(words("nouns"))
+
+
+def made_up(rng: Random) -> str:
+    """A made-up word of two or three syllables."""
+    syllables = (
+        rng.choice(words("onsets"))
+        + rng.choice(words("vowels"))
+        + rng.choice(("", "", "", "l", "n", "r", "s", "t", "m"))
+        for _ in range(rng.choice((2, 2, 3)))
+    )
+    return "".join(syllables)
+
+
+def phrase(rng: Random) -> str:
+    """One to four common words."""
+    return " ".join(rng.choice(words("common")) for _ in range(rng.randint(1, 4)))
+
+
+def integer(low: int, high: int) -> Kind:
+    """Whole numbers in [low, high]."""
+    return Kind(lambda rng: rng.randint(low, high))
+
+
+def one_of(*options: str) -> Kind:
+    """One of a few words (the values of an enum)."""
+    return Kind(lambda rng: rng.choice(options))
+
+
+def several(kind: Kind, low: int = 2, high: int = 4) -> Kind:
+    """A list of different values of a kind."""
+
+    def draw(rng: Random) -> list[Value]:
+        size, values = rng.randint(low, high), []
+        while len(values) < size:
+            value = kind.draw(rng)
+            if value not in values:
+                values.append(value)
+        return values
+
+    return Kind(draw, kind.quotes)
+
+
+PERSON = Kind(_name, 0.3)
+FIRST = Kind(lambda rng: rng.choice(words("first_names")), 0.3)
+CITY = Kind(lambda rng: rng.choice(words("cities")), 0.3)
+ROOM = Kind(lambda rng: rng.choice(words("rooms")), 0.2)
+TEXT = Kind(_short_text, 1.0)
+TITLE = Kind(_short_text, 1.0)
+WORD = Kind(_word, 0.6)
+LABEL = Kind(lambda rng: f"{rng.choice(words('adjectives'))}-{rng.choice(words('nouns'))}", 0.4)
+CODE = Kind(_code, 0.3)
+PATH = Kind(_path, 0.3)
+PHONE = Kind(_phone, 0.2)
+EMAIL = Kind(
+    lambda rng: (
+        f"{rng.choice(words('first_names')[:22]).lower()}.{rng.choice(words('nouns'))}@{rng.choice(words('nouns'))}.org"
+    ),
+    0.2,
+)
+DATE = Kind(_date)
+TIME = Kind(_time)
+NUMBER = Kind(_decimal)
+AMOUNT = Kind(lambda rng: rng.randint(5, 2500) if rng.random() < 0.6 else round(rng.uniform(1, 500), 2))
+PRODUCT = Kind(lambda rng: rng.choice(products()), 0.8)
+FOLDER = Kind(lambda rng: rng.choice(words("folders")), 0.4)
+SENTENCE = Kind(lambda rng: " ".join(WORD.draw(rng) for _ in range(rng.randint(2, 4))), 1.0)
+STREET = Kind(lambda rng: f"{rng.choice(words('last_names'))} Street", 0.3)
+YES = Kind(lambda rng: True)
+
+
+# -- sentences ---------------------------------------------------------------------------------------------------------
+
+
+def sentences(kind: str) -> tuple[str, ...]:
+    """The sentences of a kind (`frames`, `refusals` and so on)."""
+    return lines("tools.yaml", kind)
+
+
+def pick_family(families: Sequence[str], unseen: bool, rng: Random) -> str:
+    """A member of the training part, or of the held-out part."""
+    border = len(families) - max(1, round(HELD_OUT_SHARE * len(families)))
+    return rng.choice(families[border:] if unseen else families[:border])
+
+
+def frame_request(wording: str, unseen: bool, rng: Random) -> str:
+    """A filled wording inside a frame, with the first letter capitalized."""
+    text = pick_family(sentences("frames"), unseen, rng).replace("{}", wording)
+    return text[0].upper() + text[1:]
+
+
+def fill_template(template: str, rng: Random) -> str:
+    """A sentence with its placeholders filled."""
+    noun, other = rng.sample(words("nouns"), 2)
+    names = {
+        "first": rng.choice(words("first_names")),
+        "city": rng.choice(words("cities")),
+        "adjective": rng.choice(words("adjectives")),
+    }
+    return template.format_map({**names, "noun": noun, "other": other})
+
+
+def join_wishes(parts: list[str], rng: Random) -> str:
+    """Several wordings in one sentence."""
+    link = rng.choice((" and ", ", then ", " and also "))
+    return link.join((", ".join(parts[:-1]), parts[-1])) if len(parts) > 1 else parts[0]

@@ -1,0 +1,76 @@
+"""The synthetic data of each door are the same to the byte: a hash of a fixed sample, which a change must not move.
+
+Who means to change the data replaces the hash, and lets the graph make everything anew.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from ruamel.yaml.error import YAMLError
+
+from pipeline.run.device import generator
+from pipeline.synthetic import drills, preferences, programs, stories, tools, wording
+
+FOLDER = Path(wording.__file__).parent
+
+
+def digest(values: Iterable[object]) -> str:
+    """16 hex digits over the values as JSON lines."""
+    lines = "".join(json.dumps(value, ensure_ascii=False) + "\n" for value in values)
+    return hashlib.sha256(lines.encode()).hexdigest()[:16]
+
+
+def test_the_stories_are_the_same_to_the_byte() -> None:
+    paths = [f"stories/{family}/{number}" for family in stories.FAMILIES for number in range(4)]
+    texts = [stories.story(path) for path in paths]
+    assert digest(texts) == "f7583111fb842cdf"
+    assert digest(stories.edits(texts[5], paths[5], generator("same", 1)).items()) == "c70523288361ae2c"
+
+
+def test_the_programs_are_the_same_to_the_byte() -> None:
+    problems = [p for split in ("train", "val", "rl", "test") for p in programs.problems(split, 20, 1)]
+    assert digest(map(asdict, problems)) == "d1cd6aa41a08750f"
+    assert digest(programs.distractors(problem, 1) for problem in problems) == "41af91bc681740c6"
+    assert digest(map(asdict, programs.sources(10_000, 1))) == "316ba7e8e339bfdf"
+
+
+def test_the_tool_conversations_are_the_same_to_the_byte() -> None:
+    dialogues = [d for split in ("train", "val", "test") for d in tools.dialogues(split, 100, 1)]
+    assert digest(map(asdict, dialogues)) == "a739cc65ded3c89e"
+    assert digest(tools.wrong_answers(d, 1) for d in dialogues[:100] if tools.turns(d)) == "60696cc85f55d210"
+    assert digest(asdict(tools.choice_dialogue("train", 1, n)) for n in range(20)) == "c08463ca737096fc"
+    assert (
+        digest(asdict(tools.talk_dialogue(s, 1, n)) for s in ("train", "test") for n in range(40)) == "ae3ff533b0efe84c"
+    )
+
+
+def test_the_drills_facts_and_pairs_are_the_same_to_the_byte() -> None:
+    assert digest(map(asdict, drills.records(20_000, 1))) == "05a5061b406dee29"
+    assert digest(asdict(drills.dialogue("train", 1, number)) for number in range(40)) == "c1dd811d87973b10"
+    assert digest(asdict(fact) for split in drills.facts(20, 1).values() for fact in split) == "6f8ba5a4eeb9c314"
+    pairs = [
+        *preferences.tool_pairs(tools.dialogues("train", 20, 1), 1),
+        *preferences.story_pairs(("stories/lost/1", "stories/gift/2"), 1),
+    ]
+    assert digest(map(asdict, pairs)) == "fa270be39730277d"
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.yaml")), ids=lambda path: path.name)
+def test_a_table_is_read_whole_and_has_short_lines(path: Path) -> None:
+    assert wording.table(path.name)
+    assert all(len(line) <= 120 for line in path.read_text(encoding="utf-8").splitlines())
+
+
+def test_a_key_that_occurs_twice_or_is_unknown_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "twice.yaml").write_text("a: b c\na: d\n")
+    (tmp_path / "once.yaml").write_text("a: b, c d\n")
+    monkeypatch.setattr(wording, "__file__", str(tmp_path / "wording.py"))
+    with pytest.raises(YAMLError, match="duplicate key"):
+        wording.table("twice.yaml")
+    assert wording.word_list("once.yaml", "a") == ("b", "c d")
+    with pytest.raises(KeyError):
+        wording.lines("once.yaml", "b")
