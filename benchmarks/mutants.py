@@ -35,7 +35,7 @@ COPIED = (
     "pyproject.toml",
 )
 LIMIT = 300  # seconds after which a mutant counts as noticed: an endless loop is no pass
-LEARNING, SANDBOX, STREAMS = "pipeline/learning", "pipeline/sandbox", "pipeline/streams"
+LEARNING, SANDBOX, BATCHES = "pipeline/learning", "pipeline/sandbox", "pipeline/batches"
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def _of(subject: str, file: str, tests: str, *changes: tuple[str, str]) -> list[
 MUTANTS = [
     *_of(
         "losses",
-        f"{LEARNING}/objectives_pairs.py",
+        f"{LEARNING}/pair_losses.py",
         "test_objectives_pairs.py",
         ("else chosen - rejected - margin", "else chosen - rejected + margin"),
         ("centred = (chosen + rejected).square()", "centred = (chosen - rejected).square()"),
@@ -68,7 +68,7 @@ MUTANTS = [
     ),
     *_of(
         "losses",
-        f"{LEARNING}/objectives_policy.py",
+        f"{LEARNING}/policy_losses.py",
         "test_objectives_policy_by_hand.py test_objectives_policy.py",
         (
             "torch.maximum(-advantages * ratio, -advantages * clipped)",
@@ -83,11 +83,11 @@ MUTANTS = [
     ),
     *_of(
         "losses",
-        f"{LEARNING}/objectives_masked.py",
+        "pipeline/diffusion/losses.py",
         "test_diffusion_rollouts.py test_diffusion_batches.py test_diffusion_losses.py",
         ("-(logprobs * weights).sum()", "-logprobs.sum()"),
     ),
-    *_of("losses", f"{LEARNING}/objectives.py", "test_objectives.py", ("alpha=-1)", "alpha=1)")),
+    *_of("losses", f"{LEARNING}/losses.py", "test_objectives.py", ("alpha=-1)", "alpha=1)")),
     *_of(
         "loop",
         f"{LEARNING}/fit.py",
@@ -98,39 +98,39 @@ MUTANTS = [
         ("self.course.index, micro, self", "0, micro, self"),  # one dropout mask for every step
     ),
     *_of(
-        "loop", f"{LEARNING}/window.py", "test_window.py", ("sum(c * s / self.counts[per]", "sum(s / self.counts[per]")
+        "loop", f"{LEARNING}/update.py", "test_window.py", ("sum(c * s / self.counts[per]", "sum(s / self.counts[per]")
     ),
     *_of(
         "loop",
-        f"{LEARNING}/schedule.py",
+        f"{LEARNING}/settings.py",
         "test_schedule.py",
         ("return (step + 1) / warmup", "return step / warmup"),
         ("(step - steps + decay + 1) / decay", "(step - steps + decay) / decay"),
     ),
-    *_of("loop", f"{LEARNING}/averages.py", "test_averages.py", ("1 - decay)", "decay)")),
+    *_of("loop", f"{LEARNING}/update.py", "test_averages.py", ("1 - decay)", "decay)")),
     *_of(
         "loop",
-        f"{LEARNING}/verdict.py",
+        f"{LEARNING}/update.py",
         "test_verdict.py",
         ("course.lowest + RISEN else 0", "course.lowest + RISEN else course.risen"),
         ("IN_ROW, WITHIN, IN_ALL = 3, 1000, 10", "IN_ROW, WITHIN, IN_ALL = 4, 1000, 10"),
     ),
     *_of(
         "loop",
-        f"{LEARNING}/ranks.py",
+        f"{LEARNING}/processes.py",
         "test_ranks.py test_fit_options.py",
         ("if limit > 0 and math.isfinite(norm):", "if limit > 0:"),
     ),
     *_of(
         "loop",
-        f"{LEARNING}/course.py",
+        f"{LEARNING}/update.py",
         "test_verdict.py test_fit.py",
         ("if value < self.anchor - threshold:", "if value < self.anchor:"),
         ("if value < self.best:", "if value <= self.best:"),
     ),
     *_of(
         "resume",
-        f"{LEARNING}/keeping.py",
+        f"{LEARNING}/states.py",
         "test_fit.py test_fit_options.py",
         ('"window": window.state()', '"window": Window().state()'),
         ('self.averages.restore(averages, state.meta["averaged"])', "self.averages.restore(averages, 0)"),
@@ -154,17 +154,17 @@ MUTANTS = [
         ("    outs:\n      - models/reward\n", "    outs:\n"),
     ),
     *_of("intervals", "pipeline/evaluation/intervals.py", "test_intervals.py", ("(0.025, 0.975)", "(0.05, 0.95)")),
-    *_of("resume", f"{LEARNING}/course.py", "test_verdict.py", ("if self.step >= first)", "if self.step > first)")),
+    *_of("resume", f"{LEARNING}/update.py", "test_verdict.py", ("if self.step >= first)", "if self.step > first)")),
     *_of(
         "resume",
-        f"{LEARNING}/verdict.py",
+        f"{LEARNING}/update.py",
         "test_verdict.py",
         ("index + 1 - course.index", "index - course.index"),
         ("e <= course.step - BACK", "e < course.step - BACK"),
     ),
     *_of(
         "masks",
-        f"{STREAMS}/batch.py",
+        f"{BATCHES}/batch.py",
         "test_corpus_stream.py test_dialogue_stream.py test_preferences.py test_scoring.py",
         ("(documents[:, 1:] == documents[:, :-1]) & trained[:, 1:]", "trained[:, 1:]"),
         ("np.where(trained[:, 1:], tokens[:, 1:], IGNORED)", "np.where(trained[:, :-1], tokens[:, 1:], IGNORED)"),
@@ -172,20 +172,20 @@ MUTANTS = [
     ),
     *_of(
         "masks",
-        f"{STREAMS}/packing.py",
+        f"{BATCHES}/packing.py",
         "test_packing.py",
         ("continues=starts + context < ends", "continues=starts + context <= ends"),
         ("np.maximum(offsets[:-1] - 1, 0)", "np.maximum(offsets[:-1], 0)"),
     ),
     *_of(
         "masks",
-        f"{STREAMS}/order.py",
+        f"{BATCHES}/packing.py",
         "test_packing.py",
         ('("order", self.seed, int(epoch))', '("order", self.seed, 0)'),
     ),
     *_of(
         "masks",
-        f"{STREAMS}/masking.py",
+        "pipeline/diffusion/masks.py",
         "test_diffusion_masks.py",
         ("return (1 - LEAST) * t + LEAST", "return t"),
         ('kind="stable")[:k]', 'kind="stable")[: k - 1]'),
@@ -209,9 +209,9 @@ MUTANTS = [
         "jail",
         f"{SANDBOX}/judge.py",
         "test_judge.py",
-        ("first, passed = results[0], 0", "first, passed = results[0], passed"),
+        ("failure, passed = results[0], 0", "failure, passed = results[0], passed"),
         ('(("n", report.nonce), ("i", number), ("v", value))', '(("n", _), ("i", number), ("v", value))'),
-        ("said = said[: report.given - 1]", "said = said[: report.given]"),
+        ("answers = answers[: report.given - 1]", "answers = answers[: report.given]"),
         ("c if c.isprintable() else", "c if c else"),
     ),
     *_of("jail", f"{SANDBOX}/messages.py", "test_judge.py", ("if value.hex() != content:", "if not content:")),

@@ -58,7 +58,7 @@ def long_text() -> str:
 
     No control token stands in it: programs disagree with `encode` on those by design.
     """
-    own = ["pipeline/streams/*.py", "pipeline/learning/*.py", "README.md", ".ci/run", "Makefile", "dvc.yaml"]
+    own = ["pipeline/batches/*.py", "pipeline/learning/*.py", "README.md", ".ci/run", "Makefile", "dvc.yaml"]
     parts = [path.read_text(encoding="utf-8") for pattern in own for path in sorted(ROOT.glob(pattern))]
     return "\n".join([parity.probe(), *parts, CONTRACTIONS, _scripts(random.Random(7), 3_000)])
 

@@ -23,8 +23,8 @@ LARGE, MOST = 1 << 23, 300_000  # a text of 8 MB; kB that a process which reads 
 PEAK = """
 import sys
 from pathlib import Path
-from pipeline.streams import formats
-for _ in formats.rows(Path(sys.argv[1]), "utf-8"):
+from pipeline.ingest import files
+for _ in files.rows(Path(sys.argv[1]), "utf-8"):
     pass
 print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")))
 """

@@ -162,7 +162,7 @@ from pathlib import Path
 waits = []
 time.sleep = waits.append  # the waits of every retry, theirs and ours
 from pipeline.run.errors import DataError
-from pipeline.streams import hub
+from pipeline.ingest import hub
 from pipeline.ingest.sources import DataConfig, HubSet
 for line in sys.stdin:
     kind, entry, parts = json.loads(line)

@@ -220,11 +220,11 @@ def test_records_do_not_depend_on_the_hash_seed_or_the_locale() -> None:
     script = (
         "import hashlib\n"
         "from pipeline.ingest.records import dumps\n"
-        "from pipeline.synthesis import mistakes, programs\n"
+        "from pipeline.synthetic import programs\n"
         "digest = hashlib.sha256()\n"
         "for split in ('train', 'val', 'rl', 'test'):\n"
         "    for problem in programs.problems(split, 4, 7):\n"
-        "        digest.update((dumps(problem) + repr(mistakes.distractors(problem, 1))).encode())\n"
+        "        digest.update((dumps(problem) + repr(programs.distractors(problem, 1))).encode())\n"
         "for text in programs.sources(2000, 7):\n"
         "    digest.update(dumps(text).encode())\n"
         "print(digest.hexdigest())\n"

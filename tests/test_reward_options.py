@@ -88,13 +88,13 @@ def test_the_stage_swaps_training_pairs_and_none_that_it_is_measured_on(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured: list[list[Encoded]] = []
-    original = reward.ranking.measure
+    original = reward.preferences.measure_ranking
 
     def measure(model: Any, pairs: Any, pad: int) -> Any:
         measured.append(list(pairs))
         return original(model, pairs, pad)
 
-    monkeypatch.setattr(reward.ranking, "measure", measure)
+    monkeypatch.setattr(reward.preferences, "measure_ranking", measure)
     whole, noisy = (trained(workspace, monkeypatch, label_flip=share).stream for share in (0.0, 0.3))
 
     def said(pairs: list[Encoded]) -> list[tuple[str, list[int], list[int]]]:

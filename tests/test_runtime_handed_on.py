@@ -182,7 +182,7 @@ def test_tasks_generates_and_searches_in_so_many_workers(tmp_path: Path, monkeyp
     monkeypatch.setattr(tasks, "pool_map", pools)
     monkeypatch.setattr(tasks, "WORTH_A_WORKER", 1)
     monkeypatch.setattr(tasks, "CHUNK", 5)  # no more is made than is taken
-    monkeypatch.setattr(tasks.screening, "found_in", found_in)
+    monkeypatch.setattr(tasks.duplicates, "found_in", found_in)
     small = replace(TASKS, dialogues=20, problems=10, pairs=6, test_items=4)
     made(tmp_path, small, workers=WORKERS)
     assert len(pools.workers) == 3 + 3 * 3  # problems, dialogues, choices, and of each split the three kinds of pairs

@@ -119,7 +119,7 @@ def test_missing_files_and_columns_are_named(tmp_path: Path) -> None:
 def test_memory_stays_flat_when_the_corpus_is_ten_times_larger(tmp_path: Path) -> None:
     TOKENIZER.save(tmp_path / "tokenizer")
     code = (
-        "import resource, sys; from pathlib import Path; from pipeline.streams import shards; root = Path(sys.argv[1]);"
+        "import resource, sys; from pathlib import Path; from pipeline.ingest import shards; root = Path(sys.argv[1]);"
         " shards.encode_file(shards.EncodeTask(Path(sys.argv[2]), root / 'tokenizer', root / 'parts'));"
         " print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
     )

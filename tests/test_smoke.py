@@ -142,7 +142,7 @@ def test_a_process_beside_ends_with_its_block_and_with_its_parent(
     code = f"""
 import os
 from pathlib import Path
-from pipeline import processes
+from pipeline.run import processes
 with processes.beside("sleeper", [], Path({str(tmp_path / "log2")!r})) as process:
     print(process.pid, flush=True)
     while not Path({str(tmp_path / "log2")!r}).read_text():

@@ -46,7 +46,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (home / name).symlink_to(ROOT / name)
     (home / "params.yaml").write_text("seed: 1\ndata_seed: 1\nmodel: nano\nscale: smoke\ndata: machine\n")
     documents = [
-        path.read_text(encoding="utf-8")[:2000] for path in sorted((ROOT / "pipeline/streams").glob("[a-z]*.py"))
+        path.read_text(encoding="utf-8")[:2000] for path in sorted((ROOT / "pipeline/ingest").glob("[a-z]*.py"))
     ]
     for corpus, first in (("text", 0), ("code", 1)):
         (home / "data/raw" / corpus).mkdir(parents=True)

@@ -102,7 +102,7 @@ def test_publishing_again_never_writes_through_a_link(tmp_path: Path) -> None:
 def test_a_second_holder_of_a_lock_waits_and_a_killed_holder_frees_it(tmp_path: Path) -> None:
     folder = tmp_path / "k"
     program = (
-        f"from pipeline import work; from pathlib import Path\nwith work.locked(Path({str(folder)!r})): print('in',"
+        f"from pipeline.run import workdir; from pathlib import Path\nwith workdir.locked(Path({str(folder)!r})): print('in',"
         " flush=True); input()"
     )
     holder = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT)
