@@ -24,24 +24,30 @@ ROOT = Path(__file__).parents[1]
 class Part:
     """Stands inside, or flat."""
 
-    rank: int  # how many
-    scale: float = 1e-8  # of a | b
+    rank: int
+    """how many"""
+    scale: float = 1e-8
+    """of a | b"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Params:
     """A stage's."""
 
-    steps: int | None = None  # how long
-    rates: dict[str, float] = field(default_factory=dict)  # by name
-    part: Part | None = None  # {rank, scale}
+    steps: int | None = None
+    """how long"""
+    rates: dict[str, float] = field(default_factory=dict)
+    """by name"""
+    part: Part | None = None
+    """{rank, scale}"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Longer(Params):
     """One field more."""
 
-    width: int = 3  # how wide
+    width: int = 3
+    """how wide"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +125,7 @@ def test_a_new_field_makes_a_new_row_and_changes_no_other() -> None:
 
 def test_a_field_without_a_meaning_is_refused_by_name() -> None:
     with pytest.raises(
-        InputError, match=r"test_reference_keys\.Silent\.depth has no meaning.*comment beside the field"
+        InputError, match=r"test_reference_keys\.Silent\.depth has no meaning.*docstring under the field"
     ):
         section(Block(name="x", kind=Silent), [{}])
 

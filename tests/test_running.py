@@ -26,7 +26,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Params:
-    times: int = 2  # how often
+    times: int = 2
+    """how often"""
 
     def __post_init__(self):
         if self.times < 1:
