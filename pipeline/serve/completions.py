@@ -12,6 +12,8 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic_core import to_json
+
 from pipeline.generation.sampling import Sampling
 from pipeline.serve.answers import Assembler
 from pipeline.serve.asking import Answers, Finished, Frame, Ping, Usage, unheard
@@ -184,7 +186,7 @@ def _written(
         if text.body.return_token_ids:
             choice["token_ids"] = [one.token for one in said[index]] if text.requests else []
             choice["prompt_token_ids"] = text.prompts[index // text.n]
-        choices.append(dumps(choice))  # one by one: nothing else of Python runs while one is written
+        choices.append(to_json(choice))  # one by one: nothing else of Python runs while one is written
     usage = answers.usage if text.requests else Usage(sum(map(len, text.prompts)), 0, 0)
     end = dumps(text.frame() | {"usage": usage.body()})
     return b'{"choices":[' + b",".join(choices) + b"]," + end[1:]

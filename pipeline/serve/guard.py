@@ -4,7 +4,7 @@
     Origin        none, our own, or one that was allowed, else 403; no answer carries CORS headers for others
     key           of all that can have a body, else 401: before the first byte of it, whatever its path; compared as digests in
                   constant time. Beside that a dependency of every route but the public ones (`asker`)
-    rate          of the key, or of the address without one (`rates.py`), else 429
+    rate          of the key, or of the address without one (`rates.py`), else 429, which comes late: who asks again at once waits
     Content-Type  JSON, else 415: what a form of another site can send is never read
     body          1 MiB within 10 seconds, else 413 or 408; JSON without constants and halves of characters, else 400; parsed once
 
@@ -35,6 +35,7 @@ from pipeline.serve.rates import REFUSED, Rates, cost
 
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 MOST_BYTES, MOST_SECONDS = 2**20, 10.0
+HELD_SECONDS, MOST_HELD = 0.5, 64  # how long a refusal of the rate is held back, and how many at a time
 WITH_BODY = ("POST", "PUT", "PATCH")
 HALVES = re.compile(r"\\u[dD][89a-fA-F]")  # what may be half a character
 KEYS = "STAGECOACH_API_KEYS"  # keys, separated by commas
@@ -63,6 +64,7 @@ class Guard:
         """Without `keys` everybody may ask, without `rates` as much as he likes."""
         self.app, self.keys, self.rates = app, keys or Keys([]), rates
         self.hosts, self.origins = {*LOOPBACK, *(host.lower() for host in hosts)}, set(origins)
+        self._held = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -85,9 +87,21 @@ class Guard:
                     self._charge(scope["asker"], cost(len(body)) - 1)
                 receive = _replayed(body, receive)
         except ApiFault as fault:
+            if fault.code == "rate_limited":
+                await self._hold()
             await fault.response()(scope, receive, _with(extra, send))
             return
         await self.app(scope, receive, self._fined(scope["asker"], _with(extra, send)))
+
+    async def _hold(self) -> None:
+        """Let who asks too often wait before he hears it: a client that comes again at once comes rarely then."""
+        if self._held >= MOST_HELD:
+            return
+        self._held += 1
+        try:
+            await asyncio.sleep(HELD_SECONDS)
+        finally:
+            self._held -= 1
 
     def _fined(self, asker: str, send: Send) -> Send:
         """Charge an answer that found no room."""
