@@ -5,13 +5,11 @@
         [--json FILE]
 
 odd     `--requests` of the kinds of `odd_requests.py`, four at a time: none is answered by 5xx (but 503 that says when
-        to come back)
-        or takes more than HANG_SECONDS, every error is OpenAI's object, and behind the first tenth memory grows by at
-        most MOST_GROWTH.
-attack  `--answers` chats by `--users` users of one key, half of them quiet, half while another key sends hostile and
-        good schemas,
-        Markdown and prompts to score, and others bodies without a key: no chat fails, and the 95th percentile at most
-        doubles.
+        to come back) or takes more than HANG_SECONDS, every error is OpenAI's object, and behind the first tenth memory
+        grows by at most MOST_GROWTH.
+attack  `--answers` chats by `--users` users, each with a key, half of them quiet, half while another key sends hostile
+        and good schemas, Markdown and prompts to score, and others bodies without a key: no chat fails, and the 95th
+        percentile at most doubles.
 masked  the same for a masked-diffusion model, beside the same attack.
 
 A server of untrained models of two layers runs as a process on 127.0.0.1; the attacker is a process of its own
@@ -46,7 +44,8 @@ from pipeline import wings
 from pipeline.text.tokenizer import Tokenizer
 from tests.server import Running, random_model, save_models, serving
 
-KEY = "a-key-of-those-who-work"
+USERS = 8
+KEYS = [f"a-key-of-user-number-{number}" for number in range(USERS)]
 WARM_SECONDS = 1.0  # of an attack before its answers count
 HANG_SECONDS, MOST_GROWTH, MOST_TIMES = 5.0, 50.0, 2.0
 ROUNDS = 5  # of a quiet and an attacked part
@@ -66,7 +65,7 @@ SENTENCES = (
 
 @contextmanager
 def server(folder: Path) -> Iterator[Running]:
-    """Untrained models behind two keys; a rate that the answers of models this small, 270 a second, do not reach."""
+    """Untrained models behind a key for each user and one for the attacker, at the default rate, with rows for all."""
     tokenizer = Tokenizer.train(iter(SENTENCES), 320)
     models = save_models(folder, tokenizer)
     if MASKED:
@@ -74,14 +73,14 @@ def server(folder: Path) -> Iterator[Running]:
 
         files.save(folder / "masked", files.from_causal(random_model(tokenizer), tokenizer), tokenizer, {})
         models.append(folder / "masked")
-    (folder / "keys").write_text(f"{KEY}\n{OTHER}\n")
+    (folder / "keys").write_text("\n".join([*KEYS, OTHER]))
     options = (
         "--api-key-file",
         str(folder / "keys"),
         "--feedback",
         str(folder / "preferences.jsonl"),
-        "--rate",
-        "1000",
+        "--rows",
+        str(2 * USERS),
     )
     with serving(models, *options, log=folder / "log") as running:
         yield running
@@ -131,10 +130,10 @@ def odd_requests(running: Running, count: int, seed: int) -> Borne:
     """So many, AT_ONCE at a time."""
     maker, found, began = Maker(random.Random(seed)), Borne(), 0.0
 
-    async def some(share: int) -> None:
+    async def some(share: int, key: str) -> None:
         for _ in range(share):
             odd = maker.make()
-            heard = await send(running.url, odd, KEY)
+            heard = await send(running.url, odd, key)
             found.statuses[f"{odd.kind} {heard.status}"] += 1
             found.slowest = max(found.slowest, heard.seconds)
             if problem := wrong(odd, heard):
@@ -144,7 +143,7 @@ def odd_requests(running: Running, count: int, seed: int) -> Borne:
                 )
 
     async def all_of(number: int) -> None:
-        await asyncio.gather(*(some(number // AT_ONCE) for _ in range(AT_ONCE)))
+        await asyncio.gather(*(some(number // AT_ONCE, key) for key in KEYS[:AT_ONCE]))
 
     asyncio.run(all_of(count // 10))
     began = memory(running)
@@ -178,14 +177,15 @@ def chats(running: Running, model: str, count: int, users: int) -> list[Heard]:
     """So many answers, by so many users at a time."""
     left = iter(range(count))
 
-    async def user() -> list[Heard]:
+    async def user(key: str) -> list[Heard]:
         body = {"model": model, "messages": ASK, "max_tokens": TOKENS} | (
             {"ignore_eos": True} if model == "nano" else {}
         )
-        return [await send(running.url, post("/v1/chat/completions", body | {"seed": number}), KEY) for number in left]
+        return [await send(running.url, post("/v1/chat/completions", body | {"seed": number}), key) for number in left]
 
     async def run() -> list[Heard]:
-        return [heard for found in await asyncio.gather(*(user() for _ in range(users))) for heard in found]
+        lists = await asyncio.gather(*(user(KEYS[number % USERS]) for number in range(users)))
+        return [heard for found in lists for heard in found]
 
     return asyncio.run(run())
 
@@ -249,7 +249,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="What a server bears.")
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--answers", type=int, default=1_000)
-    parser.add_argument("--users", type=int, default=8)
+    parser.add_argument("--users", type=int, default=USERS)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--kinds", nargs="+", choices=ATTACK, default=list(ATTACK), help="of the attack")
     parser.add_argument("--seed", type=int, default=0)

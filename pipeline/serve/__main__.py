@@ -84,7 +84,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--weights", choices=("int8", "native"), help="default: int8 from 50 M parameters on an x86 CPU"
     )
-    parser.add_argument("--rows", type=int, default=8, help="requests that are answered at a time")
+    parser.add_argument(
+        "--rows", type=int, default=8, help="requests that are answered at a time; twice the users who ask at once"
+    )
     parser.add_argument("--queue", type=int, default=32, help="requests that wait; more get 429")
     parser.add_argument(
         "--rate", type=float, default=200.0, help="requests a second of one key, or of one address; 0: any"

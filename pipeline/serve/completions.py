@@ -12,6 +12,8 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
+from pydantic_core import to_json
+
 from pipeline.generation.sampling import Sampling
 from pipeline.run.types import JsonObject
 from pipeline.serve.answers import Answers, Assembler, Finished, Frame, Ping, Usage, unheard
@@ -216,7 +218,7 @@ def _write_completion(
         if request.body.return_token_ids:
             choice["token_ids"] = [event.token for event in tokens[index]] if request.requests else []
             choice["prompt_token_ids"] = request.prompts[index // request.n]
-        choices.append(dumps(choice))  # one by one: other Python threads stand still while one is written
+        choices.append(to_json(choice))  # one by one: other Python threads stand still while one is written
     end = dumps(request.envelope() | {"usage": request.usage(answers).body()})
     return b'{"choices":[' + b",".join(choices) + b"]," + end[1:]
 

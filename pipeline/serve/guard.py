@@ -6,7 +6,7 @@
     key           of every request that can have a body, else 401: before the first byte of the body, whatever the path;
                   compared as digests in constant time. It is also a dependency of every route but the public ones
                   (`Keys.authenticate`)
-    rate          of the key, or of the address without one (`Rates`), else 429
+    rate          of the key, or of the address without one (`Rates`), else 429 after HOLD_SECONDS
     Content-Type  JSON, else 415: what a form of another site can send is never read
     body          1 MiB within 10 seconds, else 413 or 408; JSON without constants and lone surrogates, else 400;
                   parsed once
@@ -62,6 +62,7 @@ from pipeline.serve.protocol import ApiFault
 
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 MOST_BYTES, MOST_SECONDS = 2**20, 10.0
+HOLD_SECONDS, MOST_HELD = 0.5, 64  # how long a refusal by the rate is held back, and how many at a time
 WITH_BODY = ("POST", "PUT", "PATCH")
 SURROGATES = re.compile(r"\\u[dD][89a-fA-F]")  # an escape that may be half of a character
 KEYS = "STAGECOACH_API_KEYS"  # an environment variable: keys, separated by commas
@@ -110,6 +111,7 @@ class Guard:
         """Without `keys` everybody may ask; without `rates` there is no limit."""
         self.app, self.keys, self.rates = app, keys or Keys([]), rates
         self.hosts, self.origins = {*LOOPBACK, *(host.lower() for host in hosts)}, set(origins)
+        self._held = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -132,9 +134,21 @@ class Guard:
                     self._charge(scope["asker"], cost(len(body)) - 1)
                 receive = _replay(body, receive)
         except ApiFault as fault:
+            if fault.code == "rate_limited":
+                await self._hold()
             await fault.response()(scope, receive, _add_headers(extra, send))
             return
         await self.app(scope, receive, self._fine_refusals(scope["asker"], _add_headers(extra, send)))
+
+    async def _hold(self) -> None:
+        """Wait before a refusal by the rate: a client that retries at once comes rarely then."""
+        if self._held >= MOST_HELD:
+            return
+        self._held += 1
+        try:
+            await asyncio.sleep(HOLD_SECONDS)
+        finally:
+            self._held -= 1
 
     def _fine_refusals(self, asker: str, send: Send) -> Send:
         """Charge more for a request that was refused with 429 behind the guard."""
