@@ -15,7 +15,7 @@ from pipeline.learning.fit import fit
 from pipeline.learning.pretraining import LossWeights, next_tokens
 from pipeline.learning.settings import FitConfig
 from pipeline.model import checkpoint
-from pipeline.run.config import main
+from pipeline.run.stage import main
 from pipeline.run.workdir import Job
 
 

@@ -26,9 +26,10 @@ from pipeline.ingest.cleaning import Document, made_record
 from pipeline.ingest.duplicates import Index, benchmark_files, benchmark_items
 from pipeline.ingest.records import Text
 from pipeline.ingest.selection import FileBatch, RecordBatch, Selection
-from pipeline.run.config import group, main
+from pipeline.run.config import group
 from pipeline.run.device import stable_hash
 from pipeline.run.processes import pool_map
+from pipeline.run.stage import main
 from pipeline.run.tracking import progress, write_json
 from pipeline.run.types import JsonObject
 from pipeline.run.workdir import Job, sha256

@@ -16,8 +16,8 @@ from pathlib import Path
 from pipeline.export import gguf, huggingface, onnx, smoke
 from pipeline.model import checkpoint
 from pipeline.model.transformer import Transformer
-from pipeline.run.config import main
 from pipeline.run.errors import ModelError
+from pipeline.run.stage import main
 from pipeline.run.tracking import say
 from pipeline.run.workdir import Job
 from pipeline.text.tokenizer import Tokenizer

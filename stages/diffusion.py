@@ -35,7 +35,7 @@ from pipeline.learning.phases import Phases
 from pipeline.model import checkpoint
 from pipeline.model.transformer import Transformer
 from pipeline.run import device
-from pipeline.run.config import main
+from pipeline.run.stage import main
 from pipeline.run.workdir import Job
 from pipeline.text.tokenizer import Tokenizer
 

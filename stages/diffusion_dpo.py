@@ -26,7 +26,7 @@ from pipeline.learning.losses import Loss
 from pipeline.learning.settings import PairConfig
 from pipeline.model.lora import AdapterConfig
 from pipeline.run import device
-from pipeline.run.config import main
+from pipeline.run.stage import main
 from pipeline.run.workdir import Job
 
 

@@ -30,7 +30,8 @@ from pipeline.rl import advantages, alarms, answers
 from pipeline.rl.rewards import Resources, Scorer
 from pipeline.rl.rollout import Method, RolloutConfig
 from pipeline.run import device
-from pipeline.run.config import block, main
+from pipeline.run.config import block
+from pipeline.run.stage import main
 from pipeline.run.workdir import Job
 from pipeline.sandbox.judge import SandboxConfig
 

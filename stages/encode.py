@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.ingest import shards
-from pipeline.run.config import main
 from pipeline.run.processes import pool_map
+from pipeline.run.stage import main
 from pipeline.run.tracking import progress
 from pipeline.run.workdir import Job
 from pipeline.text.tokenizer import Tokenizer

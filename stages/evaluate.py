@@ -33,8 +33,8 @@ from pipeline.evaluation.suites import OwnSuites, Plan, Settings, Subject, solve
 from pipeline.ingest.records import Dialogue, Problem, Text, read
 from pipeline.model import checkpoint
 from pipeline.run import device
-from pipeline.run.config import block, main
-from pipeline.run.stage import ANY
+from pipeline.run.config import block
+from pipeline.run.stage import ANY, main
 from pipeline.run.tracking import Number, progress, say, write_curve, write_json
 from pipeline.run.types import JsonObject
 from pipeline.run.workdir import Job

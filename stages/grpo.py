@@ -25,7 +25,8 @@ from pipeline.rl.models import CausalSetting
 from pipeline.rl.rewards import Scorer
 from pipeline.rl.rollout import Method, RolloutBatch, RolloutConfig, RolloutStream
 from pipeline.run import device
-from pipeline.run.config import block, main
+from pipeline.run.config import block
+from pipeline.run.stage import main
 from pipeline.run.workdir import Job
 from pipeline.sandbox.judge import SandboxConfig
 

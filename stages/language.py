@@ -21,8 +21,9 @@ from pipeline.model.config import ModelConfig
 from pipeline.model.initialization import induction_heads, relate_variants
 from pipeline.model.source import Start
 from pipeline.model.transformer import Transformer
-from pipeline.run.config import group, main
+from pipeline.run.config import group
 from pipeline.run.device import generator, need_memory
+from pipeline.run.stage import main
 from pipeline.run.workdir import Job
 from pipeline.text.tokenizer import Tokenizer
 

@@ -19,7 +19,7 @@ from pipeline.model import checkpoint, lora
 from pipeline.model.lora import AdapterConfig
 from pipeline.model.transformer import Transformer
 from pipeline.run import device
-from pipeline.run.config import main
+from pipeline.run.stage import main
 from pipeline.run.workdir import Job
 from pipeline.text.tokenizer import ADDED, SPECIAL
 

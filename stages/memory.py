@@ -33,8 +33,8 @@ from pipeline.model import checkpoint, lora
 from pipeline.model.lora import AdapterConfig
 from pipeline.model.transformer import Transformer
 from pipeline.run import device
-from pipeline.run.config import main
 from pipeline.run.errors import ConfigError, GateError
+from pipeline.run.stage import main
 from pipeline.run.tracking import say, write_json
 from pipeline.run.types import JsonObject
 from pipeline.run.workdir import Job

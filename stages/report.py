@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pipeline.report import baseline, card, charts
 from pipeline.report.metrics import HEADLINES, Prices, short
-from pipeline.run.config import main
+from pipeline.run.stage import main
 from pipeline.run.tracking import write_json
 from pipeline.run.workdir import Job
 

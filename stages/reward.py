@@ -28,7 +28,8 @@ from pipeline.model.transformer import Transformer
 from pipeline.rl import answers
 from pipeline.rl.models import judge_or_none
 from pipeline.run import device
-from pipeline.run.config import block, main
+from pipeline.run.config import block
+from pipeline.run.stage import main
 from pipeline.run.workdir import Job
 from pipeline.sandbox.judge import SandboxConfig
 

@@ -24,9 +24,10 @@ from pipeline.ingest import duplicates, hub, own_files
 from pipeline.ingest import sources as ingest_sources
 from pipeline.ingest.own_files import FeedbackConfig
 from pipeline.ingest.records import Dialogue, Pair, Problem, write
-from pipeline.run.config import block, group, main
+from pipeline.run.config import block, group
 from pipeline.run.errors import DataError
 from pipeline.run.processes import pool_map
+from pipeline.run.stage import main
 from pipeline.run.tracking import progress, say
 from pipeline.run.types import JsonObject
 from pipeline.run.workdir import Job

@@ -18,7 +18,8 @@ from pipeline.ingest import shards
 from pipeline.model import source
 from pipeline.model.config import read_config
 from pipeline.model.source import Start
-from pipeline.run.config import block, main
+from pipeline.run.config import block
+from pipeline.run.stage import main
 from pipeline.run.tracking import say
 from pipeline.run.workdir import Job
 from pipeline.text.adoption import adopt

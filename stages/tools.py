@@ -16,7 +16,7 @@ from pipeline.learning.losses import Loss, Term
 from pipeline.learning.settings import TuneConfig
 from pipeline.model import checkpoint
 from pipeline.model.transformer import Transformer
-from pipeline.run.config import main
+from pipeline.run.stage import main
 from pipeline.run.workdir import Job
 
 

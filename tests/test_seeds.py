@@ -86,7 +86,7 @@ def test_every_stage_is_wired_to_the_seed_that_the_graph_tracks_for_it(
     def main(_run: Any, **wiring: Any) -> None:
         wired[Path(sys.argv[0]).stem] = wiring.get("seed", "seed")
 
-    monkeypatch.setattr("pipeline.run.config.main", main)
+    monkeypatch.setattr("pipeline.run.stage.main", main)
     for stage in stage_names(Path()):
         loaded = sys.modules.pop(f"stages.{stage}", None)
         runpy.run_module(f"stages.{stage}", run_name="__main__", alter_sys=True)

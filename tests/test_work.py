@@ -102,8 +102,8 @@ def test_publishing_again_never_writes_through_a_link(tmp_path: Path) -> None:
 def test_a_second_holder_of_a_lock_waits_and_a_killed_holder_frees_it(tmp_path: Path) -> None:
     folder = tmp_path / "k"
     program = (
-        f"from pipeline.run import workdir; from pathlib import Path\nwith workdir.locked(Path({str(folder)!r})): print('in',"
-        " flush=True); input()"
+        "from pipeline.run import workdir; from pathlib import Path\n"
+        f"with workdir.locked(Path({str(folder)!r})): print('in', flush=True); input()"
     )
     holder = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT)
     assert holder.stdout is not None

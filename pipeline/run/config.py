@@ -1,4 +1,4 @@
-"""params.yaml + conf/ + command line -> frozen dataclasses, strictly; and `main`, which runs a stage.
+"""params.yaml + conf/ + command line -> frozen dataclasses, strictly.
 
 The first source that has a value for a key wins: command line, a value in params.yaml that is not null, the stage's
 preset (`conf/preset/<stage>/<name>.yaml`), its block of the scale file, the dataclass default. Groups are names in
@@ -26,7 +26,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -452,15 +452,6 @@ def resolve(kind: type[T], settings: Settings, stage: str) -> tuple[T, Runtime]:
     """Params and Runtime for a run of `stage`. Raises ConfigError."""
     parameters = build(kind, settings.layers(stage), stage, settings)
     return parameters, build(Runtime, settings.layers("runtime"), "runtime")
-
-
-def main(run: Callable[..., None], **wiring: Any) -> None:
-    """Run a stage from the command line and exit with a code of errors.py; `wiring`: the fields of
-    `pipeline.run.stage.Wiring`.
-    """
-    from pipeline.run.stage import main as run_stage
-
-    run_stage(run, **wiring)
 
 
 def check(argv: list[str]) -> int:

@@ -51,3 +51,17 @@ class SandboxConfig:
     """Modules that candidates may import besides the standard library's: [numpy]."""
     allow_unsafe: bool = False
     """Where there is no sandbox: run with resource limits only, and mark the results."""
+
+
+def job_limits(limits: Limits, cpu_seconds: float, job_cpu: float, job_wall: float) -> dict[str, float]:
+    """The limits of a job with `job_cpu` and `job_wall` seconds left."""
+    return {
+        "cpu": cpu_seconds,
+        "wall": limits.wall(cpu_seconds),
+        "job_cpu": job_cpu,
+        "job_wall": job_wall,
+        "memory": limits.memory_mib << 20,
+        "stdout": limits.stdout_kib << 10,
+        "stderr": limits.stderr_kib << 10,
+        "results": limits.results_kib << 10,
+    }

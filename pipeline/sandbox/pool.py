@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pipeline.run.types import JsonObject
-from pipeline.sandbox.config import Limits, SandboxConfig
+from pipeline.sandbox.config import Limits, SandboxConfig, job_limits
 from pipeline.sandbox.servers import HarnessError, NoSandboxError, Servers
 
 if TYPE_CHECKING:
@@ -162,20 +162,6 @@ class Pool:
             cpu_ms=answer["cpu_ms"],
             max_rss_kb=answer["max_rss_kb"],
         )
-
-
-def job_limits(limits: Limits, cpu_seconds: float, job_cpu: float, job_wall: float) -> dict[str, float]:
-    """The limits of a job with `job_cpu` and `job_wall` seconds left."""
-    return {
-        "cpu": cpu_seconds,
-        "wall": limits.wall(cpu_seconds),
-        "job_cpu": job_cpu,
-        "job_wall": job_wall,
-        "memory": limits.memory_mib << 20,
-        "stdout": limits.stdout_kib << 10,
-        "stderr": limits.stderr_kib << 10,
-        "results": limits.results_kib << 10,
-    }
 
 
 def _remote(url: str, config: SandboxConfig) -> "Remote":

@@ -22,8 +22,7 @@ import httpx
 from pipeline.run.config import without_password
 from pipeline.run.errors import ConfigError
 from pipeline.run.types import JsonObject
-from pipeline.sandbox.config import SandboxConfig
-from pipeline.sandbox.pool import job_limits
+from pipeline.sandbox.config import SandboxConfig, job_limits
 from pipeline.sandbox.servers import HarnessError
 
 BATCH = 128  # jobs in one request
