@@ -34,7 +34,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.export import gguf, huggingface, onnx, parity
+from pipeline.export import gguf, huggingface, onnx, smoke
 from pipeline.model.heads import RewardModel
 from pipeline.model.transformer import Transformer
 from pipeline.run.errors import StagecoachError
@@ -46,7 +46,7 @@ NOT_TRIED = ("vLLM", "MLX", "Ollama")  # of these three the card has a command; 
 HEADINGS = ("program", "tokens", "templates", "largest difference", "mean divergence", "perplexity", "greedy")
 
 
-class Foreign(parity.Program, Protocol):
+class Foreign(smoke.Program, Protocol):
     """A program with its own tokenizer and template."""
 
     def encode(self, text: str) -> list[int]: ...
@@ -168,7 +168,7 @@ class Genai(onnx.Genai):
         return self.tokenizer.apply_chat_template(json.dumps(messages), add_generation_prompt=True, **given)
 
 
-class Exact(parity.Ours):
+class Exact(smoke.Ours):
     """Our own model in float64; greedy text is not taken from it."""
 
     def greedy(self, prompt: list[int], count: int) -> list[int]:
@@ -181,7 +181,7 @@ class Row:
     """What one program gave; None where it was not asked."""
 
     program: str
-    found: parity.Found | None = None
+    found: smoke.Parity | None = None
     tokens: str = ""
     templates: str = ""
     why_not: str = ""
@@ -223,13 +223,13 @@ class Subject:
             program.rendered(messages, tools) == chat.render_text(messages, tools, generation_prompt=True)
             for messages, tools in probes.CONVERSATIONS
         )
-        found = parity.compare(self.model, program, self.tokenizer.encode(parity.probe()))
+        found = smoke.compare(self.model, program, self.tokenizer.encode(smoke.probe()))
         return Row(label, found, f"{same} of {len(ids):,}", f"{rendered}/{len(probes.CONVERSATIONS)}")
 
     def exact(self) -> Row:
         """What float32 itself costs."""
-        ids = self.tokenizer.encode(parity.probe())
-        return Row("ours, float64", parity.compare(self.model, Exact(deepcopy(self.model).double()), ids))
+        ids = self.tokenizer.encode(smoke.probe())
+        return Row("ours, float64", smoke.compare(self.model, Exact(deepcopy(self.model).double()), ids))
 
     def transformers(self) -> Iterator[Row]:
         """In the version that is installed."""
@@ -268,12 +268,12 @@ def rewards(folder: Path, model: RewardModel, tokenizer: Tokenizer) -> list[Row]
     except ImportError:
         return [Row("transformers", why_not="not installed")]
     theirs = library.AutoModelForSequenceClassification.from_pretrained(folder).eval()
-    ids, worst = tokenizer.encode(parity.probe()), 0.0
+    ids, worst = tokenizer.encode(smoke.probe()), 0.0
     with torch.no_grad():
         for first in range(0, len(ids), 128):
             row = torch.tensor([ids[first : first + 128]])
             worst = max(worst, float((theirs(row).logits[0, 0] - model.train(False)(row)[0, -1]).abs()))
-    found = parity.Found(worst, float("nan"), float("nan"), len(ids), 0, 0)
+    found = smoke.Parity(worst, float("nan"), float("nan"), len(ids), 0, 0)
     return [Row(f"transformers {library.__version__}, rewards", found)]
 
 

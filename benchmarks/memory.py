@@ -36,8 +36,8 @@ from pipeline.learning import footprint
 from pipeline.learning.fit import Watchers, fit
 from pipeline.learning.pretraining import plain_loss
 from pipeline.memory import files, measure, training
-from pipeline.memory.baseline import WiderConfig
 from pipeline.memory.config import MemoryConfig
+from pipeline.memory.files import WiderConfig
 from pipeline.memory.losses import Choices
 from pipeline.memory.model import Memory, Reading
 from pipeline.model import checkpoint, lora

@@ -21,8 +21,7 @@ from torch.nn import functional
 
 from pipeline.memory.model import NAME, Reading
 from pipeline.model.config import ModelConfig
-from pipeline.model.hooks import LayerHook, Reads
-from pipeline.model.layers import Linear, RMSNorm
+from pipeline.model.layers import LayerHook, Linear, Reads, RMSNorm
 
 
 @dataclass(frozen=True, kw_only=True)

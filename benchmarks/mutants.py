@@ -83,7 +83,7 @@ MUTANTS = [
     ),
     *_of(
         "losses",
-        "pipeline/diffusion/losses.py",
+        "pipeline/diffusion/training.py",
         "test_diffusion_rollouts.py test_diffusion_batches.py test_diffusion_losses.py",
         ("-(logprobs * weights).sum()", "-logprobs.sum()"),
     ),

@@ -9,7 +9,7 @@ that has a place for an offer asks for it by name, and works without one:
     causal_suites, purposes                   suites of causal models, and who needs them: evaluation/suites.py
     evaluation, evaluation_keys, export,      a kind of model that does not write from left to right:
     serving                                   evaluation/suites.py, export/smoke.py, serve/models.py
-    the rest                                  a layer hook and its training: model/hooks.py, learning/pretraining.py
+    the rest                                  a layer hook and its training: model/layers.py, learning/pretraining.py
 
 So a wing goes by deleting its folder, its stages and its tests. The code hash knows this rule (run/codehash.py).
 """

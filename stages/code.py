@@ -9,8 +9,7 @@ share of the batches is the language stage's text, so that the stories are not f
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pipeline.batches.corpus import CorpusStream
-from pipeline.batches.mixture import MixtureStream
+from pipeline.batches.corpus import CorpusStream, MixtureStream
 from pipeline.learning.fit import fit
 from pipeline.learning.pretraining import LossWeights, next_tokens
 from pipeline.learning.settings import FitConfig

@@ -20,7 +20,6 @@ from pathlib import Path
 from pipeline.batches.batch import TokenBatch
 from pipeline.batches.corpus import CorpusStream
 from pipeline.diffusion import files, sampling, training
-from pipeline.diffusion import losses as diffusion_losses
 from pipeline.diffusion import model as diffusion_model
 from pipeline.diffusion.batches import ExampleStream, Noise, NoisedBatch, PlainExamples, WindowStream, encoded
 from pipeline.diffusion.model import Denoiser, Traits
@@ -28,10 +27,10 @@ from pipeline.diffusion.sampling import Asked
 from pipeline.diffusion.training import DiffusionConfig
 from pipeline.ingest import records
 from pipeline.ingest.records import Problem
-from pipeline.learning import losses as learning_losses
+from pipeline.learning import losses
 from pipeline.learning.fit import Watchers, fit
 from pipeline.learning.losses import Loss, Term
-from pipeline.learning.phases import Phases
+from pipeline.learning.pretraining import Phases
 from pipeline.model import checkpoint
 from pipeline.model.transformer import Transformer
 from pipeline.run import device
@@ -218,9 +217,7 @@ def _trace_length(params: Params) -> int:
 
 def masked_loss(model: Denoiser, batch: NoisedBatch, *, per: str) -> Loss:
     """Cross-entropy under the masks."""
-    return diffusion_losses.masked_cross_entropy(
-        diffusion_losses.masked_logprobs(model, batch.noised), batch.weights, per=per
-    )
+    return training.masked_cross_entropy(training.masked_logprobs(model, batch.noised), batch.weights, per=per)
 
 
 def adapt_loss(model: Denoiser, batch: NoisedBatch) -> Loss:
@@ -230,7 +227,7 @@ def adapt_loss(model: Denoiser, batch: NoisedBatch) -> Loss:
 
 def causal_loss(model: Transformer, batch: TokenBatch) -> Loss:
     """Next-token cross-entropy, of the control."""
-    return Loss([Term("loss", learning_losses.read_out(model, batch, learning_losses.next_token))])
+    return Loss([Term("loss", losses.read_out(model, batch, losses.next_token))])
 
 
 if __name__ == "__main__":

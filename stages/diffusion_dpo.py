@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from pipeline.batches.pairs import PairSplit
-from pipeline.diffusion import files, losses, measure, sampling, training
+from pipeline.diffusion import files, measure, sampling, training
 from pipeline.diffusion.batches import NoisedPairs, check_texts, of_kinds
 from pipeline.diffusion.masks import Drawn
 from pipeline.diffusion.model import Denoiser
@@ -58,7 +58,7 @@ class Params:
                 raise ValueError(f"{name}: expected at least 1 masked pass, got {getattr(self, name)}")
         if self.beta <= 0 or self.sft_weight < 0:
             raise ValueError(f"expected beta > 0 and sft_weight >= 0, got {self.beta} and {self.sft_weight}")
-        for name, options in {"timesteps": ("stratified", "independent"), "dpo_reduction": losses.REDUCTIONS}.items():
+        for name, options in {"timesteps": ("stratified", "independent"), "dpo_reduction": training.REDUCTIONS}.items():
             if getattr(self, name) not in options:
                 raise ValueError(f"{name}: expected one of {', '.join(options)}, got {getattr(self, name)!r}")
 
@@ -128,7 +128,7 @@ def _add_reference_estimates(
         if path.is_file():
             stream.references[name, turn] = np.load(path)
             continue
-        estimates = losses.reference_elbos(
+        estimates = training.reference_elbos(
             reference_model, stream, name, turn, stream.read(name, turn, num_pairs), target
         )
         stream.references[name, turn] = estimates
@@ -142,10 +142,10 @@ def _add_reference_estimates(
 def loss(model: Denoiser, batch: Drawn, *, params: Params) -> Loss:
     """The DPO loss of a batch of pairs."""
     assert batch.reference is not None
-    policy = losses.pair_elbos(model, batch)
-    return losses.diffusion_dpo(
+    policy = training.pair_elbos(model, batch)
+    return training.diffusion_dpo(
         policy,
-        losses.pairs_of(batch.reference, batch.lengths),
+        training.pairs_of(batch.reference, batch.lengths),
         beta=params.beta,
         sft_weight=params.sft_weight,
         reduction=params.dpo_reduction,

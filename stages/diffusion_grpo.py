@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from pipeline.diffusion import files, losses, sampling, training
+from pipeline.diffusion import files, sampling, training
 from pipeline.diffusion import rollouts as diffusion_rollouts
 from pipeline.diffusion.masks import CoupledBatch
 from pipeline.diffusion.model import Denoiser
@@ -192,7 +192,7 @@ def run(params: Params, job: Job, *, base: Path, problems: Path, out: Path, samp
 
 def loss(model: Denoiser, batch: CoupledBatch, *, method: GroupMethod, params: Params) -> Loss:
     """The clipped policy gradient on the coupled estimates."""
-    logprobs = losses.coupled_logprobs(model, batch, released=params.estimator == "released")
+    logprobs = training.coupled_logprobs(model, batch, released=params.estimator == "released")
     return policy_losses.group_policy(
         logprobs,
         -logprobs.detach(),

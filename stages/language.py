@@ -15,11 +15,10 @@ from pipeline.batches.corpus import CorpusStream
 from pipeline.learning.fit import fit
 from pipeline.learning.pretraining import LossWeights, next_tokens
 from pipeline.learning.settings import FitConfig
-from pipeline.model import initialization, source
+from pipeline.model import config, initialization
 from pipeline.model.checkpoint import save
-from pipeline.model.config import ModelConfig
+from pipeline.model.config import ModelConfig, Start
 from pipeline.model.initialization import induction_heads, relate_variants
-from pipeline.model.source import Start
 from pipeline.model.transformer import Transformer
 from pipeline.run.config import group
 from pipeline.run.device import generator, need_memory
@@ -46,7 +45,7 @@ def run(params: Params, job: Job, *, tokenizer: Path, tokens: Path, out: Path, c
     if params.base.scratch:
         model = fresh(params, text, job.seed)
     else:
-        located = source.located(params.base, checkpoint, weights=True, tokenizer=tokenizer)
+        located = config.located(params.base, checkpoint, weights=True, tokenizer=tokenizer)
         model, commit = initialization.load(located.folder, text), located.commit
     stream = CorpusStream(
         tokens,
@@ -59,7 +58,7 @@ def run(params: Params, job: Job, *, tokenizer: Path, tokens: Path, out: Path, c
     batches, loss, watchers = next_tokens(model, stream, params.weights, job, tokens=params.fit.eval_tokens)
     fit(model, batches, loss, params.fit, job, from_scratch=params.base.scratch, watchers=watchers)
     job.report(parameters=model.num_parameters())
-    lineage = job.lineage | source.lineage(params.base, commit)
+    lineage = job.lineage | config.lineage(params.base, commit)
     save(out, model, text, lineage, precision=params.fit.save_precision)
 
 

@@ -14,17 +14,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipeline.batches.batch import TokenBatch
-from pipeline.batches.corpus import CorpusStream
+from pipeline.batches.corpus import CorpusStream, MixtureStream
 from pipeline.batches.dialogues import Asked, FactStream
-from pipeline.batches.mixture import MixtureStream
 from pipeline.evaluation.intervals import paired_difference
 from pipeline.learning import pretraining, reference
 from pipeline.learning.fit import Watchers, fit
-from pipeline.learning.phases import Phases
+from pipeline.learning.pretraining import Phases
 from pipeline.learning.settings import FitConfig
 from pipeline.memory import files, measure, training
-from pipeline.memory.baseline import Wider, WiderConfig
 from pipeline.memory.config import LEAK, MemoryConfig
+from pipeline.memory.files import Wider, WiderConfig
 from pipeline.memory.losses import RouterWeights
 from pipeline.memory.measure import Recall
 from pipeline.memory.model import Memory, Reading

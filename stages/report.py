@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pipeline.report import baseline, card, charts
+from pipeline.report import baseline, card
 from pipeline.report.metrics import HEADLINES, Prices, short
 from pipeline.run.stage import main
 from pipeline.run.tracking import write_json
@@ -59,7 +59,7 @@ def run(params: Params, job: Job, *, metrics: Path, out: Path, plots: Path, head
     plots.mkdir()
     for number, figure in enumerate(card.figures(measured)):
         words = re.findall(r"[a-z0-9]+", figure["title"].lower())
-        (plots / f"{number}-{'-'.join(words)}.svg").write_text(charts.standalone(figure["svg"]), encoding="utf-8")
+        (plots / f"{number}-{'-'.join(words)}.svg").write_text(card.standalone(figure["svg"]), encoding="utf-8")
 
 
 if __name__ == "__main__":

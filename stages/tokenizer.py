@@ -3,7 +3,7 @@
     data/raw/{text,code} -> data/tokenizer        (Sennrich et al. 2016, arXiv:1508.07909; bytes as in GPT-2)
 
 A model that is continued from a pretrained checkpoint (`language.start`) keeps the checkpoint's tokenizer, with the
-control tokens that it lacks added (`pipeline/text/adoption.py`). Then nothing is trained here, and `vocab_size` is the
+control tokens that it lacks added (`pipeline/text/tokenizer.py`). Then nothing is trained here, and `vocab_size` is the
 checkpoint's.
 
 The stage reports bytes per token on held-out documents of each corpus: the more bytes, the fewer tokens to read and to
@@ -15,15 +15,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipeline.ingest import shards
-from pipeline.model import source
-from pipeline.model.config import read_config
-from pipeline.model.source import Start
+from pipeline.model import config
+from pipeline.model.config import Start, read_config
 from pipeline.run.config import block
 from pipeline.run.stage import main
 from pipeline.run.tracking import say
 from pipeline.run.workdir import Job
-from pipeline.text.adoption import adopt
-from pipeline.text.tokenizer import Tokenizer
+from pipeline.text.tokenizer import Tokenizer, adopt
 
 CHARACTERS = 10_000  # of a document: a few giant files must not decide the vocabulary
 HELD_OUT_BYTES = 2_000_000  # of each corpus's val split, for the report
@@ -72,10 +70,10 @@ def learnt(params: Params, text: Path, code: Path) -> Tokenizer:
 
 def _adopt_tokenizer(base: Start, checkpoint: Path | None, out: Path) -> Tokenizer:
     """The tokenizer of a pretrained checkpoint; the commit of one from the hub is recorded beside it."""
-    located = source.located(base, checkpoint, weights=False)
+    located = config.located(base, checkpoint, weights=False)
     adopted = adopt(located.folder, read_config(located.folder).vocab_size)
     say(f"tokenizer: taken from {located.folder}; {len(adopted.fresh)} control tokens added")
-    source.record(out, base, located.commit)
+    config.record(out, base, located.commit)
     return adopted.tokenizer
 
 

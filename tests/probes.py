@@ -5,7 +5,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from pipeline.export import parity
+from pipeline.export import smoke
 
 ROOT = Path(__file__).parents[1]
 # first letter and number of letters of alphabets, syllabaries and signs
@@ -60,7 +60,7 @@ def long_text() -> str:
     """
     own = ["pipeline/batches/*.py", "pipeline/learning/*.py", "README.md", ".ci/run", "Makefile", "dvc.yaml"]
     parts = [path.read_text(encoding="utf-8") for pattern in own for path in sorted(ROOT.glob(pattern))]
-    return "\n".join([parity.probe(), *parts, CONTRACTIONS, _scripts(random.Random(7), 3_000)])
+    return "\n".join([smoke.probe(), *parts, CONTRACTIONS, _scripts(random.Random(7), 3_000)])
 
 
 def _scripts(draw: random.Random, words: int) -> str:

@@ -9,8 +9,7 @@ import pytest
 
 from pipeline.run.errors import ModelError
 from pipeline.text import chat
-from pipeline.text.adoption import adopt
-from pipeline.text.tokenizer import ADDED, SPECIAL, Tokenizer
+from pipeline.text.tokenizer import ADDED, SPECIAL, Tokenizer, adopt
 from tests import probes
 from tests.checkpoints import CONTROL, bpe
 

@@ -33,7 +33,7 @@ ONE_PLACE = {
             "pipeline/learning/losses.py",
             "pipeline/learning/pair_losses.py",
             "pipeline/learning/policy_losses.py",
-            "pipeline/diffusion/losses.py",
+            "pipeline/diffusion/training.py",
             "pipeline/memory/losses.py",
         ),
     ),

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from pipeline.model import transformer
-from pipeline.model.attention import Documents, Padded
 from pipeline.model.config import ModelConfig
+from pipeline.model.layers import Documents, Padded
 from pipeline.model.transformer import EVEN_ROWS, Transformer
 
 CONFIG = ModelConfig(

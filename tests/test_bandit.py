@@ -20,9 +20,9 @@ from pipeline.learning import fit as learning_fit
 from pipeline.learning.fit import Watchers, fit
 from pipeline.learning.policy_losses import METHODS, GroupMethod
 from pipeline.learning.processes import Ranks
-from pipeline.model.attention import Line
 from pipeline.model.config import ModelConfig
 from pipeline.model.heads import ActorCritic, RewardModel
+from pipeline.model.layers import Line
 from pipeline.model.transformer import Transformer
 from pipeline.rl import answers
 from pipeline.rl.advantages import PPOConfig, annotate_group, annotate_ppo, estimate_group, estimate_ppo

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.evaluation import benchmarks, unrolling
+from pipeline.evaluation import benchmarks, code
 from pipeline.evaluation import bfcl as evaluation_bfcl
 from pipeline.evaluation.suites import SuiteResult
 from pipeline.model import checkpoint
@@ -166,9 +166,9 @@ def fenced(source: str) -> str:
 # a check in code becomes tests about literals
 
 
-def protect(judge: Judge, body: str, context: str = "") -> unrolling.Tests:
+def protect(judge: Judge, body: str, context: str = "") -> code.Tests:
     source = "def check(candidate):\n" + "".join(f"    {line}\n" for line in body.splitlines())
-    (tests,) = unrolling.protect(judge, [unrolling.function(source, "f", context, "file:1")])
+    (tests,) = code.protect(judge, [code.function(source, "f", context, "file:1")])
     return tests
 
 
@@ -371,7 +371,7 @@ def test_both_forms_of_mbpp_give_the_test_split_with_its_setup(judge: Judge, tmp
         square, area = loaded.exercises
         assert (square.entry_point, area.entry_point, square.before) == ("square", "area", "")
         assert area.before.startswith("import math") and "\r" not in square.reference
-        tests = unrolling.protect(judge, [square.check, area.check])
+        tests = code.protect(judge, [square.check, area.check])
         assert [len(t.tests) for t in tests] == [2, 2] and not any(t.unprotected for t in tests)
         programs = [
             Program(source=source, entry_point=exercise.entry_point, tests=found.tests)

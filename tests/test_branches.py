@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.model import attention
-from pipeline.model.attention import LEAST_SHARED, Branches, Line, begin_alike
+from pipeline.model import layers as model_layers
 from pipeline.model.config import ModelConfig
-from pipeline.model.cpu import layers
+from pipeline.model.cpu import layers as cpu_layers
+from pipeline.model.layers import LEAST_SHARED, Branches, Line, begin_alike
 from pipeline.model.transformer import Transformer
 
 CONFIG = ModelConfig(
@@ -92,7 +92,7 @@ def test_results_and_gradients_are_those_of_rows_computed_alone(
     weight = torch.randn(int(select.sum()), CONFIG.vocab_size, generator=torch.Generator().manual_seed(1)).to(dtype)
     found = []
     for least in (LEAST_SHARED, 10_000):
-        monkeypatch.setattr(attention, "LEAST_SHARED", least)
+        monkeypatch.setattr(model_layers, "LEAST_SHARED", least)
         model = made().to(dtype)
         logits = model(ids, documents=documents, select=select)
         (logits * weight).sum().backward()
@@ -133,11 +133,11 @@ def test_ragged_attention_with_keys_before_the_queries() -> None:
     """The last queries of a document against all of it are the last rows of the whole."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(200, heads, 8, generator=generator, dtype=torch.float64) for heads in (4, 2, 2))
-    whole = layers.ragged_attention(q, k, v, [120, 80], causal=True)
+    whole = cpu_layers.ragged_attention(q, k, v, [120, 80], causal=True)
     late = torch.cat([q[50:120], q[197:]])
-    found = layers.ragged_attention(late, k, v, [70, 3], causal=True, before=[50, 77])
+    found = cpu_layers.ragged_attention(late, k, v, [70, 3], causal=True, before=[50, 77])
     torch.testing.assert_close(found, torch.cat([whole[50:120], whole[197:]]), rtol=1e-10, atol=1e-12)
-    kernels_of = lambda a, b, c: layers.ragged_attention(a, b, c, [2, 1], causal=True, before=[1, 2])  # noqa: E731
+    kernels_of = lambda a, b, c: cpu_layers.ragged_attention(a, b, c, [2, 1], causal=True, before=[1, 2])  # noqa: E731
     small = [
         torch.randn(n, h, 2, generator=generator, dtype=torch.float64, requires_grad=True)
         for n, h in ((3, 2), (6, 1), (6, 1))

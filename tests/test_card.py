@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.report import card, charts
+from pipeline.report import card
 from pipeline.report import metrics as report_metrics
 from pipeline.report.metrics import HEADLINES, Run
 from tests import results
@@ -142,12 +142,12 @@ def test_ppo_is_compared_with_its_policy_s_start_and_not_with_its_reward_model()
 
 
 def test_numbers_of_a_curve_stand_below_it_thinned_with_first_and_last() -> None:
-    series = [charts.Series("a", [(float(s), s / 100) for s in range(1, 101)]), charts.Series("b", [(1.0, 5.0)])]
-    rows = charts.thinned(series, most=10)
+    series = [card.Series("a", [(float(s), s / 100) for s in range(1, 101)]), card.Series("b", [(1.0, 5.0)])]
+    rows = card.thinned(series, most=10)
     assert rows[0] == ["1", "0.0100", "5.0000"]
     assert rows[-1] == ["100", "1.0000", ""]
     assert 10 <= len(rows) <= 12
-    assert charts.thinned([charts.Series("a", [(7.0, 1.0)])]) == [["7", "1.0000"]]
+    assert card.thinned([card.Series("a", [(7.0, 1.0)])]) == [["7", "1.0000"]]
 
 
 def test_time_comes_from_the_work_folder_of_the_key_or_was_elsewhere(metrics: Path, tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.diffusion import files, model
+from pipeline.diffusion import files
+from pipeline.diffusion import model as diffusion_model
 from pipeline.export import huggingface
 from pipeline.model import checkpoint
 from pipeline.model.transformer import Transformer
@@ -71,13 +72,13 @@ def test_a_published_checkpoint_is_compared_with_its_weights_before_a_model_is_b
     path = tmp_path / "config.json"
     changes: dict[str, Any] = {"model_type": "Dream", "attention_bias": True, "num_hidden_layers": 10**8}
     path.write_text(json.dumps(json.loads(path.read_text()) | changes | {"mask_token_id": 3}))
-    monkeypatch.setattr(model, "Transformer", None)
+    monkeypatch.setattr(diffusion_model, "Transformer", None)
     with pytest.raises(ModelError, match=r"num_hidden_layers is 100000000"):
-        model.load(tmp_path)
+        diffusion_model.load(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["[]", "3", "not json"])
 def test_a_published_config_that_is_no_object_is_refused_by_name(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ModelError, match=r"config\.json"):
-        model.read(tmp_path)
+        diffusion_model.read(tmp_path)

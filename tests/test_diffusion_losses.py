@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pipeline.diffusion import masks
-from pipeline.diffusion.losses import FORMS, enumerated
+from pipeline.diffusion.training import FORMS, enumerated
 from tests.diffusion_fixture import MASK, MASKS, SEQUENCES, STATES, L, V, masked_sums, moved, normalised, score, table
 
 

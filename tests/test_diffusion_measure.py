@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from pipeline.diffusion import files, measure, report, sampling
-from pipeline.diffusion.losses import enumerated, masked_logprobs
 from pipeline.diffusion.measure import CanvasSettings, CanvasSubject, ways
 from pipeline.diffusion.model import Denoiser, Noised
 from pipeline.diffusion.sampling import Asked, Generation, Step
+from pipeline.diffusion.training import enumerated, masked_logprobs
 from pipeline.evaluation.likelihood import windows
 from pipeline.ingest.records import Text
 from pipeline.model.transformer import Transformer

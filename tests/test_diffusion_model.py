@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.diffusion import files, losses
+from pipeline.diffusion import files, training
 from pipeline.diffusion import masks as diffusion_masks
 from pipeline.diffusion import model as diffusion_model
-from pipeline.diffusion.losses import draw_sums, elbo, masked_logprobs, pair_elbos, pairs_of
 from pipeline.diffusion.masks import Drawn
 from pipeline.diffusion.model import Denoiser, Noised, Traits
+from pipeline.diffusion.training import draw_sums, elbo, masked_logprobs, pair_elbos, pairs_of
 from pipeline.model.config import ModelConfig
-from pipeline.model.hooks import LayerHook
+from pipeline.model.layers import LayerHook
 from pipeline.model.transformer import Transformer
 from pipeline.run.errors import ModelError
 from pipeline.text.tokenizer import Tokenizer
@@ -144,7 +144,7 @@ def test_logits_in_pieces_give_the_same_numbers_and_gradients(monkeypatch: pytes
 
 def dpo_gradients(own: Denoiser, batch: Drawn, *, weight: float) -> dict[str, Tensor]:
     reference = pairs_of(torch.zeros(len(batch.lengths), dtype=torch.float64), batch.lengths)
-    found = losses.diffusion_dpo(pair_elbos(own, batch), reference, beta=0.1, sft_weight=weight)
+    found = training.diffusion_dpo(pair_elbos(own, batch), reference, beta=0.1, sft_weight=weight)
     sum(term.coefficient * term.sum for term in found.terms).backward()  # type: ignore[union-attr]
     return {name: p.grad.clone() for name, p in own.named_parameters() if p.grad is not None}
 
@@ -199,7 +199,7 @@ def test_a_policy_that_equals_its_reference_has_no_margin_but_a_gradient() -> No
     reference = pair_elbos(model().train(False), batch)
     reference = replace(reference, chosen=reference.chosen.detach(), rejected=reference.rejected.detach())
     own = model().train(False)
-    found = losses.diffusion_dpo(pair_elbos(own, batch), reference, beta=0.2, sft_weight=0.0)
+    found = training.diffusion_dpo(pair_elbos(own, batch), reference, beta=0.2, sft_weight=0.0)
     assert found.metrics["rewards/margins"][0] == 0
     assert round(float(found.terms[0].sum.detach()) / 2, 6) == 0.693147
     found.terms[0].sum.backward()
@@ -308,5 +308,5 @@ def test_two_layers_trained_on_a_known_joint_come_to_its_entropy() -> None:
                 masks = torch.tensor([[False, *mask]])
                 return masked_logprobs(own, replace(noised(text[None], masks), asked=wanted)).tolist()
 
-            total -= losses.enumerated(score, 3, "k")
+            total -= training.enumerated(score, 3, "k")
     assert abs(total / 16 - 2 * np.log(4)) < 0.05

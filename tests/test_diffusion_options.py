@@ -13,7 +13,7 @@ import torch
 
 from pipeline.diffusion.training import DiffusionConfig, Following
 from pipeline.evaluation import solving
-from pipeline.learning.phases import Phases
+from pipeline.learning.pretraining import Phases
 from pipeline.rl.answers import Prompt
 from pipeline.run.config import Settings, stage_params
 from pipeline.run.device import stable_hash

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from pipeline.diffusion import masks
-from pipeline.diffusion.losses import coupled_logprobs
 from pipeline.diffusion.rollouts import CanvasRollouts, Coupling, annotate
+from pipeline.diffusion.training import coupled_logprobs
 from pipeline.learning.policy_losses import group_policy, kl_k3
 from pipeline.learning.processes import Ranks
 from pipeline.rl.rewards import Resources, Scorer

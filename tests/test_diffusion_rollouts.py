@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.diffusion import losses, training
 from pipeline.diffusion import masks as diffusion_masks
 from pipeline.diffusion import rollouts as diffusion_rollouts
-from pipeline.diffusion.losses import coupled_logprobs
+from pipeline.diffusion import training
 from pipeline.diffusion.masks import CoupledBatch
 from pipeline.diffusion.model import Noised
 from pipeline.diffusion.rollouts import CanvasAnswer, Coupling
+from pipeline.diffusion.training import coupled_logprobs
 from pipeline.ingest.records import Problem
 from pipeline.learning import policy_losses
 from pipeline.learning.pair_losses import PairLogprobs
@@ -267,7 +267,7 @@ def test_the_gate_of_the_first_step_names_what_moved() -> None:
 def test_the_masked_cross_entropy_weighs_each_token_by_one_over_its_noise() -> None:
     """Tokens of -1 and -3 nats at t = 1/2 and t = 1/4: 2 * 1 + 4 * 3."""
     logprobs = torch.tensor([-1.0, -3.0], requires_grad=True)
-    found = losses.masked_cross_entropy(logprobs, torch.tensor([2.0, 4.0]), per="tokens")
+    found = training.masked_cross_entropy(logprobs, torch.tensor([2.0, 4.0]), per="tokens")
     (term,) = found.terms
     assert (term.name, term.sum.item(), term.per) == ("loss", 14.0, "tokens")
     term.sum.backward()
@@ -284,26 +284,26 @@ def pairs(chosen: float, rejected: float) -> PairLogprobs:
 
 @pytest.mark.parametrize(("margin", "expected"), [(0.2, 0.598139), (-0.2, 0.798139), (0.0, 0.693147)])
 def test_the_loss_of_a_margin_by_hand(margin: float, expected: float) -> None:
-    found = losses.diffusion_dpo(pairs(margin / 0.2, 0.0), pairs(0.0, 0.0), beta=0.2, sft_weight=0.0)
+    found = training.diffusion_dpo(pairs(margin / 0.2, 0.0), pairs(0.0, 0.0), beta=0.2, sft_weight=0.0)
     assert round(float(found.terms[0].sum), 6) == expected
-    swapped = losses.diffusion_dpo(pairs(0.0, margin / 0.2), pairs(0.0, 0.0), beta=0.2, sft_weight=0.0)
+    swapped = training.diffusion_dpo(pairs(0.0, margin / 0.2), pairs(0.0, 0.0), beta=0.2, sft_weight=0.0)
     assert float(swapped.metrics["rewards/margins"][0]) == -float(found.metrics["rewards/margins"][0])
 
 
 def test_the_likelihood_of_the_chosen_answer_is_a_mean_over_its_tokens() -> None:
-    found = losses.diffusion_dpo(pairs(-8.0, -1.0), pairs(-8.0, -1.0), beta=0.2, sft_weight=0.05)
+    found = training.diffusion_dpo(pairs(-8.0, -1.0), pairs(-8.0, -1.0), beta=0.2, sft_weight=0.05)
     assert [(term.name, float(term.sum), term.coefficient) for term in found.terms[1:]] == [("sft", 2.0, 0.05)]
 
 
 def test_a_mean_reduction_divides_by_each_answers_own_length() -> None:
-    found = losses.diffusion_dpo(pairs(4.0, 1.0), pairs(0.0, 0.0), beta=1.0, sft_weight=0.0, reduction="mean")
+    found = training.diffusion_dpo(pairs(4.0, 1.0), pairs(0.0, 0.0), beta=1.0, sft_weight=0.0, reduction="mean")
     assert float(found.metrics["rewards/margins"][0]) == 4 / 4 - 1 / 2
 
 
 def test_raw_and_implicit_accuracy_are_two_things_and_a_tie_counts_half() -> None:
-    found = losses.diffusion_dpo(pairs(-3.0, -2.0), pairs(-3.0, -2.0), beta=1.0, sft_weight=0.0)
+    found = training.diffusion_dpo(pairs(-3.0, -2.0), pairs(-3.0, -2.0), beta=1.0, sft_weight=0.0)
     assert float(found.metrics["rewards/accuracies"][0]) == 0.5 and float(found.metrics["raw_accuracy"][0]) == 0
-    found = losses.diffusion_dpo(pairs(-3.0, -2.0), pairs(-5.0, -2.0), beta=1.0, sft_weight=0.0)
+    found = training.diffusion_dpo(pairs(-3.0, -2.0), pairs(-5.0, -2.0), beta=1.0, sft_weight=0.0)
     assert float(found.metrics["rewards/accuracies"][0]) == 1 and float(found.metrics["raw_accuracy"][0]) == 0
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pipeline.export import gguf as export_gguf
-from pipeline.export import parity
+from pipeline.export import smoke
 from pipeline.model import checkpoint
 from pipeline.model.config import ModelConfig
 from pipeline.model.transformer import Transformer
@@ -301,6 +301,6 @@ def test_a_model_that_rounding_changes_too_much_is_refused(
     serialized = (tmp_path / "tokenizer/tokenizer.json").read_text(encoding="utf-8")
     found = export_gguf.verify(path, model, byte_tokenizer, serialized, kind="q8_0")["divergence"]
     assert found > 0
-    monkeypatch.setitem(parity.LIMITS, "q8_0", parity.Limit(divergence=found / 2))
+    monkeypatch.setitem(smoke.LIMITS, "q8_0", smoke.Limit(divergence=found / 2))
     with pytest.raises(GateError, match=r"the divergence is \S+ nats a token \(at most "):
         export_gguf.verify(path, model, byte_tokenizer, serialized, kind="q8_0")

@@ -202,7 +202,7 @@ def test_a_block_of_the_scale_file_concerns_its_stage_alone(repository: Reposito
 
 
 def test_comments_docstrings_and_the_server_train_nothing(repository: Repository) -> None:
-    repository.edit("pipeline/model/attention.py", '"""', '"""Another word. ')
+    repository.edit("pipeline/model/layers.py", '"""', '"""Another word. ')
     (repository.folder / "pipeline/model/transformer.py").open("a").write("\n# a comment\n")
     (repository.folder / "pipeline/serve/chat.py").open("a").write("\nPORT = 1\n")
     assert repository.repro() == {"code_versions"}

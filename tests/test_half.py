@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.learning.losses import next_token
 from pipeline.model import transformer
-from pipeline.model.attention import Branches, Documents, Masked, Padded, Rows, documents_of
 from pipeline.model.config import ModelConfig
 from pipeline.model.cpu import attention, layers, native, primitives
 from pipeline.model.cpu.layers import ragged_attention
+from pipeline.model.layers import Branches, Documents, Masked, Padded, Rows, documents_of
 from pipeline.model.lora import AdapterConfig, attach
 from pipeline.model.transformer import Transformer
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pipeline.export import huggingface, parity
+from pipeline.export import huggingface, smoke
 from pipeline.model import checkpoint
 from pipeline.model.config import ModelConfig
 from pipeline.model.heads import RewardModel
@@ -64,7 +64,7 @@ def test_every_file_has_its_checksum(out: Path) -> None:
 
 def test_the_export_equals_its_model(out: Path, tiny_model: Transformer, byte_tokenizer: Tokenizer) -> None:
     proof = huggingface.verify(tiny_model, byte_tokenizer, out)
-    tokens = len(byte_tokenizer.encode(parity.probe()))
+    tokens = len(byte_tokenizer.encode(smoke.probe()))
     assert proof == {
         "max_difference": 0.0,
         "divergence": 0.0,
@@ -77,7 +77,7 @@ def test_the_export_equals_its_model(out: Path, tiny_model: Transformer, byte_to
 
 
 def test_the_probe_is_eight_kilobytes_of_odd_text() -> None:
-    text = parity.probe()
+    text = smoke.probe()
     assert 7_500 <= len(text.encode()) <= 9_000
     for odd in (
         "\r\n",
@@ -128,8 +128,8 @@ def test_what_is_measured_is_what_a_slow_walk_measures(tiny_model: Transformer, 
     other.load_state_dict(tiny_model.state_dict())
     with torch.no_grad():
         other.model.layers[1].mlp.down_proj.weight.mul_(0.9)
-    ids = byte_tokenizer.encode(parity.probe())[:300]  # a window of 256 and one of 44
-    found = parity.compare(tiny_model, parity.Ours(other.train(False)), ids)
+    ids = byte_tokenizer.encode(smoke.probe())[:300]  # a window of 256 and one of 44
+    found = smoke.compare(tiny_model, smoke.Ours(other.train(False)), ids)
     changes, divergences = [], []
     for window in (ids[:256], ids[256:]):
         for place in range(1, len(window)):
@@ -143,7 +143,7 @@ def test_what_is_measured_is_what_a_slow_walk_measures(tiny_model: Transformer, 
     assert found.perplexity == pytest.approx(2.718281828459045 ** (sum(changes) / 298) - 1, abs=1e-6)
 
 
-class Stammering(parity.Ours):
+class Stammering(smoke.Ours):
     """The model, but for its eleventh greedy token."""
 
     def greedy(self, prompt: list[int], count: int) -> list[int]:
@@ -154,12 +154,14 @@ class Stammering(parity.Ours):
 def test_greedy_tokens_count_until_the_first_that_differs(
     tiny_model: Transformer, byte_tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    found = parity.compare(tiny_model, Stammering(tiny_model), byte_tokenizer.encode(parity.probe())[:300])
+    found = smoke.compare(tiny_model, Stammering(tiny_model), byte_tokenizer.encode(smoke.probe())[:300])
     assert (found.max_difference, found.greedy_equal, found.greedy_tokens) == (0.0, 10, 64)
     for kind in ("huggingface", "f32", "onnx fp32"):
         with pytest.raises(GateError, match="10/64 greedy tokens agree"):
-            parity.check(found, kind, tmp_path)
-    assert parity.check(found, "q8_0", tmp_path)["greedy_equal"] == 10  # rounded weights may choose otherwise: recorded
+            smoke.check_parity(found, kind, tmp_path)
+    assert (
+        smoke.check_parity(found, "q8_0", tmp_path)["greedy_equal"] == 10
+    )  # rounded weights may choose otherwise: recorded
 
 
 def test_a_reward_model_is_proved_by_its_rewards(
@@ -298,7 +300,7 @@ def test_transformers_computes_what_we_do(out: Path, tiny_model: Transformer, by
     transformers = pytest.importorskip("transformers")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(out).eval()
     assert type(theirs).__name__ == "Qwen3ForCausalLM"
-    ids = torch.tensor([byte_tokenizer.encode(parity.probe())[:256]])
+    ids = torch.tensor([byte_tokenizer.encode(smoke.probe())[:256]])
     with torch.no_grad():
         apart = theirs(ids).logits.log_softmax(-1) - tiny_model(ids).log_softmax(-1)
     assert float(apart.abs().max()) <= 1e-5
@@ -315,7 +317,7 @@ def test_transformers_rewards_the_last_token_that_is_no_padding_as_we_do(
     assert (type(theirs).__name__, theirs.config.num_labels) == ("Qwen3ForSequenceClassification", 1)
     assert theirs.config.pad_token_id == byte_tokenizer.pad
     rows = [
-        byte_tokenizer.encode(parity.probe())[start : start + length]
+        byte_tokenizer.encode(smoke.probe())[start : start + length]
         for start, length in ((0, 200), (500, 120), (900, 7))
     ]
     padded = torch.tensor([[*row, *[byte_tokenizer.pad] * (200 - len(row))] for row in rows])
@@ -339,7 +341,7 @@ def test_a_merged_adapter_is_the_model_with_its_adapter(
         for name, parameter in model.named_parameters():
             if ".lora_" in name:
                 parameter.normal_(0, 0.05, generator=torch.Generator().manual_seed(len(name)))
-    ids = torch.tensor([byte_tokenizer.encode(parity.probe())[:256]])
+    ids = torch.tensor([byte_tokenizer.encode(smoke.probe())[:256]])
     with torch.no_grad():
         attached = model.train(False)(ids).log_softmax(-1)
         lora.merge(model)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from benchmarks.exports import LlamaCpp
-from pipeline.export import gguf, parity
+from pipeline.export import gguf, smoke
 from pipeline.model.config import ModelConfig
 from pipeline.model.transformer import Transformer
 from pipeline.text import chat
@@ -45,7 +45,7 @@ SHAPES = {
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
     """Merges of two languages, code and accents: more than the fixtures' few."""
-    return Tokenizer.train(iter([parity.probe()] * 3), 512)
+    return Tokenizer.train(iter([smoke.probe()] * 3), 512)
 
 
 def drawn(shape: ModelConfig, scale: float = 3.0) -> Transformer:
@@ -121,10 +121,10 @@ def test_llama_cpp_s_own_reading_of_the_template_gives_plain_conversations(progr
         assert into.raw[:size].decode() == chat.render_text(messages, generation_prompt=True)
 
 
-def beside(model: Transformer, tokenizer: Tokenizer, folder: Path, kind: str, cache: str = "f32") -> parity.Found:
+def beside(model: Transformer, tokenizer: Tokenizer, folder: Path, kind: str, cache: str = "f32") -> smoke.Parity:
     """llama.cpp with the model's file, compared on the 8 KB of the probe."""
     opened = LlamaCpp(written(folder, model, tokenizer, kind), 512, cache=cache)
-    found = parity.compare(model, opened, tokenizer.encode(parity.probe()))
+    found = smoke.compare(model, opened, tokenizer.encode(smoke.probe()))
     opened.close()
     assert found.probe_tokens > 3000
     return found
@@ -136,7 +136,7 @@ def test_log_probabilities_and_greedy_text_of_f32_are_ours(shape: str, tokenizer
     found = beside(model, tokenizer, tmp_path, "f32")
     assert found.max_difference <= 1e-5
     assert (found.greedy_equal, found.greedy_tokens) == (64, 64)
-    said = parity.Ours(model).greedy(tokenizer.encode(parity.probe())[:32], 64)
+    said = smoke.Ours(model).greedy(tokenizer.encode(smoke.probe())[:32], 64)
     assert len(set(said)) > 8  # it is no constant that is equal
 
 
@@ -149,7 +149,7 @@ def test_rounded_files_are_as_far_as_the_gate_allows(
     it.
     """
     found = beside(drawn(SHAPES[shape]), tokenizer, tmp_path, kind)
-    assert 0 < found.divergence <= parity.LIMITS[kind].divergence
+    assert 0 < found.divergence <= smoke.LIMITS[kind].divergence
 
 
 def test_a_cache_in_f16_costs_little(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -165,6 +165,6 @@ def test_llama_cpp_s_eyes_see_a_wrong_file(tokenizer: Tokenizer, tmp_path: Path)
         weight.copy_(weight.view(2, 2, 16, 64).transpose(1, 2).reshape(64, 64))
     for wrong in (other, permuted):
         opened = LlamaCpp(written(tmp_path, wrong, tokenizer, "f32"), 512)
-        found = parity.compare(model, opened, tokenizer.encode(parity.probe())[:512])
+        found = smoke.compare(model, opened, tokenizer.encode(smoke.probe())[:512])
         opened.close()
-        assert found.divergence > parity.LIMITS["q8_0"].divergence
+        assert found.divergence > smoke.LIMITS["q8_0"].divergence

@@ -270,7 +270,7 @@ def test_a_bank_projected_once_reads_as_rows_gathered_first(storage: dict[str, A
     torch.testing.assert_close(first, second, rtol=1e-12, atol=1e-12)
 
 
-# -- units ------------------------------------------------------------------------------------------------------------
+# -- units -------------------------------------------------------------------------------------------------------------
 
 
 def spans(places: Tensor, num: int) -> list[list[int]]:
@@ -311,7 +311,7 @@ def test_padding_belongs_to_no_unit() -> None:
     assert spans(alone.places, 6) == [[2], [3], [4]] and alone.back.tolist() == [3, 3, 0, 1, 2, 3]
 
 
-# -- weights ----------------------------------------------------------------------------------------------------------
+# -- weights -----------------------------------------------------------------------------------------------------------
 
 
 def test_parameter_counts_are_those_worked_out_by_hand() -> None:

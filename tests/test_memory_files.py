@@ -10,9 +10,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pipeline.memory import files
-from pipeline.memory.baseline import WiderConfig
 from pipeline.memory.config import MemoryConfig
-from pipeline.memory.files import QuantisedBank, dequantise, quantise, quantised
+from pipeline.memory.files import QuantisedBank, WiderConfig, dequantise, quantise, quantised
 from pipeline.memory.model import Bank, Memory
 from pipeline.model import checkpoint
 from pipeline.model.transformer import Transformer

@@ -16,7 +16,7 @@ from pipeline.memory import report
 from pipeline.memory.measure import routing
 from pipeline.memory.model import Reading
 from pipeline.model.transformer import Transformer
-from pipeline.report import card, charts
+from pipeline.report import card
 from pipeline.report.metrics import Run
 from pipeline.text.tokenizer import Tokenizer
 from tests import results
@@ -61,7 +61,7 @@ def test_charts_have_a_line_a_layer_in_the_order_of_the_layers_and_leave_out_wha
     assert found[0]["rows"] == [["5", "0.5000", "0.8000"], ["7", "0.7000", "0.8000"]]
     assert all("step" in one["svg"] for one in found) and "bits per byte" in found[-1]["svg"]
     assert report.figures(Run({}, {}, {})) == []
-    assert report.points(ROWS, "memory/gain_bpb", "a") == charts.Series("a", [(5.0, 0.01), (7.0, 0.01)])
+    assert report.points(ROWS, "memory/gain_bpb", "a") == card.Series("a", [(5.0, 0.01), (7.0, 0.01)])
 
 
 def test_cells_darken_with_the_share_and_a_part_is_numbered_by_its_heaviest_chapter() -> None:

@@ -13,9 +13,8 @@ import pytest
 import torch
 import yaml
 
-from pipeline.memory.baseline import Wider
 from pipeline.memory.config import MemoryConfig
-from pipeline.memory.files import QuantisedBank
+from pipeline.memory.files import QuantisedBank, Wider
 from pipeline.memory.model import Memory
 from pipeline.model import checkpoint
 from pipeline.run import device

@@ -8,8 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.batches.corpus import CorpusStream
-from pipeline.batches.mixture import MixtureStream, round_robin
+from pipeline.batches.corpus import CorpusStream, MixtureStream, round_robin
 from tests.corpora import CONTEXT, STEP, documents, equal, stream, write_corpus
 
 some = settings(max_examples=40, deadline=None)  # a shared machine stalls

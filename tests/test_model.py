@@ -11,10 +11,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from pipeline.model import checkpoint
-from pipeline.model.attention import Masked, positions_in
 from pipeline.model.cache import KVCache
 from pipeline.model.config import ModelConfig
 from pipeline.model.cpu import layers
+from pipeline.model.layers import Masked, positions_in
 from pipeline.model.transformer import Transformer
 from pipeline.run.config import Value, build
 from pipeline.run.errors import ModelError

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from pipeline.learning.phases import PhaseTracker
+from pipeline.learning.pretraining import PhaseTracker
 from pipeline.run.tracking import Tracker
 
 

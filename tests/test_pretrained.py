@@ -13,8 +13,7 @@ from pipeline.model import checkpoint, initialization
 from pipeline.model.transformer import Transformer
 from pipeline.run.errors import ModelError
 from pipeline.text import chat
-from pipeline.text.adoption import adopt
-from pipeline.text.tokenizer import Tokenizer
+from pipeline.text.tokenizer import Tokenizer, adopt
 from tests import checkpoints, probes
 
 pytestmark = pytest.mark.oracle

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline.export import inference, parity
+from pipeline.export import inference, smoke
 from pipeline.export.inference import DIGITS, LEVELS, NARROW, Int8Linear, Product, rounded
 from pipeline.generation.sampling import Sampling, generate
 from pipeline.model.config import ModelConfig
@@ -147,8 +147,8 @@ def test_a_model_in_int8_is_within_the_bounds_on_the_probe(byte_tokenizer: Token
         for parameter in tiny_model.parameters():
             if parameter.ndim > 1:
                 parameter.div_(1.6)
-    ids = byte_tokenizer.encode(parity.PROBE.read_text(encoding="utf-8"))[:2000]
-    found = parity.compare(tiny_model, parity.Ours(inference.quantize(tiny_model)), ids)
+    ids = byte_tokenizer.encode(smoke.PROBE.read_text(encoding="utf-8"))[:2000]
+    found = smoke.compare(tiny_model, smoke.Ours(inference.quantize(tiny_model)), ids)
     assert 0 < found.max_difference < 0.15
     assert abs(found.perplexity) < 0.005
 

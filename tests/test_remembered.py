@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeline.sandbox import judge
+from pipeline.sandbox import judge as sandbox_judge
 from pipeline.sandbox.judge import Judge, Program, RememberingJudge, SandboxConfig
 
 ADD = [{"args": "[1, 2]", "expected": "3", "visible": False}, {"args": "[2, 2]", "expected": "4", "visible": True}]
@@ -66,7 +66,7 @@ def test_what_is_asked_of_a_program_belongs_to_what_is_remembered(monkeypatch: p
 
 
 def test_as_many_verdicts_are_remembered_as_memory_is_meant_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(judge, "MOST_REMEMBERED", 2)
+    monkeypatch.setattr(sandbox_judge, "MOST_REMEMBERED", 2)
     with RememberingJudge(SandboxConfig(), 1) as remembering:
         counting = Counting(remembering, monkeypatch)
         for names, run in (

@@ -1,10 +1,10 @@
-"""pipeline/report/charts.py: the graph of a run as a picture."""
+"""pipeline/report/card.py: the graph of a run as a picture."""
 
 import re
 from itertools import pairwise
 from xml.etree import ElementTree
 
-from pipeline.report import charts
+from pipeline.report import card
 from pipeline.report.metrics import Run
 
 
@@ -29,7 +29,7 @@ CHAIN = run(
 
 
 def test_an_edge_is_what_a_stage_reads_without_what_another_way_implies() -> None:
-    assert charts.edges(CHAIN) == {
+    assert card.edges(CHAIN) == {
         "corpus": [],
         "tasks": ["corpus"],
         "tokenizer": ["corpus"],
@@ -44,8 +44,8 @@ def test_an_edge_is_what_a_stage_reads_without_what_another_way_implies() -> Non
 
 
 def test_every_stage_stands_right_of_what_it_was_made_from() -> None:
-    parents = charts.edges(CHAIN)
-    levels = charts.columns(parents)
+    parents = card.edges(CHAIN)
+    levels = card.columns(parents)
     depth = {name: number for number, level in enumerate(levels) for name in level}
     assert all(depth[parent] < depth[name] for name, before in parents.items() for parent in before)
     assert sorted(name for level in levels for name in level if ">" not in name) == sorted(parents)
@@ -54,24 +54,22 @@ def test_every_stage_stands_right_of_what_it_was_made_from() -> None:
 
 
 def test_no_box_covers_another_and_no_edge_goes_through_one() -> None:
-    text = charts.svg(CHAIN, {"code": "3 min"}, frozenset({"tools"}))
+    text = card.svg(CHAIN, {"code": "3 min"}, frozenset({"tools"}))
     root = ElementTree.fromstring(text)
     boxes = [(float(r.attrib["x"]), float(r.attrib["y"])) for r in root.iter("rect")]
     assert len(boxes) == len(CHAIN.stages)
     for (x, y), (other_x, other_y) in pairwise(sorted(boxes)):
-        assert x != other_x or other_y - y >= charts.HEIGHT
+        assert x != other_x or other_y - y >= card.HEIGHT
     for path in root.iter("path"):  # the straight pieces lie between boxes
         numbers = [float(n) for n in re.findall(r"-?[\d.]+", path.attrib["d"])]
         for left, level in zip(numbers[6::7], numbers[7::7], strict=False):
-            assert not any(
-                x <= left <= x + charts.WIDTH and y < level < y + charts.HEIGHT for x, y in boxes if x != left
-            )
+            assert not any(x <= left <= x + card.WIDTH and y < level < y + card.HEIGHT for x, y in boxes if x != left)
     assert [r.attrib.get("class") for r in root.iter("rect")].count("marked") == 1
     assert "3 min" in text and "url(" not in text
 
 
 def test_names_are_escaped_and_nothing_gives_nothing() -> None:
-    assert "&lt;b&gt;" in charts.svg(run(**{"<b>": []}), {"<b>": "<i>"}) and "<i>" not in charts.svg(
+    assert "&lt;b&gt;" in card.svg(run(**{"<b>": []}), {"<b>": "<i>"}) and "<i>" not in card.svg(
         run(**{"<b>": []}), {"<b>": "<i>"}
     )
-    assert charts.svg(run(), {}) == ""
+    assert card.svg(run(), {}) == ""

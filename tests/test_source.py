@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.model import source
-from pipeline.model.source import Start
+from pipeline.model import config
+from pipeline.model.config import Start
 from pipeline.run.errors import ModelError
 from tests.hubserver import REVISION, HubServer
 
@@ -21,7 +21,7 @@ CHILD = """
 import json, sys
 from pathlib import Path
 from pipeline.run.errors import ModelError
-from pipeline.model.source import Start, located
+from pipeline.model.config import Start, located
 hub, weights, tokenizer = json.loads(sys.argv[1])
 try:
     path = Path(tokenizer) if tokenizer else None
@@ -106,13 +106,13 @@ def test_a_folder_is_an_input_and_one_that_is_not_there_is_named(tmp_path: Path)
 def test_a_tokenizer_of_another_checkpoint_is_refused(tmp_path: Path) -> None:
     start = Start(start="hub", hub="me/whole")
     with pytest.raises(ModelError, match=r"expected the tokenizer of me/whole, found another; run dvc repro stage_tok"):
-        source.recorded(tmp_path, start)
-    source.record(tmp_path, Start(start="hub", hub="me/other"), OTHER)
+        config.recorded(tmp_path, start)
+    config.record(tmp_path, Start(start="hub", hub="me/other"), OTHER)
     with pytest.raises(ModelError, match=r"expected the tokenizer of me/whole, found me/other"):
-        source.recorded(tmp_path, start)
-    source.record(tmp_path, start, OTHER)
-    assert source.recorded(tmp_path, start) == OTHER
-    assert source.lineage(start, OTHER) == {"pretrained": f"me/whole@{OTHER}"} and source.lineage(Start(), None) == {}
+        config.recorded(tmp_path, start)
+    config.record(tmp_path, start, OTHER)
+    assert config.recorded(tmp_path, start) == OTHER
+    assert config.lineage(start, OTHER) == {"pretrained": f"me/whole@{OTHER}"} and config.lineage(Start(), None) == {}
 
 
 @pytest.mark.slow
@@ -120,7 +120,7 @@ def test_a_tokenizer_of_another_checkpoint_is_refused(tmp_path: Path) -> None:
 def test_a_revision_becomes_a_commit_once_and_the_weights_follow_it(server: HubServer, tmp_path: Path) -> None:
     first = located(server, tmp_path / "home", "me/whole", weights=False)
     assert first == {"commit": REVISION, "files": ["config.json", "tokenizer.json"]}
-    source.record(tmp_path / "tokenizer", Start(start="hub", hub="me/whole"), first["commit"])
+    config.record(tmp_path / "tokenizer", Start(start="hub", hub="me/whole"), first["commit"])
     server.commits.append(OTHER)
     try:
         again = located(server, tmp_path / "home", "me/whole", tokenizer=tmp_path / "tokenizer")
@@ -192,5 +192,5 @@ def test_a_hub_that_cannot_be_reached_is_said_with_what_to_do(monkeypatch: pytes
         with pytest.raises(
             ModelError, match=r"me/whole@main: the hub could not be reached \(\[Errno 111\] Connection refused\)"
         ) as e:
-            source.located(Start(start="hub", hub="me/whole"), None, weights=weights)
+            config.located(Start(start="hub", hub="me/whole"), None, weights=weights)
         assert "language.start=pretrained, language.pretrained=<folder>" in str(e.value)

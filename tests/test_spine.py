@@ -46,7 +46,7 @@ def test_the_models_the_numbers_and_the_page_of_the_spine_are_there(built: Repos
 
 
 def test_a_comment_a_docstring_and_the_server_train_nothing(built: Repository) -> None:
-    built.edit("pipeline/model/attention.py", '"""', '"""Another word. ')
+    built.edit("pipeline/model/layers.py", '"""', '"""Another word. ')
     (built.folder / "pipeline/model/transformer.py").open("a").write("\n# a comment\n")
     (built.folder / "pipeline/serve/chat.py").open("a").write("\nPORT = 1\n")
     assert launched(built) <= {"code_versions"}

@@ -12,10 +12,9 @@ from safetensors.torch import load_file
 from pipeline.learning.pair_losses import PairLoss
 from pipeline.learning.settings import AdaptConfig, FitConfig, PairConfig, TuneConfig
 from pipeline.model import checkpoint
-from pipeline.model.config import ModelConfig
+from pipeline.model.config import ModelConfig, Start
 from pipeline.model.initialization import induction_heads, relate_variants
 from pipeline.model.lora import AdaptedLinear, AdapterConfig
-from pipeline.model.source import Start
 from pipeline.model.transformer import Transformer
 from pipeline.run.device import generator
 from stages import code, dpo, language, lora, tools

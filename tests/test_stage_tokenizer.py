@@ -8,7 +8,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from pipeline.model.source import Start
+from pipeline.model.config import Start
 from pipeline.text.tokenizer import Tokenizer
 from stages import tokenizer
 

@@ -186,7 +186,7 @@ def test_weights_that_are_a_folder_or_cannot_be_read_are_refused_by_name(folder:
 
 def test_a_vocabulary_far_beyond_the_tokenizer_is_refused_before_spares_are_made(folder: Path) -> None:
     """Of the hub the tokenizer's stage fetches no weights, so there is no header to ask."""
-    from pipeline.text.adoption import adopt
+    from pipeline.text.tokenizer import adopt
 
     with pytest.raises(ModelError, match=r"vocab_size 100000000, .*tokenizer\.json has \d+ tokens"):
         adopt(folder, HUGE)

@@ -15,7 +15,7 @@ control has its pass@k).
 **Bits per byte** of documents are an upper bound, from the k form of the ELBO. The windows are those of
 `evaluation/likelihood.py`: each token is scored once, within at most `context` tokens, after at least half as many
 clean ones (except in a document's first window). Tokens after a window are not visible, so the bound is that of writing
-a document from the left by windows. It bounds the likelihood of random-order decoding (diffusion/losses.py).
+a document from the left by windows. It bounds the likelihood of random-order decoding (diffusion/training.py).
 
 **Pairs** are measured as in `evaluation/preferences.py`, with estimated likelihoods. Both models are scored under the
 same masks, `draws` of each answer, spread evenly, so only the model differs.
@@ -32,7 +32,7 @@ import torch
 
 from pipeline.batches.batch import PADDING
 from pipeline.batches.pairs import PairSplit
-from pipeline.diffusion import files, losses
+from pipeline.diffusion import files, training
 from pipeline.diffusion import masks as diffusion_masks
 from pipeline.diffusion.batches import SIDES, drawn_pairs
 from pipeline.diffusion.masks import Drawn
@@ -74,7 +74,7 @@ def bounds(model: Denoiser, tokenizer: Tokenizer, texts: Sequence[str], *, conte
         batch_windows = all_windows[first : first + ROWS]
         keys = [diffusion_masks.key(0, "eval", f"document:{first + n}", 0) for n in range(len(batch_windows))]
         batch = drawn_windows(batch_windows, keys, draws)
-        elbos = losses.elbo(model, batch.to(next(model.parameters()).device)).cpu().numpy()
+        elbos = training.elbo(model, batch.to(next(model.parameters()).device)).cpu().numpy()
         for window, value in zip(batch_windows, elbos, strict=True):
             nats[window.document] -= float(value)
     model.train(was_training)
@@ -365,7 +365,7 @@ def elbos(model: Denoiser, split: PairSplit, pad: int, draws: int, hardware: dev
                 [diffusion_masks.key(0, "eval", f"{encoded.pair.id}/{side}", 0) for encoded in pairs] for side in SIDES
             ]
             batch = drawn_pairs(pairs, keys, pad, draws, stratified=True).to(hardware.device)
-            logprobs = losses.pair_elbos(model, batch)
+            logprobs = training.pair_elbos(model, batch)
             parts.append(torch.stack([logprobs.chosen, logprobs.rejected], 1).cpu().numpy())
             bar.update()
     model.train(was_training)

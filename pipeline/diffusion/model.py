@@ -10,7 +10,7 @@ have probability 0.
 keeps only ids and masks, the backward pass recomputes them one by one, so a loss over n draws needs the memory of one.
 
 **Published checkpoints** (`load`): Dream and DiffuCoder (`model_type` Dream), LLaDA (llada), from a local directory,
-with an adapted tokenizer (text/adoption.py). Sizes and ids come from config.json and the tokenizer, never from a
+with an adapted tokenizer (text/tokenizer.py). Sizes and ids come from config.json and the tokenizer, never from a
 literal. Dream has Qwen2's names and biases and the shift of the causal model that it was; LLaDA has its own names for
 tensors and no shift. If the two files disagree about an id, the tokenizer wins (DiffuCoder's config.json has another
 padding).
@@ -30,15 +30,14 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from pipeline.model import checkpoint as model_checkpoint
-from pipeline.model.attention import Masked
 from pipeline.model.config import ModelConfig, finite_number, positive_int, read_values
 from pipeline.model.heads import TrunkModel
 from pipeline.model.initialization import TABLES, grown
+from pipeline.model.layers import Masked
 from pipeline.model.transformer import Transformer
 from pipeline.run.errors import ModelError
 from pipeline.run.types import JsonObject
-from pipeline.text.adoption import adopt
-from pipeline.text.tokenizer import Tokenizer
+from pipeline.text.tokenizer import Tokenizer, adopt
 
 MOST_LOGITS = 2**24  # that are computed at once without checkpointing
 

@@ -4,7 +4,7 @@ metrics/traces/<model>.json   -> each token of a canvas with the step that uncov
 metrics/eval/<model>.json     -> pass@1 against forward passes
 """
 
-from pipeline.report import charts
+from pipeline.report import card
 from pipeline.report.metrics import Run
 from pipeline.run.types import JsonObject
 
@@ -91,7 +91,7 @@ def figures(run: Run) -> list[JsonObject]:
                 if part in name and "cache" not in name
             )
             if points:
-                series.append(charts.Series(title, points))
+                series.append(card.Series(title, points))
         if not series:
             continue
         rows = [
@@ -104,6 +104,6 @@ def figures(run: Run) -> list[JsonObject]:
             for name, metrics in quality.items()
         ]
         title = f"Quality against forward passes: {model}"
-        svg = charts.lines(title, series, x="forward passes an answer", y="pass@1")
+        svg = card.lines(title, series, x="forward passes an answer", y="pass@1")
         results.append({"title": title, "svg": svg, "head": ["", "passes", "pass@1", "95 %"], "rows": rows})
     return results

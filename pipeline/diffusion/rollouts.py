@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.batches.batch import PADDING
-from pipeline.diffusion import losses
 from pipeline.diffusion import masks as diffusion_masks
+from pipeline.diffusion import training
 from pipeline.diffusion.masks import CoupledBatch
 from pipeline.diffusion.model import Denoiser
 from pipeline.diffusion.sampling import Denoising, denoise
@@ -145,7 +145,7 @@ class Coupling:
         with torch.enable_grad():
             for first in range(0, len(answers), ROWS):
                 batch = self.batch(answers[first : first + ROWS], iteration).to(where)
-                logprobs = losses.coupled_logprobs(model, batch, released=self.released).detach()
+                logprobs = training.coupled_logprobs(model, batch, released=self.released).detach()
                 scores += split_rows(logprobs.cpu().numpy(), batch.counted.sum(1).tolist())
         model.train(was_training)
         return scores

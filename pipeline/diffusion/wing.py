@@ -37,13 +37,13 @@ def evaluation() -> "OwnSuites":
 
 def report() -> "Section":
     """The section of the report."""
-    from pipeline.diffusion import report
+    from pipeline.diffusion import report as diffusion_report
 
-    return report
+    return diffusion_report
 
 
 def serving() -> "OwnKind":
     """The engine of masked-diffusion models."""
-    from pipeline.diffusion import serving
+    from pipeline.diffusion import serving as diffusion_serving
 
-    return serving
+    return diffusion_serving

@@ -49,11 +49,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pipeline.evaluation import bfcl, code, suites, unrolling
+from pipeline.evaluation import bfcl, code, suites
 from pipeline.evaluation.bfcl import Questions, Row
+from pipeline.evaluation.code import CPU_SECONDS, Check
 from pipeline.evaluation.intervals import wilson
 from pipeline.evaluation.suites import CUT, Settings, Subject, SuiteResult
-from pipeline.evaluation.unrolling import CPU_SECONDS, Check
 from pipeline.generation.sampling import Completion
 from pipeline.ingest import shapes
 from pipeline.ingest.records import Problem
@@ -227,7 +227,7 @@ def _judgeable_problems(
     result: SuiteResult, suite: str, exercises: Sequence[Exercise], judge: Judge
 ) -> dict[str, Problem]:
     """The exercises that can be judged and whose reference passes, by id; the others are counted and listed."""
-    protected = unrolling.protect(judge, [exercise.check for exercise in exercises])
+    protected = code.protect(judge, [exercise.check for exercise in exercises])
     problems = [
         Problem(
             id=exercise.id,
@@ -284,7 +284,7 @@ def humaneval(rows: Sequence[Row]) -> list[Exercise]:
     for row in rows:
         prompt, name = row.text("prompt"), row.text("entry_point")
         reference = prompt + row.text("canonical_solution")
-        module = unrolling.parse(reference, f"{row.where}: canonical_solution")
+        module = code.parse(reference, f"{row.where}: canonical_solution")
         if name not in {node.name for node in module.body if isinstance(node, ast.FunctionDef)}:
             raise row.wrong("entry_point", "the name of a function that prompt and canonical_solution define")
         exercises.append(
@@ -296,7 +296,7 @@ def humaneval(rows: Sequence[Row]) -> list[Exercise]:
                 stops=STOPS,
                 before=prompt,
                 reference=reference,
-                check=unrolling.function(row.text("test"), name, reference, row.where),
+                check=code.function(row.text("test"), name, reference, row.where),
             )
         )
     return _check_distinct_ids(rows, exercises)
@@ -317,7 +317,7 @@ def mbpp(rows: Sequence[Row]) -> list[Exercise]:
 
 def _mbpp(number: int, row: Row, shots: str) -> Exercise:
     tests = row.texts("test_list")
-    body = [node for test in tests for node in unrolling.parse(test, f"{row.where}: test_list").body]
+    body = [node for test in tests for node in code.parse(test, f"{row.where}: test_list").body]
     if not any(isinstance(node, ast.Assert) for statement in body for node in ast.walk(statement)):
         raise row.wrong("test_list", "a list of asserts")
     try:
@@ -329,7 +329,7 @@ def _mbpp(number: int, row: Row, shots: str) -> Exercise:
     setup = "\n".join([*row.texts("test_imports"), str(row.fields.get("test_setup_code") or "")]).strip()
     before = f"{setup}\n\n" if setup else ""
     reference = before + _code(row)
-    unrolling.parse(reference, f"{row.where}: code")
+    code.parse(reference, f"{row.where}: code")
     return Exercise(
         id=f"MBPP/{number}",
         entry_point=name,

@@ -30,7 +30,7 @@ from gguf import GGMLQuantizationType as Type
 from gguf import TokenType
 from torch import Tensor
 
-from pipeline.export import parity
+from pipeline.export import smoke
 from pipeline.model.config import ModelConfig
 from pipeline.model.transformer import Transformer
 from pipeline.run.errors import GateError, ModelError
@@ -232,8 +232,8 @@ def verify(
     for name, value in model.state_dict().items():
         if not torch.equal(stored[name], rounded(value.detach().float().cpu(), kind)):
             raise GateError(f"{path}: read back, {name} is not the model's, rounded to {kind}")
-    ids = tokenizer.encode(parity.probe())
-    return parity.check(parity.compare(model, parity.Ours(contents.model), ids), kind, path)
+    ids = tokenizer.encode(smoke.probe())
+    return smoke.check_parity(smoke.compare(model, smoke.Ours(contents.model), ids), kind, path)
 
 
 def rounded(values: Tensor, kind: str) -> Tensor:

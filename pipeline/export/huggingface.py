@@ -21,9 +21,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.export import parity
-from pipeline.export.parity import LIMITS
-from pipeline.export.smoke import Exportable, own_format, own_formats, trunk
+from pipeline.export import smoke
+from pipeline.export.smoke import LIMITS, Exportable, own_format, own_formats, trunk
 from pipeline.model import checkpoint
 from pipeline.model.heads import RewardModel
 from pipeline.model.transformer import Transformer
@@ -137,19 +136,19 @@ def seal(out: Path) -> None:
 def verify(model: Exportable, tokenizer: Tokenizer, out: Path) -> dict[str, float | int]:
     """Read `out` back and compare it with `model`. Raises GateError if anything differs. See `parity.Found`."""
     exported, exported_tokenizer = load(out)
-    text = parity.probe()
+    text = smoke.probe()
     ids = tokenizer.encode(text)
     if exported_tokenizer.encode(text) != ids or tokenizer.decode(ids) != text:
         raise GateError(f"{out}: the exported tokenizer splits the probe differently or does not give it back")
     if isinstance(model, RewardModel) and isinstance(exported, RewardModel):
-        return parity.check_rewards(model, exported, ids, out)
+        return smoke.check_rewards(model, exported, ids, out)
     if type(model) is not type(exported):
         raise GateError(f"{out}: read back, it is a {type(exported).__name__}, exported was a {type(model).__name__}")
     if own := own_format(model):
         own.check_same(model, exported, out)
     ours, theirs = trunk(model), trunk(exported)
     assert isinstance(ours, Transformer) and isinstance(theirs, Transformer)
-    return parity.check(parity.compare(ours, parity.Ours(theirs), ids), "huggingface", out)
+    return smoke.check_parity(smoke.compare(ours, smoke.Ours(theirs), ids), "huggingface", out)
 
 
 # -- model card --------------------------------------------------------------------------------------------------------

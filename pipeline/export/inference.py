@@ -6,7 +6,7 @@
 
 At batch 1, launching the operations of a small model's layer takes longer than computing them, so the number of
 operations matters. Sums are added in another order, so logits agree up to rounding, not bit for bit. Shapes are as in
-`model/attention.py`.
+`model/layers.py`.
 
 int8 weights are for decoding, which is bound by reading weights: a token reads half of the bytes of bf16, a quarter of
 those of float32.
@@ -42,10 +42,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipeline.model.attention import Layout
 from pipeline.model.config import ModelConfig
-from pipeline.model.hooks import Reads
-from pipeline.model.layers import Block, Body, Embedding, Linear, RMSNorm, rope_tables
+from pipeline.model.layers import Block, Body, Embedding, Layout, Linear, Reads, RMSNorm, rope_tables
 from pipeline.model.transformer import Transformer
 from pipeline.run.device import has_fast_bf16
 from pipeline.run.errors import ConfigError

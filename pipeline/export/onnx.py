@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.export import parity
+from pipeline.export import smoke
 from pipeline.model.transformer import Transformer
 from pipeline.run.errors import GateError, InputError, ModelError
 from pipeline.text.tokenizer import Tokenizer
@@ -121,8 +121,8 @@ class Genai:
 
 def verify(folder: Path, model: Transformer, tokenizer: Tokenizer, *, kind: str) -> dict[str, float | int]:
     """Read an export in onnxruntime-genai and compare it with its model. Raises GateError. See `parity.Found`."""
-    program, text = Genai(folder), parity.probe()
+    program, text = Genai(folder), smoke.probe()
     ids = tokenizer.encode(text)
     if program.encode(text) != ids:
         raise GateError(f"{folder}: onnxruntime-genai splits the probe differently from the model's tokenizer")
-    return parity.check(parity.compare(model, program, ids), f"onnx {kind}", folder)
+    return smoke.check_parity(smoke.compare(model, program, ids), f"onnx {kind}", folder)

@@ -36,7 +36,7 @@ from pipeline.learning.protocols import Batch, LossFunction, Rolling, Stream
 from pipeline.learning.settings import TrainingConfig
 from pipeline.learning.states import Keeper
 from pipeline.learning.update import Averages, Course, Scaler, Totals, Window
-from pipeline.run import device as run_device
+from pipeline.run import device
 from pipeline.run.errors import GateError
 from pipeline.run.tracking import progress, say
 from pipeline.run.types import JsonObject
@@ -96,7 +96,7 @@ class Run:
         self.stream, self.loss, self.config, self.job = stream, loss, config, job
         self.from_scratch, self.watchers = from_scratch, watchers
         self.rolling: Rolling | None = stream if _is_rolling(stream) else None
-        self.hardware = run_device.hardware(job.runtime.precision)
+        self.hardware = device.hardware(job.runtime.precision)
         self.ranks = Ranks(job.runtime.precision, str(job.folder))
         config.check_context(model)
         self.steps = config.resolve_steps(stream.tokens_per_epoch)
@@ -112,7 +112,7 @@ class Run:
         self.seen = 0  # positions that this call of fit has trained on, over all ranks
         self.postponed = False  # the gate on the first gradients waits, because of an overflow in fp16
         self.unfilled: JsonObject | None = None  # the rolling stream's state before a fill, until its first update
-        self.pin = run_device.pins(job.runtime.pin_memory, self.hardware.device)
+        self.pin = device.pins(job.runtime.pin_memory, self.hardware.device)
         self.tried = footprint.of(self)  # sizes of micro-batches; the last one is used
         self.micro_batch = self.tried[-1]
         self.profile = Profile(job.runtime.profile, job.folder, self.ranks.rank, self.hardware.device)
@@ -236,7 +236,7 @@ class Run:
                 self.watchers.micro(micro, mine)
             with self.ranks.no_sync(self.model, skip=micro < len(passes) - 1):
                 with self.hardware.autocast():
-                    loss = self.loss(self.model, run_device.move(batch, self.hardware.device, pin=self.pin))
+                    loss = self.loss(self.model, device.move(batch, self.hardware.device, pin=self.pin))
                 parts = [
                     t.coefficient * t.sum * (self.ranks.world / counts[t.per]) for t in loss.terms if counts[t.per]
                 ]
@@ -250,7 +250,7 @@ class Run:
 
     def _seed(self, micro: int) -> None:
         """Seed the generators for a micro-batch of this step and rank."""
-        run_device.seed_step(self.job.seed, self.course.index, micro, self.ranks.rank)
+        device.seed_step(self.job.seed, self.course.index, micro, self.ranks.rank)
 
     def _check_step(self, totals: Totals, norm: float, fill_metrics: dict[str, float]) -> None:
         """The gates of the first steps, before their update. The first iterations of a policy may have no terms."""

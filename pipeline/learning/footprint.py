@@ -56,11 +56,10 @@ from pipeline.learning.optim import BY_MUON, MOST_GATHERED, groups
 from pipeline.learning.processes import Ranks
 from pipeline.learning.protocols import TrainingRun
 from pipeline.learning.settings import FitConfig, TrainingConfig
-from pipeline.model.attention import KEPT_PROBABILITIES
 from pipeline.model.config import ModelConfig
 from pipeline.model.cpu.attention import KEPT_REACH, TILE
 from pipeline.model.cpu.layers import QUERY_BLOCK
-from pipeline.model.hooks import layer_hook
+from pipeline.model.layers import KEPT_PROBABILITIES, layer_hook
 from pipeline.model.lora import TARGETS, AdaptedLinear
 from pipeline.run import device
 from pipeline.run.config import Runtime

@@ -49,7 +49,7 @@ def causal(model: nn.Module, longest: int = 24) -> None:
     if not torch.equal(first[0, : length - 1], second[0, : length - 1]):
         raise GateError(
             "a later token changes earlier logits: the attention mask leaks the future; look at"
-            " pipeline/model/attention.py"
+            " pipeline/model/layers.py"
         )
 
 

@@ -131,7 +131,7 @@ def read_out(
 ) -> Tensor:
     """`loss` of the hidden states (N, D) at the N trained positions, the head's matrix (V, D) and the targets (N,).
 
-    `reading` is handed to the model's hook (model/hooks.py). The loss runs inside the model's forward pass, in
+    `reading` is handed to the model's hook (model/layers.py). The loss runs inside the model's forward pass, in
     place of the head, so that a loss which computes logits part by part never has them all.
     """
     chosen = batch.targets >= 0

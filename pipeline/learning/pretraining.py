@@ -2,14 +2,26 @@
 
     next_tokens(model, stream, weights, job) -> stream, loss, watchers
 
-What a wing offers for a model with its hook (model/hooks.py):
+What a wing offers for a model with its hook (model/layers.py):
 
     loss_keys      () -> a dataclass of the weights of the losses that the hook adds, keys of the stages' blocks
     next_tokens    as the function here; None for a model without the hook, ConfigError if weights are given for it
+
+A stage that trains more than once: each run of `fit` is a phase, with states and a curve of its own.
+
+    phases = Phases(job)
+    fit(model, ..., phases.begin("adapt"), last=False)      steps 0 .. n of the stage's curve
+    fit(model, ..., phases.begin("sft"))                    steps n .. of it
+
+A killed stage resumes in its last phase: `fit` loads the final state of a phase that has ended, with the published
+weights. The stage's curve has the phases one after another with continuous steps, so that they are one run in DVC and
+MLflow. A phase with a prefix logs under it (`control/loss`), beside the others.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pipeline import wings
@@ -18,6 +30,8 @@ from pipeline.learning import losses
 from pipeline.learning.fit import Watchers
 from pipeline.learning.losses import Loss, Term
 from pipeline.model.transformer import Transformer
+from pipeline.run.tracking import Number, Tracker
+from pipeline.run.types import JsonObject
 from pipeline.run.workdir import Job
 
 KEYS = [offer() for offer in wings.each("loss_keys")]
@@ -44,3 +58,88 @@ def next_tokens(model: Transformer, stream: Stream, weights: LossWeights, job: J
 def plain_loss(model: Transformer, batch: TokenBatch) -> Loss:
     """Next-token cross-entropy alone."""
     return Loss([Term("loss", losses.read_out(model, batch, losses.next_token))])
+
+
+# -- training in phases ------------------------------------------------------------------------------------------------
+
+
+class Phases:
+    """The phases of one stage, in their order."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._curves: list[PhaseTracker] = []
+
+    def begin(self, name: str, *, prefix: str = "") -> Job:
+        """The job of the next phase. The previous one must have ended."""
+        offset = self._curves[-1].end if self._curves else 0
+        tracker = PhaseTracker(self._job.tracker, name, offset, prefix)
+        self._curves.append(tracker)
+        folder = self._job.folder / "parts" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        item = f"{self._job.item}.{name}" if self._job.item else name
+        return replace(self._job, item=item, folder=folder, tracker=tracker)
+
+
+class PhaseTracker:
+    """A `Tracker` for `fit` with the rows of one phase. It adds them to the stage's curve, with the stage's steps."""
+
+    def __init__(self, stage: Tracker, name: str, offset: int, prefix: str) -> None:
+        self._stage, self._name, self._offset, self._prefix = stage, name, offset, prefix
+        self._earlier_rows = list(stage.rows)  # of the phases before
+        self.rows: list[dict[str, Number]] = []
+        self._reported_tokens = 0  # of this phase, within the stage's number
+        self.speed: JsonObject = stage.speed.setdefault(name, {})
+
+    @property
+    def end(self) -> int:
+        """The step of the stage at which this phase ended."""
+        return self._offset + int(self.rows[-1]["step"] if self.rows else 0)
+
+    def log(self, step: int, values: Mapping[str, Number]) -> None:
+        """As `Tracker.log`, with the steps of the phase."""
+        if self.rows and self.rows[-1]["step"] == step:
+            self.rows[-1].update(values)
+        else:
+            self.rows.append({"step": step, **values})
+        self._update_stage()
+
+    def restore(self, rows: list[dict[str, Number]]) -> None:
+        """Continue the curve of a resumed state."""
+        self.rows = list(rows)
+        self._stage.restore(self._earlier_rows)
+        self._update_stage()
+
+    def _update_stage(self) -> None:
+        """Set the stage's curve: the phases before, then this one."""
+        rows: list[dict[str, Number]] = [
+            {"step": self._offset + int(row["step"]), "phase": self._name}
+            | {self._prefix + name: value for name, value in row.items() if name != "step"}
+            for row in self.rows
+        ]
+        earlier = self._earlier_rows
+        if earlier and rows and rows[0]["step"] == earlier[-1]["step"]:  # the step where the phases meet
+            rows[0] = earlier[-1] | {k: v for k, v in rows[0].items() if k not in earlier[-1]}
+            earlier = earlier[:-1]
+        self._stage.rows = earlier + rows
+
+    def report(self, **numbers: object) -> None:
+        """Report final numbers under the name of this phase.
+
+        Phases without a prefix also make the stage's headlines: the best evaluation of the last, the tokens of all.
+        """
+        own = self._stage.final.setdefault(self._name, {})
+        own.update(numbers)
+        if self._prefix:
+            return
+        others = self._stage.final.get("tokens", 0) - self._reported_tokens
+        self._reported_tokens = int(own.get("tokens", 0))
+        tokens = {"tokens": others + self._reported_tokens} if "tokens" in own else {}
+        self._stage.final |= tokens | ({"best": own["best"]} if "best" in own else {})
+
+    def flush(self) -> None:
+        self._stage.flush()
+
+    def back_to(self, step: int) -> None:
+        """As `Tracker.back_to`, with a step of the phase."""
+        self._stage.back_to(self._offset + step)

@@ -42,11 +42,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from pipeline.memory.cache import memory_cache, question_length, state
 from pipeline.memory.config import MODEL_TYPE, MemoryConfig
-from pipeline.model.attention import Layout
 from pipeline.model.cache import CacheLayout, KVCache
 from pipeline.model.config import ModelConfig
-from pipeline.model.hooks import LayerHook, Reads
-from pipeline.model.layers import Linear, RMSNorm
+from pipeline.model.layers import LayerHook, Layout, Linear, Reads, RMSNorm
 
 ROUTER_STD = 0.02  # of fresh router weights
 NAME = "memory"  # in a model

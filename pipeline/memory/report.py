@@ -7,7 +7,7 @@ metrics/routing/memory.json    -> chapters against sources, and a text of each s
 
 from collections.abc import Iterator
 
-from pipeline.report import charts
+from pipeline.report import card
 from pipeline.report.claims import FAILS, HOLDS, UNKNOWN, Claim
 from pipeline.report.metrics import Run, flat
 from pipeline.run.types import JsonObject
@@ -64,16 +64,16 @@ def figures(run: Run) -> list[JsonObject]:
     for title, unit, columns in charted:
         series = [line for column, name in columns.items() if (line := points(rows, column, name)).points]
         if series:
-            svg = charts.lines(title, series, x="step", y=unit)
+            svg = card.lines(title, series, x="step", y=unit)
             head = ["step", *(line.name for line in series)]
-            results.append({"title": title, "svg": svg, "head": head, "rows": charts.thinned(series)})
+            results.append({"title": title, "svg": svg, "head": head, "rows": card.thinned(series)})
     return results
 
 
-def points(rows: list[dict[str, str]], column: str, name: str) -> charts.Series:
+def points(rows: list[dict[str, str]], column: str, name: str) -> card.Series:
     """A column of a curve."""
     values = [(float(r["step"]), float(r[column])) for r in rows if r.get(column) not in (None, "", "not finite")]
-    return charts.Series(name, values)
+    return card.Series(name, values)
 
 
 def claims(run: Run) -> Iterator[Claim]:

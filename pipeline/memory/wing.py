@@ -1,4 +1,4 @@
-"""What the memory offers to the rest of the house; see `pipeline.wings`, and for the layer hook `model/hooks.py`."""
+"""What the memory offers to the rest of the house; see `pipeline.wings`, and for the layer hook `model/layers.py`."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pipeline.memory.losses import RouterWeights
     from pipeline.memory.model import Memory
     from pipeline.model.config import ModelConfig
-    from pipeline.model.hooks import LayerHook
+    from pipeline.model.layers import LayerHook
     from pipeline.model.transformer import Transformer
     from pipeline.report.claims import Claim
     from pipeline.report.metrics import Run, Section
@@ -83,7 +83,7 @@ def hook_bytes(config: "ModelConfig", kind: str, precision: str) -> float:
 def save_hook(folder: Path, hook: "LayerHook", weights: dict[str, "Tensor"], base: str) -> None:
     """Write the files of a memory, or of its baseline, which stands on a base with the digest `base`."""
     from pipeline.memory import files
-    from pipeline.memory.baseline import Wider
+    from pipeline.memory.files import Wider
     from pipeline.memory.model import Memory
 
     if isinstance(hook, Memory | Wider):
@@ -129,13 +129,13 @@ def causal_suites(subject: "Subject", *, facts: Path) -> "Plan":
 
 def report() -> "Section":
     """The section of the report."""
-    from pipeline.memory import report
+    from pipeline.memory import report as memory_report
 
-    return report
+    return memory_report
 
 
 def claims(run: "Run") -> "Iterable[Claim]":
     """See `memory.report.claims`."""
-    from pipeline.memory import report
+    from pipeline.memory import report as memory_report
 
-    return report.claims(run)
+    return memory_report.claims(run)

@@ -23,7 +23,7 @@ first layer drowns the tokens. The last norm compensates for the size, so fresh 
 
     folder of a Qwen3, Qwen2 or LLaMA checkpoint + the tokenizer taken from it -> Transformer
 
-The architecture is the checkpoint's; only the number of rows may grow (`text/adoption.py` determines to what). A new
+The architecture is the checkpoint's; only the number of rows may grow (`text/tokenizer.py` determines to what). A new
 control token's row is the mean of the rows of all tokens known to the checkpoint, in the embedding and in an untied
 head: its logit is then the mean of the others', so it takes hardly any probability from them (Hewitt 2021,
 "Initializing new word embeddings for pretrained language models"). The logits of the checkpoint's tokens do not change.
@@ -44,8 +44,7 @@ from pipeline.model import checkpoint
 from pipeline.model.config import read_config
 from pipeline.model.transformer import Transformer
 from pipeline.run.errors import ConfigError, ModelError
-from pipeline.text.adoption import adopt
-from pipeline.text.tokenizer import Tokenizer
+from pipeline.text.tokenizer import Tokenizer, adopt
 
 EMBEDDING = 0.3  # standard deviation of the embedding's entries
 FAST, SLOW = 0.5, 0.01  # radians a token: from FAST on angles distinguish neighbors; up to SLOW they span a context

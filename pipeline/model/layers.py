@@ -1,18 +1,251 @@
-"""The parts of the model's layers: embedding, norm, grouped-query attention with RoPE, SwiGLU, and their block.
+"""Layouts: which tokens of a batch attend to each other.
+
+The blocks of the model work on one line of tokens, (N, D), because everything but attention treats tokens one by one.
+A `Layout` describes how that line is cut into rows and documents; it is made once per batch and shared by all layers.
+
+| layout      | rows                                  | used for                                                  |
+|-------------|---------------------------------------|-----------------------------------------------------------|
+| `Rows`      | equal length, one document each       | plain batches; the fast kernel with `is_causal`           |
+| `Masked`    | equal length, several documents each  | packed batches on accelerators and under compile          |
+| `Documents` | documents of any length, no padding   | packed or padded batches on a CPU: no mask, no waste      |
+| `Branches`  | the same, with common prefixes        | answers to one prompt on a CPU: the prefix runs once      |
+| `Cached`    | new tokens of some rows of a cache    | decoding (cache.py)                                       |
+| `Padded`    | those of another layout, then padding | bf16 on a CPU, where a new shape costs a compilation      |
+
+Training in bf16 on a CPU does not call a layout: it takes `documents_of` it and runs cpu/attention.py.
+
+Shapes: N tokens of the line, B rows, T time, H query heads, K key heads, G = H/K, h head size.
+
+The parts of the model's layers: embedding, norm, grouped-query attention with RoPE, SwiGLU, and their block.
 
 Qwen3's (arXiv:2505.09388), and Qwen2's and LLaMA's; `transformer.py` runs them. Parameters have Hugging Face's names.
 All tokens of a batch lie on one line (N, D); a layout (`attention.py`) defines which of them attend to each other.
 Training in bf16 on a CPU uses the hand-written passes of `cpu/layers.py` (`in_bf16`).
+
+The model's one hook: a module that changes the residual stream after each layer. A wing (pipeline/wings.py) has it.
+
+What a wing offers for it:
+
+    model_keys     () -> a dataclass of the keys that a model file may have for the hook
+    check_model    (ModelConfig) -> None; raises ValueError where these keys do not fit the rest
+    layer_hook     (ModelConfig) -> the LayerHook that the keys describe, its weights zero; None without them
+    hook_cache     (ModelConfig, rows, dtype, device) -> its `cache.HookCache`; None without the keys
+    hook_bytes     (ModelConfig, kind of device, precision) -> bytes per token that the hook keeps in training
+    model_type     () -> `model_type` in config.json of a model with the hook, which no other engine may run
+    save_hook      (folder, LayerHook, weights, base) -> None; writes the hook's files into a model directory: `weights`
+                   are under its own names, `base` is the digest of the model's others
+    load_hook      (Transformer, folder) -> None; attaches the hook whose files stand in a model directory
+
+The core sees a hook only as this class; its weights stand in `state_dict()` under its name.
 """
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import ClassVar, Protocol
+
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.functional import pad, scaled_dot_product_attention
 
-from pipeline.model.attention import Documents, Layout, documents_of
+from pipeline import wings
+from pipeline.model.cache import cross
 from pipeline.model.config import ModelConfig
 from pipeline.model.cpu import attention, layers
-from pipeline.model.cpu.layers import rms_norm, rotate
+from pipeline.model.cpu.layers import ragged_attention, rms_norm, rotate
+from pipeline.run.types import JsonObject
+
+KEPT_PROBABILITIES = 512  # up to this length storing them is 1.4x faster than the fused kernel; at 2,048 it is equal
+MAX_SHARING_LENGTH = 2048  # rows up to this length may share a prefix
+LEAST_SHARED = 16  # tokens of a common prefix that is worth sharing
+
+
+class Layout(Protocol):
+    """Attention over one line of tokens: `q` (N, H, h), `k` and `v` (N, K, h) -> (N, H, h)."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Rows:
+    """`batch` rows of equal length, each one document."""
+
+    batch: int
+    causal: bool
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+        return _dense(q, k, v, self.batch, None, self.causal)
+
+
+@dataclass(frozen=True)
+class Masked:
+    """Rows of equal length; `mask` (B, 1, T, T) is True where a query attends to a key."""
+
+    mask: Tensor
+
+    @classmethod
+    def of(cls, documents: Tensor, causal: bool) -> "Masked":
+        """From document ids (B, T): tokens of a row with equal ids attend to each other."""
+        same = documents[:, None, :, None] == documents[:, None, None, :]  # (B, 1, T, T)
+        return cls(same.tril() if causal else same)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+        return _dense(q, k, v, self.mask.shape[0], self.mask, False)
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Documents one after another, without padding; their `lengths` sum to N. For CPUs."""
+
+    lengths: tuple[int, ...]
+    causal: bool
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+        if q.dtype in (torch.float32, torch.float64) and max(self.lengths, default=0) <= KEPT_PROBABILITIES:
+            return ragged_attention(q, k, v, self.lengths, causal=self.causal)
+        pieces = zip(q.split(self.lengths), k.split(self.lengths), v.split(self.lengths), strict=True)
+        return torch.cat([_dense(*piece, 1, None, self.causal) for piece in pieces])
+
+
+@dataclass(frozen=True)
+class Branches:
+    """Documents of which some begin with a prefix of another; the line contains shared prefixes once. Causal, for CPUs.
+
+    Document i adds `lengths[i]` tokens to the line after `before[i]` tokens of another one; `keys` (N + sum(before),)
+    are the indices in the line of all tokens of each document.
+    """
+
+    lengths: tuple[int, ...]
+    before: tuple[int, ...]
+    keys: Tensor
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+        k, v = k.index_select(0, self.keys), v.index_select(0, self.keys)
+        if q.dtype in (torch.float32, torch.float64):
+            return ragged_attention(q, k, v, self.lengths, causal=True, before=self.before)
+        whole = [past + length for past, length in zip(self.before, self.lengths, strict=True)]
+        pieces = zip(q.split(self.lengths), k.split(whole), v.split(whole), self.before, strict=True)
+        return torch.cat([cross(*piece) for piece in pieces])
+
+
+@dataclass(frozen=True)
+class Padded:
+    """Another layout on the first `tokens` of the line; the padding after them attends to nothing and gets zeros."""
+
+    layout: Layout
+    tokens: int
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+        out = self.layout.attend(q[: self.tokens], k[: self.tokens], v[: self.tokens], layer)
+        return pad(out, (0, 0, 0, 0, 0, len(q) - self.tokens))
+
+
+def documents_of(layout: Layout, tokens: int) -> Documents | None:
+    """The documents of a line of `tokens` tokens, if they lie one after another and attend only within themselves."""
+    if isinstance(layout, Padded):
+        layout, tokens = layout.layout, layout.tokens
+    if isinstance(layout, Rows):
+        return Documents((tokens // layout.batch,) * layout.batch, layout.causal)
+    return layout if isinstance(layout, Documents) else None
+
+
+def _dense(q: Tensor, k: Tensor, v: Tensor, batch: int, mask: Tensor | None, causal: bool) -> Tensor:
+    """The fused kernel on `batch` rows of equal length."""
+    q, k, v = (x.unflatten(0, (batch, -1)).transpose(1, 2) for x in (q, k, v))  # (B, heads, T, h)
+    group = q.shape[1] // k.shape[1]
+    if group > 1 and q.device.type == "cpu":  # there `enable_gqa` is slower (50 against 46 ms); one key head is a view
+        k, v = (x.expand(-1, group, -1, -1) if x.shape[1] == 1 else x.repeat_interleave(group, 1) for x in (k, v))
+        group = 1
+    out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=group > 1)
+    return out.transpose(1, 2).flatten(0, 1)
+
+
+def positions_in(documents: Tensor) -> Tensor:
+    """Positions from 0 in each run of equal ids, (B, T) -> (B, T), without leaving the device."""
+    time = torch.arange(documents.shape[1], device=documents.device)
+    begins = documents.diff(dim=1, prepend=documents[:, :1] - 1) != 0
+    return time - torch.where(begins, time, 0).cummax(dim=1).values
+
+
+@dataclass(frozen=True)
+class Line:
+    """A padded batch of documents laid out as one line: its attention, and the way back to the batch."""
+
+    layout: Layout
+    positions: Tensor  # (N,) of the line's tokens, from 0 in each document
+    computed: Tensor | None  # (N,) flat indices of the line's tokens in the batch; None: all, in their order
+    kept: Tensor | None  # (M,) flat indices of all tokens that are not padding; None: no padding
+    source: Tensor | None  # (M,) the line's token for each of these; None: each has its own, in their order
+
+    @classmethod
+    def of(cls, documents: Tensor, causal: bool, ids: Tensor | None = None) -> "Line":
+        """From document ids (B, T): runs of equal ids are documents; negative ids are padding and left out.
+
+        With the tokens `ids` (B, T), rows of one causal document each share their common prefixes. Raises ValueError
+        where a row returns to an earlier id: then its documents do not lie one after another.
+        """
+        numbers = documents.cpu().numpy()
+        width = numbers.shape[1]
+        starts = np.flatnonzero(np.diff(numbers, axis=1, prepend=numbers[:, :1] - 1))  # where a document begins
+        lengths = np.diff(starts, append=numbers.size)
+        values = numbers.reshape(-1)[starts].astype(np.int64)
+        pairs = np.stack([starts // width, values], axis=1)
+        if len(np.unique(pairs, axis=0)) < len(pairs):
+            raise ValueError("documents: a row comes back to an earlier id; equal ids of a row must lie together")
+        not_padding = values >= 0
+        positions = torch.from_numpy(np.arange(numbers.size) - np.repeat(starts, lengths))
+        kept = None if not_padding.all() else torch.from_numpy(np.flatnonzero(np.repeat(not_padding, lengths)))
+        starts, lengths = starts[not_padding], lengths[not_padding]
+        single = len(starts) == len(numbers) and bool((starts // width == np.arange(len(numbers))).all())
+        if ids is not None and causal and single and lengths.max() <= MAX_SHARING_LENGTH:
+            tokens = ids.cpu().numpy().reshape(-1)
+            prefixes = begin_alike([tokens[s : s + n] for s, n in zip(starts, lengths, strict=True)])
+            if any(number for _, _, number in prefixes):
+                return cls._branches(positions, starts, lengths, prefixes)
+        layout = Documents(tuple(lengths.tolist()), causal)
+        return cls(layout, positions if kept is None else positions[kept], kept, kept, None)
+
+    @classmethod
+    def _branches(
+        cls, positions: Tensor, starts: np.ndarray, lengths: np.ndarray, prefixes: list[tuple[int, int, int]]
+    ) -> "Line":
+        """Each document without the prefix that another one has too."""
+        shared = np.zeros_like(lengths)
+        for row, _, number in prefixes:
+            shared[row] = number
+        own = lengths - shared
+        begins = np.cumsum(own) - own  # where each document's own tokens begin in the line
+        indices = [np.arange(0)] * len(lengths)  # of all tokens of each document, in the line
+        for row, other, number in prefixes:
+            indices[row] = np.concatenate([indices[other][:number], begins[row] + np.arange(own[row])])
+        computed = torch.from_numpy(np.concatenate([s + np.arange(p, n) for s, p, n in zip(starts, shared, lengths)]))
+        kept = np.concatenate([s + np.arange(n) for s, n in zip(starts, lengths)])
+        source = torch.from_numpy(np.concatenate(indices))
+        layout = Branches(tuple(own.tolist()), tuple(shared.tolist()), source)
+        return cls(layout, positions[computed], computed, torch.from_numpy(kept), source)
+
+
+def begin_alike(rows: Sequence[np.ndarray]) -> list[tuple[int, int, int]]:
+    """(row, other, number) for each row: its first `number` tokens are those of the other row; `number` 0: of none.
+
+    The other row comes earlier in the list, and no earlier row shares a longer prefix. Rows are sorted by their
+    tokens, so each follows the one with which it shares most, and what all rows have in common counts once: answers
+    share their prompt, and prompts share their beginning. A row keeps at least its last token to itself, and prefixes
+    below `LEAST_SHARED` do not count.
+    """
+    order = sorted(range(len(rows)), key=lambda row: rows[row].astype(">i8").tobytes())
+    prefixes = [(order[0], 0, 0)] if order else []
+    for other, row in pairwise(order):
+        most = min(len(rows[row]) - 1, len(rows[other]))
+        mismatches = np.flatnonzero(rows[row][:most] != rows[other][:most])
+        number = int(mismatches[0]) if len(mismatches) else most
+        prefixes.append((row, other, number) if number >= LEAST_SHARED else (row, 0, 0))
+    return prefixes
+
+
+# -- layers ------------------------------------------------------------------------------------------------------------
 
 
 def cpu_autocast(x: Tensor) -> bool:
@@ -168,3 +401,49 @@ class Body(nn.Module):
         self.embed_tokens = Embedding(config.vocab_size, config.width, _weight=table, _freeze=False)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = RMSNorm(config.width, config.norm_eps)
+
+
+# -- the hook of a wing ------------------------------------------------------------------------------------------------
+
+
+Reads = Callable[[int, Tensor], Tensor]  # (layer, stream (N, D) after it) -> stream after the hook
+
+
+class LayerHook(nn.Module):
+    """A module that changes the residual stream after each layer."""
+
+    name: ClassVar[str]  # in the model
+    hf_keys: ClassVar[JsonObject]  # of config.json
+    added: bool = False  # to a trained model, whose weights are then one parameter group (learning/optim.py)
+    leaky: bool = False  # a position may depend on later ones
+
+    def reads(self, positions: Tensor, padding: Tensor | None, computed: Tensor | None, reading: object) -> Reads:
+        """For a line of tokens: `positions` (N,) count from 0 in each document, `padding` (N,) bool.
+
+        `computed` (N,) are the tokens' indices in the flattened batch, None where they are all of it. `reading` is what
+        the caller of the model gave for the hook.
+        """
+        raise NotImplementedError
+
+    def going_on(self, layout: Layout) -> Reads:
+        """For new tokens of a cache's rows, which its `layout` has counted in."""
+        raise NotImplementedError
+
+    def initialise(self, generator: torch.Generator) -> None:
+        """Fresh weights, with which the model starts as without the hook."""
+        raise NotImplementedError
+
+    def flops_per_token(self) -> int:
+        """FLOPs of training one token, counted as in `ModelConfig.flops_per_token`; 0 if they are not counted."""
+        return 0
+
+    def num_parameters(self) -> int:
+        """All its weights."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+
+def layer_hook(config: ModelConfig) -> LayerHook | None:
+    """The hook of a model of this shape, with zero weights; None: it has none."""
+    hooks: list[LayerHook] = [hook for offer in wings.each("layer_hook") if (hook := offer(config)) is not None]
+    assert len(hooks) < 2, "a model has one hook"
+    return hooks[0] if hooks else None

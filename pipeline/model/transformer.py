@@ -25,11 +25,23 @@ from torch.utils.checkpoint import (
     noop_context_fn,
 )
 
-from pipeline.model.attention import Layout, Line, Masked, Padded, Rows, positions_in
 from pipeline.model.cache import Cached, KVCache
 from pipeline.model.config import ModelConfig
-from pipeline.model.hooks import LayerHook, Reads, layer_hook
-from pipeline.model.layers import Body, Linear, cpu_autocast, rope_tables
+from pipeline.model.layers import (
+    Body,
+    LayerHook,
+    Layout,
+    Line,
+    Linear,
+    Masked,
+    Padded,
+    Reads,
+    Rows,
+    cpu_autocast,
+    layer_hook,
+    positions_in,
+    rope_tables,
+)
 
 EVEN_ROWS = 128  # above it, rows are padded to multiples: at most so many different shapes below
 Checkpointing = Literal["none", "full", "every_2", "selective"]
@@ -123,7 +135,7 @@ class Transformer(nn.Module):
         each row is one document). Negative ids are padding; the output there is undefined. `positions` (B, T) count
         from 0 in each document; None derives them. On a CPU, the common prefix of rows of one document each is
         computed once. With a `cache`, the T tokens continue its B rows. `reading` is handed to the model's hook
-        (model/hooks.py). Raises ValueError where rows are longer than the context, a cache is
+        (model/layers.py). Raises ValueError where rows are longer than the context, a cache is
         combined with documents, or a row of `documents` returns to an earlier id.
         """
         return _spread(*self._encode(input_ids, positions, documents, cache, reading), input_ids)

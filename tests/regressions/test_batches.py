@@ -16,9 +16,9 @@ from pipeline.batches.pairs import Encoded, PairSplit
 from pipeline.ingest import records
 from pipeline.ingest.records import Dialogue, Pair
 from pipeline.learning import losses
-from pipeline.model.attention import Layout
 from pipeline.model.config import ModelConfig
 from pipeline.model.heads import RewardModel
+from pipeline.model.layers import Layout
 from pipeline.model.transformer import Transformer
 from pipeline.rl import answers
 from pipeline.run.errors import ModelError
