@@ -37,7 +37,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._foreach_utils import _device_has_foreach_support
 
@@ -102,6 +101,8 @@ class Ranks:
     def no_sync(self, model: nn.Module, *, skip: bool) -> contextlib.AbstractContextManager[object]:
         """Keep gradients local for this micro-batch when `skip`."""
         if self.sharding:
+            from torch.distributed.fsdp import FSDPModule  # here and below: 0.4 s that only sharded runs need
+
             assert isinstance(model, FSDPModule)
             model.set_requires_gradient_sync(self.sharding.reduces_each_pass or not skip)
             return contextlib.nullcontext()
@@ -289,6 +290,8 @@ def shard(model: nn.Module, settings: Sharding, device: torch.device) -> list[Mo
 
     Returns what `whole_again` needs.
     """
+    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+
     owners = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     assert len(owners) == len(list(model.named_parameters())), (
         "a weight under two names would be cut twice: tie by reading"
@@ -311,6 +314,8 @@ def shard(model: nn.Module, settings: Sharding, device: torch.device) -> list[Mo
 def _reshard_after_inference(model: nn.Module, _inputs: object, _output: object) -> None:
     """Free the gathered weights of a pass without gradients: no backward pass does, and the next would use old ones."""
     if not torch.is_grad_enabled():
+        from torch.distributed.fsdp import FSDPModule
+
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
