@@ -22,6 +22,7 @@ Node = TypeVar("Node")
 WAYS = {"language": (25, 5000), "grpo": (28, 6000), "rlhf": (30, 6500), "diffusion": (28, 6000)}  # wanted
 READ_ON = ("pipeline/learning/fit.py", "pipeline/rl/rollout.py", "pipeline/batches/", "pipeline/diffusion/batches.py")
 SKIPPED = {".venv", ".work", ".git", "data", "models", "metrics", "reports", "build", "__pycache__"}
+PRAGMA = re.compile(r"\s+# (type|pyright|noqa)\b.*$")  # as ruff, which counts a line without them
 LONGEST_LINE, LONGEST_FILE, SHORTEST_FILE = 120, 600, 60
 
 
@@ -76,7 +77,7 @@ def measure(root: Path) -> list[Figure]:
         Figure("lines in pipeline/ and stages/", sum(lines.values()), 42_000),
         Figure(
             f"lines of more than {LONGEST_LINE} characters",
-            sum(len(line) > LONGEST_LINE for text in texts.values() for line in text.splitlines()),
+            sum(len(PRAGMA.sub("", line)) > LONGEST_LINE for text in texts.values() for line in text.splitlines()),
             0,
         ),
         Figure("fmt: skip", sum(text.count("# fmt: " + "skip") for text in texts.values()), 20),

@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.ingest import shapes
 from pipeline.run.errors import DataError
 from pipeline.sandbox import asserts, messages
 from pipeline.sandbox.judge import Judge, Limits, Program, SandboxConfig, _answers, parse_test
 from pipeline.sandbox.pool import Report
+from pipeline.text import literals
 
 
 def received(value: object):
@@ -226,7 +226,7 @@ def test_colliding_hashes_in_the_arguments_count_as_time_and_cost_no_server():
     ],
 )
 def test_a_literal_is_what_python_reads(text: str):
-    found, expected = shapes.read(text, messages.bag, messages.mapping), ast.literal_eval(text.strip())
+    found, expected = literals.read(text, messages.bag, messages.mapping), ast.literal_eval(text.strip())
     if "..." in text:
         assert found == expected
     else:
@@ -256,7 +256,7 @@ def test_a_literal_is_what_python_reads(text: str):
 )
 def test_what_is_no_literal_is_refused_as_python_refuses_it(text: str):
     with pytest.raises(ValueError):
-        messages.check(shapes.read(text, messages.bag, messages.mapping))
+        messages.check(literals.read(text, messages.bag, messages.mapping))
     if "..." not in text:
         with pytest.raises((ValueError, TypeError)):
             ast.literal_eval(text)

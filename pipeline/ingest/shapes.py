@@ -39,6 +39,7 @@ from pipeline.ingest import conversations
 from pipeline.ingest.records import Dialogue, Message, Pair, Problem, SourceRecord, Text
 from pipeline.ingest.tool_calls import RowError, from_json, tools
 from pipeline.run.types import JsonObject
+from pipeline.text import literals
 
 Row = Mapping[str, object]
 SAMPLE_ROWS = 100  # rows that decide the shape of a file
@@ -432,7 +433,7 @@ def _literal(value: object, field: str) -> str:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # "\d" in a foreign string is no business of ours
-            read(text)
+            literals.read(text)
     except (ValueError, SyntaxError, MemoryError, RecursionError) as error:
         reason = f"expected a Python literal as text (a string is \"'abc'\"), found {text[:40]!r}"
         raise RowError(field, reason) from error
@@ -446,54 +447,3 @@ def _parse_python(source: str, field: str) -> ast.Module:
             return ast.parse(source)
     except (ValueError, SyntaxError, MemoryError, RecursionError) as error:
         raise RowError(field, f"not Python ({error})") from error
-
-
-# --- literals --------------------------------------------------------------------------------------------------------
-
-
-def read(
-    source: str | ast.expr,
-    make_set: Callable[[list[object]], object] = list,
-    make_dict: Callable[[list[tuple[object, object]]], object] = list,
-) -> object:
-    """The value of a literal, given as text or as a syntax tree.
-
-    Raises ValueError, and for a text also SyntaxError, MemoryError and RecursionError, for anything else.
-    """
-    node = ast.parse(source.lstrip(" \t"), mode="eval").body if isinstance(source, str) else source
-
-    def value(node: ast.expr, *, hashable: bool = False) -> object:
-        if isinstance(node, ast.Constant):
-            return node.value
-        if isinstance(node, ast.Tuple):
-            return tuple([value(item, hashable=hashable) for item in node.elts])
-        if isinstance(node, ast.UnaryOp | ast.BinOp):
-            return _number(node)
-        if hashable:
-            raise ValueError(f"a {type(node).__name__.lower()} in a set or as a key of a dict")
-        if isinstance(node, ast.List):
-            return [value(item) for item in node.elts]
-        if isinstance(node, ast.Set):
-            return make_set([value(item, hashable=True) for item in node.elts])
-        if isinstance(node, ast.Dict) and None not in node.keys:
-            keys = [value(key, hashable=True) for key in node.keys if key is not None]
-            return make_dict(list(zip(keys, [value(item) for item in node.values], strict=True)))
-        if isinstance(node, ast.Call) and ast.unparse(node) == "set()":
-            return make_set([])
-        raise ValueError(f"no literal: {type(node).__name__}")
-
-    return value(node)
-
-
-def _number(node: ast.expr) -> int | float | complex:
-    """A number with a sign, or a complex one written as a sum. Raises ValueError."""
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub):
-        real, imaginary = _number(node.left), node.right
-        if isinstance(imaginary, ast.Constant) and type(imaginary.value) is complex and type(real) in (int, float):
-            return real + imaginary.value if isinstance(node.op, ast.Add) else real - imaginary.value
-    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.UAdd | ast.USub):
-        if isinstance(node.operand, ast.Constant):  # of a number, never of its negation
-            return -_number(node.operand) if isinstance(node.op, ast.USub) else _number(node.operand)
-    elif isinstance(node, ast.Constant) and type(node.value) in (int, float, complex):
-        return node.value  # pyright: ignore[reportReturnType]
-    raise ValueError("no literal number")

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.ingest import shapes
 from pipeline.sandbox import messages
+from pipeline.text import literals
 
 FUNCTIONS = ("abs", "len", "sorted", "set", "round", "isclose", "sum", "min", "max", "list", "tuple")
 OPERATORS: dict[type[ast.operator], Callable[[float, float], float]] = {
@@ -97,7 +97,7 @@ class _Interpreter:
     def value(self, node: ast.expr) -> Any:
         """The value of a node. Visits every branch, so that calls and answers stay aligned."""
         try:
-            return messages.check(shapes.read(node, messages.bag, messages.mapping))
+            return messages.check(literals.read(node, messages.bag, messages.mapping))
         except ValueError:
             pass  # not a literal: it contains a call
         if isinstance(node, ast.Call):
@@ -157,7 +157,7 @@ def _literal_call(node: ast.Call) -> Call:
     if any(isinstance(a, ast.Starred) for a in node.args) or any(k.arg is None for k in node.keywords):
         raise _Unsupported("starred arguments")
     for argument in (*node.args, *(k.value for k in node.keywords)):
-        shapes.read(argument)  # ValueError: not a literal
+        literals.read(argument)  # ValueError: not a literal
     args = ", ".join(ast.unparse(a) for a in node.args)
     kwargs = ", ".join(f"{k.arg!r}: {ast.unparse(k.value)}" for k in node.keywords)
     return Call(f"[{args}]", f"{{{kwargs}}}")

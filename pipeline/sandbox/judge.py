@@ -46,11 +46,11 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from pipeline.ingest import shapes
 from pipeline.run.errors import DataError
 from pipeline.run.types import JsonObject
 from pipeline.sandbox import asserts, messages
 from pipeline.sandbox.pool import Limits, Pool, Report, SandboxConfig, Task
+from pipeline.text import literals
 
 __all__ = ["Judge", "Limits", "Program", "SandboxConfig", "TestResult", "Verdict"]
 
@@ -267,7 +267,7 @@ _parse_assert = functools.lru_cache(maxsize=4096)(asserts.parse)
 
 def _read_literal(text: str, entry_point: str) -> object:
     try:
-        return shapes.read(text, messages.bag, messages.mapping)
+        return literals.read(text, messages.bag, messages.mapping)
     except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
         raise DataError(f"{entry_point}: expected a Python literal, found {text[:80]!r}") from error
 
