@@ -195,9 +195,9 @@ def test_another_seed_trains_on_the_data_of_before_and_another_data_seed_makes_n
 
 
 def test_a_block_of_the_scale_file_concerns_its_stage_alone(repository: Repository) -> None:
-    repository.edit("conf/scale/smoke.yaml", "tools: {steps: 12", "tools: {steps: 13")
+    repository.edit("conf/scale/smoke.yaml", "tools:\n  steps: 12", "tools:\n  steps: 13")
     assert repository.changed() == {"stage_tools"}
-    repository.edit("conf/scale/demo.yaml", "tools: {steps:", "tools: {steps: 1")
+    repository.edit("conf/scale/demo.yaml", "tools:\n  steps: ", "tools:\n  steps: 1")
     assert repository.changed() == {"stage_tools"}
 
 
