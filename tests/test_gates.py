@@ -36,7 +36,7 @@ def test_a_batch_without_targets_is_refused() -> None:
 def test_a_model_that_sees_the_future_is_refused_and_ours_is_not(tiny_model: Transformer) -> None:
     gates.causal(tiny_model)
     assert tiny_model.training
-    with pytest.raises(GateError, match=r"leaks the future; look at pipeline/model/attention\.py"):
+    with pytest.raises(GateError, match=r"leaks the future; look at pipeline/model/layers\.py"):
         gates.causal(Leaky(tiny_model.config))
 
 

@@ -209,7 +209,7 @@ def test_comments_docstrings_and_the_server_train_nothing(repository: Repository
 
 
 def test_a_constant_in_the_model_concerns_every_stage_that_uses_it(repository: Repository) -> None:
-    (repository.folder / "pipeline/model/transformer.py").open("a").write("\nSOMETHING = 1\n")
+    repository.edit("pipeline/model/transformer.py", "EVEN_ROWS = 128", "EVEN_ROWS = 64")
     assert repository.repro("code_versions") == {"code_versions"}
     assert {"stage_language", "stage_code", "stage_tools", "stage_deploy"} <= repository.changed()
     assert not {"stage_corpus", "stage_tokenizer", "stage_encode@text", "stage_report"} & repository.changed()

@@ -66,7 +66,7 @@ def test_an_edit_of_one_block_reruns_its_stage_and_what_follows_and_comes_back_f
 
 
 def test_a_constant_in_the_model_concerns_every_stage_that_uses_it(built: Repository) -> None:
-    (built.folder / "pipeline/model/transformer.py").open("a").write("\nSOMETHING = 1\n")
+    built.edit("pipeline/model/transformer.py", "EVEN_ROWS = 128", "EVEN_ROWS = 64")
     assert built.repro("code_versions") == {"code_versions"}
     assert {"stage_language", "stage_code", "stage_tools", "stage_deploy"} <= built.changed()
     assert not {"stage_corpus", "stage_tokenizer", "stage_encode@text"} & built.changed()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.run import config
+from pipeline.run import stage as run_stage
 
 ROOT = Path(__file__).parents[1]
 GRAPH: dict[str, Any] = yaml.safe_load((ROOT / "dvc.yaml").read_text())["stages"]
@@ -19,7 +19,7 @@ STAGES = sorted(path.stem for path in (ROOT / "stages").glob("*.py") if path.ste
 def wiring_of(stage: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The keywords of the stage's call of `main`."""
     told: dict[str, Any] = {}
-    monkeypatch.setattr(config, "main", lambda run, **wiring: told.update(wiring))
+    monkeypatch.setattr(run_stage, "main", lambda run, **wiring: told.update(wiring))
     runpy.run_path(str(ROOT / f"stages/{stage}.py"), run_name="__main__")
     return told
 
