@@ -223,6 +223,7 @@ MUTANTS = [
         ("else min(value, hard)", "else hard"),
     ),
 ]
+MUTANTS = [mutant for mutant in MUTANTS if (ROOT / mutant.file).parent.is_dir()]  # a wing may be gone
 
 
 def copied(folder: Path) -> Path:

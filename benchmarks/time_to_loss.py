@@ -135,7 +135,7 @@ def code_of(side: str) -> str:
     """A hash of the code that decides what a side's runs come to."""
     files = [ROOT / "benchmarks/nanogpt.py"]
     if side == "ours":
-        folders = ("learning", "model", "streams")
+        folders = ("learning", "model", "model/cpu", "batches")
         files += [
             ROOT / "stages/language.py",
             *sorted(p for f in folders for p in (ROOT / "pipeline" / f).iterdir() if p.suffix in (".py", ".cpp")),

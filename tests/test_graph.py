@@ -228,7 +228,7 @@ def test_a_stage_runs_alone_without_dvc(repository: Repository) -> None:
 
 def test_help_explains_the_stage_and_its_keys(repository: Repository) -> None:
     text = repository.run("python", "-m", "stages.language", "--help").stdout
-    for piece in ("pre-train a transformer", "language.learning_rate = ", "conf/scale/smoke.yaml", "models/language"):
+    for piece in ("pretrain a transformer", "language.learning_rate = ", "conf/scale/smoke.yaml", "models/language"):
         assert piece in text
 
 

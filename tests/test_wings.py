@@ -27,6 +27,7 @@ QUICK = (
     "checkpoint",
     "codehash",
     "deploy",
+    "docs",
     "engine",
     "evaluate",
     "footprint",
@@ -34,8 +35,10 @@ QUICK = (
     "launch",
     "memory",
     "model",
+    "mutants_benchmark",
     "params",
     "purposes",
+    "reference_keys",
     "sampling",
     "wiring",
 )
@@ -52,7 +55,7 @@ def copied(folder: Path) -> Path:
 
 
 def remove(folder: Path, wing: str) -> None:
-    """Delete a wing from a copy of the repository."""
+    """Delete a wing from a copy of the repository: files of its name, and its lines in the graph, keys and commands."""
     stages = [path.stem for path in (folder / "stages").glob(f"{wing}*.py")]
     offer = getattr(importlib.import_module(f"pipeline.{wing}.wing"), "evaluation_keys", None)
     keys = [field.name for field in dataclasses.fields(offer())] if offer else []
@@ -61,6 +64,8 @@ def remove(folder: Path, wing: str) -> None:
         for path in folder.glob(pattern):
             path.unlink()
     yaml = YAML()
+    yaml.indent(mapping=2, sequence=4, offset=2)
+    yaml.width = 1000
     graph = yaml.load(folder / "dvc.yaml")
     models = {Path(out).name for stage in stages for out in graph["stages"][f"stage_{stage}"]["outs"]}
     for stage in stages:
@@ -82,6 +87,9 @@ def remove(folder: Path, wing: str) -> None:
             path.unlink()
     for stage in stages:
         shutil.rmtree(folder / "conf/preset" / stage, ignore_errors=True)
+    commands = folder / "docs/commands.md"
+    rows = commands.read_text(encoding="utf-8").splitlines(keepends=True)
+    commands.write_text("".join(row for row in rows if not row.startswith(f"| `stage_{wing}")), encoding="utf-8")
 
 
 @pytest.mark.parametrize("wing", ["diffusion", "memory"])
@@ -90,6 +98,7 @@ def test_the_rest_works_without_a_wing(wing: str, tmp_path: Path) -> None:
     remove(repository.folder, wing)
     repository.run(sys.executable, "-c", IMPORT_ALL)
     repository.run(sys.executable, "-m", "pipeline.run.config")
+    repository.run(sys.executable, "-m", "pipeline.tools.reference")
     repository.run("dvc", "init", "-q", "--no-scm", "-f")
     repository.run("dvc", "stage", "list", "--all")
     pytest_ = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")

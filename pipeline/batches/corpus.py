@@ -17,7 +17,7 @@ more than RESERVE tokens, the cuts move to token borders. Put back in order, the
 Not promised: that a piece of a document longer than a row sees what came before it; canonical encoding around a cut,
 which is the point: at use, the cursor cuts tokens too.
 
-Several streams as one, row by row in fixed proportion, by whole weights.
+**A mixture** is several streams as one, row by row in fixed proportion, by whole weights.
 
     [(2, CorpusStream(text)), (1, CorpusStream(code))]  ->  MixtureStream: text, text, code, text, text, code, ...
 

@@ -1,4 +1,4 @@
-"""Losses of masked diffusion, and the likelihood of texts: bounds and estimates from sampled masks.
+"""Masked diffusion: losses, the likelihood of texts by sampled masks, and what its stages need besides to train.
 
     masked_cross_entropy, diffusion_dpo     the losses
     masked_logprobs     log p of the tokens under one mask                          training
@@ -20,7 +20,7 @@ For DPO, s = [B(w) - B_ref(w)] - [B(l) - B_ref(l)], with B the ELBO of an answer
 answer of a pair. Coupled-GRPO has no loss of its own: its estimates are the log-probabilities in
 `learning.policy_losses.group_policy`.
 
-Training of masked-diffusion models: configurations, gates of the first step, and references.
+**Training**: configurations, gates of the first step, and references.
 
 ValidatedConfig (learning/settings.py)
 ├── DiffusionConfig     adaptation and fine-tuning, with a causal control: diffusion

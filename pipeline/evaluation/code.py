@@ -1,4 +1,4 @@
-"""A test that is written as code -> asserts about literals, which the judge can decide without trusting the candidate.
+"""Measures of code, and tests that are code -> asserts about literals, which the judge can decide.
 
 HumanEval's `check(candidate)` and MBPP's asserts must not run beside a candidate, which could patch whatever they use.
 Most of their asserts have the form `assert f(1) == 2` already and are used as they are. The rest, in loops or with
@@ -14,7 +14,7 @@ no part in a verdict. Random inputs are those of one seed, with which every chil
 
 Not promised: that the unprotected asserts would pass; that a check with side effects on the candidate means the same.
 
-Measures of code: pass@k, parsing, format, exact match, CodeBLEU; and a check of problems from elsewhere.
+**Measures**: pass@k, parsing, format, exact match, CodeBLEU; and a check of problems from elsewhere.
 
     Judged answers -> pass@k, rates of verdicts, of answers that parse, of answers in form
     sources and their references -> `codebleu_py`

@@ -1,6 +1,8 @@
-"""Whether an export is the model: both read the same text, and their distance must be within what rounding explains.
+"""Whether an export works: `check_parity` that it is the model, `check` that a server of it answers.
 
-    model, a program that reads its export  --compare-->  Found  --check-->  GateError if it is too large
+**Parity**: both read the same text, and their distance must be within what rounding explains.
+
+    model, a program that reads its export  --compare-->  Parity  --check_parity-->  GateError if it is too large
 
 An export without rounding must be equal. With rounded weights, the change of a log-probability depends on how certain
 the model is: f16 changes the demo model's by up to 0.03 nats on this probe, most of which is unlike its training data,
@@ -12,7 +14,7 @@ is proved where it is merged (`model/lora.py`).
 `Program` is the interface to what reads an export: our own model here, other programs in `onnx.py` and
 `benchmarks/exports.py`.
 
-A smoke test of an export: six calls to a real server over HTTP.
+**Smoke test**: six calls to a real server over HTTP.
 
     models/deploy  --python -m pipeline.serve-->  six answers, or GateError with the last lines of the server's log
 

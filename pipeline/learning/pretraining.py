@@ -1,4 +1,4 @@
-"""Next-token training: the stream, the loss and the watchers of `fit` for running text.
+"""Next-token training (stream, loss and watchers of `fit` for running text), and stages that train in phases.
 
     next_tokens(model, stream, weights, job) -> stream, loss, watchers
 
@@ -7,7 +7,7 @@ What a wing offers for a model with its hook (model/layers.py):
     loss_keys      () -> a dataclass of the weights of the losses that the hook adds, keys of the stages' blocks
     next_tokens    as the function here; None for a model without the hook, ConfigError if weights are given for it
 
-A stage that trains more than once: each run of `fit` is a phase, with states and a curve of its own.
+**Phases** are for a stage that trains more than once: each run of `fit` is a phase, with states and a curve of its own.
 
     phases = Phases(job)
     fit(model, ..., phases.begin("adapt"), last=False)      steps 0 .. n of the stage's curve

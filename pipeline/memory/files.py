@@ -1,10 +1,12 @@
-"""The baseline of a memory: an additional SwiGLU after some layers, with as many weights.
+"""Files of a memory beside its base, banks quantized to 8 or 4 bits, and the baseline that a memory is compared with.
+
+**The baseline**: an additional SwiGLU after some layers, with as many weights.
 
     x <- x + down(silu(gate(norm(x))) * up(norm(x)))        down is zero at the start
 
 Like a memory's read it follows whole layers of a frozen model and starts as the base; it chooses nothing.
 
-A memory in a model directory, beside its base; and banks quantized to 8 or 4 bits.
+**Files**:
 
     config.json             model_type stagecoach_memory, so that no causal engine runs the base alone
     model.safetensors       the base, under Hugging Face's names

@@ -134,7 +134,7 @@ class KVCache:
 
 
 class HookCache(Protocol):
-    """What a model's hook (hooks.py) stores in a key-value cache besides keys and values, row by row."""
+    """What a model's hook (layers.py) stores in a key-value cache besides keys and values, row by row."""
 
     reads_at_once: bool  # a prompt must be fed whole
 

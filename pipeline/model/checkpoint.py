@@ -19,7 +19,7 @@ shape of the configuration with the files' headers; safetensors itself refuses a
 checked model needs no more numbers than its files contain.
 
 Not promised: that the numbers in the files are sensible. Links in a directory are followed, as huggingface_hub's cache
-needs. Nothing is unpickled: `.bin` files are refused. Not here: downloads (`source.py`).
+needs. Nothing is unpickled: `.bin` files are refused. Not here: downloads (`config.py`).
 """
 
 import hashlib

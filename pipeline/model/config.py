@@ -1,4 +1,4 @@
-"""The shape of a model: one frozen dataclass, and its `config.json` under Hugging Face's keys.
+"""The shape of a model, with its `config.json` under Hugging Face's keys; and where the first model comes from.
 
 In: a file of `conf/model/`, or the `config.json` of a model directory. Out: `ModelConfig`, or the dict to write.
 The shapes are Qwen3's (Yang et al. 2025, arXiv:2505.09388): RMSNorm before each block, half-split RoPE, SwiGLU,
@@ -10,7 +10,7 @@ transformers 5's keys alone, transformers 4 and mlx-lm silently take a RoPE base
 
 Not promised: scaled RoPE, sliding windows, MoE, biases elsewhere. `from_hf` refuses them by name.
 
-Where the first model comes from: fresh weights, a local model directory, or a model of the Hugging Face hub.
+**The first model** has fresh weights, those of a local model directory, or a model of the Hugging Face hub.
 
     language.{start,pretrained,hub} -> Start;  located(start, ...) -> Checkpoint: a folder, and the commit of the hub
 
@@ -43,7 +43,7 @@ _WingKeys: type[object] = type("_WingKeys", tuple(offer() for offer in wings.eac
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(_WingKeys):
-    """Shape of a `Transformer`; wings add keys (hooks.py). Raises ValueError where the numbers do not fit together."""
+    """Shape of a `Transformer`; wings add keys (layers.py). Raises ValueError where the numbers do not fit together."""
 
     vocab_size: int
     """Rows of the embedding; a multiple of 64 in our own models."""

@@ -1,4 +1,4 @@
-"""Layouts: which tokens of a batch attend to each other.
+"""The layers of a model: layouts, which say what attends to what; blocks and their parts; the one hook of a wing.
 
 The blocks of the model work on one line of tokens, (N, D), because everything but attention treats tokens one by one.
 A `Layout` describes how that line is cut into rows and documents; it is made once per batch and shared by all layers.
@@ -16,13 +16,12 @@ Training in bf16 on a CPU does not call a layout: it takes `documents_of` it and
 
 Shapes: N tokens of the line, B rows, T time, H query heads, K key heads, G = H/K, h head size.
 
-The parts of the model's layers: embedding, norm, grouped-query attention with RoPE, SwiGLU, and their block.
+**Parts**: embedding, norm, grouped-query attention with RoPE, SwiGLU, and their block, Qwen3's (arXiv:2505.09388), and
+Qwen2's and LLaMA's; `transformer.py` runs them. Parameters have Hugging Face's names. All tokens of a batch lie on one
+line (N, D); a layout defines which of them attend to each other. Training in bf16 on a CPU uses the hand-written passes
+of `cpu/layers.py` (`in_bf16`).
 
-Qwen3's (arXiv:2505.09388), and Qwen2's and LLaMA's; `transformer.py` runs them. Parameters have Hugging Face's names.
-All tokens of a batch lie on one line (N, D); a layout (`attention.py`) defines which of them attend to each other.
-Training in bf16 on a CPU uses the hand-written passes of `cpu/layers.py` (`in_bf16`).
-
-The model's one hook: a module that changes the residual stream after each layer. A wing (pipeline/wings.py) has it.
+**The hook**: a module that changes the residual stream after each layer. A wing (pipeline/wings.py) has it.
 
 What a wing offers for it:
 

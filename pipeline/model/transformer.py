@@ -3,7 +3,7 @@
     x = embed(ids);  per layer: x += attention(norm(x)), x += swiglu(norm(x));  logits = head(norm(x))
 
 Parameters have Hugging Face's names (`model.layers.0.self_attn.q_proj.weight`), so `state_dict()` has the keys of
-`model.safetensors`. Inside, all tokens of a batch are flattened to one line (N, D); a layout (`attention.py`) defines
+`model.safetensors`. Inside, all tokens of a batch are flattened to one line (N, D); a layout (`layers.py`) defines
 which tokens attend to each other.
 
 Not here: losses (`learning/losses.py`), files (`checkpoint.py`), sampling (`generation/`). Dropout is off by default.

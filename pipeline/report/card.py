@@ -1,4 +1,4 @@
-"""Charts, and the graph of a run, as inline SVG.
+"""The report card: one self-contained page over the metrics of a run, with charts and the graph as inline SVG.
 
     series of points or bars -> an `<svg>` element: text kept as text, no date, ink in the color of the page's theme
     the lineages of a run    -> the graph: stages in columns, each to the right of all its inputs; edges as curves
@@ -11,7 +11,7 @@ out, so that the picture shows the chain. The order within a column is by the me
 
 Not promised: interaction, since the numbers are in a table below each chart; a graph without crossing edges.
 
-The report card: one self-contained page over the metrics of a run.
+**The page**:
 
     metrics/*.json, metrics/*.csv, metrics/eval/* (+ speed.json of the work directory, + metrics of report.baseline) ->
     reports/index.html

@@ -11,7 +11,7 @@ prompt can be copied into "merge_blanket"; a model this small never learns that 
 
 `encode` never gives a control token, whatever the text contains ("no injection"): it uses a second tokenizer without
 any; `chat.render` puts them where they belong. A tokenizer is its `tokenizer.json`: `hash` is the sha256 of those
-bytes, which stay the same from stage to stage. Code asks for roles, never for numbers. `adoption.py` adopts the
+bytes, which stay the same from stage to stage. Code asks for roles, never for numbers. `adopt` takes over the
 tokenizer of a pretrained checkpoint.
 
 `WordCache` encodes word by word with a cache: three times the speed of the library's pipeline, with the same ids. The
@@ -29,7 +29,7 @@ Not promised: that lone surrogates survive (they become U+FFFD); word-by-word en
 text goes through as it is, `chat.render` writes it again with ", " and ": ") and results sorted into call order
 (`chat.render` sorts them).
 
-Adopts the tokenizer of a pretrained checkpoint: its ids stay, and the control tokens that it lacks are added.
+**Adoption** of a pretrained checkpoint's tokenizer: its ids stay, and the control tokens that it lacks are added.
 
     <checkpoint>/tokenizer.json, rows of its embedding -> Adopted: a Tokenizer, and which ids are new
 
