@@ -113,6 +113,7 @@ def demo(repository: Path) -> dict[str, str]:
         for stage in STAGES:
             steps = "iterations" if stage == "grpo" else "steps"
             command = [sys.executable, "-m", f"stages.{stage}", f"{stage}.{steps}={STEPS}"]
+            command += ["dpo.epochs=none"] if stage == "dpo" else []  # the scale says how long in epochs
             subprocess.run(command, cwd=copy, env=alone(), check=True)
         folders = tuple(f"models/{stage}" for stage in STAGES)
         found = {f"{STEPS} steps: {name}": value for name, value in record(copy, folders).items()}
