@@ -6,38 +6,17 @@ that trains in steps and one that trains between rollouts there; the rest in `ma
 holds: VARIANTS.
 """
 
-import os
-import signal
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
-from pipeline.learning import fit
 from pipeline.model import checkpoint
+from tests.stopping import Stopped, hooked, killed, stop
 from tests.workspace import SETTINGS, Workspace, arguments
 
 pytestmark = pytest.mark.slow  # each test runs a stage
-# A process that ends itself by SIGKILL before the step that its first argument names.
-DOOMED = """
-import os, runpy, signal, sys
-from pipeline.learning.fit import Run
-original, last = Run._one_step, int(sys.argv[1])
-def step(self):
-    if self.course.step == last:
-        os.kill(os.getpid(), signal.SIGKILL)
-    original(self)
-Run._one_step = step
-sys.argv = sys.argv[2:]
-runpy.run_module("stages." + sys.argv[0], run_name="__main__", alter_sys=True)
-"""
 SAVING: dict[str, Any] = {"runtime.save_steps": 1}
 ROLLING = ("rlhf", "grpo")  # two steps between fills; states are saved between fills alone
-
-
-class Stopped(BaseException):
-    pass
 
 
 def finished(workspace: Workspace, stage: str, **changes: Any) -> tuple[dict[str, str], str]:
@@ -47,29 +26,20 @@ def finished(workspace: Workspace, stage: str, **changes: Any) -> tuple[dict[str
     return {path: digest for path, digest in workspace.published().items() if f"/{stage}" in path}, ended.said
 
 
-def stop_at(monkeypatch: pytest.MonkeyPatch, workspace: Workspace, stage: str, last: int, **changes: Any) -> None:
+def stop_at(workspace: Workspace, stage: str, last: int, **changes: Any) -> None:
     """Run a stage anew until the step `last`."""
-    original = fit.Run._one_step
-
-    def step(self: fit.Run) -> None:
-        if self.course.step == last:
-            raise Stopped
-        original(self)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(fit.Run, "_one_step", step)
-        with pytest.raises(Stopped):
-            workspace.command(stage, **SAVING | {"runtime.fresh": True}, **changes)
+    with hooked(stop(last)), pytest.raises(Stopped):
+        workspace.command(stage, **SAVING | {"runtime.fresh": True}, **changes)
 
 
 @pytest.mark.parametrize("stage", SETTINGS)
 def test_a_stage_that_stopped_before_its_second_step_publishes_what_an_uninterrupted_one_does(
-    stage: str, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+    stage: str, workspace: Workspace
 ) -> None:
     """Inside an iteration of RL it goes on at the fill before it, which is the beginning."""
     whole, _ = finished(workspace, stage, **SAVING)
     assert any(path.endswith("model.safetensors") for path in whole)
-    stop_at(monkeypatch, workspace, stage, 1)
+    stop_at(workspace, stage, 1)
     again, said = finished(workspace, stage, **SAVING)
     assert ("resumed at step 1 of 4" in said) == (stage not in ROLLING)
     assert again == whole
@@ -87,11 +57,9 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.full
 @pytest.mark.parametrize(("stage", "changes"), VARIANTS)
-def test_adapters_and_other_methods_resume_too(
-    stage: str, changes: dict[str, Any], workspace: Workspace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_adapters_and_other_methods_resume_too(stage: str, changes: dict[str, Any], workspace: Workspace) -> None:
     whole, _ = finished(workspace, stage, **SAVING, **changes)
-    stop_at(monkeypatch, workspace, stage, 3, **changes)
+    stop_at(workspace, stage, 3, **changes)
     again, said = finished(workspace, stage, **SAVING, **changes)
     assert "resumed at step" in said
     assert again == whole
@@ -105,11 +73,11 @@ def test_a_stage_that_was_stopped_behind_its_last_step_only_publishes(
     """Where it merges, measures, calibrates and writes: it trains no step again."""
     whole, _ = finished(workspace, stage, **SAVING)
 
-    def stop(*given: object) -> None:
+    def fail(*given: object) -> None:
         raise Stopped
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "save_reward" if stage == "reward" else "save", stop)
+        patch.setattr(checkpoint, "save_reward" if stage == "reward" else "save", fail)
         with pytest.raises(Stopped):
             workspace.command(stage, **SAVING | {"runtime.fresh": True})
     again, said = finished(workspace, stage, **SAVING)
@@ -123,9 +91,7 @@ def test_a_stage_that_was_stopped_behind_its_last_step_only_publishes(
 def test_a_stage_that_was_killed_publishes_what_an_uninterrupted_one_does(stage: str, workspace: Workspace) -> None:
     """SIGKILL: no handler, no flush, no unlocking."""
     whole, _ = finished(workspace, stage, **SAVING)
-    command = [sys.executable, "-c", DOOMED, "3", stage, *arguments(stage, SAVING | {"runtime.fresh": True})]
-    killed = subprocess.run(command, env=os.environ, capture_output=True, text=True, timeout=300)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr[-4000:]
+    killed(3, stage, arguments(stage, SAVING | {"runtime.fresh": True}))
     assert workspace.states(stage)
     again, said = finished(workspace, stage, **SAVING)
     assert f"resumed at step {2 if stage in ROLLING else 3} of 4" in said

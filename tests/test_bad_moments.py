@@ -3,7 +3,9 @@ the memory's proof.
 """
 
 import math
+import shutil
 import signal
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from pipeline.learning import fit as learning_fit
 from pipeline.learning import footprint, performance, states, update
 from pipeline.learning.fit import Watchers, fit
 from pipeline.learning.losses import Loss
+from pipeline.learning.protocols import LossFunction
 from pipeline.learning.settings import Curriculum
 from pipeline.run.errors import GateError, StagecoachError
 from pipeline.run.workdir import Job, Stopped
@@ -138,30 +141,33 @@ class Rising(Rows):
         return made
 
 
+def held_out(values: list[float], stream: Rows, loss: LossFunction) -> tuple[Rows, LossFunction]:
+    """Stream and loss of a run whose validation losses are `values`, one after another."""
+    coming, current, original = iter(values), 0.0, stream.evaluation
+
+    def evaluation(tokens: int) -> Iterator[Batch]:
+        nonlocal current
+        current = next(coming)
+        yield from original(tokens)
+
+    def measured(model: nn.Module, batch: Batch) -> Loss:
+        made = loss(model, batch)
+        if model.training:
+            return made
+        return Loss([replace(term, sum=torch.tensor(current * batch.counts[term.per])) for term in made.terms])
+
+    stream.evaluation = evaluation  # type: ignore[method-assign]
+    return stream, measured
+
+
 def test_the_best_weights_that_a_rollback_returns_to_are_still_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Best at 4, then at 24; a fault at 30 goes back to 12, whose best is that of 4, and nothing is better after it."""
     monkeypatch.setattr(update, "BACK", 16)
-    losses = iter([1.0, 2.0, 2.0, 2.0, 2.0, 0.5, 2.0, *[3.0] * 20])
-    original = learning_fit.Run._held_out
-
-    def held_out(self: Any) -> Any:
-        totals, stop = original(self)
-        value = next(losses)
-        for entry in totals.terms.values():
-            entry[0] = value * totals.counts[entry[1]]
-        return totals, stop
-
-    monkeypatch.setattr(learning_fit.Run, "_held_out", held_out)
+    stream, measured = held_out([1.0, 2.0, 2.0, 2.0, 2.0, 0.5, 2.0, *[3.0] * 20], Rising(30), spiking_loss)
     at_work = job(tmp_path, keep=1)
-    fit(
-        Net(),
-        Rising(30),
-        spiking_loss,
-        config(steps=40, eval_steps=4, on_nonfinite="rollback", publish="best"),
-        at_work,
-    )
+    fit(Net(), stream, measured, config(steps=40, eval_steps=4, on_nonfinite="rollback", publish="best"), at_work)
     assert at_work.tracker.final["published_step"] == 4
 
 
@@ -183,12 +189,18 @@ def test_a_damaged_state_does_not_count_as_the_newest(tmp_path: Path, capsys: py
     assert state is not None and state.step == 7 and len(list(tmp_path.glob("step-*"))) == 1
 
 
-def test_lost_best_weights_say_what_helps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(learning_fit.Run, "_publish", lambda self: self.keeper.load_weights(3))
+def test_lost_best_weights_say_what_helps(tmp_path: Path) -> None:
+    """Lost while the last step runs: the losses rise after the first evaluation."""
+
+    def lose(made: int) -> None:
+        if made == 11:
+            shutil.rmtree(tmp_path / states.name_of(4))
+
+    stream, measured = held_out([1.0, 2.0, 2.0], Rows(), loss)
     with pytest.raises(
         StagecoachError, match=r"publish the last ones \(toy\.publish=last\), or start over \(runtime\.fresh=true"
     ):
-        fit(Net(), Rows(), loss, config(), job(tmp_path))
+        fit(Net(), stream, measured, config(publish="best"), job(tmp_path), watchers=Watchers(step=lose))
 
 
 # -- before the first update -------------------------------------------------------------------------------------------
@@ -300,21 +312,21 @@ def test_a_gpu_without_a_c_compiler_is_lacking_one(monkeypatch: pytest.MonkeyPat
 # -- resuming ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_whose_rows_grow_resumes_to_the_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(at_work: Job) -> nn.Module:
+def test_a_run_whose_rows_grow_resumes_to_the_bit(tmp_path: Path) -> None:
+    def run(at_work: Job, watchers: Watchers | None = None) -> nn.Module:
         model = Net()
         settings = config(curriculum=Curriculum(start=2, end=8, steps=6), eval_tokens=1)
-        fit(model, Windows(), loss, settings, at_work)
+        fit(model, Windows(), loss, settings, at_work, watchers=watchers)
         return model
 
-    killed_and_resumed(tmp_path, (1, 3, 7, 11), run, monkeypatch)
+    killed_and_resumed(tmp_path, (1, 3, 7, 11), run)
 
 
-def test_a_run_in_bf16_resumes_to_the_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(at_work: Job) -> nn.Module:
+def test_a_run_in_bf16_resumes_to_the_bit(tmp_path: Path) -> None:
+    def run(at_work: Job, watchers: Watchers | None = None) -> nn.Module:
         model = Dropping()
         at_work = replace(at_work, runtime=replace(at_work.runtime, precision="bf16", micro_batch=2))
-        fit(model, Rows(), loss, config(ema_decay=0.9), at_work)
+        fit(model, Rows(), loss, config(ema_decay=0.9), at_work, watchers=watchers)
         return model
 
-    killed_and_resumed(tmp_path, (1, 6, 10), run, monkeypatch)
+    killed_and_resumed(tmp_path, (1, 6, 10), run)

@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from pipeline.generation.sampling import Sampling, generate
-from pipeline.learning import fit as learning_fit
 from pipeline.learning.fit import Watchers, fit
 from pipeline.learning.policy_losses import METHODS, GroupMethod
 from pipeline.learning.processes import Ranks
@@ -31,6 +30,7 @@ from pipeline.rl.rewards import Score
 from pipeline.rl.rollout import Method, Rollout, RolloutConfig, RolloutStream
 from stages import grpo, rlhf
 from tests import rollouts
+from tests.stopping import Stopped, before
 from tests.test_fit import job
 
 PAD, END, WANTED, MOST, LONGEST = 0, 1, 5, 4, 12
@@ -125,7 +125,14 @@ def group_run(model: Transformer, method: GroupMethod, settings: RolloutConfig, 
     return one
 
 
-def ppo_run(model: ActorCritic, constants: PPOConfig, settings: RolloutConfig, folder: Path, **runtime: Any) -> Any:
+def ppo_run(
+    model: ActorCritic,
+    constants: PPOConfig,
+    settings: RolloutConfig,
+    folder: Path,
+    watchers: Watchers | None = None,
+    **runtime: Any,
+) -> Any:
     """Train actor and critic by PPO as the stage does."""
     frozen = copy.deepcopy(model.actor).requires_grad_(False)
 
@@ -145,7 +152,7 @@ def ppo_run(model: ActorCritic, constants: PPOConfig, settings: RolloutConfig, f
     )
     one = job(folder, **runtime)
     loss = partial(rlhf.loss, temperature=1.0, ppo=constants)
-    fit(model, filling(how, settings, carried), loss, settings, one)
+    fit(model, filling(how, settings, carried), loss, settings, one, watchers=watchers)
     return one
 
 
@@ -253,34 +260,21 @@ def test_the_minibatches_of_prompts_have_together_the_gradient_of_the_whole_batc
     assert computed is not None and len(computed) <= 2 * 20 + 8 * 4
 
 
-class Stopped(BaseException):
-    pass
-
-
 @pytest.mark.parametrize("kill_at", [1, 4, 6])
-def test_a_killed_run_ends_with_the_bits_of_an_uninterrupted_one(
-    kill_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_run_ends_with_the_bits_of_an_uninterrupted_one(kill_at: int, tmp_path: Path) -> None:
     """Inside an iteration it goes on at the fill before it: states are saved between fills. PPO carries its beta
     along.
     """
-    constants, original = PPOConfig(beta=0.05, target_kl=0.1, horizon=100), learning_fit.Run._one_step
+    constants = PPOConfig(beta=0.05, target_kl=0.1, horizon=100)
 
-    def run(folder: Path) -> tuple[ActorCritic, Any]:
+    def run(folder: Path, watchers: Watchers | None = None) -> tuple[ActorCritic, Any]:
         model = ActorCritic(actor(), RewardModel(actor()))
         settings = config(prompts=6, samples=1, minibatches=2, iterations=2)  # 4 updates an iteration
-        return model, ppo_run(model, constants, settings, folder, save_steps=1)
-
-    def step(self: Any) -> None:
-        if self.course.step == kill_at:
-            raise Stopped
-        original(self)
+        return model, ppo_run(model, constants, settings, folder, watchers, save_steps=1)
 
     whole, first = run(tmp_path / "whole")
-    with monkeypatch.context() as patch:
-        patch.setattr(learning_fit.Run, "_one_step", step)
-        with pytest.raises(Stopped):
-            run(tmp_path / "killed")
+    with pytest.raises(Stopped):
+        run(tmp_path / "killed", before(kill_at))
     again, second = run(tmp_path / "killed")
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), again.parameters(), strict=True))
     assert second.tracker.rows == first.tracker.rows

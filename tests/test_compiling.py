@@ -9,16 +9,16 @@ import torch
 
 from pipeline.batches.batch import TokenBatch
 from pipeline.generation.sampling import Sampling, generate
-from pipeline.learning import fit as learning_fit
 from pipeline.learning import losses, performance, states
-from pipeline.learning.fit import fit
+from pipeline.learning.fit import Run, Watchers, fit
 from pipeline.learning.losses import Loss, Term
 from pipeline.learning.settings import FitConfig, PairConfig
 from pipeline.learning.states import weights_of
 from pipeline.model.config import ModelConfig
 from pipeline.model.transformer import Transformer
 from pipeline.rl.rollout import RolloutConfig
-from tests.test_fit import Stopped, config, job
+from tests.stopping import Stopped, before
+from tests.test_fit import config, job
 from tests.test_fit_options import Windows
 
 pytestmark = [
@@ -55,7 +55,9 @@ class Packed(Windows):
             yield self.batch(index, 8, self.rows(index, 8)[:4])
 
 
-def train(folder: Path, *, compiled: bool, save_steps: int = 500) -> tuple[Transformer, Any]:
+def train(
+    folder: Path, *, compiled: bool, save_steps: int = 500, watchers: Watchers | None = None
+) -> tuple[Transformer, Any]:
     def loss(model: Transformer, batch: TokenBatch) -> Loss:
         return Loss([Term("loss", losses.read_out(model, batch, losses.next_token))])
 
@@ -63,7 +65,8 @@ def train(folder: Path, *, compiled: bool, save_steps: int = 500) -> tuple[Trans
         Transformer(SHAPE, torch.Generator().manual_seed(0)),
         job(folder, compile=compiled, save_steps=save_steps),
     )
-    fit(model, Packed(), loss, config(steps=6, optimizer="adamw", eps=1e-2, eval_steps=3), at_work, from_scratch=True)
+    settings = config(steps=6, optimizer="adamw", eps=1e-2, eval_steps=3)
+    fit(model, Packed(), loss, settings, at_work, from_scratch=True, watchers=watchers)
     return model, at_work
 
 
@@ -77,26 +80,15 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
         torch._dynamo.reset()
 
 
-def test_compiled_layers_train_as_eager_ones_and_resume_bit_for_bit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path
-) -> None:
+def test_compiled_layers_train_as_eager_ones_and_resume_bit_for_bit(tmp_path: Path, cache: Path) -> None:
     eager, _ = train(tmp_path / "eager", compiled=False)
     whole, first = train(tmp_path / "whole", compiled=True)
     assert whole.compiled and not eager.compiled
     assert weights_of(whole).keys() == weights_of(eager).keys()
     for name, weight in weights_of(eager).items():
         torch.testing.assert_close(weights_of(whole)[name], weight, atol=1e-5, rtol=0, msg=name)
-    original = learning_fit.Run._one_step
-
-    def cut(self: Any) -> None:
-        if self.course.step == 4:
-            raise Stopped
-        original(self)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(learning_fit.Run, "_one_step", cut)
-        with pytest.raises(Stopped):
-            train(tmp_path / "cut", compiled=True, save_steps=1)
+    with pytest.raises(Stopped):
+        train(tmp_path / "cut", compiled=True, save_steps=1, watchers=before(4))
     state = states.newest(tmp_path / "cut")
     assert state is not None and state.step == 4 and state.meta["compile"] is True
     assert state.weights().names() == dict(eager.named_parameters()).keys()  # they load in a plain model
@@ -142,7 +134,7 @@ def test_auto_counts_the_work_of_rows_of_one_length_alone(
     run: Any = SimpleNamespace(
         config=settings, steps=3, hardware=None, job=SimpleNamespace(runtime=runtime, name="toy")
     )
-    learning_fit.Run._settle(run, Transformer(SHAPE))
+    Run._settle(run, Transformer(SHAPE))
     assert (told["flops"] == 3 * 4 * 8 * SHAPE.flops_per_token(8)) is counted
     assert counted or told["flops"] == 0
 

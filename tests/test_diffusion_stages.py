@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -19,7 +18,7 @@ from pipeline.model import checkpoint
 from pipeline.run.errors import ModelError
 from tests.diffusion_workspace import STAGES, arguments
 from tests.diffusion_workspace import masked_workspace as masked_workspace
-from tests.test_alignment_resume import DOOMED, Stopped
+from tests.stopping import Stopped, hooked, killed
 from tests.test_diffusion_published import DREAM, LLADA
 from tests.test_diffusion_published import checkpoint as checkpoint_of
 from tests.workspace import Ended, Workspace, command, pair
@@ -159,23 +158,18 @@ def test_an_adapter_trains_alone_and_is_merged(masked: Workspace, stage: str) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("last", [5, *(pytest.param(last, marks=pytest.mark.full) for last in (1, 3, 7, 9, 11))])
-def test_diffusion_stopped_in_any_phase_publishes_what_an_uninterrupted_run_does(
-    masked: Workspace, monkeypatch: pytest.MonkeyPatch, last: int
-) -> None:
+def test_diffusion_stopped_in_any_phase_publishes_what_an_uninterrupted_run_does(masked: Workspace, last: int) -> None:
     whole, _ = finished(masked, "diffusion", **SAVING)
-    original, done = fit.Run._one_step, 0
+    done = 0
 
-    def step(self: Any) -> None:
+    def step(_: int) -> None:
         nonlocal done
         if done == last:
             raise Stopped
         done += 1
-        original(self)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(fit.Run, "_one_step", step)
-        with pytest.raises(Stopped):
-            run("diffusion", **SAVING | {"runtime.fresh": True})
+    with hooked(step), pytest.raises(Stopped):
+        run("diffusion", **SAVING | {"runtime.fresh": True})
     again, said = finished(masked, "diffusion", **SAVING)
     assert "resumed at step" in said and again == whole
 
@@ -195,18 +189,14 @@ def test_diffusion_stopped_in_any_phase_publishes_what_an_uninterrupted_run_does
 def test_a_killed_stage_publishes_what_an_uninterrupted_one_does(masked: Workspace, stage: str, last: str) -> None:
     """SIGKILL. The reference of diffusion_grpo follows its policy, so it is part of the state."""
     whole, _ = finished(masked, stage, **SAVING)
-    line = [sys.executable, "-c", DOOMED, last, stage, *arguments(stage, SAVING | {"runtime.fresh": True})]
-    killed = subprocess.run(line, env=os.environ, capture_output=True, text=True, timeout=300)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr[-4000:]
+    killed(int(last), stage, arguments(stage, SAVING | {"runtime.fresh": True}))
     again, said = finished(masked, stage, **SAVING)
     assert "resumed at step" in said and again == whole
 
 
 @pytest.mark.slow
 @pytest.mark.full
-def test_two_processes_see_the_same_masks_and_learn_the_same(
-    masked: Workspace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_processes_see_the_same_masks_and_learn_the_same(masked: Workspace) -> None:
     """DDP over gloo: the losses of every step within 1e-5 of one process."""
     alone: dict[str, list[float]] = {}
     for world in ("", "2"):

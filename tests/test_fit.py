@@ -13,9 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline.learning import fit as learning_fit
 from pipeline.learning import losses, states
-from pipeline.learning.fit import Watchers, fit
+from pipeline.learning.fit import Run, Watchers, fit
 from pipeline.learning.losses import Loss, Term
 from pipeline.learning.settings import FitConfig
 from pipeline.learning.states import weights_of
@@ -24,6 +23,7 @@ from pipeline.run.config import Runtime
 from pipeline.run.errors import ConfigError, GateError
 from pipeline.run.tracking import Tracker
 from pipeline.run.workdir import Job, StopRequest
+from tests.stopping import Stopped, before
 
 
 class Batch:
@@ -127,10 +127,6 @@ def equal(a: nn.Module, b: nn.Module) -> bool:
     return all(torch.equal(x.nan_to_num(9), y.nan_to_num(9)) for x, y in pairs)
 
 
-class Stopped(BaseException):
-    pass
-
-
 @pytest.mark.parametrize(
     ("kind", "micro_batch"),
     [
@@ -142,24 +138,16 @@ class Stopped(BaseException):
     ],
 )
 def test_a_run_killed_at_any_step_ends_with_the_bits_of_an_uninterrupted_one(
-    tmp_path: Path, kind: type[Net], micro_batch: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, kind: type[Net], micro_batch: int
 ) -> None:
     whole = kind()
     first = job(tmp_path / "whole", micro_batch=micro_batch)
     fit(whole, Rows(), loss, config(), first)
-    original = learning_fit.Run._one_step
     for kill_at in (0, 1, 4, 5, 11):
         part, folder = kind(), tmp_path / f"killed{kill_at}"
-
-        def step(self: Any, kill_at: int = kill_at) -> None:
-            if self.course.step == kill_at:
-                raise Stopped
-            original(self)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(learning_fit.Run, "_one_step", step)
-            with pytest.raises(Stopped):
-                fit(part, Rows(), loss, config(), job(folder, micro_batch=micro_batch, save_steps=1))
+        at_work = job(folder, micro_batch=micro_batch, save_steps=1)
+        with pytest.raises(Stopped):
+            fit(part, Rows(), loss, config(), at_work, watchers=before(kill_at))
         again, second = kind(), job(folder, micro_batch=micro_batch)
         fit(again, Rows(), loss, config(), second)
         assert equal(whole, again), kill_at
@@ -187,7 +175,7 @@ def test_the_gradient_is_that_of_the_mean_over_trained_tokens(tmp_path: Path) ->
     chosen = batch.targets >= 0
     value = nn.functional.cross_entropy(model(batch.ids)[chosen], batch.targets[chosen])
     value.backward()
-    run = learning_fit.Run(Net(), Rows(), loss, config(), job(tmp_path, micro_batch=2), False, Watchers())
+    run = Run(Net(), Rows(), loss, config(), job(tmp_path, micro_batch=2), False, Watchers())
     parts = [stream.batch(0, 8, stream.rows(0, 8)[i : i + 2]) for i in (0, 2, 4)]
     totals = run.backward(parts, batch.counts)
     assert totals.value == pytest.approx(value.item(), rel=1e-6)

@@ -16,9 +16,8 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline.learning import fit as learning_fit
 from pipeline.learning import performance, states, update
-from pipeline.learning.fit import fit
+from pipeline.learning.fit import Watchers, fit
 from pipeline.learning.losses import Loss
 from pipeline.learning.settings import Curriculum
 from pipeline.learning.states import weights_of
@@ -26,7 +25,8 @@ from pipeline.model.cpu import native
 from pipeline.run.device import Hardware
 from pipeline.run.errors import ConfigError, GateError
 from pipeline.run.workdir import Job
-from tests.test_fit import Batch, Net, Rows, Stopped, config, equal, job, loss
+from tests.stopping import Stopped, before
+from tests.test_fit import Batch, Net, Rows, config, equal, job, loss
 
 SPIKE = 1e4  # what a spiking batch multiplies its loss with
 
@@ -61,25 +61,16 @@ def short_history(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def killed_and_resumed(
-    folder: Path, kill_at: tuple[int, ...], run: Callable[[Job], nn.Module], monkeypatch: pytest.MonkeyPatch
+    folder: Path, kill_at: tuple[int, ...], run: Callable[[Job, Watchers | None], nn.Module]
 ) -> None:
     """`run` whole, and cut before each of some steps: equal weights, curves and final numbers."""
     first = job(folder / "whole")
-    whole = run(first)
-    original = learning_fit.Run._one_step
+    whole = run(first, None)
     for step in kill_at:
-
-        def cut(self: Any, step: int = step) -> None:
-            if self.course.step == step:
-                raise Stopped
-            original(self)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(learning_fit.Run, "_one_step", cut)
-            with pytest.raises(Stopped):
-                run(job(folder / str(step), save_steps=1))
+        with pytest.raises(Stopped):
+            run(job(folder / str(step), save_steps=1), before(step))
         second = job(folder / str(step))
-        again = run(second)
+        again = run(second, None)
         assert equal(whole, again), step
         assert second.tracker.rows == first.tracker.rows and second.tracker.final == first.tracker.final
 
@@ -87,15 +78,13 @@ def killed_and_resumed(
 # -- averaged weights --------------------------------------------------------------------------------------------------
 
 
-def test_averaged_weights_are_evaluated_and_published_and_survive_a_kill(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def run(at_work: Job) -> nn.Module:
+def test_averaged_weights_are_evaluated_and_published_and_survive_a_kill(tmp_path: Path) -> None:
+    def run(at_work: Job, watchers: Watchers | None = None) -> nn.Module:
         model = Net()
-        fit(model, Rows(), loss, config(ema_decay=0.8, publish="best"), at_work)
+        fit(model, Rows(), loss, config(ema_decay=0.8, publish="best"), at_work, watchers=watchers)
         return model
 
-    killed_and_resumed(tmp_path, (1, 5, 9), run, monkeypatch)
+    killed_and_resumed(tmp_path, (1, 5, 9), run)
     plain, averaged, last = Net(), Net(), Net()
     without = job(tmp_path / "without")
     fit(plain, Rows(), loss, config(), without)
@@ -202,10 +191,10 @@ def test_a_rollback_never_reads_its_window_again(tmp_path: Path, monkeypatch: py
     settings = config(steps=24, on_spike="rollback", eval_steps=3)
     streams: list[Spiking] = []
 
-    def run(at_work: Job) -> nn.Module:
+    def run(at_work: Job, watchers: Watchers | None = None) -> nn.Module:
         model, stream = Net(), Spiking((13, 27))
         streams.append(stream)
-        fit(model, stream, spiking_loss, settings, at_work)
+        fit(model, stream, spiking_loss, settings, at_work, watchers=watchers)
         return model
 
     run(job(tmp_path / "once"))
@@ -214,7 +203,7 @@ def test_a_rollback_never_reads_its_window_again(tmp_path: Path, monkeypatch: py
     at_work = job(tmp_path / "again")
     run(at_work)
     assert [row["skipped"] for row in at_work.tracker.rows][-1] == 0
-    killed_and_resumed(tmp_path, (3, 13, 14, 20), run, monkeypatch)
+    killed_and_resumed(tmp_path, (3, 13, 14, 20), run)
 
 
 @pytest.mark.usefixtures("short_history")
@@ -296,14 +285,14 @@ def test_a_signal_in_an_evaluation_leaves_it_to_the_resumed_run(tmp_path: Path) 
 # -- precision, dropout, compiling, profiling --------------------------------------------------------------------------
 
 
-def test_fp16_scales_its_loss_and_resumes_with_the_scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(at_work: Job) -> nn.Module:
+def test_fp16_scales_its_loss_and_resumes_with_the_scale(tmp_path: Path) -> None:
+    def run(at_work: Job, watchers: Watchers | None = None) -> nn.Module:
         model = Net()
         at_work = replace(at_work, runtime=replace(at_work.runtime, precision="fp16"))
-        fit(model, Rows(), loss, config(learning_rate=0.01, optimizer="adamw"), at_work)
+        fit(model, Rows(), loss, config(learning_rate=0.01, optimizer="adamw"), at_work, watchers=watchers)
         return model
 
-    killed_and_resumed(tmp_path, (2, 7), run, monkeypatch)
+    killed_and_resumed(tmp_path, (2, 7), run)
     at_work = job(tmp_path / "scale", precision="fp16")
     fit(Net(), Rows(), loss, config(optimizer="adamw"), at_work)
     assert at_work.tracker.rows[0]["loss_scale"] == 65536
@@ -321,37 +310,25 @@ def test_an_overflow_in_fp16_halves_the_scale_and_is_no_skipped_step(tmp_path: P
     assert scales[:5] == [32768, 16384, 8192, 4096, 4096] and at_work.tracker.rows[-1]["skipped"] == 0
 
 
-def test_a_resumed_run_goes_on_with_the_scale_that_its_overflows_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def scales(at_work: Job) -> list[float]:
+def test_a_resumed_run_goes_on_with_the_scale_that_its_overflows_left(tmp_path: Path) -> None:
+    def scales(at_work: Job, watchers: Watchers | None = None) -> list[float]:
         fit(
             Net(),
             Spiking((0, 1, 2, 3), factor=1e34),
             spiking_loss,
             config(on_spike="ignore", optimizer="adamw"),
             at_work,
+            watchers=watchers,
         )
         return [row["loss_scale"] for row in at_work.tracker.rows]
 
     whole = scales(job(tmp_path / "whole", precision="fp16", logging_steps=1))
-    original = learning_fit.Run._one_step
-
-    def cut(self: Any) -> None:
-        if self.course.step == 6:
-            raise Stopped
-        original(self)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(learning_fit.Run, "_one_step", cut)
-        with pytest.raises(Stopped):
-            scales(job(tmp_path / "cut", precision="fp16", logging_steps=1, save_steps=1))
+    with pytest.raises(Stopped):
+        scales(job(tmp_path / "cut", precision="fp16", logging_steps=1, save_steps=1), before(6))
     assert scales(job(tmp_path / "cut", precision="fp16", logging_steps=1)) == whole and whole[-1] == 4096
 
 
-def test_each_step_drops_something_else_and_a_resumed_one_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_step_drops_something_else_and_a_resumed_one_the_same(tmp_path: Path) -> None:
     class Dropping(Net):
         drawn: list[float]
 
@@ -360,17 +337,17 @@ def test_each_step_drops_something_else_and_a_resumed_one_the_same(
                 self.drawn.append(torch.rand(1).item())
             return super().forward(ids)
 
-    def run(at_work: Job) -> Dropping:
+    def run(at_work: Job, watchers: Watchers | None = None) -> Dropping:
         model = Dropping()
         model.drawn = []
         try:
-            fit(model, Rows(), loss, config(steps=6), at_work)
+            fit(model, Rows(), loss, config(steps=6), at_work, watchers=watchers)
         finally:
             kept.append(model.drawn)
         return model
 
     kept: list[list[float]] = []
-    killed_and_resumed(tmp_path, (3,), run, monkeypatch)
+    killed_and_resumed(tmp_path, (3,), run)
     whole, before, after = kept
     assert len(set(whole)) == len(whole) == 6
     assert before[: len(whole) // 2] + after[-(len(whole) // 2) :] == whole
@@ -461,9 +438,7 @@ def test_the_curve_names_rates_that_differ(tmp_path: Path) -> None:
 # -- states in a thread ------------------------------------------------------------------------------------------------
 
 
-def test_states_written_in_a_thread_are_those_that_the_loop_writes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_states_written_in_a_thread_are_those_that_the_loop_writes(tmp_path: Path) -> None:
     files: list[dict[str, bytes]] = []
     for asynchronous in (False, True):
         folder, model = tmp_path / str(asynchronous), Net()
@@ -474,13 +449,13 @@ def test_states_written_in_a_thread_are_those_that_the_loop_writes(
         )
     assert len(files[0]) == 12 * 5 and files[0] == files[1]
 
-    def run(at_work: Job) -> nn.Module:
+    def run(at_work: Job, watchers: Watchers | None = None) -> nn.Module:
         model = Net()
         at_work = replace(at_work, runtime=replace(at_work.runtime, async_save=True))
-        fit(model, Rows(), loss, config(), at_work)
+        fit(model, Rows(), loss, config(), at_work, watchers=watchers)
         return model
 
-    killed_and_resumed(tmp_path / "killed", (1, 6, 11), run, monkeypatch)
+    killed_and_resumed(tmp_path / "killed", (1, 6, 11), run)
 
 
 def test_training_goes_on_while_a_state_is_written_and_the_end_waits(
@@ -495,18 +470,15 @@ def test_training_goes_on_while_a_state_is_written_and_the_end_waits(
         assert release.wait(timeout=60)
         return original(part, *rest)
 
-    def step(self: Any) -> None:
-        steps.append(self.course.step)
-        if self.course.step == 7:  # three steps after the save at 4
+    def step(made: int) -> None:
+        steps.append(made)
+        if made == 7:  # three steps after the save at 4
             assert begun.wait(timeout=60)  # on a busy machine the thread may not have begun yet
             order.append("step 7")
             release.set()
-        one_step(self)
 
-    one_step = learning_fit.Run._one_step
     monkeypatch.setattr(states, "write", slow)
-    monkeypatch.setattr(learning_fit.Run, "_one_step", step)
-    fit(Net(), Rows(), loss, config(), job(tmp_path, async_save=True))
+    fit(Net(), Rows(), loss, config(), job(tmp_path, async_save=True), watchers=Watchers(step=step))
     assert order[:2] == ["write step-00000004.part", "step 7"] and states.newest(tmp_path).step == 12  # type: ignore[union-attr]
 
 

@@ -12,20 +12,25 @@ from torch import nn
 
 from benchmarks import gpu_training
 from pipeline.generation.sampling import Sampling, generate
-from pipeline.learning import fit as learning_fit
-from pipeline.learning.fit import fit
+from pipeline.learning.fit import Watchers, fit
 from pipeline.learning.states import weights_of
 from pipeline.model.transformer import Transformer
 from pipeline.run import device
 from pipeline.run.config import Runtime
-from tests.test_fit import Stopped
+from tests.stopping import Stopped, before
 from tests.training import Case, Rows, job_of, model_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
 
 def trained(
-    folder: Path, *, steps: int = 8, optimizer: str = "adamw", ema: float = 0.0, **runtime: Any
+    folder: Path,
+    *,
+    steps: int = 8,
+    optimizer: str = "adamw",
+    ema: float = 0.0,
+    watchers: Watchers | None = None,
+    **runtime: Any,
 ) -> tuple[Transformer, Any]:
     """A run of `fit` on what this machine has."""
     from pipeline.learning import losses as learning_losses
@@ -76,7 +81,7 @@ def trained(
                 made.to = lambda where, made=made: _moved(made, where)  # type: ignore[method-assign]
                 yield made
 
-    fit(model, There(case, job), loss, config, job)
+    fit(model, There(case, job), loss, config, job, watchers=watchers)
     return model, job
 
 
@@ -124,19 +129,10 @@ def test_compiled_layers_stay_near_plain_ones(tmp_path: Path) -> None:
     assert model.compiled and losses(compiled) == pytest.approx(losses(plain), abs=0.05)
 
 
-def test_a_killed_run_goes_on_in_the_same_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_run_goes_on_in_the_same_order(tmp_path: Path) -> None:
     whole, first = trained(tmp_path / "whole")
-    original = learning_fit.Run._one_step
-
-    def cut(self: Any) -> None:
-        if self.course.step == 5:
-            raise Stopped
-        original(self)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(learning_fit.Run, "_one_step", cut)
-        with pytest.raises(Stopped):
-            trained(tmp_path / "cut")
+    with pytest.raises(Stopped):
+        trained(tmp_path / "cut", watchers=before(5))
     again, second = trained(tmp_path / "cut")
     assert losses(second) == pytest.approx(losses(first), abs=1e-5)
     for name, weight in weights_of(whole).items():

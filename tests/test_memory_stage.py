@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +17,7 @@ from pipeline.memory.files import QuantisedBank, Wider
 from pipeline.memory.model import Memory
 from pipeline.model import checkpoint
 from pipeline.run import device
-from tests.test_alignment_resume import DOOMED
+from tests.stopping import killed
 from tests.workspace import Ended, Workspace, command
 
 pytestmark = pytest.mark.slow  # nearly all of them train; those without the mark `full` are one of each kind of stage
@@ -207,9 +206,7 @@ def test_the_router_losses_change_what_is_learnt(coded: Workspace) -> None:
 @pytest.mark.parametrize("last", [pytest.param("1", marks=pytest.mark.full), "3"])
 def test_a_killed_stage_publishes_what_an_uninterrupted_one_does(coded: Workspace, last: str) -> None:
     whole, _ = finished(coded, **SAVING)
-    line = [sys.executable, "-c", DOOMED, last, "memory", *arguments(**SAVING, **{"runtime.fresh": True})]
-    killed = subprocess.run(line, env=os.environ, capture_output=True, text=True, timeout=300)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr[-4000:]
+    killed(int(last), "memory", arguments(**SAVING, **{"runtime.fresh": True}))
     again, said = finished(coded, **SAVING)
     assert "resumed at step" in said and again == whole
 

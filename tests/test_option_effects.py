@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pipeline.learning import fit as learning_fit
 from pipeline.learning import losses as learning_losses
 from pipeline.learning import states, update
-from pipeline.learning.fit import fit
+from pipeline.learning.fit import Watchers, fit
 from pipeline.learning.losses import Loss, Term
 from pipeline.learning.optim import Optimizers
 from pipeline.model.transformer import Transformer
@@ -178,15 +178,13 @@ def test_a_state_is_written_when_its_minutes_or_steps_are_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runtime: dict[str, Any], kept: list[int]
 ) -> None:
     clock = [0.0]
-    one_step = learning_fit.Run._one_step
 
-    def half_a_minute(self: learning_fit.Run) -> None:
+    def half_a_minute(_: int) -> None:
         clock[0] += 30.0
-        one_step(self)
 
     monkeypatch.setattr(learning_fit, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    monkeypatch.setattr(learning_fit.Run, "_one_step", half_a_minute)
-    fit(Net(), Rows(), loss, config(steps=7, eval_steps=100), job(tmp_path, keep=20, **runtime))
+    at_work, watchers = job(tmp_path, keep=20, **runtime), Watchers(step=half_a_minute)
+    fit(Net(), Rows(), loss, config(steps=7, eval_steps=100), at_work, watchers=watchers)
     assert sorted(int(path.name.removeprefix("step-")) for path in tmp_path.glob("step-*")) == kept
 
 

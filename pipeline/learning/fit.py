@@ -47,6 +47,7 @@ from pipeline.run.workdir import Job
 class Watchers:
     """A stage's own measurements and checks during training. Each may raise GateError."""
 
+    step: Callable[[int], None] | None = None  # before each step: how many have been made
     first: Callable[[dict[str, float]], None] | None = None  # of the first fill, loss and metrics, before an update
     evaluate: Callable[[int], dict[str, float]] | None = None  # at step 0, every eval_steps, and at the end
     logged: Callable[[list[JsonObject]], None] | None = None  # the curve, after each new row
@@ -194,6 +195,8 @@ class Run:
 
     def _one_step(self) -> None:
         course = self.course
+        if self.watchers.step:
+            self.watchers.step(course.step)
         # 1. this rank's micro-batches, and what all ranks agree on before the forward pass
         fill_metrics: dict[str, float] = {}
         if self.rolling and course.step % self.rolling.steps_per_rollout == 0:
