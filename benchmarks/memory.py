@@ -232,7 +232,7 @@ class Workshop:
             learning_rate=rate,
             learning_rates=rates,
             eval_steps=10**6,
-            publish="last",
+            validation=replace(settings.validation, publish="last"),
         )
         shape = one.config if isinstance(one.config, MemoryConfig) else self.params.memory
         began = time.perf_counter()

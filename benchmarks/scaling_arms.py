@@ -145,7 +145,7 @@ def train(folder: Path, spec: dict[str, Any]) -> None:
     from pipeline.learning import losses
     from pipeline.learning.fit import Watchers, fit
     from pipeline.learning.losses import Loss, Term
-    from pipeline.learning.settings import FitConfig
+    from pipeline.learning.settings import FitConfig, Validation
     from pipeline.run import device
     from pipeline.run.config import Runtime
     from pipeline.run.tracking import Tracker
@@ -160,7 +160,7 @@ def train(folder: Path, spec: dict[str, Any]) -> None:
         learning_rate=1e-3,
         schedule="constant",
         eval_steps=10**6,
-        publish="last",
+        validation=Validation(publish="last"),
     )
     runtime = Runtime(
         precision=spec["precision"], micro_batch=spec["rows"] // device.world_size(), save_steps=10**6, save_minutes=1e6

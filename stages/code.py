@@ -12,7 +12,7 @@ from pathlib import Path
 from pipeline.batches.corpus import CorpusStream, MixtureStream
 from pipeline.learning.fit import fit
 from pipeline.learning.pretraining import LossWeights, next_tokens
-from pipeline.learning.settings import FitConfig
+from pipeline.learning.settings import FitConfig, FullTraining
 from pipeline.model import checkpoint
 from pipeline.run.stage import main
 from pipeline.run.workdir import Job
@@ -20,7 +20,7 @@ from pipeline.run.workdir import Job
 
 @dataclass(frozen=True, kw_only=True)
 class Params:
-    """The block `code`; its keys are also those of FitConfig, and of LossWeights."""
+    """The block `code`; its keys are also those of FitConfig, FullTraining and LossWeights."""
 
     fim_rate: float
     """Share of code pieces that become fill-in-the-middle."""
@@ -30,6 +30,7 @@ class Params:
     """For so many batches of text; 0: code only."""
     weights: LossWeights = field(default_factory=LossWeights)
     fit: FitConfig
+    full: FullTraining = field(default_factory=FullTraining)
 
     def __post_init__(self) -> None:
         if not 0 <= self.fim_rate <= 1 or self.code_weight < 1 or self.text_weight < 0:
@@ -39,6 +40,7 @@ class Params:
 def run(params: Params, job: Job, *, base: Path, code: Path, text: Path, out: Path) -> None:
     """Continue `base` on code and save the model directory `out`."""
     model, tokenizer = checkpoint.load(base)
+    model.dropout = params.full.dropout
 
     def corpus(folder: Path, fim_rate: float) -> CorpusStream:
         return CorpusStream(
@@ -54,9 +56,9 @@ def run(params: Params, job: Job, *, base: Path, code: Path, text: Path, out: Pa
     stream = corpus(code, params.fim_rate)
     if params.text_weight:
         stream = MixtureStream([(params.code_weight, stream), (params.text_weight, corpus(text, 0.0))])
-    batches, loss, watchers = next_tokens(model, stream, params.weights, job, tokens=params.fit.eval_tokens)
+    batches, loss, watchers = next_tokens(model, stream, params.weights, job, tokens=params.fit.validation.eval_tokens)
     fit(model, batches, loss, params.fit, job, watchers=watchers)
-    checkpoint.save(out, model, tokenizer, job.lineage, precision=params.fit.save_precision)
+    checkpoint.save(out, model, tokenizer, job.lineage, precision=params.full.save_precision)
 
 
 if __name__ == "__main__":

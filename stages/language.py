@@ -14,7 +14,7 @@ from pathlib import Path
 from pipeline.batches.corpus import CorpusStream
 from pipeline.learning.fit import fit
 from pipeline.learning.pretraining import LossWeights, next_tokens
-from pipeline.learning.settings import FitConfig
+from pipeline.learning.settings import FitConfig, FullTraining
 from pipeline.model import config, initialization
 from pipeline.model.checkpoint import save
 from pipeline.model.config import ModelConfig, Start
@@ -29,7 +29,7 @@ from pipeline.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, kw_only=True)
 class Params:
-    """The block `language`; its keys are also those of FitConfig, and of LossWeights."""
+    """The block `language`; its keys are also those of FitConfig, FullTraining and LossWeights."""
 
     base: Start
     induction_heads: bool
@@ -37,6 +37,7 @@ class Params:
     model: ModelConfig = group("model")
     weights: LossWeights = field(default_factory=LossWeights)
     fit: FitConfig
+    full: FullTraining = field(default_factory=FullTraining)
 
 
 def run(params: Params, job: Job, *, tokenizer: Path, tokens: Path, out: Path, checkpoint: Path | None = None) -> None:
@@ -47,6 +48,7 @@ def run(params: Params, job: Job, *, tokenizer: Path, tokens: Path, out: Path, c
     else:
         located = config.located(params.base, checkpoint, weights=True, tokenizer=tokenizer)
         model, commit = initialization.load(located.folder, text), located.commit
+    model.dropout = params.full.dropout
     stream = CorpusStream(
         tokens,
         text,
@@ -55,11 +57,11 @@ def run(params: Params, job: Job, *, tokenizer: Path, tokens: Path, out: Path, c
         seed=job.seed,
         cache=job.folder.parent,
     )
-    batches, loss, watchers = next_tokens(model, stream, params.weights, job, tokens=params.fit.eval_tokens)
+    batches, loss, watchers = next_tokens(model, stream, params.weights, job, tokens=params.fit.validation.eval_tokens)
     fit(model, batches, loss, params.fit, job, from_scratch=params.base.scratch, watchers=watchers)
     job.report(parameters=model.num_parameters())
     lineage = job.lineage | config.lineage(params.base, commit)
-    save(out, model, text, lineage, precision=params.fit.save_precision)
+    save(out, model, text, lineage, precision=params.full.save_precision)
 
 
 def fresh(params: Params, text: Tokenizer, seed: int) -> Transformer:

@@ -6,7 +6,7 @@ The adapter is published in peft's format (`models/lora/adapter/`), and merged i
 merged model's logits equal those of the model with its adapter.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pipeline.batches.batch import TokenBatch
@@ -14,7 +14,7 @@ from pipeline.batches.dialogues import DialogueStream
 from pipeline.learning import gates, losses, reference
 from pipeline.learning.fit import fit
 from pipeline.learning.losses import Loss, Term
-from pipeline.learning.settings import AdaptConfig
+from pipeline.learning.settings import FitConfig, Neftune
 from pipeline.model import checkpoint, lora
 from pipeline.model.lora import AdapterConfig
 from pipeline.model.transformer import Transformer
@@ -26,12 +26,13 @@ from pipeline.text.tokenizer import ADDED, SPECIAL
 
 @dataclass(frozen=True, kw_only=True)
 class Params:
-    """The block `lora`; its training keys are those of AdaptConfig, its adapter's those of AdapterConfig."""
+    """The block `lora`; its keys are also those of FitConfig and Neftune, its adapter's those of AdapterConfig."""
 
     trained_roles: tuple[str, ...] = ()
     """Control tokens whose embeddings train too, whatever their ids: turn_start, tool_call."""
     adapter: AdapterConfig
-    fit: AdaptConfig
+    fit: FitConfig
+    neftune: Neftune = field(default_factory=Neftune)
 
     def __post_init__(self) -> None:
         if unknown := [role for role in self.trained_roles if role not in SPECIAL | ADDED]:
@@ -41,7 +42,7 @@ class Params:
 def run(params: Params, job: Job, *, base: Path, dialogues: Path, out: Path) -> None:
     """Fine-tune an adapter of `base` on the assistant's turns; save it, and the merged model, under `out`."""
     model, tokenizer = checkpoint.load(base)
-    model.neftune_alpha = params.fit.neftune_alpha
+    model.neftune_alpha = params.neftune.neftune_alpha
     roles = (getattr(tokenizer, role) for role in params.trained_roles)
     adapter = replace(params.adapter, trained_tokens=(*params.adapter.trained_tokens, *roles))
     lora.attach(model, adapter, device.generator("adapter", job.seed))

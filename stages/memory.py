@@ -155,7 +155,9 @@ def streams(params: Params, job: Job, facts: Path, code: Path, tokenizer: Tokeni
     mixture = UnitStream(
         MixtureStream([(params.facts_weight, fact_stream), (params.code_weight, code_stream)]), params.memory
     )
-    slices = (list(UnitStream(s, params.memory).evaluation(config.eval_tokens)) for s in (fact_stream, code_stream))
+    slices = (
+        list(UnitStream(s, params.memory).evaluation(config.validation.eval_tokens)) for s in (fact_stream, code_stream)
+    )
     return Streams(mixture, *slices)
 
 

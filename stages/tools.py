@@ -5,7 +5,7 @@
 The loss covers only the assistant's tokens: text, calls, end of turn.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipeline.batches.batch import TokenBatch
@@ -13,7 +13,7 @@ from pipeline.batches.dialogues import DialogueStream
 from pipeline.learning import gates, losses
 from pipeline.learning.fit import fit
 from pipeline.learning.losses import Loss, Term
-from pipeline.learning.settings import TuneConfig
+from pipeline.learning.settings import FitConfig, FullTraining, Neftune
 from pipeline.model import checkpoint
 from pipeline.model.transformer import Transformer
 from pipeline.run.stage import main
@@ -22,15 +22,18 @@ from pipeline.run.workdir import Job
 
 @dataclass(frozen=True, kw_only=True)
 class Params:
-    """The block `tools`; its training keys are those of TuneConfig."""
+    """The block `tools`; its keys are those of FitConfig, FullTraining and Neftune."""
 
-    fit: TuneConfig
+    fit: FitConfig
+    full: FullTraining = field(default_factory=FullTraining)
+    neftune: Neftune = field(default_factory=Neftune)
 
 
 def run(params: Params, job: Job, *, base: Path, dialogues: Path, out: Path) -> None:
     """Fine-tune `base` on the assistant's turns and save the model directory `out`."""
     model, tokenizer = checkpoint.load(base)
-    model.neftune_alpha = params.fit.neftune_alpha
+    model.dropout = params.full.dropout
+    model.neftune_alpha = params.neftune.neftune_alpha
     stream = DialogueStream(
         dialogues, tokenizer, context=params.fit.context, tokens_per_step=params.fit.tokens_per_step, seed=job.seed
     )
@@ -40,7 +43,7 @@ def run(params: Params, job: Job, *, base: Path, dialogues: Path, out: Path) -> 
         return Loss([Term("loss", losses.read_out(model, batch, losses.next_token))])
 
     fit(model, stream, loss, params.fit, job)
-    checkpoint.save(out, model, tokenizer, job.lineage, precision=params.fit.save_precision)
+    checkpoint.save(out, model, tokenizer, job.lineage, precision=params.full.save_precision)
 
 
 if __name__ == "__main__":

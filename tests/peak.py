@@ -20,7 +20,7 @@ from pipeline.learning import footprint, losses
 from pipeline.learning.fit import Run, Watchers
 from pipeline.learning.footprint import Work
 from pipeline.learning.losses import Loss, Term
-from pipeline.learning.settings import FitConfig
+from pipeline.learning.settings import FitConfig, Validation
 from pipeline.model import lora
 from pipeline.model.config import ModelConfig
 from pipeline.model.lora import AdapterConfig
@@ -93,7 +93,7 @@ def train(config: ModelConfig, asked: dict[str, Any], folder: Path) -> None:
         learning_rate=1e-4,
         eval_steps=100,
         optimizer=asked["optimizer"],
-        publish="last",
+        validation=Validation(publish="last"),
     )
 
     def loss(model: Transformer, batch: TokenBatch) -> Loss:

@@ -23,6 +23,7 @@ from stages import diffusion_grpo
 from tests.conftest import ROOT
 from tests.diffusion_workspace import arguments
 from tests.diffusion_workspace import masked_workspace as masked_workspace
+from tests.settings import flat
 from tests.test_diffusion_model import model
 from tests.test_diffusion_rollouts import PROBLEM
 from tests.test_fit import job
@@ -365,7 +366,7 @@ def diffusion_config(**changes: Any) -> DiffusionConfig:
         "learning_rate": 1e-3,
         "warmup_steps": 20,
     }
-    return DiffusionConfig(**values | changes)
+    return flat(DiffusionConfig, **values | changes)
 
 
 def test_the_control_has_at_most_its_own_steps_and_a_whole_schedule_over_them() -> None:

@@ -23,6 +23,7 @@ from pipeline.run.config import Runtime
 from pipeline.run.errors import ConfigError, GateError
 from pipeline.run.tracking import Tracker
 from pipeline.run.workdir import Job, StopRequest
+from tests.settings import flat
 from tests.stopping import Stopped, before
 
 
@@ -103,7 +104,7 @@ def config(**changes: Any) -> FitConfig:
         "warmup_steps": 2,
         "optimizer": "muon",
     }
-    return FitConfig(**(values | changes))
+    return flat(FitConfig, **(values | changes))
 
 
 def job(folder: Path, **runtime: Any) -> Job:

@@ -353,15 +353,6 @@ def test_each_step_drops_something_else_and_a_resumed_one_the_same(tmp_path: Pat
     assert before[: len(whole) // 2] + after[-(len(whole) // 2) :] == whole
 
 
-def test_dropout_is_given_to_the_model(tmp_path: Path) -> None:
-    class Told(Net):
-        dropout = 0.0
-
-    model = Told()
-    fit(model, Rows(), loss, config(dropout=0.25), job(tmp_path))
-    assert model.dropout == 0.25
-
-
 def test_the_rule_compiles_long_runs_alone() -> None:
     cpu = torch.device("cpu")
     assert not performance.wanted("auto", flops=0.9e14, device=cpu) and not performance.wanted(

@@ -35,7 +35,7 @@ def trained(
     """A run of `fit` on what this machine has."""
     from pipeline.learning import losses as learning_losses
     from pipeline.learning.losses import Loss, Term
-    from pipeline.learning.settings import FitConfig
+    from pipeline.learning.settings import FitConfig, Validation
 
     case = Case(folder=str(folder), rows=8, steps=steps)
     job = job_of(folder, case)
@@ -49,8 +49,7 @@ def trained(
         eval_steps=4,
         optimizer=optimizer,
         eps=1e-6,
-        ema_decay=ema,
-        publish="last",
+        validation=Validation(publish="last", ema_decay=ema),
     )
 
     def loss(model: Transformer, batch: Any) -> Loss:

@@ -39,6 +39,7 @@ from pipeline.text.tokenizer import Tokenizer
 from stages import reward
 from tests import test_bandit as bandit
 from tests.conftest import SENTENCES
+from tests.settings import flat
 from tests.test_fit import job
 
 ROOT = Path(__file__).parents[1]
@@ -94,7 +95,7 @@ def train_pairs(folder: Path, method: str, **runtime: Any) -> nn.Module:
             partial(reward.loss, policy=frozen, centring=0.1, likelihood_weight=0.5),
         )
     )
-    settings = PairConfig(steps=2, pairs=8, max_prompt=64, max_length=128, eval_steps=1, publish="last", **SMOOTH)
+    settings = flat(PairConfig, steps=2, pairs=8, max_prompt=64, max_length=128, eval_steps=1, publish="last", **SMOOTH)
     one = job(folder, **runtime)
     fit(
         trained, stream, objective, settings, one, watchers=Watchers(gradients_at=1)

@@ -5,11 +5,12 @@ from typing import Any
 import pytest
 
 from pipeline.learning.settings import FitConfig, PairConfig
+from tests.settings import flat
 
 
 def config(**changes: Any) -> FitConfig:
     values: dict[str, Any] = {"steps": 100, "tokens_per_step": 4096, "context": 512, "learning_rate": 1e-3}
-    return FitConfig(**(values | changes))
+    return flat(FitConfig, **(values | changes))
 
 
 @pytest.mark.parametrize(

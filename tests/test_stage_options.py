@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from pipeline.learning.pair_losses import PairLoss
-from pipeline.learning.settings import AdaptConfig, FitConfig, PairConfig, TuneConfig
+from pipeline.learning.settings import FitConfig, FullTraining, PairConfig
 from pipeline.model import checkpoint
 from pipeline.model.config import ModelConfig, Start
 from pipeline.model.initialization import induction_heads, relate_variants
@@ -20,6 +20,7 @@ from pipeline.run.device import generator
 from stages import code, dpo, language, lora, tools
 from tests import corpora
 from tests.handed import Handed, handed
+from tests.settings import flat
 from tests.test_fit import job
 from tests.workspace import Workspace
 
@@ -41,7 +42,7 @@ TEXT = [f"The {n} boats. " * 3 for n in range(160)]
 
 def fitting(**changes: Any) -> FitConfig:
     values: dict[str, Any] = {"steps": 1, "tokens_per_step": 256, "context": 64, "learning_rate": 1e-3}
-    return FitConfig(**(values | changes))
+    return flat(FitConfig, **(values | changes))
 
 
 # language
@@ -171,9 +172,17 @@ def test_weights_are_published_in_the_precision_that_is_asked_for(
     stage: ModuleType, precision: str, tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = fresh if stage is language else mixed
-    made(tokens, tmp_path, monkeypatch, fit=fitting(save_precision=precision))
+    made(tokens, tmp_path, monkeypatch, full=FullTraining(save_precision=precision))
     written = load_file(tmp_path / "model/model.safetensors")
     assert {value.dtype for value in written.values()} == {checkpoint.DTYPES[precision]}
+
+
+@pytest.mark.parametrize("stage", [language, code], ids=lambda stage: stage.__name__)
+def test_dropout_is_given_to_the_model(
+    stage: ModuleType, tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = fresh if stage is language else mixed
+    assert made(tokens, tmp_path, monkeypatch, full=FullTraining(dropout=0.25)).model.dropout == 0.25
 
 
 # tools, lora
@@ -185,7 +194,7 @@ def tuned(workspace: Workspace, monkeypatch: pytest.MonkeyPatch, **changes: Any)
     """What stage tools hands to `fit`."""
     found = handed(tools, monkeypatch)
     tools.run(
-        tools.Params(fit=TuneConfig(**(DIALOGUES | changes))),
+        flat(tools.Params, **(DIALOGUES | changes)),
         job(workspace.folder / "work/key"),
         base=Path("models/code"),
         dialogues=Path("data/dialogues"),
@@ -203,7 +212,7 @@ def adapted(
 ) -> Handed:
     """What stage lora hands to `fit`; seen are its adapted layers, by name."""
     found = handed(lora, monkeypatch, lambda given: adapters(given.model))
-    params = lora.Params(trained_roles=roles, adapter=adapter, fit=AdaptConfig(**(DIALOGUES | changes)))
+    params = flat(lora.Params, trained_roles=roles, adapter=adapter, **(DIALOGUES | changes))
     lora.run(
         params,
         job(workspace.folder / "work/key"),
@@ -230,7 +239,8 @@ def test_noise_of_the_embeddings_is_as_large_as_it_was_asked_for(
 def test_tools_reads_rows_of_its_context_and_publishes_in_its_precision(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = tuned(workspace, monkeypatch, context=64, tokens_per_step=192, save_precision="bf16")
+    found = tuned(workspace, monkeypatch, context=64, tokens_per_step=192, save_precision="bf16", dropout=0.25)
+    assert found.model.dropout == 0.25
     assert found.stream.batch(0, 64, found.stream.rows(0, 64)).input_ids.shape == (3, 64)
     assert {value.dtype for value in load_file("models/out/model.safetensors").values()} == {torch.bfloat16}
 
@@ -275,7 +285,7 @@ def preferring(workspace: Workspace, monkeypatch: pytest.MonkeyPatch, pairs: int
 
     found = handed(dpo, monkeypatch, look)
     settings: dict[str, Any] = PAIRS | {"pairs": pairs}
-    values: dict[str, Any] = {"precompute_reference": False, "fit": PairConfig(**settings)}
+    values: dict[str, Any] = {"precompute_reference": False, "fit": flat(PairConfig, **settings)}
     params = dpo.Params(**(values | changes))
     dpo.run(
         params,

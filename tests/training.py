@@ -26,7 +26,7 @@ from pipeline.learning import losses
 from pipeline.learning.fit import fit
 from pipeline.learning.losses import Loss, Term
 from pipeline.learning.processes import Ranks
-from pipeline.learning.settings import FitConfig
+from pipeline.learning.settings import FitConfig, Validation
 from pipeline.model import lora
 from pipeline.model.config import ModelConfig
 from pipeline.model.lora import AdapterConfig
@@ -157,7 +157,7 @@ def run(case: Case) -> None:
     """Train as the case says."""
     folder = Path(case.folder)
     job, model = job_of(folder, case), model_of(case)
-    stream = Rows(case, job)
+    stream, model.dropout = Rows(case, job), case.dropout
     config = FitConfig(
         steps=case.steps,
         tokens_per_step=case.rows * CONTEXT,
@@ -166,9 +166,7 @@ def run(case: Case) -> None:
         eval_steps=3,
         warmup_steps=2,
         optimizer=case.optimizer,
-        publish=case.publish,
-        ema_decay=case.ema_decay,
-        dropout=case.dropout,
+        validation=Validation(publish=case.publish, ema_decay=case.ema_decay),
         eps=1e-6,
     )  # AdamW makes steps of the rounding of gradients that are near eps
 

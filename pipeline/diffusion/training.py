@@ -22,7 +22,7 @@ answer of a pair. Coupled-GRPO has no loss of its own: its estimates are the log
 
 **Training**: configurations, gates of the first step, and references.
 
-ValidatedConfig (learning/settings.py)
+TrainingConfig (learning/settings.py)
 ├── DiffusionConfig     adaptation and fine-tuning, with a causal control: diffusion
 ├── ExampleConfig       the fine-tuning alone
 └── (PairConfig)        diffusion_dpo
@@ -39,7 +39,7 @@ that its state names.
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -57,7 +57,7 @@ from pipeline.learning import gates, states
 from pipeline.learning.losses import Loss, Term, sum_by_row
 from pipeline.learning.pair_losses import PairLogprobs
 from pipeline.learning.reference import Reference, Start
-from pipeline.learning.settings import FitConfig, ValidatedConfig
+from pipeline.learning.settings import FitConfig, TrainingConfig, Validation
 from pipeline.model import lora
 from pipeline.model.lora import AdapterConfig
 from pipeline.run import device
@@ -251,7 +251,7 @@ SHARE = 0.6  # of the policy in the reference that follows it
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExampleConfig(ValidatedConfig):
+class ExampleConfig(TrainingConfig):
     """A run over prompts with answers on canvases."""
 
     epochs: float
@@ -259,8 +259,13 @@ class ExampleConfig(ValidatedConfig):
     max_prompt: int
     max_new_tokens: int
     most_steps: int | None = None  # maximum, whatever the epochs; None: no bound
+    validation: Validation = field(default_factory=Validation)
 
     length_key: ClassVar[str] = "max_prompt + max_new_tokens"
+
+    @property
+    def validated(self) -> Validation:
+        return self.validation
 
     @property
     def row_length(self) -> int:
@@ -282,7 +287,7 @@ class ExampleConfig(ValidatedConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiffusionConfig(ValidatedConfig):
+class DiffusionConfig(TrainingConfig):
     """Two runs, one after the other: adaptation (or pre-training) on windows of code, fine-tuning on problems with
     answers.
 
@@ -315,6 +320,7 @@ class DiffusionConfig(ValidatedConfig):
     """Length of the longest canvas in tokens."""
     control_steps: int | None = None
     """Maximum steps of each of the causal control's two runs; none: as many as the masked model's."""
+    validation: Validation = field(default_factory=Validation)
 
     length_key: ClassVar[str] = "context and max_prompt + max_new_tokens"
 
@@ -339,6 +345,10 @@ class DiffusionConfig(ValidatedConfig):
                 f" {self.control_steps}"
             )
         _ = self.adapting  # its own checks
+
+    @property
+    def validated(self) -> Validation:
+        return self.validation
 
     @property
     def row_length(self) -> int:
@@ -392,13 +402,14 @@ class DiffusionConfig(ValidatedConfig):
             return config
         return replace(config, most_steps=self.control_steps, **self._shorter_warmup(config))
 
-    def _shorter_warmup(self, config: ValidatedConfig) -> dict[str, int]:
+    def _shorter_warmup(self, config: TrainingConfig) -> dict[str, int]:
         """A warmup for 100,000 steps would be longer than the control's whole run."""
         assert self.control_steps is not None
         return {"warmup_steps": min(config.warmup_steps, self.control_steps // 2)}
 
     def _common(self) -> JsonObject:
-        return {field.name: getattr(self, field.name) for field in fields(ValidatedConfig)}
+        names = [*(own.name for own in fields(TrainingConfig)), "validation"]
+        return {name: getattr(self, name) for name in names}
 
 
 # -- gates of the first step -------------------------------------------------------------------------------------------

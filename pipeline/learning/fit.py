@@ -106,7 +106,8 @@ class Run:
         self.model = self.ranks.wrap(self.plain)
         self.optimizers = Optimizers(self.plain, config, fast_bf16=self.hardware.precision == "bf16")
         self.scaler = Scaler(self.hardware.precision, self.hardware.device)
-        self.averages = Averages(self.plain, config.ema_decay) if config.ema_decay else None
+        decay = config.validated.ema_decay
+        self.averages = Averages(self.plain, decay) if decay else None
         self.course, self.window = Course(), Window()
         self.last_save = time.monotonic()
         self.save_due = False
@@ -139,8 +140,6 @@ class Run:
         runtime, config = self.job.runtime, self.config
         if hasattr(model, "checkpointing"):
             model.checkpointing = runtime.gradient_checkpointing  # type: ignore[assignment]
-        if config.dropout:
-            model.dropout = config.dropout  # type: ignore[assignment]
         per_token = performance.flops_per_token(model) if config.even_rows else None
         flops = self.steps * config.rows * config.row_length * per_token(config.row_length) if per_token else 0
         return performance.compiled(model, runtime.compile, flops=flops, hardware=self.hardware, name=self.job.name)
@@ -373,7 +372,7 @@ class Run:
             values |= {f"lr/{group}": rate * factor for group, rate in self.optimizers.rates.items()}
         if self.hardware.precision == "fp16":
             values["loss_scale"] = self.scaler.scale_now
-        if self.config.curriculum:
+        if self.config.context_at(0) < self.config.row_length:  # they grow
             values["context"] = self.config.context_at(course.step - 1)
         self.job.tracker.log(course.step, values)
         if course.step >= self.steps // 10 > 20 and self.from_scratch:  # a continued model may be near its floor
@@ -400,14 +399,14 @@ class Run:
         if stop:
             self._stop(stop)
         if totals.terms and self.course.step:
-            values = totals.values()
-            self.course.compare(values["loss"], threshold=self.config.threshold, patience=self.config.patience)
+            values, settings = totals.values(), self.config.validated
+            self.course.compare(values["loss"], threshold=settings.threshold, patience=settings.patience)
             self.job.tracker.log(self.course.step, {f"val/{name}": value for name, value in values.items()})
 
     def _held_out(self) -> tuple[Totals, int]:
         """The sums over the validation slice and all ranks, and the signal that interrupted it (0: none)."""
         totals = Totals({})
-        for batch, mine in self.ranks.dealt(self.stream.evaluation(self.config.eval_tokens)):
+        for batch, mine in self.ranks.dealt(self.stream.evaluation(self.config.validated.eval_tokens)):
             if stop := self.ranks.control(self.job.stop.signal, False, {})[0]:
                 return totals, stop
             if batch is None:
@@ -448,7 +447,7 @@ class Run:
         raise SystemExit(128 + number)
 
     def _publish(self) -> None:
-        best = self.config.publish == "best" and self.course.best_step >= 0
+        best = self.config.validated.publish == "best" and self.course.best_step >= 0
         if best and self.course.best_step != self.course.step:
             self.keeper.load_weights(self.course.best_step)
         elif self.averages:

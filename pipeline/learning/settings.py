@@ -1,12 +1,12 @@
 """The settings of a training run and its learning-rate schedule. The keys stand flat in a stage's params.yaml block.
 
-TrainingConfig              optimizer, schedule, evaluation
-├── ValidatedConfig         validation loss, early stopping, averaged weights, which weights to publish
-│   ├── FitConfig           rows of packed tokens: language, code
-│   │   └── TuneConfig      of dialogues: tools
-│   │       └── AdaptConfig with an adapter: lora
-│   └── PairConfig          pairs of answers: reward, dpo
+TrainingConfig              optimizer, schedule, evaluation; each subclass defines its batch
+├── FitConfig               rows of packed tokens or dialogues
+├── PairConfig              pairs of answers: reward, dpo
 └── rl/rollout.RolloutConfig    answers of the policy itself: rlhf, grpo
+
+Validation                  validation loss, early stopping, averaged weights, what to publish: part of the first two
+FullTraining, Neftune       what else a stage may take that trains all weights, or dialogues
 
 The schedule is a pure function of the step, so there is nothing to save and nothing to advance. With S steps, W of
 warm-up, m = `min_ratio`, p = (s - W) / max(1, S - 1 - W), the factor is (s + 1) / W during warm-up, then by name:
@@ -21,7 +21,7 @@ So s = W - 1 gives 1, s = S - 1 gives m (constant: 1), and each restart gives 1.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from torch import nn
@@ -41,9 +41,6 @@ LEAST = {
     "warmup_steps": 0,
     "warmup_ratio": 0,
     "eval_steps": 1,
-    "eval_tokens": 0,
-    "patience": 0,
-    "threshold": 0,
 }
 
 
@@ -82,14 +79,6 @@ class TrainingConfig(OptimizerConfig):
     on_spike: str = "skip"
     """One far above the last 128 steps: skip, stop, rollback, or ignore."""
 
-    # Subclasses make some of these keys. A run without a validation loss publishes its last weights.
-    eval_tokens: ClassVar[int] = 0
-    patience: ClassVar[int] = 0
-    threshold: ClassVar[float] = 0.0
-    publish: ClassVar[str] = "last"
-    ema_decay: ClassVar[float] = 0.0
-    dropout: ClassVar[float] = 0.0
-    curriculum: ClassVar["Curriculum | None"] = None
     length_key: ClassVar[str] = "context"  # the key that sets the longest row, for error messages
     even_rows: ClassVar[bool] = False  # all rows have one length, so that every batch has the same shape
 
@@ -111,13 +100,17 @@ class TrainingConfig(OptimizerConfig):
         choices = {
             "optimizer": ("adamw", "muon"),
             "schedule": SCHEDULES,
-            "publish": ("best", "last"),
             "on_nonfinite": update.ON_NONFINITE,
             "on_spike": update.ON_SPIKE,
         }
         for key, allowed in choices.items():
             if getattr(self, key) not in allowed:
                 raise ValueError(f"{key}: expected one of {', '.join(allowed)}, got {getattr(self, key)!r}")
+
+    @property
+    def validated(self) -> "Validation":
+        """How the run is validated. Without a validation loss it publishes its last weights."""
+        return Validation(eval_tokens=0, publish="last")
 
     @property
     def row_length(self) -> int:
@@ -173,23 +166,26 @@ class TrainingConfig(OptimizerConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ValidatedConfig(TrainingConfig):
-    """A run with a validation loss on held-out data."""
+class Validation:
+    """A validation loss on held-out data, and what follows from it."""
 
-    eval_tokens: int = 262144  # pyright: ignore[reportIncompatibleVariableOverride]
+    eval_tokens: int = 262144
     """Size of the fixed validation slice."""
-    patience: int = 0  # pyright: ignore[reportIncompatibleVariableOverride]
+    patience: int = 0
     """Stop after so many evaluations without a gain."""
-    threshold: float = 0.0  # pyright: ignore[reportIncompatibleVariableOverride]
+    threshold: float = 0.0
     """A gain, in nats per token."""
-    publish: str = "best"  # pyright: ignore[reportIncompatibleVariableOverride]
+    publish: str = "best"
     """best (lowest validation loss), or last."""
-    ema_decay: float = 0.0  # pyright: ignore[reportIncompatibleVariableOverride]
+    ema_decay: float = 0.0
     """Averaged weights are evaluated and published; 0: none."""
 
-    def check(self) -> None:
-        """Raise ValueError for invalid values."""
-        super().check()
+    def __post_init__(self) -> None:
+        for key in ("eval_tokens", "patience", "threshold"):
+            if getattr(self, key) < 0:
+                raise ValueError(f"{key}: expected at least 0, got {getattr(self, key)}")
+        if self.publish not in ("best", "last"):
+            raise ValueError(f"publish: expected one of best, last, got {self.publish!r}")
         if not 0 <= self.ema_decay < 1:
             raise ValueError(f"ema_decay: expected 0 (none) to below 1, got {self.ema_decay}")
 
@@ -220,7 +216,7 @@ class Curriculum:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FitConfig(ValidatedConfig):
+class FitConfig(TrainingConfig):
     """A run over packed rows. Exactly one of steps, tokens, epochs sets its length."""
 
     steps: int | None = None
@@ -233,23 +229,16 @@ class FitConfig(ValidatedConfig):
     """Of the global batch, whatever the number of processes."""
     context: int = 2048
     """Tokens in a row."""
-    curriculum: Curriculum | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
+    curriculum: Curriculum | None = None
     """{start, end, steps}: rows grow."""
+    validation: Validation = field(default_factory=Validation)
     even_rows: ClassVar[bool] = True
-    dropout: float = 0.0  # pyright: ignore[reportIncompatibleVariableOverride]
-    """Share of each layer's outputs dropped in training."""
-    save_precision: str = "fp32"
-    """Of the published weights: fp32, bf16, fp16."""
 
     def __post_init__(self) -> None:
         _exactly_one(steps=self.steps, tokens=self.tokens, epochs=self.epochs)
         self.check()
         if self.context < 2:
             raise ValueError("expected context >= 2")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout: expected 0 to below 1, got {self.dropout}")
-        if self.save_precision not in ("fp32", "bf16", "fp16"):
-            raise ValueError(f"save_precision: expected fp32, bf16 or fp16, got {self.save_precision!r}")
         if self.curriculum is not None and self.context % self.curriculum.end:
             raise ValueError(f"curriculum.end: expected a divisor of context {self.context}, got {self.curriculum.end}")
         if self.tokens_per_step % self.context or self.tokens_per_step < self.context:
@@ -257,6 +246,10 @@ class FitConfig(ValidatedConfig):
             raise ValueError(
                 f"tokens_per_step {self.tokens_per_step} is not a multiple of context {self.context}; try {low}"
             )
+
+    @property
+    def validated(self) -> Validation:
+        return self.validation
 
     @property
     def row_length(self) -> int:
@@ -279,29 +272,7 @@ class FitConfig(ValidatedConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TuneConfig(FitConfig):
-    """A run over dialogues."""
-
-    neftune_alpha: float = 0.0
-    """Noise on the embeddings in training (arXiv:2310.05914: 5 to 15); 0: none."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.neftune_alpha < 0:
-            raise ValueError(f"neftune_alpha: expected at least 0, got {self.neftune_alpha}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdaptConfig(TuneConfig):
-    """A run over dialogues that trains an adapter; `dropout` in its block is the adapter's (model/lora.py)."""
-
-    dropout: ClassVar[float] = 0.0
-    save_precision: ClassVar[str] = "fp32"
-    """The merged weights are compared with the adapter's."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PairConfig(ValidatedConfig):
+class PairConfig(TrainingConfig):
     """A run over pairs of answers. Exactly one of steps and epochs sets its length."""
 
     steps: int | None = None
@@ -314,6 +285,7 @@ class PairConfig(ValidatedConfig):
     """tokens; pairs with a longer prompt are dropped and counted."""
     max_length: int = 1024
     """Tokens of prompt and answer; a cut answer would lose its end, so longer pairs are dropped."""
+    validation: Validation = field(default_factory=Validation)
 
     length_key: ClassVar[str] = "max_length"
 
@@ -322,6 +294,10 @@ class PairConfig(ValidatedConfig):
         self.check()
         if self.pairs < 1 or not 2 <= self.max_prompt < self.max_length:
             raise ValueError("expected pairs >= 1 and 2 <= max_prompt < max_length")
+
+    @property
+    def validated(self) -> Validation:
+        return self.validation
 
     @property
     def row_length(self) -> int:
@@ -341,6 +317,34 @@ class PairConfig(ValidatedConfig):
         if self.steps is not None:
             return self.steps
         return max(1, round((self.epochs or 0) * tokens_per_epoch / (self.rows * self.row_length)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class FullTraining:
+    """More keys of a stage that trains all weights."""
+
+    dropout: float = 0.0
+    """Share of each layer's outputs dropped in training."""
+    save_precision: str = "fp32"
+    """Of the published weights: fp32, bf16, fp16."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout: expected 0 to below 1, got {self.dropout}")
+        if self.save_precision not in ("fp32", "bf16", "fp16"):
+            raise ValueError(f"save_precision: expected fp32, bf16 or fp16, got {self.save_precision!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Neftune:
+    """Noise on the embeddings, in fine-tuning on dialogues."""
+
+    neftune_alpha: float = 0.0
+    """Noise on the embeddings in training (arXiv:2310.05914: 5 to 15); 0: none."""
+
+    def __post_init__(self) -> None:
+        if self.neftune_alpha < 0:
+            raise ValueError(f"neftune_alpha: expected at least 0, got {self.neftune_alpha}")
 
 
 def _exactly_one(**lengths: float | None) -> None:

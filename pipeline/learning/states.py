@@ -71,7 +71,7 @@ class Keeper:
     ) -> None:
         self.job, self.ranks, self.model, self.optimizers, self.averages = job, ranks, model, optimizers, averages
         self.fingerprint, self.settings = fingerprint, settings
-        self.publishes_best = config.publish == "best"
+        self.publishes_best = config.validated.publish == "best"
         self.rolls_back = "rollback" in (config.on_nonfinite, config.on_spike)
         if job.runtime.async_save and ranks.sharding:
             raise ConfigError(
