@@ -42,7 +42,7 @@ SAMPLES, LOW, HIGH = 16, 0.2, 0.8
 def subject(folder: Path, arguments: argparse.Namespace) -> CanvasSubject:
     """A model to be asked."""
     model, tokenizer = files.load(folder)
-    settings = suites.Settings(
+    settings = suites.SuiteSettings(
         documents=1,
         stories=1,
         problems=arguments.problems,

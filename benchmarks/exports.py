@@ -46,7 +46,7 @@ NOT_TRIED = ("vLLM", "MLX", "Ollama")  # of these three the card has a command; 
 HEADINGS = ("program", "tokens", "templates", "largest difference", "mean divergence", "perplexity", "greedy")
 
 
-class Foreign(smoke.Program, Protocol):
+class Foreign(smoke.ExportProgram, Protocol):
     """A program with its own tokenizer and template."""
 
     def encode(self, text: str) -> list[int]: ...

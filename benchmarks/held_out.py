@@ -37,8 +37,8 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.ngram import Ngram
 from pipeline.batches.corpus import read_meta
 from pipeline.evaluation.intervals import Interval, ratio
-from pipeline.evaluation.suites import Settings
-from pipeline.run.config import Settings as Written
+from pipeline.evaluation.suites import SuiteSettings
+from pipeline.run.config import SuiteSettings as Written
 from pipeline.run.config import stage_params
 from pipeline.run.device import generator
 from pipeline.run.errors import DataError, ModelError, StagecoachError
@@ -66,7 +66,7 @@ def main(arguments: list[str]) -> int:
     most: int | None = parser.parse_args(arguments).tokens
     try:
         written = Written(ROOT, [])
-        settings: Settings = stage_params("evaluate", written).settings
+        settings: SuiteSettings = stage_params("evaluate", written).settings
         tokenizer = Tokenizer.load(ROOT / "data" / "tokenizer")
         documents = {kind: spelled(tokenizer, texts) for kind, texts in scored(ROOT / "data" / "raw", settings).items()}
         models = evaluated(ROOT / "metrics", documents)
@@ -106,7 +106,7 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def scored(raw: Path, settings: Settings) -> dict[str, list[str]]:
+def scored(raw: Path, settings: SuiteSettings) -> dict[str, list[str]]:
     """The documents of each kind that stage_evaluate takes."""
     prose, told, unseen = split_texts(held_out(raw / "text"))
     found = {"text": prose, "stories": told, "stories_held_out": unseen, "code": held_out(raw / "code")}
@@ -119,7 +119,7 @@ def spelled(tokenizer: Tokenizer, texts: list[str]) -> list[str]:
     return [t for t, ids in zip(texts, encoded) if t and b"".join(tokenizer.token_bytes[i] for i in ids) == t.encode()]
 
 
-def interval(bits: list[float], texts: list[str], settings: Settings, seed: int) -> Interval:
+def interval(bits: list[float], texts: list[str], settings: SuiteSettings, seed: int) -> Interval:
     """Bits per byte over whole documents, resampled as `suites.Subject.bootstrap` does."""
     draws = generator("bootstrap", seed, len(texts))
     return ratio(bits, [len(text.encode()) for text in texts], generator=draws, resamples=settings.bootstrap)

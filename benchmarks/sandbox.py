@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT))
 
 import httpx
 
-from pipeline.sandbox.judge import Judge, Program, SandboxConfig
+from pipeline.sandbox.judge import Candidate, Judge, SandboxConfig
 
 BLOCKS = 8
 SOURCE = "def add(a, b):\n    return a + b\n"
@@ -40,7 +40,7 @@ PROBLEM = {
     "test": "def check(candidate):\n" + "".join(f"    assert candidate({n}, 2) == {n + 2}\n" for n in range(3)),
     "entry_point": "add",
 }
-PROGRAM = Program(source=SOURCE, entry_point="add", tests=TESTS)
+PROGRAM = Candidate(source=SOURCE, entry_point="add", tests=TESTS)
 Contestant = Callable[[int], list[bool]]  # how many to check -> whether each passed
 
 

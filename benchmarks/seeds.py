@@ -36,7 +36,7 @@ from pipeline.evaluation.intervals import paired_difference, ratio
 from pipeline.report import baseline, claims, metrics
 from pipeline.report.claims import Measured
 from pipeline.report.compare import table
-from pipeline.report.metrics import HEADLINES, Headline, Run, flat, lookup
+from pipeline.report.metrics import HEADLINES, Headline, MetricsRun, flat, lookup
 from pipeline.run.device import generator
 from pipeline.run.errors import InputError, StagecoachError
 
@@ -119,7 +119,7 @@ def spread(
     )
 
 
-def trained_with(name: str, one: Run) -> int:
+def trained_with(name: str, one: MetricsRun) -> int:
     """The training seed of a run. Raises InputError where its stages have none, or more than one."""
     found = {stage: told["params"]["seed"] for stage, told in one.stages.items() if "seed" in told.get("params", {})}
     if len(set(found.values())) != 1:
@@ -130,7 +130,7 @@ def trained_with(name: str, one: Run) -> int:
     return next(iter(found.values()))
 
 
-def check(names: Sequence[str], runs: Sequence[Run]) -> list[int]:
+def check(names: Sequence[str], runs: Sequence[MetricsRun]) -> list[int]:
     """The runs' seeds. Raises InputError where two have the same, or differ in data or in a parameter besides the
     seed.
     """
@@ -151,7 +151,7 @@ def check(names: Sequence[str], runs: Sequence[Run]) -> list[int]:
     return seeds
 
 
-def _other_data(first: Run, second: Run) -> list[str]:
+def _other_data(first: MetricsRun, second: MetricsRun) -> list[str]:
     """What data of the two runs differ, by name."""
     found: dict[str, None] = {}  # in order, once each
     for kind in ("stages", "evaluations"):
@@ -172,7 +172,7 @@ def _data_seed(told: dict[str, Any]) -> Any:
     return told.get("params", {}).get("data_seed", told.get("settings", {}).get("data_seed"))
 
 
-def _other_parameters(first: Run, second: Run) -> list[str]:
+def _other_parameters(first: MetricsRun, second: MetricsRun) -> list[str]:
     """The parameters, besides the seed, in which stages and evaluations of both runs differ."""
     found = []
     for kind, block in (("stages", "params"), ("evaluations", "settings")):
@@ -187,7 +187,7 @@ def _other_parameters(first: Run, second: Run) -> list[str]:
     return found
 
 
-def headlines(names: Sequence[str], runs: Sequence[Run]) -> list[Spread]:
+def headlines(names: Sequence[str], runs: Sequence[MetricsRun]) -> list[Spread]:
     """Each headline of the models that all runs have. Raises InputError where runs were asked other items."""
     found = []
     for model in common_models(runs):
@@ -217,7 +217,7 @@ def own_intervals(told: Sequence[tuple[float | None, float | None]]) -> tuple[fl
     return (statistics.fmean(lows), statistics.fmean(highs)) if len(lows) == len(highs) == len(told) else None
 
 
-def common_models(runs: Sequence[Run]) -> list[str]:
+def common_models(runs: Sequence[MetricsRun]) -> list[str]:
     """The models that every run has evaluated."""
     return [model for model in runs[0].evaluations if all(model in one.evaluations for one in runs)]
 
@@ -240,7 +240,7 @@ def same_items(names: Sequence[str], model: str, headline: Headline, sides: Sequ
     return [([top for top, _ in one], [bottom for _, bottom in one]) for one in pairs]
 
 
-def changes(names: Sequence[str], runs: Sequence[Run]) -> list[Spread]:
+def changes(names: Sequence[str], runs: Sequence[MetricsRun]) -> list[Spread]:
     """Each headline's difference from the model that it is compared with, where it is a sum over items of both."""
     found = []
     for model, base in runs[0].bases.items():
@@ -275,7 +275,7 @@ def _mean(columns: Sequence[Columns]) -> Columns:
     return tops, columns[0][1]
 
 
-def claimed(runs: Sequence[Run]) -> list[Spread]:
+def claimed(runs: Sequence[MetricsRun]) -> list[Spread]:
     """What the claims of the report card rest on that stages measured themselves: gains of reinforcement learning,
     pairs told apart.
     """
@@ -296,7 +296,7 @@ def _at(numbers: dict[str, Any], path: tuple[str, ...]) -> tuple[float, float | 
     return (float(value), low, high) if isinstance(value, int | float) else None
 
 
-def notes(names: Sequence[str], runs: Sequence[Run]) -> list[str]:
+def notes(names: Sequence[str], runs: Sequence[MetricsRun]) -> list[str]:
     """What a reader of the table must know: models that not all runs have, code that differs."""
     found = []
     models = dict.fromkeys(model for one in runs for model in one.evaluations)
@@ -310,11 +310,11 @@ def notes(names: Sequence[str], runs: Sequence[Run]) -> list[str]:
     return found
 
 
-def _code(one: Run, stage: str) -> str:
+def _code(one: MetricsRun, stage: str) -> str:
     return one.stages[stage]["lineage"].get("code", "")
 
 
-def measured(names: Sequence[str], runs: Sequence[Run]) -> dict[str, Any]:
+def measured(names: Sequence[str], runs: Sequence[MetricsRun]) -> dict[str, Any]:
     """All of it. Raises InputError."""
     seeds = check(names, runs)
     rows = [*headlines(names, runs), *changes(names, runs), *claimed(runs)]
@@ -348,7 +348,7 @@ def markdown(found: dict[str, Any]) -> str:
     return "\n\n".join([table(head, [row.row() for row in found["rows"]], True), *foot, *found["notes"]])
 
 
-def taken(name: str) -> Run:
+def taken(name: str) -> MetricsRun:
     """A run by its metrics folder or revision. Raises InputError."""
     return metrics.read(Path(name)) if Path(name).is_dir() else baseline.at(name)
 

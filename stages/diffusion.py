@@ -21,9 +21,17 @@ from pipeline.batches.batch import TokenBatch
 from pipeline.batches.corpus import CorpusStream
 from pipeline.diffusion import files, sampling, training
 from pipeline.diffusion import model as diffusion_model
-from pipeline.diffusion.batches import ExampleStream, Noise, NoisedBatch, PlainExamples, WindowStream, encoded
+from pipeline.diffusion.batches import (
+    ExampleSplit,
+    ExampleStream,
+    Noise,
+    NoisedBatch,
+    PlainExamples,
+    WindowStream,
+    encoded,
+)
 from pipeline.diffusion.model import Denoiser, Traits
-from pipeline.diffusion.sampling import Asked
+from pipeline.diffusion.sampling import EncodedPrompt
 from pipeline.diffusion.training import DiffusionConfig
 from pipeline.ingest import records
 from pipeline.ingest.records import Problem
@@ -173,16 +181,12 @@ class Streams:
                 byte_lengths=tokenizer.byte_lengths,
             )
         if config.sft_epochs:
+            lengths = {"max_prompt": config.max_prompt, "max_new": config.max_new_tokens}
+            train, val = (
+                ExampleSplit(problems / f"{split}.jsonl", tokenizer, traits, **lengths) for split in ("train", "val")
+            )
             examples = ExampleStream(
-                problems,
-                tokenizer,
-                traits,
-                params.noise,
-                rows=config.sft_examples,
-                seed=job.seed,
-                max_prompt=config.max_prompt,
-                max_new=config.max_new_tokens,
-                norm=config.sft_norm,
+                train, val, traits, params.noise, rows=config.sft_examples, norm=config.sft_norm, seed=job.seed
             )
         return cls(corpus, windows, examples)
 
@@ -203,10 +207,10 @@ def _build_model(
     return files.from_causal(causal, tokenizer), tokenizer
 
 
-def _validation_prompts(problems: Path, tokenizer: Tokenizer) -> list[Asked]:
+def _validation_prompts(problems: Path, tokenizer: Tokenizer) -> list[EncodedPrompt]:
     """The problems of the validation split, as prompts."""
     validation = records.read(problems / "val.jsonl", Problem)
-    return [Asked(p.id, p.question, encoded(p, tokenizer).prompt) for p in validation if p.answer]
+    return [EncodedPrompt(p.id, p.question, encoded(p, tokenizer).prompt) for p in validation if p.answer]
 
 
 def _trace_length(params: Params) -> int:

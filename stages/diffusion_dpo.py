@@ -19,7 +19,7 @@ from pipeline.diffusion import files, measure, sampling, training
 from pipeline.diffusion.batches import NoisedPairs, check_texts, of_kinds
 from pipeline.diffusion.masks import Drawn
 from pipeline.diffusion.model import Denoiser
-from pipeline.diffusion.sampling import Asked
+from pipeline.diffusion.sampling import EncodedPrompt
 from pipeline.learning import gates, reference
 from pipeline.learning.fit import Watchers, fit
 from pipeline.learning.losses import Loss
@@ -104,7 +104,7 @@ def run(params: Params, job: Job, *, base: Path, pairs: Path, out: Path, trace: 
     job.report(test=measure.measure(splits["test"], before, after, job.seed, beta=params.beta))
     files.save(out, model, tokenizer, job.lineage)
     traced = [
-        Asked(
+        EncodedPrompt(
             e.pair.id,
             str(e.pair.prompt[-1].get("content", "")),
             e.chosen.ids[: int(np.argmax(e.chosen.trained))].tolist(),

@@ -17,7 +17,7 @@ from pipeline.diffusion import rollouts as diffusion_rollouts
 from pipeline.diffusion.masks import CoupledBatch
 from pipeline.diffusion.model import Denoiser
 from pipeline.diffusion.rollouts import CanvasRollouts, CanvasSetting, Coupling
-from pipeline.diffusion.sampling import Asked, Denoising
+from pipeline.diffusion.sampling import Denoising, EncodedPrompt
 from pipeline.evaluation import solving
 from pipeline.ingest import records
 from pipeline.ingest.records import Problem
@@ -174,7 +174,7 @@ def run(params: Params, job: Job, *, base: Path, problems: Path, out: Path, samp
             ranks=setting.ranks,
         )
         stream.coupling = coupling
-        held_out = solving.HeldOut(validation_prompts, setting, judge, params.held_out, more=setting.variances)
+        held_out = solving.HeldOutProblems(validation_prompts, setting, judge, params.held_out, more=setting.variances)
         if params.ref_sync:
             stream.following = setting.follow(every=params.ref_sync, folder=job.folder)
         gate = training.first_policy(setting.precision)
@@ -186,7 +186,9 @@ def run(params: Params, job: Job, *, base: Path, problems: Path, out: Path, samp
             **reference.finish(start), **solving_report, prompts=len(prompts), alarms=alarms.of(job.tracker.rows)
         )
     files.save(out, model, start.tokenizer, job.lineage)
-    traced = [Asked(prompt.id, getattr(prompt.record, "question", ""), prompt.ids) for prompt in validation_prompts]
+    traced = [
+        EncodedPrompt(prompt.id, getattr(prompt.record, "question", ""), prompt.ids) for prompt in validation_prompts
+    ]
     sampling.write([out / "trace.json", trace], model, start.tokenizer, traced, length=config.max_new_tokens)
 
 

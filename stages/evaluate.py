@@ -29,7 +29,7 @@ from pipeline.evaluation import benchmarks as evaluation_benchmarks
 from pipeline.evaluation import preferences as evaluation_preferences
 from pipeline.evaluation import suites
 from pipeline.evaluation import tools as evaluation_tools
-from pipeline.evaluation.suites import OwnSuites, Plan, Settings, Subject, solve
+from pipeline.evaluation.suites import OwnSuites, Plan, Subject, SuiteSettings, solve
 from pipeline.ingest.records import Dialogue, Problem, Text, read
 from pipeline.model import checkpoint
 from pipeline.run import device
@@ -70,7 +70,7 @@ class WingSettings(*KEYS):
 class Params:
     """The block `evaluate`."""
 
-    settings: Settings
+    settings: SuiteSettings
     wings: WingSettings = field(default_factory=WingSettings)
     every_suite: bool = False
     """Measure each causal model by all suites, also those that are not for its purpose."""

@@ -110,7 +110,7 @@ def run(params: Params, job: Job, *, base: Path, problems: Path, out: Path, samp
             seed=job.seed,
             ranks=setting.ranks,
         )
-        held_out = solving.HeldOut(
+        held_out = solving.HeldOutProblems(
             answers.problem_prompts(validation_problems, start.tokenizer, config.max_prompt),
             setting,
             judge,

@@ -17,7 +17,7 @@ from pipeline.learning.pretraining import LossWeights, next_tokens
 from pipeline.learning.settings import FitConfig, FullTraining
 from pipeline.model import config, initialization
 from pipeline.model.checkpoint import save
-from pipeline.model.config import ModelConfig, Start
+from pipeline.model.config import ModelConfig, StartConfig
 from pipeline.model.initialization import induction_heads, relate_variants
 from pipeline.model.transformer import Transformer
 from pipeline.run.config import group
@@ -31,7 +31,7 @@ from pipeline.text.tokenizer import Tokenizer
 class Params:
     """The block `language`; its keys are also those of FitConfig, FullTraining and LossWeights."""
 
-    base: Start
+    base: StartConfig
     induction_heads: bool
     """Fresh weights that can copy from the context (pipeline/model/initialization.py); false: GPT-2's."""
     model: ModelConfig = group("model")

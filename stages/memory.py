@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pipeline.batches.batch import TokenBatch
 from pipeline.batches.corpus import CorpusStream, MixtureStream
-from pipeline.batches.dialogues import Asked, FactStream
+from pipeline.batches.dialogues import FactQuestion, FactStream
 from pipeline.evaluation.intervals import paired_difference
 from pipeline.learning import pretraining, reference
 from pipeline.learning.fit import Watchers, fit
@@ -138,7 +138,7 @@ def run(
 
 
 @dataclass(frozen=True)
-class Streams:
+class MemoryStreams:
     """The mixture to train on, and fixed slices of the validation splits."""
 
     both: UnitStream
@@ -146,7 +146,7 @@ class Streams:
     code: Sequence[UnitBatch]
 
 
-def streams(params: Params, job: Job, facts: Path, code: Path, tokenizer: Tokenizer) -> Streams:
+def streams(params: Params, job: Job, facts: Path, code: Path, tokenizer: Tokenizer) -> MemoryStreams:
     """The streams of facts and code. Raises DataError."""
     config = params.fit
     sizes: JsonObject = {"context": config.context, "tokens_per_step": config.tokens_per_step, "seed": job.seed}
@@ -158,7 +158,7 @@ def streams(params: Params, job: Job, facts: Path, code: Path, tokenizer: Tokeni
     slices = (
         list(UnitStream(s, params.memory).evaluation(config.validation.eval_tokens)) for s in (fact_stream, code_stream)
     )
-    return Streams(mixture, *slices)
+    return MemoryStreams(mixture, *slices)
 
 
 def _attach(model: Transformer, config: MemoryConfig | WiderConfig, params: Params, seed: int) -> Memory | Wider:
@@ -200,7 +200,7 @@ class Measurement:
 
 
 def _measure(
-    model: Transformer, tokenizer: Tokenizer, code: Sequence[UnitBatch], questions: dict[str, list[Asked]]
+    model: Transformer, tokenizer: Tokenizer, code: Sequence[UnitBatch], questions: dict[str, list[FactQuestion]]
 ) -> Measurement:
     model.train(False)
     bpb = training.bits_per_byte(model, code, plain_reading)

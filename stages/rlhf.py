@@ -95,7 +95,7 @@ def run(params: Params, job: Job, *, base: Path, reward: Path, pairs: Path, out:
         stream = RolloutStream(
             prompts["train"], config, method, pad=start.tokenizer.pad, seed=job.seed, ranks=setting.ranks, state=carried
         )
-        held_out = preferences.HeldOut(prompts["test"], setting, judge, scorer, params.held_out)
+        held_out = preferences.HeldOutPrompts(prompts["test"], setting, judge, scorer, params.held_out)
         watchers = Watchers(
             first=gates.first_policy("val/ratio", "policy/approxkl_avg", "policy/clipfrac_avg", setting.precision),
             evaluate=held_out.row,

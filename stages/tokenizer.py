@@ -16,7 +16,7 @@ from pathlib import Path
 
 from pipeline.ingest import shards
 from pipeline.model import config
-from pipeline.model.config import Start, read_config
+from pipeline.model.config import StartConfig, read_config
 from pipeline.run.config import block
 from pipeline.run.stage import main
 from pipeline.run.tracking import say
@@ -37,7 +37,7 @@ class Params:
     """Text that the merges are counted on, in 10^6 bytes."""
     text_share: float
     """Share of the sample from the text corpus; the rest is code."""
-    base: Start = block("language")
+    base: StartConfig = block("language")
 
     def __post_init__(self) -> None:
         """Raises ValueError for an empty sample."""
@@ -68,7 +68,7 @@ def learnt(params: Params, text: Path, code: Path) -> Tokenizer:
     return Tokenizer.train(sample, params.vocab_size)
 
 
-def _adopt_tokenizer(base: Start, checkpoint: Path | None, out: Path) -> Tokenizer:
+def _adopt_tokenizer(base: StartConfig, checkpoint: Path | None, out: Path) -> Tokenizer:
     """The tokenizer of a pretrained checkpoint; the commit of one from the hub is recorded beside it."""
     located = config.located(base, checkpoint, weights=False)
     adopted = adopt(located.folder, read_config(located.folder).vocab_size)

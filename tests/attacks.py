@@ -516,10 +516,10 @@ def state(judge: Any) -> list[int]:
 
 def judge_all() -> dict[str, Any]:
     """name -> (verdict, reason, score), two candidates at a time."""
-    from pipeline.sandbox.judge import Judge, Limits, Program, SandboxConfig
+    from pipeline.sandbox.judge import Candidate, Judge, Limits, SandboxConfig
 
     with Judge(SandboxConfig(limits=Limits(**FAST)), 2) as judge:
-        verdicts = judge.judge(Program(**fields) for _, fields in sources())
+        verdicts = judge.judge(Candidate(**fields) for _, fields in sources())
         before = state(judge)
         found: dict[str, Any] = {
             name: (v.verdict, v.reason, v.score) for (name, _), v in zip(sources(), verdicts, strict=True)

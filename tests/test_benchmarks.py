@@ -20,7 +20,7 @@ from pipeline.model.transformer import Transformer
 from pipeline.run import registry
 from pipeline.run.errors import DataError
 from pipeline.sandbox import servers
-from pipeline.sandbox.judge import Judge, Program, SandboxConfig
+from pipeline.sandbox.judge import Candidate, Judge, SandboxConfig
 from pipeline.text.tokenizer import Tokenizer
 from tests.test_suites import SETTINGS, Scripted
 
@@ -205,7 +205,7 @@ def test_a_check_made_safe_says_what_running_it_beside_the_candidate_says(judge:
     outcomes = []
     for solution in CHECKS[body]:
         source = f"def f(x, y):\n    {solution}\n"
-        (verdict,) = judge.judge([Program(source=source, entry_point="f", tests=tests.tests)])
+        (verdict,) = judge.judge([Candidate(source=source, entry_point="f", tests=tests.tests)])
         outcomes.append(beside(source, f"def check(candidate):\n{indented(body)}"))
         assert (verdict.verdict == "passed") == outcomes[-1], (solution, verdict)
     assert outcomes[0] and not all(outcomes)
@@ -374,7 +374,7 @@ def test_both_forms_of_mbpp_give_the_test_split_with_its_setup(judge: Judge, tmp
         tests = code.protect(judge, [square.check, area.check])
         assert [len(t.tests) for t in tests] == [2, 2] and not any(t.unprotected for t in tests)
         programs = [
-            Program(source=source, entry_point=exercise.entry_point, tests=found.tests)
+            Candidate(source=source, entry_point=exercise.entry_point, tests=found.tests)
             for exercise, found in zip(loaded.exercises, tests, strict=True)
             for source in (exercise.reference, exercise.completed("def area(r):\n    return 3 * r\n[DONE]\n%"))
         ]
@@ -650,6 +650,6 @@ def test_the_command_scores_a_model_directory_on_a_file_from_anywhere(
 
 @pytest.mark.parametrize("stop", ["\nclass A:", "\ndef g():", "\n# more", "\nif __name__", "\nprint(1)"])
 def test_a_completion_ends_at_the_first_stop_sequence(stop: str) -> None:
-    (exercise,) = benchmarks.humaneval([evaluation_bfcl.Row("a:1", HALF)])
+    (exercise,) = benchmarks.humaneval([evaluation_bfcl.FileRow("a:1", HALF)])
     assert exercise.completed(f"    return x\n{stop}\ndef last():") == HALF["prompt"] + "    return x\n"
     assert exercise.completed("    if x:\n        return 1") == HALF["prompt"] + "    if x:\n        return 1"

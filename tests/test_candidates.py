@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from pipeline.sandbox.judge import Judge, Limits, Program, SandboxConfig
+from pipeline.sandbox.judge import Candidate, Judge, Limits, SandboxConfig
 from pipeline.synthetic import programs
 from tests.test_service import ended, started
 
@@ -35,7 +35,7 @@ def test_a_forgery_that_passes_where_the_test_runs_beside_the_candidate_scores_n
     beside = f"exec({source + chr(10) + CHECK!r}, {{}})"  # openai/human-eval: one namespace, and no exception is a pass
     assert subprocess.run([sys.executable, "-c", beside]).returncode == 0
     (found,) = judge.judge(
-        [Program(source=source, entry_point="f", tests=[{"args": "[3]", "expected": "'the answer'"}])]
+        [Candidate(source=source, entry_point="f", tests=[{"args": "[3]", "expected": "'the answer'"}])]
     )
     assert found.score == 0
 
@@ -47,20 +47,20 @@ def test_a_program_that_prints_only_the_first_line_scores_nothing(judge: Judge):
         output.split("\n"), expected.split("\n"), strict=False
     )  # huggingface/open-r1: as many lines as there are
     assert all(mine.strip() == theirs.strip() for mine, theirs in pairs)
-    (found,) = judge.judge([Program(source=FIRST_LINE, entry_point="", tests=[{"stdin": "", "stdout": expected}])])
+    (found,) = judge.judge([Candidate(source=FIRST_LINE, entry_point="", tests=[{"stdin": "", "stdout": expected}])])
     assert (found.verdict, found.score) == ("wrong", 0)
 
 
-def stored() -> list[Program]:
+def stored() -> list[Candidate]:
     """500 programs: right answers and typical mistakes, a few that fail otherwise."""
     found = []
     for problem in programs.problems("train", 200, 1):
         assert problem.answer is not None
         for source in [problem.answer, *(wrong for _, wrong in programs.distractors(problem, 1)[:2])]:
-            found.append(Program(source=source, entry_point=problem.entry_point, tests=problem.tests[:6]))
+            found.append(Candidate(source=source, entry_point=problem.entry_point, tests=problem.tests[:6]))
     name, tests = found[0].entry_point, found[0].tests[:2]
     bodies = ["raise ValueError('x')", "raise SystemExit", "return iter([])", "return [0] * 10**9", "while True: pass"]
-    odd = [Program(source=f"def {name}(*a):\n {body}", entry_point=name, tests=tests) for body in bodies]
+    odd = [Candidate(source=f"def {name}(*a):\n {body}", entry_point=name, tests=tests) for body in bodies]
     return [*found[: 500 - len(odd)], *odd]
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.report import card
 from pipeline.report import metrics as report_metrics
-from pipeline.report.metrics import HEADLINES, Run
+from pipeline.report.metrics import HEADLINES, MetricsRun
 from tests import results
 
 
@@ -137,7 +137,7 @@ def test_a_change_is_coloured_only_where_intervals_are_apart_and_by_what_is_bett
 def test_ppo_is_compared_with_its_policy_s_start_and_not_with_its_reward_model() -> None:
     """Else a loss of tool calls from 14 % to 0 stands in the table without a word."""
     lineage = {"lineage": {"inputs": {"data/preferences": "1", "models/reward": "2", "models/tools": "3"}}}
-    found = Run({"rlhf": lineage}, {}, {"tools": {}, "reward": {}, "rlhf": {}})
+    found = MetricsRun({"rlhf": lineage}, {}, {"tools": {}, "reward": {}, "rlhf": {}})
     assert found.bases == {"rlhf": "tools"}
 
 

@@ -9,7 +9,7 @@ import sacrebleu
 from pipeline.evaluation import code, likelihood
 from pipeline.evaluation.code import Judged, exact_match, judge_answers, pass_at_k, pass_rows, rates
 from pipeline.ingest.records import Problem
-from pipeline.sandbox.judge import Program, Verdict
+from pipeline.sandbox.judge import Candidate, Verdict
 from pipeline.text.chat import extract, formatted, tree
 
 ADD = "def add(a, b):\n    total = a + b\n    return total\n"
@@ -82,7 +82,7 @@ def test_exact_match_compares_trees_without_docstrings(mine: str, theirs: str, e
 class FakeJudge:
     """Passes whatever returns something; runs nothing."""
 
-    def judge(self, programs: Iterable[Program]) -> Iterator[Verdict]:
+    def judge(self, programs: Iterable[Candidate]) -> Iterator[Verdict]:
         for program in programs:
             name = "no_code" if program.source is None else "passed" if "return" in program.source else "wrong"
             score = {"passed": 1.0, "wrong": 0.5, "no_code": 0.0}[name]

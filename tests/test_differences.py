@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.report import card, claims, compare, metrics
 from pipeline.report.claims import Measured
-from pipeline.report.metrics import HEADLINES, Run, read
+from pipeline.report.metrics import HEADLINES, MetricsRun, read
 from tests import results
 
 BY_KEY = {headline.key: headline for headline in HEADLINES}
@@ -153,7 +153,7 @@ def test_a_stage_differs_because_of_a_parameter_or_of_what_it_reads(two: tuple[P
     assert told["code"].why == ["fit.learning_rate: 0.1 → 0.2"]
     assert told["tools"].why == ["what it reads from code"] and told["tools"].keys[1] == "follows"
     assert claims.stages(first, first) == []
-    without = Run({k: v for k, v in second.stages.items() if k != "deploy"}, {}, {})
+    without = MetricsRun({k: v for k, v in second.stages.items() if k != "deploy"}, {}, {})
     assert claims.stages(second, without)[0].why == ["built only before"]
 
 
@@ -258,7 +258,7 @@ def test_a_claim_holds_by_its_interval_fails_without_one_and_says_when_nothing_w
         "memory": {"lineage": {}, "router": {"0": {"chapters_unused": 0.0}, "1": {"chapters_unused": 2.0}}},
     }
     tools = solved([1, 0] * 50).numbers
-    run = Run(
+    run = MetricsRun(
         stages,
         {},
         {"tools": tools, "grpo": solved([1, 1] * 50).numbers},
@@ -273,7 +273,7 @@ def test_a_claim_holds_by_its_interval_fails_without_one_and_says_when_nothing_w
     assert told["Every export answers as the model that was evaluated"].state == claims.FAILS
     assert told["No chapter of the memory is dead"].state == claims.FAILS
     assert claims.alarms(run) == [("rlhf", 40, "entropy")]
-    skipped = Run({}, {}, {"tools": {"problems": {"skipped": "skipped: no sandbox"}}})
+    skipped = MetricsRun({}, {}, {"tools": {"problems": {"skipped": "skipped: no sandbox"}}})
     assert claims.skipped(skipped) == [("tools", "problems", "skipped: no sandbox")]
 
 
@@ -289,7 +289,7 @@ def test_a_claim_holds_by_its_interval_fails_without_one_and_says_when_nothing_w
     ],
 )
 def test_a_claim_over_few_or_other_items_has_no_verdict(tools: Measured, grpo: Measured, said: str) -> None:
-    run = Run({}, {}, {"tools": tools.numbers, "grpo": grpo.numbers}, {"tools": tools.rows, "grpo": grpo.rows})
+    run = MetricsRun({}, {}, {"tools": tools.numbers, "grpo": grpo.numbers}, {"tools": tools.rows, "grpo": grpo.rows})
     (one,) = [one for one in claims.claims(run) if one.title == "GRPO solves more unseen compositions than its start"]
     assert one.state == claims.UNDECIDED and said in one.measured
 

@@ -12,12 +12,13 @@ import torch
 from pipeline.batches.pairs import PairSplit
 from pipeline.diffusion import files
 from pipeline.diffusion.batches import (
+    ExampleSplit,
     ExampleStream,
+    MaskableRow,
     Noise,
     NoisedBatch,
     NoisedPairs,
     PlainExamples,
-    Row,
     WindowStream,
     drawn_pairs,
     evaluated_row,
@@ -49,9 +50,11 @@ def windows(corpus: Path, noise: Noise | None = None, **changes: Any) -> WindowS
 
 
 def examples(folder: Path, tokenizer: Tokenizer, noise: Noise | None = None, **changes: Any) -> ExampleStream:
-    values: dict[str, Any] = {"rows": 4, "max_prompt": 80, "max_new": 96, "norm": "answer", "seed": 1}
+    values: dict[str, Any] = {"rows": 4, "norm": "answer", "seed": 1} | changes
     traits = files.traits(tokenizer, shift=True)
-    return ExampleStream(folder, tokenizer, traits, noise or Noise(), **(values | changes))
+    lengths = {name: values.pop(name, default) for name, default in (("max_prompt", 80), ("max_new", 96))}
+    train, val = (ExampleSplit(folder / f"{split}.jsonl", tokenizer, traits, **lengths) for split in ("train", "val"))
+    return ExampleStream(train, val, traits, noise or Noise(), **values)
 
 
 @pytest.fixture
@@ -155,13 +158,13 @@ def test_the_validation_masks_are_fixed_and_never_empty(corpus: Path) -> None:
 
 
 def test_a_tokens_weight_may_be_that_of_the_clean_ones_nearby() -> None:
-    row = Row(np.arange(5), np.zeros(5, dtype=int), np.array([0.9, 0.1, 0.1, 0.9, 0.9]))
+    row = MaskableRow(np.arange(5), np.zeros(5, dtype=int), np.array([0.9, 0.1, 0.1, 0.9, 0.9]))
     masks, weights = noised_row(row, 0.5, Noise(token_weight="cart"))
     assert masks.tolist() == [False, True, True, False, False] and np.allclose(weights, [0, 0.3285, 0.36, 0, 0])
 
 
 def test_blocks_have_a_time_each_and_lie_beside_clean_tokens(corpus: Path) -> None:
-    row = Row(np.arange(6), np.array([0, 0, 0, 1, 1, 1]), np.array([0.0, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5]))
+    row = MaskableRow(np.arange(6), np.array([0, 0, 0, 1, 1, 1]), np.array([0.0, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5]))
     masks, weights = noised_row(row, 0.9, Noise(block_size=3))
     assert masks.tolist() == [True] * 3 + [False] * 3 and np.allclose(weights[:3], 1 / (0.999 * 0.9 + 0.001))
     masks, weights = evaluated_row(row, 0.9)
@@ -313,7 +316,7 @@ def test_a_fingerprint_knows_how_many_masks_there_are(tmp_path: Path, byte_token
 def test_uniform_weights_have_the_mean_that_they_should() -> None:
     rng, found = np.random.default_rng(0), []
     for _ in range(4000):
-        row = Row(np.arange(6), np.zeros(6, dtype=int), rng.random(6))
+        row = MaskableRow(np.arange(6), np.zeros(6, dtype=int), rng.random(6))
         found.append(noised_row(row, float(rng.random()), Noise())[1].sum() / 6)
     assert abs(np.mean(found) - 1) < 4 * np.std(found) / math.sqrt(len(found))
     assert replace(Noise(), cart_p=0.5).cart_p == 0.5

@@ -16,12 +16,12 @@ import torch
 from pipeline.diffusion import files, measure, report, sampling
 from pipeline.diffusion.measure import CanvasSettings, CanvasSubject, ways
 from pipeline.diffusion.model import Denoiser, Noised
-from pipeline.diffusion.sampling import Asked, Generation, Step
+from pipeline.diffusion.sampling import CanvasStep, EncodedPrompt, Generation
 from pipeline.diffusion.training import enumerated, masked_logprobs
 from pipeline.evaluation.likelihood import windows
 from pipeline.ingest.records import Text
 from pipeline.model.transformer import Transformer
-from pipeline.report.metrics import Run
+from pipeline.report.metrics import MetricsRun
 from pipeline.run.config import Runtime
 from pipeline.sandbox.judge import SandboxConfig
 from pipeline.text.tokenizer import Tokenizer
@@ -120,7 +120,7 @@ def test_each_run_measures_some_points_of_the_curve_of_which_one_is_the_way_that
 
     def denoise(model: Any, prompts: Any, settings: Any, seeds: Any) -> list[Generation]:
         asked.extend(settings for _ in prompts[:1])
-        return [Generation([], [], "stop", 1, [Step([], [])]) for _ in prompts]
+        return [Generation([], [], "stop", 1, [CanvasStep([], [])]) for _ in prompts]
 
     monkeypatch.setattr(measure, "denoise", denoise)
     judge: Any = FakeJudge()
@@ -166,7 +166,7 @@ def test_quality_is_measured_against_passes_beside_one_token_a_step(
 
     def denoise(model: Any, prompts: Any, settings: Any, seeds: Any) -> list[Generation]:
         good = settings.steps == settings.length
-        return [Generation(right if good else [], [], "stop", settings.steps, [Step([], [])]) for _ in prompts]
+        return [Generation(right if good else [], [], "stop", settings.steps, [CanvasStep([], [])]) for _ in prompts]
 
     monkeypatch.setattr(measure, "denoise", denoise)
     judge: Any = FakeJudge()
@@ -188,7 +188,7 @@ def test_quality_is_measured_against_passes_beside_one_token_a_step(
             "high": numbers["2 a step"]["pass_at_1_high"],
         }
     ]
-    (figure,) = report.figures(Run({}, {}, {"diffusion": {"quality": numbers}, "tools": {}}))
+    (figure,) = report.figures(MetricsRun({}, {}, {"diffusion": {"quality": numbers}, "tools": {}}))
     assert figure["title"].endswith("diffusion") and len(figure["rows"]) == len(numbers)
 
 
@@ -231,7 +231,7 @@ def test_settings_that_cannot_be_are_refused() -> None:
 def test_a_trace_tells_every_step_and_is_the_same_each_time(
     denoiser: Denoiser, byte_tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    asked = [Asked(str(n), f"q{n}", [20 + n, 21]) for n in range(10)]
+    asked = [EncodedPrompt(str(n), f"q{n}", [20 + n, 21]) for n in range(10)]
     paths = [tmp_path / "a/trace.json", tmp_path / "b/trace.json"]
     sampling.write(paths, denoiser, byte_tokenizer, asked, length=12)
     assert paths[0].read_bytes() == paths[1].read_bytes()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pipeline.diffusion import sampling
-from pipeline.diffusion.sampling import Denoising, Generation, Step, denoise, global_ar, local_ar, order_of
+from pipeline.diffusion.sampling import CanvasStep, Denoising, Generation, denoise, global_ar, local_ar, order_of
 from pipeline.model.transformer import Transformer
 from tests.diffusion_fixture import MASK, SEQUENCES, STATES, L, table
 from tests.test_diffusion_losses import order_probability
@@ -225,7 +225,7 @@ def test_how_autoregressive_an_order_is(order: list[int], expected: dict[int, tu
 
 
 def test_a_place_that_was_taken_back_counts_when_it_came_for_good() -> None:
-    steps = [Step([(0, 7, 0.5), (1, 7, 0.5)], []), Step([(2, 7, 0.5)], [0]), Step([(0, 8, 0.9)], [])]
+    steps = [CanvasStep([(0, 7, 0.5), (1, 7, 0.5)], []), CanvasStep([(2, 7, 0.5)], [0]), CanvasStep([(0, 8, 0.9)], [])]
     assert order_of(steps) == [1, 2, 0]
 
 

@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 import torch
 
-from pipeline.evaluation.suites import Settings, Subject
+from pipeline.evaluation.suites import Subject, SuiteSettings
 from pipeline.ingest.records import Text, write
 from pipeline.model import checkpoint
 from pipeline.model.transformer import Transformer
@@ -26,7 +26,7 @@ from stages import evaluate
 from tests.test_benchmarks import HALF
 from tests.test_benchmarks import write as write_set
 
-SETTINGS = Settings(
+SETTINGS = SuiteSettings(
     documents=3,
     stories=3,
     problems=12,

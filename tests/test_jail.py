@@ -22,7 +22,7 @@ import pytest
 from pipeline.run.errors import ConfigError
 from pipeline.sandbox import kernel as sandbox_kernel
 from pipeline.sandbox import servers as sandbox_servers
-from pipeline.sandbox.judge import Judge, Limits, Program, SandboxConfig
+from pipeline.sandbox.judge import Candidate, Judge, Limits, SandboxConfig
 from pipeline.sandbox.pool import Pool, Task
 from tests import attacks
 
@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[1]
 NEIGHBOURS = ("jail", "child", "kernel", "messages", "watch")
 SANDBOX = ROOT / "pipeline" / "sandbox"
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
-ADD = Program(source="def add(a, b): return a + b", entry_point="add", tests=[{"args": "[1, 2]", "expected": "3"}])
+ADD = Candidate(source="def add(a, b): return a + b", entry_point="add", tests=[{"args": "[1, 2]", "expected": "3"}])
 
 
 def unprivileged_python() -> str | None:
@@ -320,7 +320,7 @@ def test_a_server_that_dies_twice_makes_the_candidate_unscorable(monkeypatch, ca
 def test_no_secret_of_the_trainer_is_in_the_memory_of_server_or_child(monkeypatch):
     monkeypatch.setenv("STAGECOACH_SECRET", "environment-5a7c0ffee")
     expected = "expected-" + os.urandom(8).hex()
-    program = Program(
+    program = Candidate(
         source="import time\ndef f(x): time.sleep(x)",
         entry_point="f",
         tests=[{"args": "[60]", "expected": repr(expected)}],
@@ -353,13 +353,15 @@ def test_nothing_of_a_job_is_ever_in_the_memory_of_the_zygote():
     words = [os.urandom(8).hex() for _ in range(5)]
     source, stdin, argument, value, error = words
     asked = [
-        Program(source=f"NAME_{source} = 1\nprint(input())", entry_point="", tests=[{"stdin": stdin, "stdout": stdin}]),
-        Program(source="def f(x): return x", entry_point="f", tests=[{"args": f"['{argument}']", "expected": "1"}]),
-        Program(source=f"def f(): return '{value}'", entry_point="f", tests=[{"args": "[]", "expected": "1"}]),
-        Program(
+        Candidate(
+            source=f"NAME_{source} = 1\nprint(input())", entry_point="", tests=[{"stdin": stdin, "stdout": stdin}]
+        ),
+        Candidate(source="def f(x): return x", entry_point="f", tests=[{"args": f"['{argument}']", "expected": "1"}]),
+        Candidate(source=f"def f(): return '{value}'", entry_point="f", tests=[{"args": "[]", "expected": "1"}]),
+        Candidate(
             source=f"def f(): raise ValueError('{error}')", entry_point="f", tests=[{"args": "[]", "expected": "1"}]
         ),
-        Program(source="import sys\nsys.exit(97)", entry_point="", tests=[{"stdin": "", "stdout": ""}]),
+        Candidate(source="import sys\nsys.exit(97)", entry_point="", tests=[{"stdin": "", "stdout": ""}]),
     ]
     with Judge(SandboxConfig(), 1) as judge:
         process = servers_of(judge)[0].process
@@ -399,14 +401,14 @@ def test_a_program_reads_its_stdin_and_its_time_out_stops_no_other_test():
         {"stdin": "", "stdout": ""},
     ]
     with Judge(SandboxConfig(limits=Limits(cpu_seconds=0.4)), 1) as judge:
-        (verdict,) = judge.judge([Program(source=source, entry_point="", tests=tests)])
+        (verdict,) = judge.judge([Candidate(source=source, entry_point="", tests=tests)])
     assert [r.verdict for r in verdict.results] == ["passed", "timeout", "passed", "error"]
     assert verdict.results[3].message == "EOFError: EOF when reading a line"
 
 
 def test_exit_and_quit_end_a_program_as_in_any_script():
     programs = [
-        Program(source=f"print(1)\n{s}\nprint(2)", entry_point="", tests=[{"stdin": "", "stdout": "1"}])
+        Candidate(source=f"print(1)\n{s}\nprint(2)", entry_point="", tests=[{"stdin": "", "stdout": "1"}])
         for s in ("exit()", "quit(0)", "exit(1)")
     ]
     with Judge(SandboxConfig(), 1) as judge:
@@ -420,7 +422,7 @@ def test_a_fresh_child_goes_on_after_a_time_out_and_the_rest_time_out_after_thre
     tests = [{"args": f"[{n}]", "expected": e} for n, e in zip(range(6), ["1", "2", "0", "1", "2", "3"], strict=True)]
     with Judge(config, 2) as judge:
         bad = ("BAD = {2}\n", "BAD = {0, 1, 3}\n")
-        one, three = judge.judge(Program(source=b + source, entry_point="f", tests=tests) for b in bad)
+        one, three = judge.judge(Candidate(source=b + source, entry_point="f", tests=tests) for b in bad)
     assert [r.verdict for r in one.results] == ["passed", "passed", "timeout", "passed", "passed", "passed"]
     assert [r.verdict for r in three.results] == ["timeout", "timeout", "wrong", "timeout", "timeout", "timeout"]
 
@@ -448,7 +450,9 @@ def test_threads_locks_and_chance_work_in_a_child_though_no_handler_runs_at_its_
         " threading.current_thread() is main and main.is_alive() and threading.active_count() == 1\n    return"
         " [doubled, alone, random.random() == random.Random(0).random()]"
     )
-    program = Program(source=source, entry_point="f", tests=[{"args": "[]", "expected": "[[0, 2, 4, 6], True, True]"}])
+    program = Candidate(
+        source=source, entry_point="f", tests=[{"args": "[]", "expected": "[[0, 2, 4, 6], True, True]"}]
+    )
     with Judge(SandboxConfig(), 1) as judge:
         assert [verdict.verdict for verdict in judge.judge([program] * 2)] == ["passed", "passed"]
 
@@ -456,7 +460,7 @@ def test_threads_locks_and_chance_work_in_a_child_though_no_handler_runs_at_its_
 @pytest.mark.slow
 def test_a_preloaded_module_can_be_imported_and_another_cannot():
     source = "import jinja2\ndef f(): return jinja2.Template('{{ a }}').render(a=3)"
-    program = Program(source=source, entry_point="f", tests=[{"args": "[]", "expected": "'3'"}])
+    program = Candidate(source=source, entry_point="f", tests=[{"args": "[]", "expected": "'3'"}])
     verdicts = []
     for preload in ((), ("jinja2",)):
         with Judge(SandboxConfig(preload=preload), 1) as judge:

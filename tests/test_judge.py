@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from pipeline.run.errors import DataError
 from pipeline.sandbox import asserts, messages
-from pipeline.sandbox.judge import Judge, Limits, Program, SandboxConfig, _answers, parse_test
+from pipeline.sandbox.judge import Candidate, Judge, Limits, SandboxConfig, _answers, parse_test
 from pipeline.sandbox.pool import Report
 from pipeline.text import literals
 
@@ -193,9 +193,9 @@ def test_a_test_full_of_colliding_hashes_is_read_in_no_time(test: dict):
 
 def test_colliding_hashes_in_the_arguments_count_as_time_and_cost_no_server():
     tests = [{"args": f"[{COLLIDING[:-1]}, {COLLIDING[1:]}]", "expected": "1"}]
-    right = Program(source="def f(x): return 1", entry_point="f", tests=[{"args": "[1]", "expected": "1"}])
+    right = Candidate(source="def f(x): return 1", entry_point="f", tests=[{"args": "[1]", "expected": "1"}])
     with Judge(SandboxConfig(limits=Limits(job_cpu_seconds=0.5)), 1) as judge:
-        found = list(judge.judge([Program(source="def f(x): return 1", entry_point="f", tests=tests), right]))
+        found = list(judge.judge([Candidate(source="def f(x): return 1", entry_point="f", tests=tests), right]))
         restarts = judge.pool.host.num_restarts
     assert [(v.verdict, v.reason) for v in found] == [("timeout", ""), ("passed", "")] and restarts == 0
 
@@ -447,7 +447,7 @@ TESTS = [
     ],
 )
 def test_a_program_gets_its_verdict_reason_and_score(judge, source, verdict, reason, passed):
-    (found,) = judge.judge([Program(source=source, entry_point="f", tests=TESTS)])
+    (found,) = judge.judge([Candidate(source=source, entry_point="f", tests=TESTS)])
     assert (found.verdict, found.reason, found.passed, found.total) == (verdict, reason, passed, 3)
     assert found.score == passed / 3 and found.unprotected == 1 and found.profile == "sealed"
     assert [result.visible for result in found.results] == [True, False, False]
@@ -455,7 +455,7 @@ def test_a_program_gets_its_verdict_reason_and_score(judge, source, verdict, rea
 
 def test_messages_for_people_hold_no_control_characters(judge):
     source = "def f(a, b): raise ValueError('\\x1b[2J\\n' + 'é\\ud800')"
-    (found,) = judge.judge([Program(source=source, entry_point="f", tests=TESTS)])
+    (found,) = judge.judge([Candidate(source=source, entry_point="f", tests=TESTS)])
     assert found.results[0].message == "ValueError: \\x1b[2J\\né\\ud800"
 
 
@@ -464,7 +464,9 @@ def test_verdicts_come_in_order_from_an_endless_stream(judge):
         number = 0
         while True:
             number += 1
-            yield Program(source=f"def f(): return {number}", entry_point="f", tests=[{"args": "[]", "expected": "7"}])
+            yield Candidate(
+                source=f"def f(): return {number}", entry_point="f", tests=[{"args": "[]", "expected": "7"}]
+            )
 
     stream = judge.judge(programs())
     assert [next(stream).verdict for _ in range(9)] == ["wrong"] * 6 + ["passed"] + ["wrong"] * 2
@@ -473,19 +475,19 @@ def test_verdicts_come_in_order_from_an_endless_stream(judge):
 
 def test_a_program_whose_tests_cannot_be_judged_is_unscorable(judge):
     tests = [{"assert": "assert f(x) == 1", "visible": True}]
-    (found,) = judge.judge([Program(source="def f(x): return 1", entry_point="f", tests=tests)])
+    (found,) = judge.judge([Candidate(source="def f(x): return 1", entry_point="f", tests=tests)])
     assert (found.verdict, found.reason, found.score, found.unprotected) == ("unscorable", "unprotected", None, 1)
 
 
 def test_arguments_are_fresh_for_each_test_and_output_is_ignored(judge):
     source = "def f(a):\n print('noise')\n a.append(1)\n return a"
     tests = [{"args": "[[]]", "expected": "[1]"}] * 3
-    (found,) = judge.judge([Program(source=source, entry_point="f", tests=tests)])
+    (found,) = judge.judge([Candidate(source=source, entry_point="f", tests=tests)])
     assert found.verdict == "passed"
 
 
 def test_a_float_is_met_within_a_tolerance_where_the_problem_says_so(judge):
     tests = [{"args": "[]", "expected": "0.3"}]
     source = "def f(): return 0.1 + 0.2"
-    found = judge.judge(Program(source=source, entry_point="f", tests=tests, compare=c) for c in ("strict", "close"))
+    found = judge.judge(Candidate(source=source, entry_point="f", tests=tests, compare=c) for c in ("strict", "close"))
     assert [verdict.verdict for verdict in found] == ["wrong", "passed"]

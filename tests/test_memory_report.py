@@ -17,7 +17,7 @@ from pipeline.memory.measure import routing
 from pipeline.memory.model import Reading
 from pipeline.model.transformer import Transformer
 from pipeline.report import card
-from pipeline.report.metrics import Run
+from pipeline.report.metrics import MetricsRun
 from pipeline.text.tokenizer import Tokenizer
 from tests import results
 from tests.test_memory import TINY, opened
@@ -54,13 +54,13 @@ TOLD: dict[str, Any] = {
 
 
 def test_charts_have_a_line_a_layer_in_the_order_of_the_layers_and_leave_out_what_was_not_measured() -> None:
-    found = report.figures(Run({}, {"memory": ROWS}, {}))
+    found = report.figures(MetricsRun({}, {"memory": ROWS}, {}))
     heads = {one["title"]: one["head"] for one in found}
     assert heads["Evenness of the chapters' use"] == ["step", "layer 2", "layer 10"]
     assert heads["What knowing less of the memory costs"] == ["step", "without the memory", "chapters drawn at random"]
     assert found[0]["rows"] == [["5", "0.5000", "0.8000"], ["7", "0.7000", "0.8000"]]
     assert all("step" in one["svg"] for one in found) and "bits per byte" in found[-1]["svg"]
-    assert report.figures(Run({}, {}, {})) == []
+    assert report.figures(MetricsRun({}, {}, {})) == []
     assert report.points(ROWS, "memory/gain_bpb", "a") == card.Series("a", [(5.0, 0.01), (7.0, 0.01)])
 
 

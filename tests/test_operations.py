@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.synthetic import chains, operations
 from pipeline.synthetic.chains import Branch, Program, Step, parse, spell
-from pipeline.synthetic.operations import ANNOTATIONS, CONSTANTS, NUMBER, Draw, Operation, Pool, pool
+from pipeline.synthetic.operations import ANNOTATIONS, CONSTANTS, NUMBER, Draw, Operation, ValuePool, pool
 
 TYPES: dict[str, type] = {"numbers": list, "words": list, "text": str, "counts": dict, "number": int}
 
@@ -21,7 +21,7 @@ def execute(source: str, name: str) -> Any:
 
 def values(kind: str) -> list[Any]:
     """Every edge and a part of the rest."""
-    found: Pool = pool(kind)
+    found: ValuePool = pool(kind)
     return [*(value for group in found.edges for value in group), *found.short[::4], *found.plain[::4]]
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from pipeline.evaluation import preferences
-from pipeline.evaluation.preferences import HeldOut, HeldOutConfig
+from pipeline.evaluation.preferences import HeldOutConfig, HeldOutPrompts
 from pipeline.ingest.records import Pair
 from pipeline.rl.answers import Answer, Prompt
 from pipeline.rl.rewards import Resources, Scorer
@@ -44,7 +44,7 @@ class Setting:
         return 0.25 * len(given), 0.5
 
 
-def held_out(monkeypatch: pytest.MonkeyPatch, **config: Any) -> HeldOut:
+def held_out(monkeypatch: pytest.MonkeyPatch, **config: Any) -> HeldOutPrompts:
     def truth(answers: Sequence[Answer], judge: Any) -> list[float | None]:
         return [SCORES[one.text[0]][int(one.text[1])][int(one.text[2])] for one in answers]
 
@@ -52,7 +52,7 @@ def held_out(monkeypatch: pytest.MonkeyPatch, **config: Any) -> HeldOut:
     resources = Resources(max_new_tokens=8, preferred=lambda given: [len(one.ids) / 10 for one in given])
     scorer = Scorer({"preferred": 2.0}, resources)
     setting: Any = Setting()
-    return HeldOut(prompts(), setting, None, scorer, HeldOutConfig(**{"best_of_prompts": 0} | config))
+    return HeldOutPrompts(prompts(), setting, None, scorer, HeldOutConfig(**{"best_of_prompts": 0} | config))
 
 
 def test_each_prompt_counts_once_by_the_mean_of_its_answers(monkeypatch: pytest.MonkeyPatch) -> None:

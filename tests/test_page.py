@@ -33,7 +33,8 @@ def test_a_module_says_what_it_is_and_imports_its_neighbours_alone(path: Path) -
 
 def test_only_one_file_makes_html_of_a_string_and_none_runs_one() -> None:
     makes = re.compile(
-        r"\b(innerHTML|outerHTML|insertAdjacentHTML|document\.write|DOMParser|createContextualFragment|setHTMLUnsafe|srcdoc)\b"
+        r"\b(innerHTML|outerHTML|insertAdjacentHTML|document\.write|"
+        r"DOMParser|createContextualFragment|setHTMLUnsafe|srcdoc)\b"
     )
     assert [path.name for path in MODULES if makes.search(read(path))] == ["markdown.js"]
     assert len(makes.findall(read(PAGE / "markdown.js"))) == 1

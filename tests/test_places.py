@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.serve.guard import Places, Pool
+from pipeline.serve.guard import Places, ThreadPlaces
 from pipeline.serve.protocol import ApiFault
 
 
@@ -104,7 +104,7 @@ def test_who_waits_for_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_pool_runs_on_threads_of_its_own_and_hands_on_what_is_raised() -> None:
     async def run() -> None:
-        pool = Pool("texts to read", running=1, waiting=2)
+        pool = ThreadPlaces("texts to read", running=1, waiting=2)
         assert (await pool.run("a", lambda: threading.current_thread().name)).startswith("texts")
         with pytest.raises(ZeroDivisionError):
             await pool.run("a", lambda: 1 // 0)

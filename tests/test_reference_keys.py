@@ -15,7 +15,7 @@ import yaml
 from pipeline.run.config import block
 from pipeline.run.errors import InputError
 from pipeline.tools import reference
-from pipeline.tools.reference import Block, document, escaped, main, rows_of, section, shown, type_of
+from pipeline.tools.reference import KeyBlock, document, escaped, main, rows_of, section, shown, type_of
 
 ROOT = Path(__file__).parents[1]
 
@@ -119,7 +119,7 @@ def test_a_difference_is_found_also_at_the_end(old: str, said: str) -> None:
 
 
 def test_a_new_field_makes_a_new_row_and_changes_no_other() -> None:
-    short, longer = (section(Block(name="x", kind=kind), [{}]) for kind in (Params, Longer))
+    short, longer = (section(KeyBlock(name="x", kind=kind), [{}]) for kind in (Params, Longer))
     assert longer == short + "| `width` | int | 3 | how wide |\n"
 
 
@@ -127,7 +127,7 @@ def test_a_field_without_a_meaning_is_refused_by_name() -> None:
     with pytest.raises(
         InputError, match=r"test_reference_keys\.Silent\.depth has no meaning.*docstring under the field"
     ):
-        section(Block(name="x", kind=Silent), [{}])
+        section(KeyBlock(name="x", kind=Silent), [{}])
 
 
 def test_the_cells_tell_what_a_scale_file_says_from_what_it_leaves_to_the_default() -> None:

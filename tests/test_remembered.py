@@ -3,7 +3,7 @@
 import pytest
 
 from pipeline.sandbox import judge as sandbox_judge
-from pipeline.sandbox.judge import Judge, Program, RememberingJudge, SandboxConfig
+from pipeline.sandbox.judge import Candidate, Judge, RememberingJudge, SandboxConfig
 
 ADD = [{"args": "[1, 2]", "expected": "3", "visible": False}, {"args": "[2, 2]", "expected": "4", "visible": True}]
 RIGHT = "def add(a, b):\n    return a + b\n"
@@ -32,8 +32,8 @@ class Counting:
         return found
 
 
-def adding(*names: str) -> list[Program]:
-    return [Program(source=SOURCES[name], entry_point="add", tests=ADD, cpu_seconds=0.2) for name in names]
+def adding(*names: str) -> list[Candidate]:
+    return [Candidate(source=SOURCES[name], entry_point="add", tests=ADD, cpu_seconds=0.2) for name in names]
 
 
 def test_a_program_that_a_policy_repeats_is_run_once_and_its_verdict_is_the_same(
@@ -55,7 +55,7 @@ def test_a_program_that_a_policy_repeats_is_run_once_and_its_verdict_is_the_same
 def test_what_is_asked_of_a_program_belongs_to_what_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     other = [{"args": "[1, 2]", "expected": "4", "visible": False}]
     asked = [
-        Program(source=RIGHT, entry_point="add", tests=tests, compare=compare)
+        Candidate(source=RIGHT, entry_point="add", tests=tests, compare=compare)
         for tests in (ADD, other)
         for compare in ("strict", "python")
     ]

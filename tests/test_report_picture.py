@@ -5,11 +5,11 @@ from itertools import pairwise
 from xml.etree import ElementTree
 
 from pipeline.report import card
-from pipeline.report.metrics import Run
+from pipeline.report.metrics import MetricsRun
 
 
-def run(**reads: list[str]) -> Run:
-    return Run(
+def run(**reads: list[str]) -> MetricsRun:
+    return MetricsRun(
         {name: {"lineage": {"key": name, "inputs": dict.fromkeys(paths, "0")}} for name, paths in reads.items()}, {}, {}
     )
 

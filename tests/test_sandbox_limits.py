@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pipeline.run.errors import DataError
-from pipeline.sandbox.judge import Judge, Program, SandboxConfig, Verdict
+from pipeline.sandbox.judge import Candidate, Judge, SandboxConfig, Verdict
 from pipeline.sandbox.pool import Limits
 
 ONCE: list[dict[str, Any]] = [{"args": "[0]", "expected": "0"}]
@@ -44,7 +44,7 @@ CASES = {
 }
 
 
-def judged(program: Program, **limits: Any) -> Verdict:
+def judged(program: Candidate, **limits: Any) -> Verdict:
     with Judge(SandboxConfig(limits=Limits(**limits)), 1) as judge:
         return next(judge.judge([program]))
 
@@ -54,7 +54,7 @@ def test_a_candidate_that_needs_more_than_its_limit_is_stopped_and_one_that_need
     case = CASES[key]
     expected = "'" + "a" * 2000 + "'" if key == "results_kib" else "0"
     tests = [{"args": f"[{argument}]", "expected": expected} for argument in case.tests]
-    program = Program(source=case.source, entry_point="f", tests=tests)
+    program = Candidate(source=case.source, entry_point="f", tests=tests)
     tight, wide = (judged(program, **{key: limit, **dict(case.others)}) for limit in (case.tight, case.wide))
     assert (tight.verdict, tight.reason) == case.verdict
     assert (wide.verdict, wide.passed) == ("passed", len(tests)), wide.results
@@ -64,12 +64,12 @@ def test_a_candidate_that_needs_more_than_its_limit_is_stopped_and_one_that_need
 def test_after_so_many_timeouts_the_rest_is_not_tried(most: int, last: str) -> None:
     source = "def f(x):\n while x: pass\n return 0"
     tests = [{"args": f"[{argument}]", "expected": "0"} for argument in (1, 1, 0)]
-    found = judged(Program(source=source, entry_point="f", tests=tests), cpu_seconds=0.1, timeouts=most)
+    found = judged(Candidate(source=source, entry_point="f", tests=tests), cpu_seconds=0.1, timeouts=most)
     assert [result.verdict for result in found.results] == ["timeout", "timeout", last]
 
 
 def test_a_problem_has_no_more_tests_than_are_allowed() -> None:
-    program = Program(source="def f(x): return 0", entry_point="f", tests=ONCE * 3)
+    program = Candidate(source="def f(x): return 0", entry_point="f", tests=ONCE * 3)
     assert judged(program, max_tests=3).verdict == "passed"
     with pytest.raises(DataError, match="expected at most 2 tests"):
         judged(program, max_tests=2)
@@ -78,6 +78,6 @@ def test_a_problem_has_no_more_tests_than_are_allowed() -> None:
 @pytest.mark.parametrize(("limit", "length"), [(512, 900_000), (100, 400_000)])
 def test_an_answer_above_the_limit_is_too_long_and_not_forged(limit: int, length: int) -> None:
     """Also where its first piece is within the limit and only its announced length is not."""
-    program = Program(source=f"def f(x): return 'a' * {length}", entry_point="f", tests=ONCE)
+    program = Candidate(source=f"def f(x): return 'a' * {length}", entry_point="f", tests=ONCE)
     found = judged(program, results_kib=limit)
     assert (found.verdict, found.reason) == OUTPUT

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks import seeds
-from pipeline.report.metrics import Run
+from pipeline.report.metrics import MetricsRun
 from pipeline.run.errors import InputError
 
 NAMES = ("a", "b", "c")
@@ -16,7 +16,7 @@ DATA = {"data/problems": "d1", "data/raw/text": "t1"}
 
 def made(
     seed: int, right: list[int], *, base: list[int] | None = None, data: dict[str, str] | None = None, **settings: Any
-) -> Run:
+) -> MetricsRun:
     """A run with `tools`, which solved these of the problems, and what it was made from, `code`, which solved
     others.
     """
@@ -43,7 +43,7 @@ def made(
         ]
     calls = {"ast": 0.1 * seed, "ast_low": 0.1 * seed - 0.05, "ast_high": 0.1 * seed + 0.05}
     numbers["tools"] |= {"tools": calls}
-    return Run(stages, {}, numbers, items)
+    return MetricsRun(stages, {}, numbers, items)
 
 
 def row(found: dict[str, Any], model: str, measure: str) -> seeds.Spread:
@@ -130,7 +130,7 @@ def test_the_difference_from_the_model_before_is_paired_within_each_run() -> Non
         ),
     ],
 )
-def test_runs_over_other_data_items_or_parameters_are_refused_by_name(other: Run, message: str) -> None:
+def test_runs_over_other_data_items_or_parameters_are_refused_by_name(other: MetricsRun, message: str) -> None:
     with pytest.raises(InputError, match=message):
         seeds.measured(NAMES[:2], [made(1, [1, 0]), other])
 

@@ -13,7 +13,7 @@ from pipeline.model import checkpoint
 from pipeline.model.transformer import Transformer
 from pipeline.run.errors import InputError
 from pipeline.serve import chat
-from pipeline.serve.chat import Conversation, Stream, load_tools, talk
+from pipeline.serve.chat import Conversation, TokenWriter, load_tools, talk
 from pipeline.synthetic import tool_schemas, toolbox
 from pipeline.text.tokenizer import Tokenizer
 
@@ -187,7 +187,7 @@ def test_control_characters_are_not_printed(scripted: Any, byte_tokenizer: Token
 
 def test_a_character_is_shown_when_its_last_byte_comes_and_a_cut_one_as_a_mark(byte_tokenizer: Tokenizer) -> None:
     screen = io.StringIO()
-    stream = Stream(byte_tokenizer, screen)
+    stream = TokenWriter(byte_tokenizer, screen)
     shown = []
     for byte in [*"é你".encode(), 0xFF, ord("a"), 0xE4, 0xBD]:
         stream.token(byte_tokenizer.byte_ids[byte])

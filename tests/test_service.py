@@ -17,7 +17,7 @@ from fastapi.testclient import TestClient
 
 from pipeline.run.errors import ConfigError
 from pipeline.sandbox import remote, service
-from pipeline.sandbox.judge import Judge, Limits, Program, SandboxConfig
+from pipeline.sandbox.judge import Candidate, Judge, Limits, SandboxConfig
 from pipeline.sandbox.servers import Servers
 
 ROOT = Path(__file__).parents[1]
@@ -25,13 +25,13 @@ TOKEN = "a token of the tests"
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
 SECRET = "expected-1b7e"
 PROGRAMS = [
-    Program(source="def f(x): return x * x", entry_point="f", tests=[{"args": "[3]", "expected": "9"}]),
-    Program(source="def f(x): return x", entry_point="f", tests=[{"args": "[3]", "expected": repr(SECRET)}]),
-    Program(source="def f(x):", entry_point="f", tests=[{"args": "['é\\ud800']", "expected": "9"}]),
-    Program(
+    Candidate(source="def f(x): return x * x", entry_point="f", tests=[{"args": "[3]", "expected": "9"}]),
+    Candidate(source="def f(x): return x", entry_point="f", tests=[{"args": "[3]", "expected": repr(SECRET)}]),
+    Candidate(source="def f(x):", entry_point="f", tests=[{"args": "['é\\ud800']", "expected": "9"}]),
+    Candidate(
         source="print(input())", entry_point="", tests=[{"stdin": "ü", "stdout": "ü\n"}, {"stdin": "", "stdout": ""}]
     ),
-    Program(
+    Candidate(
         source="def f(x):\n while x: pass\n return 0",
         entry_point="f",
         tests=[{"args": f"[{x}]", "expected": "0"} for x in (0, 1, 0)],
@@ -126,7 +126,7 @@ class Passing(http.server.BaseHTTPRequestHandler):
         del format, args
 
 
-def outcomes(url: str | None, programs: list[Program]) -> list[tuple]:
+def outcomes(url: str | None, programs: list[Candidate]) -> list[tuple]:
     with Judge(SandboxConfig(limits=Limits(cpu_seconds=1.0)), 2, url=url) as judge:
         return [(v.verdict, v.reason, v.score, v.results) for v in judge.judge(programs)]
 
@@ -206,11 +206,11 @@ def job(**changes: object) -> dict:
 
 
 @pytest.fixture(scope="module")
-def asked() -> Iterator[tuple[TestClient, service.Service]]:
+def asked() -> Iterator[tuple[TestClient, service.SandboxService]]:
     """The routes in this process, for what no well-meaning client sends."""
     servers = Servers(SandboxConfig(), 1)
     servers.start()
-    inside = service.Service(servers, None)
+    inside = service.SandboxService(servers, None)
     yield TestClient(service.create_app(inside), base_url="http://localhost"), inside
     servers.stop()
 

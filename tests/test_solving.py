@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from pipeline.evaluation import solving
-from pipeline.evaluation.solving import HeldOut, SolvingConfig
+from pipeline.evaluation.solving import HeldOutProblems, SolvingConfig
 from pipeline.rl.answers import Answer, Prompt
 from pipeline.sandbox.judge import Verdict
 from tests.workspace import problem
@@ -51,9 +51,9 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(solving, "judged", verdicts)
 
 
-def held_out(**config: int) -> tuple[HeldOut, Setting]:
+def held_out(**config: int) -> tuple[HeldOutProblems, Setting]:
     setting: Any = Setting()
-    return HeldOut(PROMPTS, setting, object(), SolvingConfig(**config)), setting  # type: ignore[arg-type]
+    return HeldOutProblems(PROMPTS, setting, object(), SolvingConfig(**config)), setting  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("count", "kept"), [(1, 1), (4, 4), (100, 9)])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pipeline.model import config
-from pipeline.model.config import Start
+from pipeline.model.config import StartConfig
 from pipeline.run.errors import ModelError
 from tests.hubserver import REVISION, HubServer
 
@@ -80,39 +80,42 @@ def located(
 
 
 def test_keys_that_do_not_fit_are_refused_with_what_is_expected() -> None:
-    assert Start().scratch and Start().inputs() == {}
+    assert StartConfig().scratch and StartConfig().inputs() == {}
     with pytest.raises(ValueError, match="start: expected scratch, pretrained, hub, got 'new'"):
-        Start(start="new")
+        StartConfig(start="new")
     for wrong in (None, "name", "a/b@", "a/b c", "https://a/b"):
         with pytest.raises(ValueError, match="hub: expected owner/name or owner/name@revision"):
-            Start(start="hub", hub=wrong)
+            StartConfig(start="hub", hub=wrong)
     for right in ("Qwen/Qwen3-0.6B", "a/b@main", f"a/b@{REVISION}", "a/b@refs/pr/1"):
-        assert Start(start="hub", hub=right).inputs() == {}
+        assert StartConfig(start="hub", hub=right).inputs() == {}
 
 
 def test_a_folder_is_an_input_and_one_that_is_not_there_is_named(tmp_path: Path) -> None:
-    assert Start(start="pretrained", pretrained=str(tmp_path)).inputs() == {"checkpoint": str(tmp_path)}
-    assert Start(start="scratch", pretrained=str(tmp_path)).inputs() == {}
+    assert StartConfig(start="pretrained", pretrained=str(tmp_path)).inputs() == {"checkpoint": str(tmp_path)}
+    assert StartConfig(start="scratch", pretrained=str(tmp_path)).inputs() == {}
     with pytest.raises(
         ModelError, match=r"language\.pretrained: expected a model directory, .*gone is none\. Give its path"
     ):
-        Start(start="pretrained", pretrained=str(tmp_path / "gone")).inputs()
+        StartConfig(start="pretrained", pretrained=str(tmp_path / "gone")).inputs()
     with pytest.raises(
         ModelError, match=r"For a model of the hub set language\.start=hub and language\.hub=Qwen/Qwen3-8B"
     ):
-        Start(start="pretrained", pretrained="Qwen/Qwen3-8B").inputs()
+        StartConfig(start="pretrained", pretrained="Qwen/Qwen3-8B").inputs()
 
 
 def test_a_tokenizer_of_another_checkpoint_is_refused(tmp_path: Path) -> None:
-    start = Start(start="hub", hub="me/whole")
+    start = StartConfig(start="hub", hub="me/whole")
     with pytest.raises(ModelError, match=r"expected the tokenizer of me/whole, found another; run dvc repro stage_tok"):
         config.recorded(tmp_path, start)
-    config.record(tmp_path, Start(start="hub", hub="me/other"), OTHER)
+    config.record(tmp_path, StartConfig(start="hub", hub="me/other"), OTHER)
     with pytest.raises(ModelError, match=r"expected the tokenizer of me/whole, found me/other"):
         config.recorded(tmp_path, start)
     config.record(tmp_path, start, OTHER)
     assert config.recorded(tmp_path, start) == OTHER
-    assert config.lineage(start, OTHER) == {"pretrained": f"me/whole@{OTHER}"} and config.lineage(Start(), None) == {}
+    assert (
+        config.lineage(start, OTHER) == {"pretrained": f"me/whole@{OTHER}"}
+        and config.lineage(StartConfig(), None) == {}
+    )
 
 
 @pytest.mark.slow
@@ -120,7 +123,7 @@ def test_a_tokenizer_of_another_checkpoint_is_refused(tmp_path: Path) -> None:
 def test_a_revision_becomes_a_commit_once_and_the_weights_follow_it(server: HubServer, tmp_path: Path) -> None:
     first = located(server, tmp_path / "home", "me/whole", weights=False)
     assert first == {"commit": REVISION, "files": ["config.json", "tokenizer.json"]}
-    config.record(tmp_path / "tokenizer", Start(start="hub", hub="me/whole"), first["commit"])
+    config.record(tmp_path / "tokenizer", StartConfig(start="hub", hub="me/whole"), first["commit"])
     server.commits.append(OTHER)
     try:
         again = located(server, tmp_path / "home", "me/whole", tokenizer=tmp_path / "tokenizer")
@@ -192,5 +195,5 @@ def test_a_hub_that_cannot_be_reached_is_said_with_what_to_do(monkeypatch: pytes
         with pytest.raises(
             ModelError, match=r"me/whole@main: the hub could not be reached \(\[Errno 111\] Connection refused\)"
         ) as e:
-            config.located(Start(start="hub", hub="me/whole"), None, weights=weights)
+            config.located(StartConfig(start="hub", hub="me/whole"), None, weights=weights)
         assert "language.start=pretrained, language.pretrained=<folder>" in str(e.value)

@@ -8,7 +8,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from pipeline.model.config import Start
+from pipeline.model.config import StartConfig
 from pipeline.text.tokenizer import Tokenizer
 from stages import tokenizer
 
@@ -29,7 +29,9 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def params(**changes: Any) -> tokenizer.Params:
-    return tokenizer.Params(**({"vocab_size": 320, "sample_mb": 0.04, "text_share": 0.5, "base": Start()} | changes))
+    return tokenizer.Params(
+        **({"vocab_size": 320, "sample_mb": 0.04, "text_share": 0.5, "base": StartConfig()} | changes)
+    )
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from pipeline import wings
 from pipeline.evaluation import benchmarks, likelihood, suites
 from pipeline.evaluation import tools as evaluation_tools
 from pipeline.evaluation.intervals import Interval, ratio
-from pipeline.evaluation.suites import Settings, Subject, SuiteResult
+from pipeline.evaluation.suites import Subject, SuiteResult, SuiteSettings
 from pipeline.generation.sampling import Completion, Sampling
 from pipeline.ingest.records import Dialogue, Text, write
 from pipeline.model import checkpoint
@@ -227,7 +227,9 @@ def measured(
     write(tmp_path / "dialogues/test.jsonl", [talk(n) for n in range(3)])
     write(tmp_path / "problems/test.jsonl", [problem("a", "easy")])
 
-    def run(settings: Settings = SETTINGS, **changes: Any) -> tuple[list[tuple[str, list[str]]], list[SandboxConfig]]:
+    def run(
+        settings: SuiteSettings = SETTINGS, **changes: Any
+    ) -> tuple[list[tuple[str, list[str]]], list[SandboxConfig]]:
         found.clear()
         params = evaluate.Params(**({"settings": settings, "sandbox": SandboxConfig()} | changes))
         evaluate.run(params, job(tmp_path / "work"), **inputs)

@@ -10,18 +10,18 @@ import pytest
 
 from pipeline.evaluation import likelihood, suites
 from pipeline.evaluation import tools as evaluation_tools
-from pipeline.evaluation.suites import Settings, Subject
+from pipeline.evaluation.suites import Subject, SuiteSettings
 from pipeline.generation.sampling import Completion
 from pipeline.ingest.records import Dialogue, Problem, Text
 from pipeline.model.transformer import Transformer
-from pipeline.sandbox.judge import Program, Verdict
+from pipeline.sandbox.judge import Candidate, Verdict
 from pipeline.synthetic import programs as synthetic_programs
 from pipeline.synthetic import stories
 from pipeline.synthetic import tools as synthetic_tools
 from pipeline.text import chat
 from pipeline.text.tokenizer import Tokenizer
 
-SETTINGS = Settings(
+SETTINGS = SuiteSettings(
     documents=9,
     stories=9,
     problems=9,
@@ -86,7 +86,7 @@ class Judge:
     def __init__(self, right: Iterable[str]) -> None:
         self.right = set(right)
 
-    def judge(self, programs: Iterable[Program]) -> Iterator[Verdict]:
+    def judge(self, programs: Iterable[Candidate]) -> Iterator[Verdict]:
         for program in programs:
             passed = program.source in self.right
             yield Verdict(

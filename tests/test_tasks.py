@@ -19,7 +19,7 @@ from pipeline.run.errors import ConfigError, DataError
 from pipeline.run.tracking import Tracker
 from pipeline.run.workdir import Job, StopRequest
 from pipeline.sandbox import servers
-from pipeline.sandbox.judge import Judge, Program, SandboxConfig, Verdict
+from pipeline.sandbox.judge import Candidate, Judge, SandboxConfig, Verdict
 from pipeline.synthetic import preferences, stories, tools
 from pipeline.synthetic import programs as synthetic_programs
 from stages import tasks
@@ -54,7 +54,7 @@ class FakeJudge:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def judge(self, programs: Iterable[Program]) -> Iterator[Verdict]:
+    def judge(self, programs: Iterable[Candidate]) -> Iterator[Verdict]:
         for program in programs:
             assert program.tests and not any(test["visible"] for test in program.tests)
             score = len(program.source or "") % 6 / 5
@@ -424,7 +424,7 @@ def test_labels_of_code_are_what_the_sandbox_says(tmp_path: Path) -> None:
             programs.append(
                 (
                     message["content"],
-                    Program(
+                    Candidate(
                         source=synthetic_programs.unfenced(message["content"]),
                         entry_point=problem.entry_point,
                         tests=hidden,

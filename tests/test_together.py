@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from pipeline.sandbox.judge import Candidates, Judge, Limits, Program, SandboxConfig, scores
+from pipeline.sandbox.judge import Candidate, Candidates, Judge, Limits, SandboxConfig, scores
 from pipeline.synthetic import programs
 
 TESTS = [{"args": f"[{n}]", "expected": str(n + 1), "visible": False} for n in range(4)]
@@ -45,7 +45,7 @@ def counted(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def alone(judge: Judge, candidates: Candidates) -> list[float | None]:
     asked = (
-        Program(source=one, entry_point=candidates.entry_point, tests=candidates.tests) for one in candidates.sources
+        Candidate(source=one, entry_point=candidates.entry_point, tests=candidates.tests) for one in candidates.sources
     )
     return [verdict.score for verdict in judge.judge(asked)]
 

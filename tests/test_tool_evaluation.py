@@ -36,7 +36,7 @@ PLAN = {
 OTHER = {"name": "other", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
 
 
-def verdict(arguments: dict[str, Any], accepted: dict[str, list[Any]]) -> bfcl.Check:
+def verdict(arguments: dict[str, Any], accepted: dict[str, list[Any]]) -> bfcl.TurnCheck:
     """One call to `plan` against one truth; the city is right unless given."""
     call = {"name": "plan", "arguments": {"city": "Rome", **arguments}}
     return bfcl.check([PLAN, OTHER], [call], [{"plan": {"city": ["Rome"], **accepted}}])

@@ -12,7 +12,7 @@ import pytest
 from pipeline.ingest.records import Dialogue
 from pipeline.synthetic import toolbox
 from pipeline.synthetic.tool_dialogues import LENGTH, Script, provenance
-from pipeline.synthetic.tool_schemas import Tool, World, arguments_in, draw, function, leaf_values, problems
+from pipeline.synthetic.tool_schemas import ToolSpec, ToolWorld, arguments_in, draw, function, leaf_values, problems
 from pipeline.synthetic.toolbox import run, unseen
 from pipeline.synthetic.tools import (
     NO_CALL_FIRST,
@@ -111,7 +111,7 @@ def test_every_call_fits_its_schema_and_every_value_has_a_source(everything: lis
 def test_results_on_record_are_what_the_tools_give(val: list[Dialogue], test_set: list[Dialogue]) -> None:
     num_results = 0
     for dialogue in val + test_set:
-        world, waiting = World(), []
+        world, waiting = ToolWorld(), []
         for message in dialogue.messages:
             waiting += [run(world, *call) for call in calls(message)]
             if message["role"] == "tool":
@@ -194,7 +194,7 @@ def test_a_dependent_call_uses_a_value_of_the_first_result_that_the_user_never_s
 def test_every_chain_fits_its_two_tools() -> None:
     for chain in toolbox.chains():
         first, second = toolbox.tools()[chain.first], toolbox.tools()[chain.second]
-        result = run(World(), chain.first, arguments_in(first, first.wordings[0], draw(first, Random(0))))
+        result = run(ToolWorld(), chain.first, arguments_in(first, first.wordings[0], draw(first, Random(0))))
         assert chain.key in result
         for tail in chain.tails:
             arguments = {**arguments_in(second, tail, draw(second, Random(0))), chain.param: result[chain.key]}
@@ -244,7 +244,7 @@ def test_simple_conversations_are_short(val: list[Dialogue]) -> None:
 # checks that refuse
 
 
-def _script(said: str) -> tuple[Script, Tool]:
+def _script(said: str) -> tuple[Script, ToolSpec]:
     tool = toolbox.tools()["set_light"]
     script = Script([tool])
     script.user(said)

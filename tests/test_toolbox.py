@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 
 from pipeline.synthetic.tool_schemas import (
-    World,
+    ToolWorld,
     arguments_in,
     draw,
     execute,
@@ -49,7 +49,7 @@ def test_every_wording_states_all_that_is_required_executes_and_has_closing_word
         for wording in tool.wordings:
             arguments = arguments_in(tool, wording, draw(tool, rng))
             assert required <= set(arguments), (tool.name, wording)
-            result = run(World(), tool.name, arguments)
+            result = run(ToolWorld(), tool.name, arguments)
             assert "error" not in result, (tool.name, arguments, result)
             assert tool.answer.format_map({**arguments, **result})
             assert "{" not in fill(tool, wording, arguments, rng)
@@ -83,11 +83,11 @@ def test_a_wording_for_asking_back_leaves_out_its_parameter_and_no_other_require
     ],
 )
 def test_a_tool_without_state_gives_the_result_worked_out_by_hand(name: str, arguments: dict, result: dict) -> None:
-    assert run(World(), name, arguments) == result
+    assert run(ToolWorld(), name, arguments) == result
 
 
 def test_worlds_are_equal_exactly_when_the_same_was_done() -> None:
-    one, two = World(), World()
+    one, two = ToolWorld(), ToolWorld()
     run(one, "set_light", {"room": "hall", "brightness": 40})
     assert one != two
     run(two, "set_light", {"room": "hall", "brightness": 40})
@@ -95,7 +95,7 @@ def test_worlds_are_equal_exactly_when_the_same_was_done() -> None:
 
 
 def test_money_that_was_transferred_is_on_the_other_account() -> None:
-    world = World()
+    world = ToolWorld()
     before = [run(world, "get_balance", {"account": account})["balance"] for account in ("A1", "B2")]
     run(world, "transfer_money", {"from_account": "A1", "to_account": "B2", "amount": 40})
     after = [run(world, "get_balance", {"account": account})["balance"] for account in ("A1", "B2")]
@@ -123,7 +123,7 @@ def test_money_that_was_transferred_is_on_the_other_account() -> None:
     ],
 )
 def test_whatever_a_model_writes_comes_back_as_an_error_and_raises_nothing(name: str, arguments: object) -> None:
-    assert "error" in run(World(), name, arguments)
+    assert "error" in run(ToolWorld(), name, arguments)
 
 
 def test_a_misspelt_name_differs_and_the_error_names_one_that_works() -> None:
@@ -131,9 +131,9 @@ def test_a_misspelt_name_differs_and_the_error_names_one_that_works() -> None:
     for city in words("cities")[::4]:
         wrong = misspelt(city, rng)
         assert wrong != city
-        result = run(World(), "get_wind", {"city": wrong})
+        result = run(ToolWorld(), "get_wind", {"city": wrong})
         near = re.search(r'did you mean "(.*)"\?', result["error"])
-        assert near is not None and "speed" in run(World(), "get_wind", {"city": near[1]})
+        assert near is not None and "speed" in run(ToolWorld(), "get_wind", {"city": near[1]})
 
 
 # invented tools
@@ -148,7 +148,7 @@ def test_an_invented_tool_has_a_valid_schema_and_executes_what_its_wordings_stat
             jsonschema.Draft202012Validator.check_schema(parameters)
             arguments = arguments_in(version, version.wordings[0], draw(version, rng))
             assert not problems(parameters, arguments)
-            world = World()
+            world = ToolWorld()
             assert execute(version, world, arguments)
             assert len(world.ledger) == 1
 
@@ -158,7 +158,7 @@ def test_a_renamed_tool_does_what_the_tool_of_the_old_names_does() -> None:
     for tool in tools().values():
         new = renamed(tool, rng)
         values = draw(tool, rng)
-        old_world, new_world = World(), World()
+        old_world, new_world = ToolWorld(), ToolWorld()
         arguments = {after: values[before] for after, before in new.old_names.items()}
         assert execute(new, new_world, arguments) == execute(tool, old_world, values)
         assert new_world == old_world

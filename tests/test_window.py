@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pipeline.learning.losses import Loss, Term
-from pipeline.learning.update import Totals, Window
+from pipeline.learning.update import LoggingWindow, Totals
 
 
 def loss(values: list[float], *, coefficient: float = 0.5) -> Loss:
@@ -109,11 +109,11 @@ def test_extremes_go_by_their_name() -> None:
 
 def test_a_window_travels_as_json_and_goes_on_as_if_nothing_had_happened() -> None:
     steps = [totals(COUNTS, loss([0.1, 0.7, 1.3])), totals(COUNTS, loss([1 / 3])), totals(COUNTS, loss([1e-9, 2.0]))]
-    whole, first = Window(), Window()
+    whole, first = LoggingWindow(), LoggingWindow()
     for number, step in enumerate(steps):
         whole.add(step, norm=0.3 * number)
     first.add(steps[0], norm=0.0)
-    resumed = Window.of(json.loads(json.dumps(first.state())))
+    resumed = LoggingWindow.of(json.loads(json.dumps(first.state())))
     for number, step in enumerate(steps[1:], start=1):
         resumed.add(step, norm=0.3 * number)
     assert resumed.state() == whole.state()  # bit for bit: a resumed curve has no seam
@@ -122,7 +122,7 @@ def test_a_window_travels_as_json_and_goes_on_as_if_nothing_had_happened() -> No
 
 
 def test_an_empty_window_travels_too() -> None:
-    assert Window.of(json.loads(json.dumps(Window().state()))).state() == Window().state()
+    assert LoggingWindow.of(json.loads(json.dumps(LoggingWindow().state()))).state() == LoggingWindow().state()
 
 
 def limited(ratios: list[float]) -> Loss:

@@ -14,7 +14,7 @@ from pipeline.generation.grammars import Compiler
 from pipeline.generation.schemas import SchemaError
 from pipeline.serve import worker, workshop
 from pipeline.serve.protocol import ApiFault
-from pipeline.serve.workshop import Refused, Verdict, Workshop
+from pipeline.serve.workshop import GrammarVerdict, JobRefused, Workshop
 from pipeline.text.tokenizer import Tokenizer
 from tests.schemas import EXAMPLES, ROWS
 
@@ -68,11 +68,11 @@ def test_a_refusal_is_what_it_is_here_and_is_kept(nano: Path, monkeypatch: pytes
             ({"type": 5}, "schema_invalid"),
             ({"multipleOf": 9999991}, "schema_too_large"),
         ):
-            with pytest.raises(Refused) as refused:
+            with pytest.raises(JobRefused) as refused:
                 await shop.grammar("nano", schema(rules), "a")
             assert refused.value.code == code
         monkeypatch.setattr(shop, "_ask", None)  # nobody is asked again
-        with pytest.raises(Refused):
+        with pytest.raises(JobRefused):
             await shop.grammar("nano", schema({"not": {}}), "b")
         monkeypatch.setattr(workshop, "KEPT_SECONDS", -1.0)
         with pytest.raises(TypeError):
@@ -103,9 +103,9 @@ def test_a_job_that_takes_too_long_is_ended_and_others_are_done_meanwhile(nano: 
         await asyncio.sleep(0.2)
         began = time.monotonic()
         found = await shop.grammar("nano", schema({"type": "integer"}), "b")
-        assert isinstance(found, Verdict) and time.monotonic() - began < 2
+        assert isinstance(found, GrammarVerdict) and time.monotonic() - began < 2
         for task in hostile:
-            with pytest.raises(Refused) as refused:
+            with pytest.raises(JobRefused) as refused:
                 await task
             assert refused.value.code == "schema_too_slow"
         assert await childless(shop)

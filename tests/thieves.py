@@ -257,13 +257,13 @@ def group(number: int, draw: random.Random) -> list[dict[str, Any]]:
 
 def judged(groups: int, workers: int, url: str | None = None, seed: int = 0) -> list[tuple[str, str, float | None]]:
     """(name, function or program, score) of every candidate of so many groups."""
-    from pipeline.sandbox.judge import Judge, Limits, Program, SandboxConfig
+    from pipeline.sandbox.judge import Candidate, Judge, Limits, SandboxConfig
 
     draw = random.Random(seed)
     asked = [one for number in range(groups) for one in group(number, draw)]
     config = SandboxConfig(limits=Limits(cpu_seconds=5.0, job_cpu_seconds=20.0))
     with Judge(config, workers, url=url) as judge:
-        programs = (Program(source=one["source"], entry_point="f", tests=one["tests"]) for one in asked)
+        programs = (Candidate(source=one["source"], entry_point="f", tests=one["tests"]) for one in asked)
         verdicts = list(judge.judge(programs))
     return [(one["name"], one["kind"], verdict.score) for one, verdict in zip(asked, verdicts, strict=True)]
 

@@ -55,7 +55,8 @@ CORPUS = (
     "<svg><script>pwned()</script></svg>",
     "<svg><animate onbegin=pwned() attributeName=x dur=1s>",
     "<svg><a xlink:href=javascript:pwned()><text y=20>x</text></a></svg>",
-    "<svg><use href='data:image/svg+xml,<svg id=x xmlns=http://www.w3.org/2000/svg><script>pwned()</script></svg>#x'/></svg>",
+    "<svg><use href='data:image/svg+xml,"
+    "<svg id=x xmlns=http://www.w3.org/2000/svg><script>pwned()</script></svg>#x'/></svg>",
     "<svg><foreignObject><iframe srcdoc='<script>parent.pwned()</script>'></foreignObject></svg>",
     "<svg><style><img src=x onerror=pwned()></style></svg>",
     '<math><mtext><table><mglyph><style><!--</style><img title="--&gt;&lt;img src=x onerror=pwned()&gt;">',

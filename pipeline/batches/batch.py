@@ -78,7 +78,7 @@ def concatenate(batches: Sequence[TokenBatch], order: np.ndarray) -> TokenBatch:
     return TokenBatch(**tensors, num_bytes=sum(batch.num_bytes for batch in batches))
 
 
-class Stream(Protocol):
+class TokenStream(Protocol):
     """Training data as `fit` takes it: batches as a pure function of (seed, step)."""
 
     fingerprint: str  # of the data, the seed and the shape of the rows; a resume with another fingerprint is refused

@@ -32,7 +32,7 @@ from pathlib import Path
 import numpy as np
 
 from pipeline.batches.batch import Piece, TokenBatch, concatenate, fingerprint_of
-from pipeline.batches.packing import PackedStream, Packing, cached, cut, mix, packing_of
+from pipeline.batches.packing import PackedStream, Packing, Splits, cached, cut, mix, packing_of
 from pipeline.run.device import stable_hash
 from pipeline.run.errors import DataError, ModelError
 from pipeline.run.types import JsonObject
@@ -130,9 +130,7 @@ class CorpusStream(PackedStream):
         )
         hashes = [meta["splits"][split]["sha256"] for split in ("train", "val")]
         super().__init__(
-            str(folder),
-            train,
-            val,
+            Splits(str(folder), train, val),
             tokenizer,
             context=context,
             tokens_per_step=tokens_per_step,

@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from pipeline.batches.batch import Piece, fingerprint_of
-from pipeline.batches.packing import PackedStream, pack
+from pipeline.batches.packing import PackedStream, Splits, pack
 from pipeline.ingest import records
 from pipeline.ingest.records import Dialogue, Fact, Message
 from pipeline.run.errors import DataError
@@ -153,16 +153,14 @@ class DialogueStream(PackedStream):
         val = DialogueSplit(folder / "val.jsonl", tokenizer, context=context)
         self.too_long, self.untrained = train.too_long, train.untrained
         self.num_dialogues = train.num_dialogues
+        left_out = f"{len(self.too_long)} groups of messages do not fit {context} tokens." if self.too_long else ""
         super().__init__(
-            str(folder),
-            train,
-            val,
+            Splits(str(folder), train, val, left_out=left_out),
             tokenizer,
             context=context,
             tokens_per_step=tokens_per_step,
             seed=seed,
             fingerprint=fingerprint_of([train.digest(), val.digest(), context, tokens_per_step, seed]),
-            left_out=f"{len(self.too_long)} groups of messages do not fit {context} tokens." if self.too_long else "",
         )
 
 
@@ -170,7 +168,7 @@ class DialogueStream(PackedStream):
 
 
 @dataclass(frozen=True)
-class Asked:
+class FactQuestion:
     """A fact with its question and answer as token ids."""
 
     fact: Fact
@@ -178,12 +176,12 @@ class Asked:
     answer: list[int]  # its end of text included
 
 
-def encoded(fact: Fact, tokenizer: Tokenizer) -> Asked:
+def encoded(fact: Fact, tokenizer: Tokenizer) -> FactQuestion:
     """Encode a fact. Raises DataError for an empty question or answer."""
     if not fact.question.strip() or not fact.answer.strip():
         raise DataError(f"fact {fact.id}: its question or answer is empty; mend it or take it out")
     prompt = [tokenizer.end_of_text, *tokenizer.encode(fact.question + "\n")]
-    return Asked(fact, prompt, [*tokenizer.encode(fact.answer), tokenizer.end_of_text])
+    return FactQuestion(fact, prompt, [*tokenizer.encode(fact.answer), tokenizer.end_of_text])
 
 
 class FactSplit(PackedPieces):
@@ -209,7 +207,7 @@ class FactSplit(PackedPieces):
         return hashlib.sha256(content.encode()).hexdigest()
 
 
-def _piece(fact: Asked) -> Piece:
+def _piece(fact: FactQuestion) -> Piece:
     ids = np.array([*fact.prompt, *fact.answer], dtype=np.int64)
     return Piece(ids, np.arange(len(ids)) >= len(fact.prompt))
 
@@ -221,9 +219,7 @@ class FactStream(PackedStream):
         """Raises DataError as `FactSplit`, and where the facts do not fill one batch."""
         train, val = (FactSplit(folder / f"{split}.jsonl", tokenizer, context=context) for split in ("train", "val"))
         super().__init__(
-            "facts",
-            train,
-            val,
+            Splits("facts", train, val),
             tokenizer,
             context=context,
             tokens_per_step=tokens_per_step,

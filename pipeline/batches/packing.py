@@ -252,14 +252,22 @@ class PackedSplit(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Splits:
+    """Two packed splits; `name` and `left_out`, a sentence about data that could not be used, are for errors."""
+
+    name: str
+    train: PackedSplit
+    val: PackedSplit
+    left_out: str = ""
+
+
 class PackedStream:
     """A `batch.Stream` over two packed splits; `at` is for `MixtureStream`."""
 
     def __init__(
         self,
-        name: str,
-        train: PackedSplit,
-        val: PackedSplit,
+        splits: Splits,
         tokenizer: Tokenizer,
         *,
         context: int,
@@ -267,13 +275,10 @@ class PackedStream:
         seed: int,
         fingerprint: str,
         document_mask: bool = True,
-        left_out: str = "",
     ) -> None:
-        """`name` and `left_out`, a sentence about data that could not be used, are for errors.
-
-        Raises DataError when `train` does not fill one batch, ValueError when sizes do not divide.
-        """
-        self.name = name
+        """Raises DataError when the train split does not fill one batch, ValueError when sizes do not divide."""
+        train, val = splits.train, splits.val
+        self.name = splits.name
         self.context = context
         self.tokens_per_step = tokens_per_step
         self.fingerprint = fingerprint
@@ -286,10 +291,9 @@ class PackedStream:
         if self.tokens_per_epoch < tokens_per_step:
             best = f"{self.tokens_per_epoch}" if train.num_rows else f"none at context {context}: there is no row"
             raise DataError(
-                f"{name}: too few tokens for one batch: held {train.num_tokens} tokens in {train.num_rows} packed rows "
-                f"of {context}, needed tokens_per_step={tokens_per_step}; the largest tokens_per_step that works is "
-                f"{best}. "
-                f"Set it, change the context, or add data. {left_out}".rstrip()
+                f"{self.name}: too few tokens for one batch: held {train.num_tokens} tokens in {train.num_rows} packed "
+                f"rows of {context}, needed tokens_per_step={tokens_per_step}; the largest that works is "
+                f"{best}. Set it, change the context, or add data. {splits.left_out}".rstrip()
             )
 
     def at(self, positions: np.ndarray, context: int) -> np.ndarray:

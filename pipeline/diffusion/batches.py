@@ -82,7 +82,7 @@ class NoisedBatch:
 
 
 @dataclass(frozen=True)
-class Row:
+class MaskableRow:
     """A row before its noise: the positions that may be masked, and their uniform numbers."""
 
     places: np.ndarray  # (L,) int64, positions in the row
@@ -90,7 +90,7 @@ class Row:
     numbers: np.ndarray  # (number of blocks - 1 + L,) uniform: times of further blocks, then one a token
 
 
-def noised_row(row: Row, t: float, noise: Noise) -> tuple[np.ndarray, np.ndarray]:
+def noised_row(row: MaskableRow, t: float, noise: Noise) -> tuple[np.ndarray, np.ndarray]:
     """Masks (L,) and weights (L,) of a row at time t; each further block has its own time."""
     num_further = int(row.blocks[-1]) if len(row.blocks) else 0
     rates = np.array([diffusion_masks.probability(time) for time in (t, *row.numbers[:num_further])])[row.blocks]
@@ -100,7 +100,7 @@ def noised_row(row: Row, t: float, noise: Noise) -> tuple[np.ndarray, np.ndarray
     return masks, np.where(masks, 1 / rates, 0.0)
 
 
-def evaluated_row(row: Row, u: float) -> tuple[np.ndarray, np.ndarray]:
+def evaluated_row(row: MaskableRow, u: float) -> tuple[np.ndarray, np.ndarray]:
     """Masks (L,) and weights (L,) of the k form: in each block k of its tokens, weighted by its length / k."""
     num_further = int(row.blocks[-1]) if len(row.blocks) else 0
     masks, weights = np.zeros(len(row.places), dtype=bool), np.zeros(len(row.places))
@@ -116,7 +116,7 @@ def _build_input(
     tokens: Tensor,
     documents: Tensor,
     positions: Tensor,
-    rows: list[Row],
+    rows: list[MaskableRow],
     drawn: list[tuple[np.ndarray, np.ndarray]],
     blocks: np.ndarray | None,
     sight: np.ndarray | None,
@@ -220,7 +220,7 @@ class WindowStream:
         base: TokenBatch,
         keys: list[int],
         trims: list[diffusion_masks.Trim],
-        draws: list[Callable[[Row], tuple[np.ndarray, np.ndarray]]],
+        draws: list[Callable[[MaskableRow], tuple[np.ndarray, np.ndarray]]],
         sight: np.ndarray | None,
     ) -> NoisedBatch:
         documents, positions, size = base.documents.numpy().copy(), base.positions.numpy(), self._noise.block_size
@@ -234,7 +234,7 @@ class WindowStream:
             num_further = int(row_blocks[-1]) if len(row_blocks) else 0
             numbers = diffusion_masks.uniforms(key, num_further + documents.shape[1])
             numbers = np.concatenate([numbers[:num_further], numbers[num_further:][maskable]])
-            rows.append(Row(maskable, row_blocks, numbers))
+            rows.append(MaskableRow(maskable, row_blocks, numbers))
         drawn = [draw(row) for draw, row in zip(draws, rows, strict=True)]
         noised, weights = _build_input(
             base.input_ids, torch.from_numpy(documents), base.positions, rows, drawn, blocks if size else None, sight
@@ -414,6 +414,7 @@ class ExampleSplit:
         """Raises DataError for a missing file, text with the mask, or if more than a tenth is left out as too long."""
         if not path.is_file():
             raise DataError(f"{path}: expected programming problems here, found none; run dvc repro stage_tasks")
+        self.max_prompt, self.max_new = max_prompt, max_new
         self.examples: list[Example] = []
         self.dropped = 0
         problems = [problem for problem in records.read(path, Problem) if problem.answer is not None]
@@ -452,23 +453,11 @@ class ExampleStream:
     """Examples on canvases under masks: a `fit.Stream`."""
 
     def __init__(
-        self,
-        folder: Path,
-        tokenizer: Tokenizer,
-        traits: Traits,
-        noise: Noise,
-        *,
-        rows: int,
-        max_prompt: int,
-        max_new: int,
-        norm: str,
-        seed: int,
+        self, train: ExampleSplit, val: ExampleSplit, traits: Traits, noise: Noise, *, rows: int, norm: str, seed: int
     ) -> None:
         """`norm` divides a row's loss by its canvas (answer), by all canvases (tokens), or by nothing (batch)."""
-        self.train, self.val = (
-            ExampleSplit(folder / f"{split}.jsonl", tokenizer, traits, max_prompt=max_prompt, max_new=max_new)
-            for split in ("train", "val")
-        )
+        self.train, self.val = train, val
+        max_prompt, max_new = train.max_prompt, train.max_new
         self._traits, self._noise, self._rows, self._max_new = traits, noise, rows, max_new
         self._norm, self._seed = norm, seed
         identity = [self.train.digest(), self.val.digest(), rows, max_prompt, max_new, norm, seed]
@@ -513,13 +502,15 @@ class ExampleStream:
             num_tokens += batch.counts["tokens"]
             yield batch
 
-    def _row(self, example: Example, canvas: int, key: int) -> Row:
+    def _row(self, example: Example, canvas: int, key: int) -> MaskableRow:
         size = self._noise.block_size
         blocks = np.arange(canvas) // size if size else np.zeros(canvas, dtype=np.int64)
         numbers = diffusion_masks.uniforms(key, int(blocks[-1]) + canvas)
-        return Row(len(example.prompt) + np.arange(canvas), blocks, numbers)
+        return MaskableRow(len(example.prompt) + np.arange(canvas), blocks, numbers)
 
-    def _batch(self, rows: list[tuple[Example, int, Row]], drawn: list[tuple[np.ndarray, np.ndarray]]) -> NoisedBatch:
+    def _batch(
+        self, rows: list[tuple[Example, int, MaskableRow]], drawn: list[tuple[np.ndarray, np.ndarray]]
+    ) -> NoisedBatch:
         """Examples with the lengths of their canvases and their rows, under the `drawn` masks and weights."""
         longest = max(len(example.prompt) + canvas for example, canvas, _ in rows)
         tokens = np.full((len(rows), longest), self._traits.fill, dtype=np.int64)

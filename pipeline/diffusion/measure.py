@@ -41,7 +41,7 @@ from pipeline.diffusion.sampling import CACHES, Denoising, Generation, denoise, 
 from pipeline.evaluation import code, preferences, suites
 from pipeline.evaluation.intervals import paired_difference, wilson
 from pipeline.evaluation.likelihood import Likelihood, Scored, Window, windows
-from pipeline.evaluation.suites import Plan, Settings, Subject, SuiteResult, solve
+from pipeline.evaluation.suites import Plan, Subject, SuiteResult, SuiteSettings, solve
 from pipeline.generation.sampling import Completion
 from pipeline.ingest.records import Problem, Text
 from pipeline.run import device
@@ -206,7 +206,7 @@ def opens(folder: Path) -> bool:
 
 def plan(
     model: Path,
-    settings: Settings,
+    settings: SuiteSettings,
     own: CanvasSettings,
     *,
     seed: int,

@@ -5,7 +5,7 @@ metrics/eval/<model>.json     -> pass@1 against forward passes
 """
 
 from pipeline.report import card
-from pipeline.report.metrics import Run
+from pipeline.report.metrics import MetricsRun
 from pipeline.run.types import JsonObject
 
 SHADES = 5
@@ -78,7 +78,7 @@ def frame(prompt: JsonObject, step: int) -> JsonObject:
     return {"step": step, "text": "".join(texts.get(position, MASK) for position in range(prompt["length"] + 1))}
 
 
-def figures(run: Run) -> list[JsonObject]:
+def figures(run: MetricsRun) -> list[JsonObject]:
     """pass@1 against forward passes of each masked-diffusion model: a fixed number of tokens a step, and thresholds."""
     results = []
     for model, numbers in run.evaluations.items():

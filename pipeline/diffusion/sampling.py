@@ -106,7 +106,7 @@ class Denoising:
 
 
 @dataclass(frozen=True)
-class Step:
+class CanvasStep:
     """The changes of one step to a canvas; positions count from its beginning."""
 
     committed: list[tuple[int, int, float]]  # position, id, probability
@@ -121,12 +121,12 @@ class Generation:
     canvas: list[int]  # all of it; the fill after an early end
     stop: Literal["stop", "length"]  # whether there is an end of turn
     forwards: int
-    steps: list[Step]
+    steps: list[CanvasStep]
     logprobs: list[float] = field(default_factory=list)  # empty: a token's probability depends on the order
 
 
 @dataclass(frozen=True)
-class Progress:
+class CanvasState:
     """A canvas after a step."""
 
     step: int  # from 1
@@ -168,7 +168,7 @@ def denoise(
     return [result for result in results if result is not None]
 
 
-def stepwise(model: Denoiser, prompt: Sequence[int], settings: Denoising, seed: int) -> Iterator[Progress]:
+def stepwise(model: Denoiser, prompt: Sequence[int], settings: Denoising, seed: int) -> Iterator[CanvasState]:
     """One canvas after a prompt, a step at a time, with the result of `denoise`. Raises as `denoise`; the model must be
     in evaluation mode.
     """
@@ -180,7 +180,7 @@ def stepwise(model: Denoiser, prompt: Sequence[int], settings: Denoising, seed: 
         for position, _, probability in row.steps[-1].committed:
             sure[position] = probability
         tokens = tuple(None if masked else int(token) for masked, token in zip(row.masked, row.tokens, strict=True))
-        yield Progress(number, settings.steps, tokens, tuple(sure))
+        yield CanvasState(number, settings.steps, tokens, tuple(sure))
 
 
 def _check(model: Denoiser, prompts: Sequence[Sequence[int]], settings: Denoising, seeds: Sequence[int]) -> None:
@@ -205,7 +205,7 @@ def _check(model: Denoiser, prompts: Sequence[Sequence[int]], settings: Denoisin
 
 
 @dataclass
-class _Row:
+class _Canvas:
     """A canvas that is being uncovered."""
 
     index: int  # of its prompt
@@ -213,18 +213,18 @@ class _Row:
     noise: np.random.Philox
     tokens: np.ndarray  # (L,) int64
     masked: np.ndarray  # (L,) bool
-    steps: list[Step] = field(default_factory=list)
+    steps: list[CanvasStep] = field(default_factory=list)
     forwards: int = 0
     done: bool = False
 
 
-def _row(index: int, prompt: list[int], seed: int, length: int, mask: int) -> _Row:
-    return _Row(
+def _row(index: int, prompt: list[int], seed: int, length: int, mask: int) -> _Canvas:
+    return _Canvas(
         index, prompt, np.random.Philox(key=seed), np.full(length, mask, dtype=np.int64), np.ones(length, dtype=bool)
     )
 
 
-def _generation(row: _Row, traits: Traits) -> Generation:
+def _generation(row: _Canvas, traits: Traits) -> Generation:
     canvas = np.where(row.masked, traits.fill, row.tokens)
     ends = np.flatnonzero(np.isin(canvas, (traits.fill, *traits.ends)))
     end = int(ends[0]) if len(ends) else len(canvas)
@@ -233,7 +233,7 @@ def _generation(row: _Row, traits: Traits) -> Generation:
     )
 
 
-def _ended(row: _Row, traits: Traits) -> bool:
+def _ended(row: _Canvas, traits: Traits) -> bool:
     """Whether everything up to the first end of an answer is uncovered."""
     ends = np.flatnonzero(~row.masked & np.isin(row.tokens, (traits.fill, *traits.ends)))
     return len(ends) > 0 and not row.masked[: ends[0]].any()
@@ -284,7 +284,7 @@ class _Window:
 class _Batch:
     """Canvases that are uncovered together, block by block."""
 
-    def __init__(self, model: Denoiser, rows: list[_Row], settings: Denoising) -> None:
+    def __init__(self, model: Denoiser, rows: list[_Canvas], settings: Denoising) -> None:
         self.model, self.rows, self.settings = model, rows, settings
         self.device = next(model.parameters()).device
         self.length = max(len(row.prompt) for row in rows) + settings.length
@@ -337,12 +337,14 @@ class _Batch:
             return iter([settings.size * (step + 1) // steps for step in range(steps)])
         return iter(masks.schedule(settings.schedule, settings.size, steps))
 
-    def _candidates(self, rows: list[_Row], begin: int, end: int) -> list[np.ndarray]:
+    def _candidates(self, rows: list[_Canvas], begin: int, end: int) -> list[np.ndarray]:
         """The positions of each canvas that a step considers: the masked ones of the block, with p2 all of it."""
         whole = self.settings.remask == "p2"
         return [begin + (np.arange(end - begin) if whole else np.flatnonzero(row.masked[begin:end])) for row in rows]
 
-    def _forward(self, rows: list[_Row], candidates: list[np.ndarray], begin: int, end: int, refresh: bool) -> Tensor:
+    def _forward(
+        self, rows: list[_Canvas], candidates: list[np.ndarray], begin: int, end: int, refresh: bool
+    ) -> Tensor:
         """Logits (N, V) of the candidate positions of each row, one row after another."""
         ids = np.full((len(rows), self.length), self.model.traits.fill, dtype=np.int64)
         documents = np.full(ids.shape, PADDING, dtype=np.int32)
@@ -363,12 +365,19 @@ class _Batch:
             return self.model.logits(noised)
         return self._forward_cached(self.cache, rows, tokens, asked, begin, end, refresh)
 
-    def _indices(self, rows: list[_Row]) -> list[int]:
+    def _indices(self, rows: list[_Canvas]) -> list[int]:
         """Where these rows are in the batch."""
         return [index for index, row in enumerate(self.rows) if any(row is other for other in rows)]
 
     def _forward_cached(
-        self, cache: CanvasCache, rows: list[_Row], tokens: Tensor, asked: Tensor, begin: int, end: int, refresh: bool
+        self,
+        cache: CanvasCache,
+        rows: list[_Canvas],
+        tokens: Tensor,
+        asked: Tensor,
+        begin: int,
+        end: int,
+        refresh: bool,
     ) -> Tensor:
         """Logits from the block's window, or from all positions at its beginning; a shifted model needs the position
         before it.
@@ -386,7 +395,7 @@ class _Batch:
         hidden = states[row, column - shift - first]
         return allowed_logits(hidden, self.model.trunk.table, self.model.traits.banned)
 
-    def _step(self, rows: list[_Row], positions: list[np.ndarray], logits: Tensor, count: int) -> None:
+    def _step(self, rows: list[_Canvas], positions: list[np.ndarray], logits: Tensor, count: int) -> None:
         """Choose a token for each candidate position (N in all rows; `logits` (N, V)), and commit each row's best."""
         settings = self.settings
         numbers = [(row.noise.random_raw(2 * len(row.tokens)) >> np.uint64(11)) * masks.WORDS for row in rows]
@@ -412,7 +421,7 @@ class _Batch:
             self._commit(row, part, row_tokens, row_probabilities, committed)
 
     def _commit(
-        self, row: _Row, positions: np.ndarray, tokens: np.ndarray, probabilities: np.ndarray, chosen: np.ndarray
+        self, row: _Canvas, positions: np.ndarray, tokens: np.ndarray, probabilities: np.ndarray, chosen: np.ndarray
     ) -> None:
         """Uncover the `chosen` candidates, and mask again those that are uncovered and not chosen."""
         new = [n for n in chosen.tolist() if row.masked[positions[n]]]
@@ -423,7 +432,7 @@ class _Batch:
         for n in remasked:
             row.tokens[positions[n]], row.masked[positions[n]] = self.model.traits.mask, True
         committed = [(int(positions[n]), int(tokens[n]), float(probabilities[n])) for n in new]
-        row.steps.append(Step(committed, [int(positions[n]) for n in remasked]))
+        row.steps.append(CanvasStep(committed, [int(positions[n]) for n in remasked]))
 
     def _confidence(self, logits: Tensor, tokens: Tensor, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The probabilities (N,) of the tokens, and their scores (N,): the highest is uncovered first."""
@@ -452,7 +461,7 @@ class _Batch:
 # -- how far from left to right ----------------------------------------------------------------------------------------
 
 
-def order_of(steps: Sequence[Step]) -> list[int]:
+def order_of(steps: Sequence[CanvasStep]) -> list[int]:
     """The positions of a canvas in the order of their last commit, those of one step from the left."""
     step_of: dict[int, int] = {}
     for number, step in enumerate(steps):
@@ -489,7 +498,7 @@ CANVAS = 64  # tokens, by default
 
 
 @dataclass(frozen=True)
-class Asked:
+class EncodedPrompt:
     """A prompt as text and as ids."""
 
     id: str
@@ -501,7 +510,7 @@ def write(
     paths: Sequence[Path],
     model: Denoiser,
     tokenizer: Tokenizer,
-    asked: Sequence[Asked],
+    asked: Sequence[EncodedPrompt],
     *,
     length: int = CANVAS,
     block: int | None = None,
@@ -521,7 +530,7 @@ def write(
         path.write_text(json.dumps(traces, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _trace(prompt: Asked, generation: Generation, tokenizer: Tokenizer) -> JsonObject:
+def _trace(prompt: EncodedPrompt, generation: Generation, tokenizer: Tokenizer) -> JsonObject:
     """One prompt's part of a trace."""
 
     def text(id_: int) -> str:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from pipeline.diffusion import files
 from pipeline.diffusion.model import Denoiser
-from pipeline.diffusion.sampling import Denoising, Progress, stepwise
+from pipeline.diffusion.sampling import CanvasState, Denoising, stepwise
 from pipeline.run.device import stable_hash
 from pipeline.serve.loop import Denoised, Ended, Loop, Said, Ticket, notify
 from pipeline.serve.models import Served, fingerprint_of, never_said
@@ -65,7 +65,7 @@ class CanvasRow:
     answer: list[int] = field(default_factory=list)
     offset: int = 0  # of the canvas in the answer
     budget: int = 0
-    work: Iterator[Progress] | None = None  # the steps of the canvas
+    work: Iterator[CanvasState] | None = None  # the steps of the canvas
 
     @property
     def held(self) -> list[int]:
@@ -125,7 +125,7 @@ class CanvasEngine(Loop):
         if slot.ticket is not None and None not in progress.tokens:
             slot.work = None  # full, and without an end of turn: the next step starts another canvas
 
-    def _start_canvas(self, row: int, length: int) -> Iterator[Progress]:
+    def _start_canvas(self, row: int, length: int) -> Iterator[CanvasState]:
         """An empty canvas behind the answer so far; the first one takes its noise from the seed itself."""
         slot, request = self.slots[row], self._request(row)
         settings = Denoising(
@@ -138,7 +138,7 @@ class CanvasEngine(Loop):
         seed = request.seed if not slot.offset else stable_hash(request.seed, "canvas", slot.offset)
         return stepwise(self.model, slot.held, settings, seed % 2**64)  # OpenAI's may be negative
 
-    def _emit(self, row: int, progress: Progress) -> None:
+    def _emit(self, row: int, progress: CanvasState) -> None:
         """Emit the new tokens to the left of the first mask, and end the answer where it is complete."""
         slot, request = self.slots[row], self._request(row)
         traits = self.model.traits

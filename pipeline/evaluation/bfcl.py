@@ -15,11 +15,11 @@ one level deep); a value of another type passes where the truth has that type; s
 without spaces and `,./-_*^`, with one kind of quote; lists in order, objects by key; parallel calls in any order.
 
 Two deviations, both in favor of right answers: parallel calls are matched by maximum bipartite matching (the original
-takes the first that fits, in order; `Check.greedy` is the original's verdict), and an int passes for a float inside a
-list too.
+takes the first that fits, in order; `TurnCheck.greedy` is the original's verdict), and an int passes for a float inside
+a list too.
 
 `read` gives the rows of any test set that a person brings by path: JSON lines, a JSON list or one object, plain or
-gzip. Each `Row` has its position in the file, and checks its fields as they are read. All faults are a DataError
+gzip. Each `FileRow` has its position in the file, and checks its fields as they are read. All faults are a DataError
 `file:line: field: expected ..., found ...; repair the file or take it off evaluate.benchmarks`.
 
 Not promised: low memory use, since a file is read whole; types deeper than one level; Java and JavaScript; the
@@ -58,7 +58,7 @@ GZIP = b"\x1f\x8b"  # the first bytes of every gzip file, whatever its name
 
 
 @dataclass(frozen=True)
-class Row:
+class FileRow:
     """One row of a file. `where` is `file:line`, or `file, row n` in a JSON list."""
 
     where: str
@@ -93,7 +93,7 @@ class Row:
         return all(field in self.fields for field in fields)
 
 
-def read(path: Path) -> list[Row]:
+def read(path: Path) -> list[FileRow]:
     """The rows of a file, at least one. Raises DataError."""
     try:
         with path.open("rb") as file:
@@ -109,7 +109,7 @@ def read(path: Path) -> list[Row]:
     return rows
 
 
-def _rows_of_lines(path: Path, text: str) -> list[Row]:
+def _rows_of_lines(path: Path, text: str) -> list[FileRow]:
     """One row a line; a file that is one object over several lines is one row."""
     try:
         value = json.loads(text)
@@ -119,7 +119,7 @@ def _rows_of_lines(path: Path, text: str) -> list[Row]:
     return [_row(f"{path}:1", value)]
 
 
-def _rows_of_list(path: Path, text: str) -> list[Row]:
+def _rows_of_list(path: Path, text: str) -> list[FileRow]:
     return [_row(f"{path}, row {number}", row) for number, row in enumerate(_load_json(str(path), text), start=1)]
 
 
@@ -133,17 +133,17 @@ def _load_json(where: str, text: str) -> Value:
         raise DataError(f"{where}: not JSON that can be read (nested too deeply)") from error
 
 
-def _row(where: str, value: object) -> Row:
+def _row(where: str, value: object) -> FileRow:
     if not isinstance(value, dict):
         raise DataError(f"{where}: expected an object, found {type(value).__name__}; repair the file")
-    return Row(where, value)
+    return FileRow(where, value)
 
 
 # -- rules -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Check:
+class TurnCheck:
     """The verdict on one turn. `error` is "" or the first rule that was broken, `detail` explains it."""
 
     valid: bool
@@ -156,10 +156,10 @@ class Check:
         return self.valid != self.greedy
 
 
-RIGHT = Check(True)
+RIGHT = TurnCheck(True)
 
 
-def check(functions: Sequence[JsonObject], calls: Sequence[Call], truth: Sequence[Truth]) -> Check:
+def check(functions: Sequence[JsonObject], calls: Sequence[Call], truth: Sequence[Truth]) -> TurnCheck:
     """Judge the calls of one turn. `functions` are {name, parameters} (JSON schema, or BFCL's own type names)."""
     if len(calls) != len(truth):
         return _invalid("wrong_count", f"expected {len(truth)} calls, found {len(calls)}")
@@ -168,7 +168,7 @@ def check(functions: Sequence[JsonObject], calls: Sequence[Call], truth: Sequenc
     fits = [[verdict.valid for verdict in row] for row in verdicts]
     greedy = _matches_greedily(fits)
     if matching(fits) == len(truth):
-        return Check(True, greedy=greedy)
+        return TurnCheck(True, greedy=greedy)
     if len(truth) == 1:
         return verdicts[0][0]
     return _invalid("cannot_find_match", "; ".join(row[0].detail for row in verdicts if not any(v.valid for v in row)))
@@ -201,7 +201,7 @@ def _matches_greedily(fits: list[list[bool]]) -> bool:
     return True
 
 
-def check_call(function: JsonObject, arguments: dict[str, Value], accepted: dict[str, list[Value]]) -> Check:
+def check_call(function: JsonObject, arguments: dict[str, Value], accepted: dict[str, list[Value]]) -> TurnCheck:
     """Judge the arguments of a call whose name is right."""
     parameters = function.get("parameters", {})
     properties = parameters.get("properties", {})
@@ -225,11 +225,11 @@ def standardize(text: str) -> str:
     return re.sub(r"[ \,\.\/\-\_\*\^]", "", text).lower().replace("'", '"')
 
 
-def _invalid(error: str, detail: str) -> Check:
-    return Check(False, error, detail, greedy=False)
+def _invalid(error: str, detail: str) -> TurnCheck:
+    return TurnCheck(False, error, detail, greedy=False)
 
 
-def _check_expected_call(by_name: dict[str, JsonObject], call: Call, expected: Truth) -> Check:
+def _check_expected_call(by_name: dict[str, JsonObject], call: Call, expected: Truth) -> TurnCheck:
     name = next(iter(expected))
     if call["name"] != name:
         return _invalid("wrong_func_name", f"expected {name}, found {call['name']}")
@@ -245,7 +245,7 @@ def _json_type(schema: JsonObject) -> str | None:
     return BFCL_TYPES.get(name, name) if name in TYPES or name in BFCL_TYPES else None
 
 
-def _check_parameter(name: str, value: Value, schema: JsonObject, accepted: list[Value]) -> Check:
+def _check_parameter(name: str, value: Value, schema: JsonObject, accepted: list[Value]) -> TurnCheck:
     type_ = _json_type(schema)
     nested = _json_type(schema.get("items", {})) if type_ == "array" else None
     if value is None:
@@ -294,7 +294,7 @@ def _standard_list(values: list[Value] | str) -> list[Value]:
     return [standardize(value) if isinstance(value, str) else value for value in values]
 
 
-def _check_object(name: str, value: dict[str, Value], accepted: list[Value]) -> Check:
+def _check_object(name: str, value: dict[str, Value], accepted: list[Value]) -> TurnCheck:
     verdict = _value_error("object", name, value, accepted)
     for option in accepted:
         if not isinstance(option, dict):  # "" or null
@@ -305,7 +305,7 @@ def _check_object(name: str, value: dict[str, Value], accepted: list[Value]) -> 
     return verdict
 
 
-def _check_keys(name: str, value: Value, option: dict[str, list[Value]]) -> Check:
+def _check_keys(name: str, value: Value, option: dict[str, list[Value]]) -> TurnCheck:
     if not isinstance(value, dict):
         return _value_error("object", name, value, [option])
     for key, item in value.items():
@@ -320,7 +320,7 @@ def _check_keys(name: str, value: Value, option: dict[str, list[Value]]) -> Chec
     return RIGHT
 
 
-def _check_objects(name: str, value: list[Value], accepted: list[Value]) -> Check:
+def _check_objects(name: str, value: list[Value], accepted: list[Value]) -> TurnCheck:
     verdict = _value_error("list_dict", name, value, accepted)
     for option in accepted:
         if not isinstance(option, list | str):
@@ -335,7 +335,7 @@ def _check_objects(name: str, value: list[Value], accepted: list[Value]) -> Chec
     return verdict
 
 
-def _value_error(kind: str, name: str, value: Value, accepted: list[Value]) -> Check:
+def _value_error(kind: str, name: str, value: Value, accepted: list[Value]) -> TurnCheck:
     return _invalid(f"value_error:{kind}", f"parameter {name!r}: found {value!r}, accepted {accepted!r:.200}")
 
 
@@ -367,7 +367,7 @@ class Questions:
     skipped: str = ""
 
 
-def is_question(row: Row) -> bool:
+def is_question(row: FileRow) -> bool:
     """Whether a row looks like one of BFCL's; multi-turn rows name classes instead of functions."""
     return row.has("id", "question") and (row.has("function") or row.has("involved_classes"))
 
@@ -380,7 +380,7 @@ def category(path: Path) -> str:
     return match["category"].replace("simple_python", "simple")
 
 
-def load(path: Path, rows: Sequence[Row]) -> Questions:
+def load(path: Path, rows: Sequence[FileRow]) -> Questions:
     """The questions of a file with their truth. Raises DataError."""
     name = category(path)
     kind = name.removeprefix("live_")
@@ -433,14 +433,14 @@ def score(subject: Subject, suite: str, questions: Questions) -> SuiteResult:
     return result
 
 
-def _check_reply(kind: str, question: Question, reply: chat.Reply) -> Check:
+def _check_reply(kind: str, question: Question, reply: chat.Reply) -> TurnCheck:
     if kind in BY_CALLS:
         return check([tool["function"] for tool in question.tools], reply.tool_calls, question.truth)
     valid = bool(reply.tool_calls) == (kind == "relevance")
-    return Check(valid, "" if valid else "called" if kind == "irrelevance" else "silent", greedy=valid)
+    return TurnCheck(valid, "" if valid else "called" if kind == "irrelevance" else "silent", greedy=valid)
 
 
-def _question(row: Row, truths: dict[str, list[Truth]] | None) -> Question:
+def _question(row: FileRow, truths: dict[str, list[Truth]] | None) -> Question:
     name, turns = row.text("id"), row.fields["question"]
     if not isinstance(turns, list) or len(turns) != 1 or not isinstance(turns[0], list) or not turns[0]:
         raise row.wrong("question", "a list of one turn, which is a list of messages")

@@ -54,7 +54,7 @@ from pipeline.ingest.records import Problem
 from pipeline.run.errors import DataError
 from pipeline.run.types import JsonObject
 from pipeline.sandbox import asserts
-from pipeline.sandbox.judge import Judge, Program, Verdict, parse_test
+from pipeline.sandbox.judge import Candidate, Judge, Verdict, parse_test
 from pipeline.sandbox.pool import Report, Task
 from pipeline.text.chat import extract, formatted, tree
 
@@ -277,14 +277,14 @@ def judge_answers(judge: Judge, problems: Sequence[Problem], answers: Sequence[S
     return judge_sources(
         judge,
         [
-            (problem.id, s, text, Program(source=extract(text), entry_point=problem.entry_point, tests=problem.tests))
+            (problem.id, s, text, Candidate(source=extract(text), entry_point=problem.entry_point, tests=problem.tests))
             for problem, texts in zip(problems, answers, strict=True)
             for s, text in enumerate(texts)
         ],
     )
 
 
-def judge_sources(judge: Judge, programs: Sequence[tuple[str, int, str, Program]]) -> list[Judged]:
+def judge_sources(judge: Judge, programs: Sequence[tuple[str, int, str, Candidate]]) -> list[Judged]:
     """Judge programs extracted from answers: (problem, sample, text of the answer, program); the order is kept."""
     judged = []
     verdicts = judge.judge(program for _, _, _, program in programs)
@@ -564,12 +564,12 @@ def faults(
     """
     pending: list[tuple[str, str | None]] = []
 
-    def programs() -> Iterator[Program]:
+    def programs() -> Iterator[Candidate]:
         for problem, source in problems:
             fault = _fault_of_tests(problem, judge.config.limits.max_tests)
             pending.append((fault, source))
             tests = [] if fault else problem.tests
-            yield Program(source=source, entry_point=problem.entry_point, tests=tests, cpu_seconds=cpu_seconds)
+            yield Candidate(source=source, entry_point=problem.entry_point, tests=tests, cpu_seconds=cpu_seconds)
 
     for verdict in judge.judge(programs()):
         fault, source = pending.pop(0)

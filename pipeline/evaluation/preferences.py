@@ -26,10 +26,10 @@ policy finds such blind spots within a few hundred answers (docs/LOG.md). So the
 and the best and the worst answer of a prompt make a pair if they differ enough, as do the second best and the second
 worst.
 
-`HeldOut` measures overoptimization (Gao et al. 2022, arXiv:2210.10760): whether a higher reward still means a better
-answer, and up to which divergence. Every evaluation answers the same held-out prompts with the same seeds. A row of the
-curve has the proxy, gold with its interval, the divergence from the reference (k1 and k3, nats an answer) and the
-length. At the end the policy is compared with its reference answer by answer (paired bootstrap). `best_of_n` is the
+`HeldOutPrompts` measures overoptimization (Gao et al. 2022, arXiv:2210.10760): whether a higher reward still means a
+better answer, and up to which divergence. Every evaluation answers the same held-out prompts with the same seeds. A row
+of the curve has the proxy, gold with its interval, the divergence from the reference (k1 and k3, nats an answer) and
+the length. At the end the policy is compared with its reference answer by answer (paired bootstrap). `best_of_n` is the
 curve to compare with: the best of n answers of the reference by the proxy, at KL = ln n - (n - 1) / n nats.
 
 Not here: answers to prompts without a known truth; those are left out. Not promised: that equal accuracy on two kinds
@@ -357,7 +357,7 @@ class HeldOutConfig:
             raise ValueError("expected eval_prompts >= 2, report_samples >= 1, best_of >= 1, best_of_prompts >= 0")
 
 
-class HeldOut:
+class HeldOutPrompts:
     """Measures the policy's answers to held-out prompts by proxy and gold."""
 
     def __init__(

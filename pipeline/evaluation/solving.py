@@ -1,7 +1,7 @@
 """Held-out problems during reinforcement learning from executed code; the problems that a policy learns most from.
 
-`HeldOut` measures pass@1 and the divergence from the reference on the problems that no training and no test uses
-(`data/problems/val.jsonl`). Every evaluation answers the same problems with the same seeds. At the end policy and
+`HeldOutProblems` measures pass@1 and the divergence from the reference on the problems that no training and no test
+uses (`data/problems/val.jsonl`). Every evaluation answers the same problems with the same seeds. At the end policy and
 reference are compared problem by problem (paired bootstrap).
 
 `chosen` selects the training problems of a difficulty. A policy learns most from the problems that it solves
@@ -49,7 +49,7 @@ class SolvingConfig:
             raise ValueError("expected eval_problems and eval_samples of at least 1")
 
 
-class HeldOut:
+class HeldOutProblems:
     """Measures how many held-out problems the policy solves."""
 
     def __init__(

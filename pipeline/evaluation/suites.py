@@ -44,7 +44,7 @@ PASS_AT = (1, 5, 10)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class SuiteSettings:
     """The block `evaluate`: how many items are measured, and how answers are sampled."""
 
     documents: int
@@ -96,7 +96,7 @@ class Subject:
 
     model: Transformer
     tokenizer: Tokenizer
-    settings: Settings
+    settings: SuiteSettings
     seed: int
 
     def complete(
@@ -430,7 +430,7 @@ class OwnSuites(Protocol):
     def plan(
         self,
         model: Path,
-        settings: Settings,
+        settings: SuiteSettings,
         own: Any,
         *,
         seed: int,

@@ -43,7 +43,7 @@ from pipeline.ingest.records import Dialogue, Pair
 from pipeline.run.device import stable_hash
 from pipeline.run.types import JsonObject
 from pipeline.synthetic import toolbox
-from pipeline.synthetic.tool_schemas import Result, World, problems
+from pipeline.synthetic.tool_schemas import Result, ToolWorld, problems
 from pipeline.synthetic.tools import calls, canonical, facets, stated, tools_at, truth, turns
 from pipeline.text import chat
 
@@ -202,14 +202,14 @@ def _runnable(dialogue: Dialogue) -> bool:
 
 def _outcome(before: list[NamedCall], last: list[NamedCall]) -> tuple[list[str], JsonObject]:
     """The results of the last calls (in any order) and the state of the world after them."""
-    world = World()
+    world = ToolWorld()
     for name, arguments in before:
         toolbox.run(world, name, arguments)
     results: list[Result] = [toolbox.run(world, name, arguments) for name, arguments in last]
     return sorted(map(canonical, results)), _state(world)
 
 
-def _state(world: World) -> JsonObject:
+def _state(world: ToolWorld) -> JsonObject:
     """The public attributes. Lists are sorted, since parallel calls have no order."""
     state = dataclasses.asdict(world)
     return {name: sorted(map(canonical, v)) if isinstance(v, list) else canonical(v) for name, v in state.items()}

@@ -11,7 +11,7 @@ KL(model || export), which is the increase of the export's log-perplexity on tex
 q8_0 may lose 0.5 %. That the weights are the model's, rounded, is proved separately (`gguf.verify`). A merged adapter
 is proved where it is merged (`model/lora.py`).
 
-`Program` is the interface to what reads an export: our own model here, other programs in `onnx.py` and
+`ExportProgram` is the interface to what reads an export: our own model here, other programs in `onnx.py` and
 `benchmarks/exports.py`.
 
 **Smoke test**: six calls to a real server over HTTP.
@@ -59,7 +59,7 @@ GREEDY, PROMPT = 64, 32  # tokens
 WINDOW = 256  # tokens of one forward pass
 
 
-class Program(Protocol):
+class ExportProgram(Protocol):
     """A program with an export loaded."""
 
     def logits(self, ids: list[int]) -> Tensor:
@@ -122,7 +122,7 @@ def probe() -> str:
     return PROBE.read_bytes().decode("utf-8")
 
 
-def compare(model: Transformer, other: Program, ids: list[int]) -> Parity:
+def compare(model: Transformer, other: ExportProgram, ids: list[int]) -> Parity:
     """Compare a model and a program on the same ids. NaN counts as an infinite difference."""
     own, window = Ours(model), min(WINDOW, model.config.max_context)
     differences, divergences, changes = [], [], []

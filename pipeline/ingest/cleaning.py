@@ -275,7 +275,8 @@ URL_PASSWORD = re.compile(
 )
 # Python multiplies matrices with @: `q@k.to(x)` is no address. So only known endings, and no call or attribute after.
 EMAIL = re.compile(
-    r"\b(?!git@)[A-Za-z0-9][A-Za-z0-9._%+-]*@(?:[A-Za-z0-9-]+\.)+(?:com|org|net|edu|gov|mil|int|info|biz|name|dev|[a-z]{2})"
+    r"\b(?!git@)[A-Za-z0-9][A-Za-z0-9._%+-]*@(?:[A-Za-z0-9-]+\.)+"
+    r"(?:com|org|net|edu|gov|mil|int|info|biz|name|dev|[a-z]{2})"
     r"(?![\w(\[]|[.-]\w)"
 )
 URL_FIXED, EMAIL_FIXED = r"\1user:password@", "user@example.com"

@@ -35,7 +35,7 @@ from pipeline.learning.processes import Ranks
 from pipeline.learning.protocols import Batch, LossFunction, Rolling, Stream
 from pipeline.learning.settings import TrainingConfig
 from pipeline.learning.states import Keeper
-from pipeline.learning.update import Averages, Course, Scaler, Totals, Window
+from pipeline.learning.update import Averages, Course, LoggingWindow, Scaler, Totals
 from pipeline.run import device
 from pipeline.run.errors import GateError
 from pipeline.run.tracking import progress, say
@@ -108,7 +108,7 @@ class Run:
         self.scaler = Scaler(self.hardware.precision, self.hardware.device)
         decay = config.validated.ema_decay
         self.averages = Averages(self.plain, decay) if decay else None
-        self.course, self.window = Course(), Window()
+        self.course, self.window = Course(), LoggingWindow()
         self.last_save = time.monotonic()
         self.save_due = False
         self.seen = 0  # positions that this call of fit has trained on, over all ranks
@@ -377,7 +377,7 @@ class Run:
         self.job.tracker.log(course.step, values)
         if course.step >= self.steps // 10 > 20 and self.from_scratch:  # a continued model may be near its floor
             gates.falling(self.job.tracker.rows, self.steps, self.job.name)
-        self.window = Window()
+        self.window = LoggingWindow()
         if self.watchers.logged:
             self.watchers.logged(self.job.tracker.rows)
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pipeline import wings
-from pipeline.batches.batch import Stream, TokenBatch
+from pipeline.batches.batch import TokenBatch, TokenStream
 from pipeline.learning import losses
 from pipeline.learning.fit import Watchers
 from pipeline.learning.losses import Loss, Term
@@ -35,7 +35,7 @@ from pipeline.run.types import JsonObject
 from pipeline.run.workdir import Job
 
 KEYS = [offer() for offer in wings.each("loss_keys")]
-Training = tuple[Stream, Callable[[Transformer, Any], Loss], Watchers]  # a loss takes the batches of its stream
+Training = tuple[TokenStream, Callable[[Transformer, Any], Loss], Watchers]  # a loss takes the batches of its stream
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class LossWeights(*KEYS):
             keys.__post_init__(self)
 
 
-def next_tokens(model: Transformer, stream: Stream, weights: LossWeights, job: Job, *, tokens: int) -> Training:
+def next_tokens(model: Transformer, stream: TokenStream, weights: LossWeights, job: Job, *, tokens: int) -> Training:
     """The stream, the loss and the watchers for `fit`. `tokens` are those of an evaluation. Raises ConfigError."""
     for offer in wings.each("next_tokens"):
         if (training := offer(model, stream, weights, job, tokens=tokens)) is not None:

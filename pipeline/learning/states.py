@@ -43,7 +43,7 @@ from pipeline.learning import processes, update
 from pipeline.learning.optim import Optimizers
 from pipeline.learning.processes import Ranks
 from pipeline.learning.settings import TrainingConfig
-from pipeline.learning.update import Averages, Course, Window
+from pipeline.learning.update import Averages, Course, LoggingWindow
 from pipeline.run.errors import ConfigError, StagecoachError
 from pipeline.run.tracking import say
 from pipeline.run.types import JsonObject
@@ -81,7 +81,7 @@ class Keeper:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="state")
         self._writing: Future[None] | None = None
 
-    def save(self, course: Course, window: Window, extra: JsonObject) -> None:
+    def save(self, course: Course, window: LoggingWindow, extra: JsonObject) -> None:
         """Write a state, then drop all but the `runtime.keep` newest, the best, and those that a rollback may load.
 
         With `runtime.async_save` a thread writes a copy, one at a time: the next save, and the end, wait for it.
@@ -146,7 +146,7 @@ class Keeper:
         """End the thread after its current state, also when the run has failed."""
         self._thread.shutdown(wait=True)
 
-    def resume(self) -> tuple[Course, Window, JsonObject] | None:
+    def resume(self) -> tuple[Course, LoggingWindow, JsonObject] | None:
         """Load the newest whole state into model, optimizers, averages and tracker. Returns the rest of it, if any.
 
         Raises ConfigError for a state of other data, or one that not all ranks see.
@@ -179,13 +179,13 @@ class Keeper:
                 "expected the work directory (STAGECOACH_WORK) on a file system that all machines share"
             ) from error
 
-    def load(self, step: int) -> tuple[Course, Window, JsonObject]:
+    def load(self, step: int) -> tuple[Course, LoggingWindow, JsonObject]:
         """As `resume`, from the state after `step` batches."""
         self.wait()
         self.job.tracker.back_to(step)
         return self._restore(at(self.job.folder, step))
 
-    def _restore(self, state: State) -> tuple[Course, Window, JsonObject]:
+    def _restore(self, state: State) -> tuple[Course, LoggingWindow, JsonObject]:
         load_weights(self.model, state.weights())
         moments, averages = self._optimizer_tensors(state)
         self.optimizers.load_state_tensors(moments)
@@ -193,7 +193,7 @@ class Keeper:
             self.averages.restore(averages, state.meta["averaged"])
         self.job.tracker.restore(state.curve)
         course = Course(**{k: v for k, v in state.meta.items() if k in vars(Course())})
-        return course, Window.of(state.meta["window"]), state.meta
+        return course, LoggingWindow.of(state.meta["window"]), state.meta
 
     def _optimizer_tensors(self, state: State) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """The optimizer's states, and the averaged weights by name: of each the rows that this rank has."""

@@ -345,7 +345,7 @@ def _extreme(name: str, before: float | None, value: float) -> float:
 
 
 @dataclass
-class Window:
+class LoggingWindow:
     """Sums of the steps since the last row of the curve."""
 
     totals: Totals = field(default_factory=lambda: Totals({}))
@@ -364,7 +364,7 @@ class Window:
         return {"totals": totals, "norm": self.norm, "steps": self.steps}
 
     @classmethod
-    def of(cls, state: JsonObject) -> "Window":
+    def of(cls, state: JsonObject) -> "LoggingWindow":
         """The window of a `state()`."""
         return cls(Totals(**state["totals"]), state["norm"], state["steps"])
 

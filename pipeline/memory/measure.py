@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from pipeline.batches.batch import TokenBatch
-from pipeline.batches.dialogues import Asked, encoded
+from pipeline.batches.dialogues import FactQuestion, encoded
 from pipeline.evaluation.intervals import wilson
 from pipeline.evaluation.suites import Subject, SuiteResult
 from pipeline.generation.sampling import Completion, Sampling, generate
@@ -110,7 +110,7 @@ SPARE_TOKENS = 4  # by which an answer may be longer than the right one
 class Recall:
     """Questions, the model's answers, and which of them were right."""
 
-    asked: list[Asked]
+    asked: list[FactQuestion]
     said: list[Completion]
     right: np.ndarray  # (n,) bool
 
@@ -127,7 +127,7 @@ class Recall:
         } | by_attribute
 
 
-def questions(path: Path, tokenizer: Tokenizer, most: int) -> list[Asked]:
+def questions(path: Path, tokenizer: Tokenizer, most: int) -> list[FactQuestion]:
     """The first `most` facts of a split. Raises DataError."""
     if not path.is_file():
         raise DataError(f"{path}: expected facts here, found none; run dvc repro stage_tasks")
@@ -156,7 +156,7 @@ def known(subject: Subject, folder: Path) -> SuiteResult:
     return result
 
 
-def recall(model: Transformer, tokenizer: Tokenizer, asked: Sequence[Asked]) -> Recall:
+def recall(model: Transformer, tokenizer: Tokenizer, asked: Sequence[FactQuestion]) -> Recall:
     """Ask each question. The model must be in evaluation mode."""
     longest = max((len(question.answer) for question in asked), default=1) + SPARE_TOKENS
     completions = generate(

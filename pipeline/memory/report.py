@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from pipeline.report import card
 from pipeline.report.claims import FAILS, HOLDS, UNKNOWN, Claim
-from pipeline.report.metrics import Run, flat
+from pipeline.report.metrics import MetricsRun, flat
 from pipeline.run.types import JsonObject
 
 USE = (
@@ -51,7 +51,7 @@ TEMPLATE: str = (
 )
 
 
-def figures(run: Run) -> list[JsonObject]:
+def figures(run: MetricsRun) -> list[JsonObject]:
     """The charts of a run of stage memory, from the rows of its curve."""
     rows = run.curves.get("memory", [])
     names = list(rows[0]) if rows else []
@@ -76,7 +76,7 @@ def points(rows: list[dict[str, str]], column: str, name: str) -> card.Series:
     return card.Series(name, values)
 
 
-def claims(run: Run) -> Iterator[Claim]:
+def claims(run: MetricsRun) -> Iterator[Claim]:
     """Whether every chapter was chosen."""
     title, router = "No chapter of the memory is dead", run.stages.get("memory", {}).get("router")
     unused = {name: n for name, n in flat(router or {}).items() if name.endswith("chapters_unused")}

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.batches.batch import Stream, TokenBatch
+from pipeline.batches.batch import TokenBatch, TokenStream
 from pipeline.learning import losses as learning_losses
 from pipeline.learning.fit import Watchers
 from pipeline.learning.losses import Loss, Term
@@ -54,7 +54,7 @@ class UnitBatch(TokenBatch):
 class UnitStream:
     """A `batches.batch.Stream` that counts the units in the batches of another stream of packed rows."""
 
-    def __init__(self, stream: Stream, config: MemoryConfig) -> None:
+    def __init__(self, stream: TokenStream, config: MemoryConfig) -> None:
         self._stream, self._config = stream, config
         self.fingerprint: str = stream.fingerprint
         self.rows_per_epoch: int = stream.rows_per_epoch
@@ -85,7 +85,7 @@ def _count_units(batch: TokenBatch, config: MemoryConfig) -> UnitBatch:
 
 
 def next_tokens(
-    model: Transformer, stream: Stream, weights: RouterWeights, job: Job, *, tokens: int
+    model: Transformer, stream: TokenStream, weights: RouterWeights, job: Job, *, tokens: int
 ) -> Training | None:
     """The stream, the loss and the watchers for `fit`; None for a model without a memory.
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from pipeline.batches.batch import Stream
+    from pipeline.batches.batch import TokenStream
     from pipeline.evaluation.suites import Plan, Subject
     from pipeline.learning.pretraining import Training
     from pipeline.memory.cache import MemoryCache
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pipeline.model.layers import LayerHook
     from pipeline.model.transformer import Transformer
     from pipeline.report.claims import Claim
-    from pipeline.report.metrics import Run, Section
+    from pipeline.report.metrics import MetricsRun, Section
     from pipeline.run.workdir import Job
 
 
@@ -107,7 +107,7 @@ def loss_keys() -> type:
 
 
 def next_tokens(
-    model: "Transformer", stream: "Stream", weights: "RouterWeights", job: "Job", *, tokens: int
+    model: "Transformer", stream: "TokenStream", weights: "RouterWeights", job: "Job", *, tokens: int
 ) -> "Training | None":
     """See `memory.training.next_tokens`."""
     from pipeline.memory import training
@@ -134,7 +134,7 @@ def report() -> "Section":
     return memory_report
 
 
-def claims(run: "Run") -> "Iterable[Claim]":
+def claims(run: "MetricsRun") -> "Iterable[Claim]":
     """See `memory.report.claims`."""
     from pipeline.memory import report as memory_report
 

@@ -291,7 +291,7 @@ COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Start:
+class StartConfig:
     """Where `stage_language` starts: keys of its block, which `stage_tokenizer` reads too. Raises ValueError."""
 
     start: str = "scratch"
@@ -333,7 +333,7 @@ class Checkpoint:
     commit: str | None  # of the hub; None: a local folder
 
 
-def located(start: Start, folder: Path | None, *, weights: bool, tokenizer: Path | None = None) -> Checkpoint:
+def located(start: StartConfig, folder: Path | None, *, weights: bool, tokenizer: Path | None = None) -> Checkpoint:
     """The checkpoint: in `folder`, an input of the stage, or fetched from the hub, with or without its weights.
 
     `tokenizer` is the folder whose record names the commit to take; None resolves `start.hub`. Raises ModelError.
@@ -350,7 +350,7 @@ def located(start: Start, folder: Path | None, *, weights: bool, tokenizer: Path
     return Checkpoint(files[0].parent, commit)
 
 
-def record(folder: Path, start: Start, commit: str | None) -> None:
+def record(folder: Path, start: StartConfig, commit: str | None) -> None:
     """Write the commit beside the tokenizer taken from it; nothing for a local folder, whose contents are hashed."""
     if commit is not None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -359,7 +359,7 @@ def record(folder: Path, start: Start, commit: str | None) -> None:
         )
 
 
-def recorded(folder: Path, start: Start) -> str:
+def recorded(folder: Path, start: StartConfig) -> str:
     """The commit that `record` wrote. Raises ModelError where the tokenizer is from another checkpoint."""
     path = folder / RECORD
     values = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
@@ -371,7 +371,7 @@ def recorded(folder: Path, start: Start) -> str:
     return values["commit"]
 
 
-def lineage(start: Start, commit: str | None) -> JsonObject:
+def lineage(start: StartConfig, commit: str | None) -> JsonObject:
     """An entry of the lineage besides its inputs: the model of the hub with its commit."""
     return {} if commit is None else {"pretrained": f"{(start.hub or '').partition('@')[0]}@{commit}"}
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pipeline.report import metrics
-from pipeline.report.metrics import Run
+from pipeline.report.metrics import MetricsRun
 from pipeline.run.errors import ConfigError, InputError, StagecoachError
 
 # the value may be missing, since `dvc exp run -S` writes null as nothing
@@ -50,7 +50,7 @@ def metrics_at(revision: str) -> Iterator[Path]:
         yield folder
 
 
-def at(revision: str) -> Run:
+def at(revision: str) -> MetricsRun:
     """The metrics of a revision; `workspace` is the working tree. Raises InputError."""
     if revision == WORKSPACE:
         if not Path("metrics").is_dir():

@@ -43,7 +43,7 @@ from matplotlib.figure import Figure
 
 from pipeline.report import claims, compare
 from pipeline.report import metrics as report_metrics
-from pipeline.report.metrics import HEADLINES, Cost, Headline, Prices, Run, flat, lookup, read, stage_of_input
+from pipeline.report.metrics import HEADLINES, Cost, Headline, MetricsRun, Prices, flat, lookup, read, stage_of_input
 from pipeline.run.types import JsonObject
 
 matplotlib.use("svg")
@@ -164,7 +164,7 @@ WIDTH, HEIGHT, GAP_X, GAP_Y, MARGIN = 118, 40, 30, 12, 4  # of a box, between bo
 THIN = 4  # height of a passage, where an edge crosses a column
 
 
-def edges(run: Run) -> dict[str, list[str]]:
+def edges(run: MetricsRun) -> dict[str, list[str]]:
     """stage -> the stages it was made from, without those that another of them implies."""
     all_parents = {name: _parents(name, run) for name in run.stages}
 
@@ -177,7 +177,7 @@ def edges(run: Run) -> dict[str, list[str]]:
     }
 
 
-def _parents(name: str, run: Run) -> list[str]:
+def _parents(name: str, run: MetricsRun) -> list[str]:
     stages = [stage_of_input(path, run.stages) for path in run.stages[name]["lineage"].get("inputs", {})]
     return sorted({stage for stage in stages if stage is not None and stage != name})
 
@@ -238,7 +238,7 @@ def _layout(levels: list[list[str]]) -> tuple[dict[str, tuple[float, float]], fl
     return positions, width, height
 
 
-def svg(run: Run, notes: Mapping[str, str], marked: frozenset[str] = frozenset()) -> str:
+def svg(run: MetricsRun, notes: Mapping[str, str], marked: frozenset[str] = frozenset()) -> str:
     """The graph; `notes` are the second lines of boxes, `marked` are boxes with a strong border."""
     parents = edges(run)
     levels = columns(parents)
@@ -287,7 +287,7 @@ LIKELIHOOD = ("language", "code", "tools", "lora")  # stages whose loss is in na
 MODELS = 4  # columns of one text table; more are wider than a terminal
 
 
-def _curve_series(run: Run, column: str) -> list[Series]:
+def _curve_series(run: MetricsRun, column: str) -> list[Series]:
     """A series for each stage of LIKELIHOOD that logged `column`; other losses have other units."""
     series = []
     for name, rows in run.curves.items():
@@ -299,7 +299,7 @@ def _curve_series(run: Run, column: str) -> list[Series]:
     return series
 
 
-def figures(run: Run) -> list[JsonObject]:
+def figures(run: MetricsRun) -> list[JsonObject]:
     """The charts, each a dict of `title`, `svg` and its numbers as a table, `head` and `rows`."""
     figures: list[JsonObject] = []
     for title, column, unit in (
@@ -332,7 +332,7 @@ def figures(run: Run) -> list[JsonObject]:
     return figures
 
 
-def _reinforcement_figures(run: Run) -> list[JsonObject]:
+def _reinforcement_figures(run: MetricsRun) -> list[JsonObject]:
     """Gold and proxy against the divergence with the best-of-n curve; problems solved by step."""
     figures = []
     best_of_n = run.stages.get("rlhf", {}).get("best_of_n") or []
@@ -364,7 +364,7 @@ def _has_numbers(row: dict[str, str], *names: str) -> bool:
     return all(row.get(name) not in (None, "", "not finite") for name in names)
 
 
-def table(run: Run) -> list[JsonObject]:
+def table(run: MetricsRun) -> list[JsonObject]:
     """A row per headline number with a cell per model: the value, its interval, the change from the model's base."""
     rows = []
     for headline in HEADLINES:
@@ -396,7 +396,7 @@ def _cell(headline: Headline, measured: dict[str, float] | None, change: claims.
     }
 
 
-def _lineage(run: Run, costs: list[Cost]) -> list[JsonObject]:
+def _lineage(run: MetricsRun, costs: list[Cost]) -> list[JsonObject]:
     """A row per stage: its work key, the hash of its code, its inputs, its MLflow run if this machine has it."""
     run_ids = {cost.stage: cost.mlflow for cost in costs}
     return [
@@ -421,13 +421,13 @@ def _duration(seconds: float | None) -> str:
     return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
 
 
-def _graph(run: Run, costs: list[Cost], marked: frozenset[str]) -> str:
+def _graph(run: MetricsRun, costs: list[Cost], marked: frozenset[str]) -> str:
     """The graph with the time of each stage."""
     notes = {cost.stage.replace("@", "_"): _duration(cost.speed.get("seconds")) for cost in costs}
     return svg(run, notes, marked)
 
 
-def samples(run: Run, per_suite: int) -> list[JsonObject]:
+def samples(run: MetricsRun, per_suite: int) -> list[JsonObject]:
     """The answers of each model to the first `per_suite` items of each suite."""
     entries: dict[tuple[str, str], JsonObject] = {}
     for model, rows in run.items.items():
@@ -457,7 +457,7 @@ def render(
     samples_each: int = 2,
     prices: Prices | None = None,
     gate: dict[str, float] | None = None,
-    baseline: tuple[str, Run] | None = None,
+    baseline: tuple[str, MetricsRun] | None = None,
 ) -> str:
     """The page as HTML. `baseline` is the name and the metrics of another run, which this one is compared with."""
     run = read(metrics)

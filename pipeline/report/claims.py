@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 
 from pipeline import wings
 from pipeline.evaluation.intervals import paired_difference
-from pipeline.report.metrics import HEADLINES, Headline, Row, Run, flat, lookup, sections, stage_of_input
+from pipeline.report.metrics import HEADLINES, Headline, MetricsRun, Row, flat, lookup, sections, stage_of_input
 from pipeline.run.device import generator
 from pipeline.run.types import JsonObject
 
@@ -100,7 +100,7 @@ class Change:
         return f"{text}, too few items: {self.items}" if self.few else text
 
 
-def of_model(run: Run, model: str) -> Measured | None:
+def of_model(run: MetricsRun, model: str) -> Measured | None:
     """The measurements of a model in a run; None if it was not evaluated."""
     numbers = run.evaluations.get(model)
     return None if numbers is None else Measured(numbers, run.items.get(model, []))
@@ -178,7 +178,7 @@ def _compare_items(old: dict[str, Row], new: dict[str, Row]) -> str:
     return f"{text}; in one alone: {ids}" if alone else text
 
 
-def measures(before: Run, after: Run, *, every: bool = False) -> dict[str, list[Change]]:
+def measures(before: MetricsRun, after: MetricsRun, *, every: bool = False) -> dict[str, list[Change]]:
     """model -> the measures that moved between two runs (`every`: all measures), models in the order of `after`."""
     moved = {}
     for model in after.evaluations:
@@ -200,7 +200,7 @@ class Rebuilt:
     why: list[str]
 
 
-def stages(before: Run, after: Run) -> list[Rebuilt]:
+def stages(before: MetricsRun, after: MetricsRun) -> list[Rebuilt]:
     """The stages of either run whose work keys differ, with the causes, in pipeline order."""
     rebuilt = []
     for name in list(dict.fromkeys([*after.stages, *before.stages])):
@@ -216,7 +216,7 @@ def stages(before: Run, after: Run) -> list[Rebuilt]:
     return rebuilt
 
 
-def _causes(first: JsonObject, second: JsonObject, run: Run) -> list[str]:
+def _causes(first: JsonObject, second: JsonObject, run: MetricsRun) -> list[str]:
     old, new = (flat(side.get("params", {})) for side in (first, second))
     why = [
         f"{name.replace(' / ', '.')}: {old.get(name, 'absent')} → {new.get(name, 'absent')}"
@@ -233,7 +233,7 @@ def _causes(first: JsonObject, second: JsonObject, run: Run) -> list[str]:
     return list(dict.fromkeys(why)) or ["a parameter that its metrics do not name"]
 
 
-def packages(before: Run, after: Run) -> list[str]:
+def packages(before: MetricsRun, after: MetricsRun) -> list[str]:
     """The packages that compute whose versions in the lineages of the two runs differ: `torch: 2.13.0 → 2.14.0
     (language, code)`.
     """
@@ -276,7 +276,7 @@ class Claim:
     state: str  # HOLDS, FAILS, UNKNOWN or UNDECIDED
 
 
-def claims(run: Run) -> list[Claim]:
+def claims(run: MetricsRun) -> list[Claim]:
     """All claims, in pipeline order of their models."""
     of_wings = [claim for offer in wings.each("claims") for claim in offer(run)]
     return [*_comparisons(run), *_thresholds(run), *_export_claim(run), *of_wings]
@@ -292,7 +292,7 @@ def above() -> list[tuple[str, str, tuple[str, ...], float]]:
     return [*ABOVE, *(row for section in sections() for row in section.ABOVE)]
 
 
-def _comparisons(run: Run) -> Iterator[Claim]:
+def _comparisons(run: MetricsRun) -> Iterator[Claim]:
     by_key = {headline.key: headline for headline in HEADLINES}
     for key, model, base, title in better():
         before, after = of_model(run, base), of_model(run, model)
@@ -306,7 +306,7 @@ def _comparisons(run: Run) -> Iterator[Claim]:
         yield Claim(title, text, UNDECIDED if difference.refused or difference.few else state)
 
 
-def _thresholds(run: Run) -> Iterator[Claim]:
+def _thresholds(run: MetricsRun) -> Iterator[Claim]:
     for title, stage, path, least in above():
         parent = run.stages.get(stage, {})
         for key in path[:-1]:
@@ -321,7 +321,7 @@ def _thresholds(run: Run) -> Iterator[Claim]:
         yield Claim(title, text, HOLDS if low > least else FAILS)
 
 
-def _export_claim(run: Run) -> Iterator[Claim]:
+def _export_claim(run: MetricsRun) -> Iterator[Claim]:
     title, parity = "Every export answers as the model that was evaluated", run.stages.get("deploy", {}).get("parity")
     if not parity:
         yield Claim(title, "", UNKNOWN)
@@ -333,7 +333,7 @@ def _export_claim(run: Run) -> Iterator[Claim]:
     yield Claim(title, text, HOLDS if exact else FAILS)
 
 
-def gates(run: Run, gate: dict[str, float]) -> list[Claim]:
+def gates(run: MetricsRun, gate: dict[str, float]) -> list[Claim]:
     """What the deployed model must reach to be champion (`report.gate`), by the worse end of each interval."""
     by_key = {headline.key: headline for headline in HEADLINES}
     model = str(run.stages.get("deploy", {}).get("model", ""))
@@ -359,7 +359,7 @@ def gates(run: Run, gate: dict[str, float]) -> list[Claim]:
     return claims
 
 
-def alarms(run: Run) -> list[tuple[str, int, str]]:
+def alarms(run: MetricsRun) -> list[tuple[str, int, str]]:
     """(stage, step, name) of each alarm."""
     return [
         (name, int(step), alarm)
@@ -368,7 +368,7 @@ def alarms(run: Run) -> list[tuple[str, int, str]]:
     ]
 
 
-def skipped(run: Run) -> list[tuple[str, str, str]]:
+def skipped(run: MetricsRun) -> list[tuple[str, str, str]]:
     """(model, suite, reason) of each measurement that was skipped."""
     return [
         (model, name.removesuffix(" / skipped"), value)

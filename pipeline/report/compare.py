@@ -13,13 +13,15 @@ import sys
 from collections.abc import Sequence
 
 from pipeline.report import baseline, claims, metrics
-from pipeline.report.metrics import Run
+from pipeline.report.metrics import MetricsRun
 from pipeline.run.errors import StagecoachError
 
 MARKS = {"better": "better", "worse": "WORSE", "": ""}
 
 
-def render(before: Run, after: Run, names: tuple[str, str], *, markdown: bool = False, every: bool = False) -> str:
+def render(
+    before: MetricsRun, after: MetricsRun, names: tuple[str, str], *, markdown: bool = False, every: bool = False
+) -> str:
     """The comparison as text; with `every` also the measures that did not move."""
     rebuilt = claims.stages(before, after)
     parts = [
@@ -52,7 +54,9 @@ def render(before: Run, after: Run, names: tuple[str, str], *, markdown: bool = 
     return "\n\n".join(parts) + "\n"
 
 
-def _rebuilt_stages(rebuilt: Sequence[claims.Rebuilt], after: Run, names: tuple[str, str], markdown: bool) -> str:
+def _rebuilt_stages(
+    rebuilt: Sequence[claims.Rebuilt], after: MetricsRun, names: tuple[str, str], markdown: bool
+) -> str:
     costs = {cost.stage: cost for cost in metrics.rows(after)}
     head = ["stage", "because of", f"key of {names[0]}", f"key of {names[1]}", "MLflow run", "seconds"]
     body = []

@@ -70,7 +70,7 @@ Row = JsonObject  # of one item: a line of metrics/eval/<model>.jsonl
 
 
 @dataclass(frozen=True)
-class Run:
+class MetricsRun:
     """The contents of a metrics folder."""
 
     stages: dict[str, JsonObject]  # name -> metrics/<name>.json
@@ -102,7 +102,7 @@ class Section(Protocol):
     FOLDER: str  # of metrics/, with a file for each model that the section shows
     TEMPLATE: str  # jinja2, over `values`
 
-    def figures(self, run: Run) -> list[JsonObject]:
+    def figures(self, run: MetricsRun) -> list[JsonObject]:
         """The charts, as `card.figures`."""
         ...
 
@@ -116,7 +116,7 @@ def sections() -> list[Section]:
     return [offer() for offer in wings.each("report")]
 
 
-def read(metrics: Path) -> Run:
+def read(metrics: Path) -> MetricsRun:
     """The contents of the folder `metrics`, in pipeline order."""
     stages = _in_order({p.stem: json.loads(p.read_text(encoding="utf-8")) for p in metrics.glob("*.json")})
     curves = {}
@@ -131,7 +131,7 @@ def read(metrics: Path) -> Run:
     items = {model: lines(metrics / "eval" / f"{model}.jsonl") for model in evaluations}
     models = {*evaluations, *stages}
     of_wings = {section.FOLDER: _by_model(metrics / section.FOLDER, models) for section in sections()}
-    return Run(stages, curves, evaluations, items, of_wings)
+    return MetricsRun(stages, curves, evaluations, items, of_wings)
 
 
 def _in_order(files: dict[str, object]) -> dict[str, JsonObject]:
@@ -339,7 +339,7 @@ class Cost:
         return self.speed.get("host_memory_gb", self.speed.get("memory_gb"))
 
 
-def rows(run: Run, prices: Prices | None = None) -> list[Cost]:
+def rows(run: MetricsRun, prices: Prices | None = None) -> list[Cost]:
     """The costs of the stages in pipeline order, then of the evaluations."""
     lineages = {name: content["lineage"] for name, content in run.stages.items()}
     lineages |= {f"evaluate@{model}": content["lineage"] for model, content in run.evaluations.items()}

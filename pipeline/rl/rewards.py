@@ -33,7 +33,7 @@ from pipeline.ingest.records import Pair, Problem
 from pipeline.rl.answers import Answer, Prompt
 from pipeline.run.errors import ConfigError, DataError
 from pipeline.run.tracking import progress
-from pipeline.sandbox.judge import Judge, Program, Verdict
+from pipeline.sandbox.judge import Candidate, Judge, Verdict
 from pipeline.text import chat
 
 LIMIT = 10.0
@@ -136,7 +136,7 @@ def judged(judge: Judge, answers: Sequence[Answer]) -> list[Verdict | None]:
     return verdicts
 
 
-def program_of(answer: Answer) -> Program:
+def program_of(answer: Answer) -> Candidate:
     """The answer's code with the hidden tests of its problem (with all tests where none is hidden)."""
     record = answer.prompt.record
     if isinstance(record, Problem):
@@ -146,7 +146,7 @@ def program_of(answer: Answer) -> Program:
     else:
         raise DataError(f"prompt {answer.prompt.id} of kind {answer.prompt.kind!r} has no tests, which `code` needs")
     hidden = [test for test in tests if not test.get("visible", False)]
-    return Program(source=chat.extract(answer.text), entry_point=entry_point, tests=hidden or tests)
+    return Candidate(source=chat.extract(answer.text), entry_point=entry_point, tests=hidden or tests)
 
 
 def length(scorer: Scorer, answers: Sequence[Answer]) -> list[float | None]:

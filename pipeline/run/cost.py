@@ -135,7 +135,7 @@ def own_peak_memory() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-class Package:
+class ProcessorPackage:
     """A processor package's energy counter (Linux powercap), which wraps."""
 
     def __init__(self, folder: Path) -> None:
@@ -182,13 +182,13 @@ class Gpu:
             return None
 
 
-def rapl(powercap: Path = POWERCAP) -> list[Package]:
+def rapl(powercap: Path = POWERCAP) -> list[ProcessorPackage]:
     """The processor packages whose energy this process may read."""
     packages = []
     for folder in sorted(powercap.glob("intel-rapl:*")):  # AMD's too, in spite of the name
         with suppress(OSError, ValueError):
             if (folder / "name").read_text().startswith("package"):
-                packages.append(Package(folder))
+                packages.append(ProcessorPackage(folder))
     return packages
 
 

@@ -46,7 +46,7 @@ class _EvaluationError(Exception):
 
 
 @dataclass(frozen=True)
-class Call:
+class AssertedCall:
     """One call of the candidate: the texts of a literal list and a literal dict."""
 
     args: str
@@ -58,7 +58,7 @@ class Assertion:
     """An assert whose truth depends on the answers to `calls` alone."""
 
     expression: ast.expr
-    calls: tuple[Call, ...]
+    calls: tuple[AssertedCall, ...]
     entry: str
 
     def holds(self, answers: list[object]) -> bool:
@@ -92,7 +92,7 @@ class _Interpreter:
 
     def __init__(self, entry: str, answers: Iterator[object] | None) -> None:
         self.entry, self.answers = entry, answers
-        self.calls: list[Call] = []
+        self.calls: list[AssertedCall] = []
 
     def value(self, node: ast.expr) -> Any:
         """The value of a node. Visits every branch, so that calls and answers stay aligned."""
@@ -153,14 +153,14 @@ class _Interpreter:
         return all(_compare(op, a, b) for op, a, b in zip(node.ops, operands, operands[1:], strict=False))
 
 
-def _literal_call(node: ast.Call) -> Call:
+def _literal_call(node: ast.Call) -> AssertedCall:
     if any(isinstance(a, ast.Starred) for a in node.args) or any(k.arg is None for k in node.keywords):
         raise _Unsupported("starred arguments")
     for argument in (*node.args, *(k.value for k in node.keywords)):
         literals.read(argument)  # ValueError: not a literal
     args = ", ".join(ast.unparse(a) for a in node.args)
     kwargs = ", ".join(f"{k.arg!r}: {ast.unparse(k.value)}" for k in node.keywords)
-    return Call(f"[{args}]", f"{{{kwargs}}}")
+    return AssertedCall(f"[{args}]", f"{{{kwargs}}}")
 
 
 def _require_plain(value: Any) -> Any:

@@ -23,7 +23,7 @@ from typing import IO, NoReturn
 
 import kernel
 import messages
-from messages import Job, read_exactly, read_frame, write_all
+from messages import ChildJob, read_exactly, read_frame, write_all
 
 LAYERS = {"sealed": ("landlock", "seccomp"), "unsafe": ()}  # unsafe: resource limits only, if the user allows it
 CHANNEL = 3  # descriptor of a socket: the job and "go" come in, frames go out
@@ -83,7 +83,7 @@ def run(ends: tuple[int, ...], cell: Cell) -> NoReturn:
     except BaseException:
         os._exit(NOT_ISOLATED)
     try:
-        job: Job = read_frame(CHANNEL)
+        job: ChildJob = read_frame(CHANNEL)
         if job["entry"] is None:
             _run_program(job)
         else:
@@ -102,7 +102,7 @@ def _make_framer(nonce: str) -> Callable[[str], bytes]:
     return frame
 
 
-def _run_function(job: Job) -> NoReturn:
+def _run_function(job: ChildJob) -> NoReturn:
     """Load the source as a module, then call its entry point once per test, each time after a "go"."""
     read, write, leave, encode, frame = os.read, os.write, os._exit, messages.encode, _make_framer(job["nonce"])
     entry, last, describe = job["entry"], frame('"end":true'), _describe
@@ -131,7 +131,7 @@ def _run_function(job: Job) -> NoReturn:
     leave(0)
 
 
-def _run_program(job: Job) -> NoReturn:
+def _run_program(job: ChildJob) -> NoReturn:
     """Run the source as a program; its answer is its stdout."""
     write, leave, frame, out = os.write, os._exit, _make_framer(job["nonce"]), sys.stdout
     last = frame('"end":true')

@@ -66,7 +66,7 @@ _register_at_fork, os.register_at_fork = os.register_at_fork, lambda **_: None
 sys.path.insert(0, str(Path(__file__).parent))  # left out by -P; neighbors are imported without the project package
 import child  # noqa: E402
 import kernel  # noqa: E402
-from messages import Answer, Fault, Job, read_frame, write_frame  # noqa: E402
+from messages import ChildJob, ChildResult, Fault, read_frame, write_frame  # noqa: E402
 from watch import Watch  # noqa: E402
 
 sys.path.pop(0)
@@ -228,7 +228,7 @@ def _serve_forks(control: int, cell: child.Cell) -> NoReturn:
         os._exit(0)
 
 
-def run(job: Job, zygote: Zygote, jobs: int) -> Answer | Fault:
+def run(job: ChildJob, zygote: Zygote, jobs: int) -> ChildResult | Fault:
     """Run a job in one child and watch it. Exits when the trainer closes `jobs`."""
     outside, inside = (end.detach() for end in socket.socketpair())
     (out, out_inside), (err, err_inside), (stdin_inside, stdin) = os.pipe(), os.pipe(), os.pipe()

@@ -52,11 +52,11 @@ from pipeline.sandbox import asserts, messages
 from pipeline.sandbox.pool import Limits, Pool, Report, SandboxConfig, Task
 from pipeline.text import literals
 
-__all__ = ["Judge", "Limits", "Program", "SandboxConfig", "TestResult", "Verdict"]
+__all__ = ["Candidate", "Judge", "Limits", "SandboxConfig", "TestResult", "Verdict"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Program:
+class Candidate:
     """A candidate and its tests: those of `records.Problem`, or `{"stdin", "stdout", "visible"}`."""
 
     source: str | None  # None or blank: the reply contained no code
@@ -135,12 +135,12 @@ class Judge:
     def __exit__(self, *exception: object) -> None:
         self.pool.__exit__(*exception)
 
-    def judge(self, programs: Iterable[Program]) -> Iterator[Verdict]:
+    def judge(self, programs: Iterable[Candidate]) -> Iterator[Verdict]:
         """The verdicts in the order of the programs; reads a few programs ahead, so they may be endless.
 
         Raises DataError for a malformed test.
         """
-        prepared: list[tuple[Program, list[_Check], int]] = []
+        prepared: list[tuple[Candidate, list[_Check], int]] = []
 
         def tasks() -> Iterator[Task | None]:
             for program in programs:
@@ -152,7 +152,7 @@ class Judge:
             program, checks, unprotected = prepared.pop(0)
             yield self._verdict(program, checks, unprotected, reports)
 
-    def _parse_tests(self, program: Program) -> tuple[list[_Check], int]:
+    def _parse_tests(self, program: Candidate) -> tuple[list[_Check], int]:
         """The tests that can be judged, and the number of those that cannot."""
         if len(program.tests) > self.config.limits.max_tests:
             raise DataError(f"{program.entry_point}: expected at most {self.config.limits.max_tests} tests")
@@ -162,7 +162,7 @@ class Judge:
             raise DataError(f"{program.entry_point}: tests with stdin and tests with arguments do not mix")
         return checks, len(parsed) - len(checks)
 
-    def _task(self, program: Program, checks: list[_Check]) -> Task | None:
+    def _task(self, program: Candidate, checks: list[_Check]) -> Task | None:
         if not checks or _rejection(program, self.config.limits) is not None:
             return None
         assert program.source is not None
@@ -172,7 +172,7 @@ class Judge:
         return Task(program.source, entry, requests, cpu_seconds)
 
     def _verdict(
-        self, program: Program, checks: list[_Check], unprotected: int, reports: list[Report] | None
+        self, program: Candidate, checks: list[_Check], unprotected: int, reports: list[Report] | None
     ) -> Verdict:
         rejection = _rejection(program, self.config.limits)
         unscorable = Verdict(
@@ -276,7 +276,7 @@ def _is_program(check: _Check) -> bool:
     return "stdin" in check.requests[0]
 
 
-def _rejection(program: Program, limits: Limits) -> tuple[str, str] | None:
+def _rejection(program: Candidate, limits: Limits) -> tuple[str, str] | None:
     """Verdict and reason for a source that is not run at all; None for one that is."""
     if program.source is None or not program.source.strip():
         return "no_code", ""
@@ -390,7 +390,7 @@ def scores(judge: Judge, problems: Iterable[Candidates]) -> Iterator[list[float 
     joint_verdicts = list(judge.judge(_joint_program(batch) for _, batch in batches))
     unclear = [batch for (_, batch), verdict in zip(batches, joint_verdicts, strict=True) if not _is_clear(verdict)]
     single_verdicts = judge.judge(
-        Program(source=source, entry_point=batch.entry_point, tests=batch.tests)
+        Candidate(source=source, entry_point=batch.entry_point, tests=batch.tests)
         for batch in unclear
         for source in batch.sources
     )
@@ -414,12 +414,12 @@ def _split(candidates: Candidates, max_tests: int) -> Iterator[tuple[bool, Candi
         yield number == len(batches), Candidates(batch, candidates.entry_point, candidates.tests)
 
 
-def _joint_program(batch: Candidates) -> Program:
+def _joint_program(batch: Candidates) -> Candidate:
     tests = [
         test | {"args": f"[{number}, {test['args']}]"} for number in range(len(batch.sources)) for test in batch.tests
     ]
     source = JOINT_SOURCE.format(sources=list(batch.sources), call=CALL, entry_point=batch.entry_point)
-    return Program(source=source, entry_point=CALL, tests=tests)
+    return Candidate(source=source, entry_point=CALL, tests=tests)
 
 
 def _is_clear(verdict: Verdict) -> bool:
@@ -453,13 +453,13 @@ class RememberingJudge(Judge):
         super().__init__(config, workers, url)
         self._memory: OrderedDict[bytes, Verdict] = OrderedDict()
 
-    def judge(self, programs: Iterable[Program]) -> Iterator[Verdict]:
+    def judge(self, programs: Iterable[Candidate]) -> Iterator[Verdict]:
         """As `Judge.judge`, for a finite number of programs."""
         pending: deque[bytes] = deque()  # programs that were read and whose verdicts were not yielded yet
         running: deque[bytes] = deque()  # those of them that run in the sandbox
         verdicts: dict[bytes, Verdict | None] = {}  # of this call; None: still running
 
-        def new_programs() -> Iterator[Program]:
+        def new_programs() -> Iterator[Candidate]:
             for program in programs:
                 key = _key(program)
                 pending.append(key)
@@ -491,7 +491,7 @@ class RememberingJudge(Judge):
         return self._memory.get(key)
 
 
-def _key(program: Program) -> bytes:
+def _key(program: Candidate) -> bytes:
     """A hash of all that a verdict depends on."""
     return hashlib.sha256(json.dumps(vars(program), sort_keys=True).encode()).digest()
 

@@ -385,7 +385,7 @@ class JobLimits(TypedDict):
     results: int
 
 
-class Job(TypedDict):
+class ChildJob(TypedDict):
     """What a server runs in one child; tests are `{"args", "kwargs"}` for a function, `{"stdin"}` for a program."""
 
     id: str
@@ -396,7 +396,7 @@ class Job(TypedDict):
     limits: JobLimits
 
 
-class Answer(TypedDict):
+class ChildResult(TypedDict):
     """What a child did. `status` and `signal` only if it ended by itself, `cut` if the server ended it."""
 
     id: str

@@ -70,7 +70,7 @@ class _Refusal(Exception):
         self.status = status
 
 
-class Service:
+class SandboxService:
     """The state that the routes share: the servers, threads that wait for them, the queue length."""
 
     def __init__(self, servers: Servers, token: str | None) -> None:
@@ -146,7 +146,7 @@ class Service:
             return {"id": job["id"], "fault": str(error)}
 
 
-def create_app(service: Service) -> FastAPI:
+def create_app(service: SandboxService) -> FastAPI:
     """The FastAPI application with all routes."""
     app = FastAPI(title="Stagecoach sandbox", docs_url=None, redoc_url=None, openapi_url=None)
 
@@ -279,7 +279,7 @@ def main(argv: list[str]) -> int:
         if token is None and not is_loopback(options.host):
             raise ConfigError(f"--host {options.host}: expected a loopback address, or a token in {TOKEN}")
         servers.start()
-        service = Service(servers, token)
+        service = SandboxService(servers, token)
         sys.stderr.write(f"sandbox service at http://{options.host}:{options.port}: {json.dumps(service.health())}\n")
         asyncio.run(serve(create_app(service), options.host, options.port))
     except ConfigError as error:

@@ -19,7 +19,7 @@ import time
 
 import child
 import kernel
-from messages import Answer, Fault, Job, frame
+from messages import ChildJob, ChildResult, Fault, frame
 
 TICK = 0.01  # most seconds between two checks of a child's clock and threads
 
@@ -29,7 +29,7 @@ class Watch:
 
     start_seconds = 20.0  # for a child to isolate itself: no candidate code runs yet, so only a stalled machine waits
 
-    def __init__(self, job: Job, pid: int, channel: int, out: int, err: int, stdin: int) -> None:
+    def __init__(self, job: ChildJob, pid: int, channel: int, out: int, err: int, stdin: int) -> None:
         self.job, self.pid, self.limits = job, pid, job["limits"]
         self.channel, self.out, self.err, self.stdin = channel, out, err, stdin
         request = {"nonce": job["nonce"], "source": job["source"], "entry": job["entry"]}
@@ -244,7 +244,7 @@ class Watch:
         if self.exit is None:
             self.exit = os.wait4(self.pid, 0)[1:]
 
-    def answer(self) -> Answer | Fault:
+    def answer(self) -> ChildResult | Fault:
         """The answer for the pool. `status` and `signal` only if the child ended by itself, `cut` if we ended it."""
         assert self.exit is not None
         status, usage = self.exit

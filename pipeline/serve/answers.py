@@ -95,7 +95,7 @@ class Delta:
 
 
 @dataclass
-class Call:
+class PartialCall:
     """A call as far as it was generated."""
 
     id: str
@@ -114,14 +114,14 @@ class Assembler:
     stops: Sequence[str] = ()
     tools: bool = False  # whether to look for calls
     content: str = ""  # sent so far
-    calls: list[Call] = field(default_factory=list)
+    calls: list[PartialCall] = field(default_factory=list)
     stopped: bool = False
 
     def __post_init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._buffer = ""  # decoded, not yet sent
         self._tokens: list[Said] = []  # not yet sent
-        self._call: Call | None = None  # the open one
+        self._call: PartialCall | None = None  # the open one
 
     def hear(self, event: Said) -> list[Delta]:
         """Add a token; the deltas that are now certain."""
@@ -191,7 +191,7 @@ class Assembler:
         rest = self._strip_layout(self._buffer + self._decoder.decode(b"", final=True), last=False)
         self._buffer = ""
         self._decoder.reset()
-        self._call = Call(f"call_{secrets.token_hex(12)}")
+        self._call = PartialCall(f"call_{secrets.token_hex(12)}")
         self.calls.append(self._call)
         if not rest:
             return []
@@ -226,14 +226,14 @@ class Assembler:
         self._decoder.reset()
         return deltas
 
-    def _make_call_delta(self, call: Call, *, name: str | None = None, arguments: str = "") -> Delta:
+    def _make_call_delta(self, call: PartialCall, *, name: str | None = None, arguments: str = "") -> Delta:
         tokens, self._tokens = tuple(self._tokens), []
         number = len(self.calls) - 1
         return Delta(call=CallPiece(number, arguments, call.id if name is not None else None, name), tokens=tokens)
 
 
 @dataclass(frozen=True)
-class Usage:
+class TokenUsage:
     """The tokens of a request."""
 
     prompt: int
@@ -390,11 +390,11 @@ class Answers:
             yield Finished(index, "stop" if assembler.stopped else event.reason)
 
     @property
-    def usage(self) -> Usage:
+    def usage(self) -> TokenUsage:
         """Of all answers that have ended; a prompt is counted once, however many answers it gets."""
         ended = [end for end in self.ends if end is not None]
         first_ended = [end for end in self.ends[:: self.n] if end is not None]  # the first answer to each prompt
-        return Usage(
+        return TokenUsage(
             sum(len(request.ids) for request in self.requests[:: self.n]),
             sum(end.new_tokens for end in ended),
             sum(end.cached_tokens for end in first_ended),

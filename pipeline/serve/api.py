@@ -62,7 +62,7 @@ from pipeline.serve.protocol import (
     internal,
     invalid,
 )
-from pipeline.serve.workshop import Refused, Workshop
+from pipeline.serve.workshop import JobRefused, Workshop
 
 LOG = logging.getLogger(__name__)
 WATCH_SECONDS = 0.5
@@ -367,7 +367,7 @@ def _texts(service: Service) -> APIRouter:
         """HTML without scripts, styles and pictures."""
         try:
             return JsonResponse({"html": await service.workshop.html(body.markdown, Sender.of(request).asker)})
-        except Refused as error:
+        except JobRefused as error:
             raise invalid("markdown", str(error), error.code) from None
 
     return routes

@@ -30,7 +30,7 @@ from pipeline.run import device
 from pipeline.run.errors import InputError, StagecoachError
 from pipeline.run.types import JsonObject
 from pipeline.serve.engine import Engine
-from pipeline.serve.loop import Constraint, Ended, Event, GenerationRequest, Said
+from pipeline.serve.loop import Ended, Event, GenerationRequest, OutputConstraint, Said
 from pipeline.text import chat
 from pipeline.text.tokenizer import Tokenizer
 
@@ -76,7 +76,7 @@ class Conversation:
             raise InputError(
                 f"the conversation has {len(prompt)} tokens, the context {self.model.config.max_context}: /new"
             )
-        stream = Stream(self.tokenizer, screen)
+        stream = TokenWriter(self.tokenizer, screen)
         limit = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
         stop = (self.tokenizer.turn_end, self.tokenizer.end_of_text)
         constraint = self.grammar.constraint(limit.max_new_tokens) if self.grammar is not None else None
@@ -118,7 +118,7 @@ def speak(
     *,
     stop: tuple[int, ...],
     seed: int,
-    constraint: Constraint | None,
+    constraint: OutputConstraint | None,
     on_token: Callable[[int], None],
 ) -> Completion:
     """Generate one answer; `on_token` gets each token as it comes. An exception, also from `on_token`, cancels it."""
@@ -152,7 +152,7 @@ def speak(
     )
 
 
-class Stream:
+class TokenWriter:
     """Writes tokens as they come, holding back bytes that do not yet make a character."""
 
     def __init__(self, tokenizer: Tokenizer, screen: TextIO) -> None:

@@ -33,12 +33,12 @@ from pipeline.generation.schemas import SchemaError
 from pipeline.run.device import stable_hash
 from pipeline.run.errors import InputError
 from pipeline.run.types import JsonObject
-from pipeline.serve.answers import Answers, Assembler, Call, Delta, Finished, Frame, Ping, unheard
-from pipeline.serve.guard import Pool
+from pipeline.serve.answers import Answers, Assembler, Delta, Finished, Frame, PartialCall, Ping, unheard
+from pipeline.serve.guard import ThreadPlaces
 from pipeline.serve.loop import GenerationRequest, Loop, Said
 from pipeline.serve.models import Served, never_said
-from pipeline.serve.protocol import ApiFault, ChatBody, Generation, NamedTool, ResponseFormat, dumps, invalid
-from pipeline.serve.workshop import Refused, Workshop
+from pipeline.serve.protocol import ApiFault, ChatBody, GenerationBody, NamedTool, ResponseFormat, dumps, invalid
+from pipeline.serve.workshop import JobRefused, Workshop
 from pipeline.text import chat
 from pipeline.text.tokenizer import Tokenizer
 
@@ -67,10 +67,10 @@ class Pools:
 
     def __init__(self, workshop: Workshop) -> None:
         self.workshop = workshop
-        self.grammars = Pool("grammars", running=1, waiting=64)
-        self.texts = Pool("texts to encode", running=2, waiting=32)
-        self.scores = Pool("conversations to score", running=1, waiting=32)
-        self.preferences = Pool("preferences", running=1, waiting=16)
+        self.grammars = ThreadPlaces("grammars", running=1, waiting=64)
+        self.texts = ThreadPlaces("texts to encode", running=2, waiting=32)
+        self.scores = ThreadPlaces("conversations to score", running=1, waiting=32)
+        self.preferences = ThreadPlaces("preferences", running=1, waiting=16)
 
 
 @dataclass(frozen=True)
@@ -231,7 +231,7 @@ def refuse_unsupported(body: ChatBody) -> None:
         )
 
 
-def refuse_frames(body: Generation, served: Served) -> None:
+def refuse_frames(body: GenerationBody, served: Served) -> None:
     """Raise ApiFault where a causal model should show canvases: it has none."""
     if body.with_frames:
         raise invalid(
@@ -373,7 +373,7 @@ async def make_constraints(
         verdict = await pools.workshop.grammar(served.id, job, asker)
         grammar = await pools.grammars.run(asker, lambda: served.grammars.take(verdict.written, verdict.plan))
         return [grammar.constraint(budget) for _ in range(count)]
-    except (SchemaError, Refused) as error:
+    except (SchemaError, JobRefused) as error:
         raise invalid("max_tokens" if error.code == "budget_too_small" else param, str(error), error.code) from None
 
 
@@ -398,7 +398,7 @@ def check_calls(body: ChatBody, assembler: Assembler) -> None:
         raise ApiFault(500, "the model's call does not fit its tool", code=INVALID_STRUCTURE)
 
 
-def _fits(call: Call, rules: dict[str, JsonObject]) -> bool:
+def _fits(call: PartialCall, rules: dict[str, JsonObject]) -> bool:
     if not call.closed or call.name not in rules:
         return False
     return schemas.mistake({**rules[call.name], "type": "object"}, call.arguments) is None

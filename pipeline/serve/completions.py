@@ -16,7 +16,7 @@ from pydantic_core import to_json
 
 from pipeline.generation.sampling import Sampling
 from pipeline.run.types import JsonObject
-from pipeline.serve.answers import Answers, Assembler, Finished, Frame, Ping, Usage, unheard
+from pipeline.serve.answers import Answers, Assembler, Finished, Frame, Ping, TokenUsage, unheard
 from pipeline.serve.chat_completions import (
     check_biases,
     decode_token,
@@ -104,9 +104,9 @@ class CompletionRequest:
         assemblers = [Assembler(self.served.tokenizer, self.body.stops) for _ in self.requests]
         return Answers(self.engine, self.requests, assemblers, n=self.n, identity=identity)
 
-    def usage(self, answers: Answers) -> Usage:
+    def usage(self, answers: Answers) -> TokenUsage:
         """The token counts, also where nothing was generated."""
-        return answers.usage if self.requests else Usage(sum(map(len, self.prompts)), 0, 0)
+        return answers.usage if self.requests else TokenUsage(sum(map(len, self.prompts)), 0, 0)
 
     def envelope(self) -> JsonObject:
         """The first fields of an answer and of each chunk."""

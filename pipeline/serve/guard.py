@@ -412,7 +412,7 @@ class Places:
             waiter.granted.set_result(None)
 
 
-class Pool(Places):
+class ThreadPlaces(Places):
     """Places with a thread each."""
 
     def __init__(self, jobs: str, *, running: int, waiting: int) -> None:

@@ -91,7 +91,7 @@ class Denoised:
 Event = Said | Read | Denoised | Ended
 
 
-class Constraint(Protocol):
+class OutputConstraint(Protocol):
     """What an answer may consist of. One object serves one request, and is called on the engine's thread alone.
 
     `remaining` is how many tokens may still be generated, the current one included. Both methods are called once a
@@ -120,7 +120,7 @@ class GenerationRequest:
     top: int = 0  # how many alternatives to report with each token
     owner: str = ""  # rows are shared between requests of one owner only
     seconds: float = 600.0  # from `submit` on
-    constraint: Constraint | None = None
+    constraint: OutputConstraint | None = None
     frames: bool = False  # report each step of a canvas
     score: int | None = None  # generate nothing; report the prompt's log-probabilities with so many alternatives
     identity: str = "a request"  # of the HTTP request, for the log

@@ -55,27 +55,27 @@ Ids = Annotated[list[Id], Field(fail_fast=True, max_length=200_000)]
 Name = Annotated[str, Field(max_length=256)]
 
 
-class Body(BaseModel):
+class RequestBody(BaseModel):
     """Base of all bodies. Unknown fields are ignored; numbers are numbers, not text."""
 
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
 
 
-class TextPart(Body):
+class TextPart(RequestBody):
     """A piece of a message's content."""
 
     type: Literal["text"]
     text: Text
 
 
-class FunctionCall(Body):
+class FunctionCall(RequestBody):
     """What the assistant called; `arguments` is JSON text."""
 
     name: Name
     arguments: Text
 
 
-class ToolCall(Body):
+class ToolCall(RequestBody):
     """A call in an assistant's message."""
 
     id: Name
@@ -83,7 +83,7 @@ class ToolCall(Body):
     function: FunctionCall
 
 
-class Message(Body):
+class Message(RequestBody):
     """One turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -113,7 +113,7 @@ class Message(Body):
         return message
 
 
-class Function(Body):
+class Function(RequestBody):
     """A tool's name and the schema of its arguments."""
 
     name: str
@@ -129,7 +129,7 @@ class Function(Body):
         return name
 
 
-class Tool(Body):
+class Tool(RequestBody):
     """A function that the model may call."""
 
     type: Literal["function"]
@@ -144,20 +144,20 @@ Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1, max_leng
 Tools = Annotated[list[Tool], Field(fail_fast=True, max_length=MOST_TOOLS)]
 
 
-class NamedFunction(Body):
+class NamedFunction(RequestBody):
     """The name in a `tool_choice`."""
 
     name: Name
 
 
-class NamedTool(Body):
+class NamedTool(RequestBody):
     """A `tool_choice` that names the function to call."""
 
     type: Literal["function"]
     function: NamedFunction
 
 
-class Schema(Body):
+class Schema(RequestBody):
     """A `response_format` of the type json_schema. The schema stands under `schema` on the wire."""
 
     name: str | None = None
@@ -166,7 +166,7 @@ class Schema(Body):
     strict: bool | None = None
 
 
-class ResponseFormat(Body):
+class ResponseFormat(RequestBody):
     """Text, any JSON object, or JSON of a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -179,14 +179,14 @@ class ResponseFormat(Body):
         return self
 
 
-class StreamOptions(Body):
+class StreamOptions(RequestBody):
     """What a stream tells besides the text."""
 
     include_usage: bool = False
     include_denoising: bool = False
 
 
-class Generation(Body):
+class GenerationBody(RequestBody):
     """What chat and completions share."""
 
     model: Name
@@ -258,7 +258,7 @@ class Generation(Body):
 Budget = Annotated[int, Field(ge=1, le=1_000_000)]
 
 
-class ChatBody(Generation):
+class ChatBody(GenerationBody):
     """POST /v1/chat/completions."""
 
     messages: Messages
@@ -299,7 +299,7 @@ class ChatBody(Generation):
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
 
-class CompletionBody(Generation):
+class CompletionBody(GenerationBody):
     """POST /v1/completions."""
 
     prompt: (
@@ -329,48 +329,48 @@ class CompletionBody(Generation):
         return [self.prompt] if isinstance(self.prompt[0], int) else self.prompt  # type: ignore[return-value]
 
 
-class TokenizeBody(Body):
+class TokenizeBody(RequestBody):
     """POST /tokenize."""
 
     model: Name
     prompt: Annotated[str, Field(max_length=100_000)]  # the answer has each token's text: ten times as much
 
 
-class DetokenizeBody(Body):
+class DetokenizeBody(RequestBody):
     """POST /detokenize."""
 
     model: Name
     tokens: Ids
 
 
-class Conversation(Body):
+class ConversationBody(RequestBody):
     """Messages with the tools that were offered."""
 
     messages: Messages
     tools: Tools | None = None
 
 
-class TemplateBody(Conversation):
+class TemplateBody(ConversationBody):
     """POST /apply-template."""
 
     model: Name
     add_generation_prompt: bool = True
 
 
-class ScoreBody(Body):
+class ScoreBody(RequestBody):
     """POST /score: each conversation ends with the answer that is judged."""
 
     model: Name
-    conversations: Annotated[list[Conversation], Field(fail_fast=True, min_length=1, max_length=16)]
+    conversations: Annotated[list[ConversationBody], Field(fail_fast=True, min_length=1, max_length=16)]
 
 
-class RenderBody(Body):
+class RenderBody(RequestBody):
     """POST /render."""
 
     markdown: Annotated[str, Field(max_length=50_000)]
 
 
-class PreferenceBody(Body):
+class PreferenceBody(RequestBody):
     """POST /preferences: one answer is better than the other."""
 
     model: Name

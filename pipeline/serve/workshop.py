@@ -36,14 +36,14 @@ MOST_KEPT, KEPT_BYTES, KEPT_SECONDS = 512, 8 * 2**20, 600.0
 
 
 @dataclass(frozen=True)
-class Verdict:
+class GrammarVerdict:
     """A grammar that the server can afford to compile, and its shortest output."""
 
     written: Written
     plan: tuple[int, ...]
 
 
-class Refused(Exception):
+class JobRefused(Exception):
     """The worker refused a job, or ended it; `code` is for programs."""
 
     def __init__(self, code: str, message: str) -> None:
@@ -59,7 +59,9 @@ class Workshop:
         self.compiling = Places("schemas", running=2, waiting=16)
         self.rendering = Places("texts to render", running=2, waiting=16)
         self._model_numbers = {folder.resolve().name: number for number, folder in enumerate(self.models)}
-        self._kept: OrderedDict[bytes, tuple[float, int, Verdict | Refused]] = OrderedDict()  # time, size, result
+        self._kept: OrderedDict[bytes, tuple[float, int, GrammarVerdict | JobRefused]] = (
+            OrderedDict()
+        )  # time, size, result
         self._resources = ExitStack()
         self._control: socket.socket | None = None
         self._started = 0.0
@@ -71,7 +73,7 @@ class Workshop:
     def __exit__(self, *_: object) -> None:
         self._resources.close()
 
-    async def grammar(self, model: str, job: JsonObject, asker: str) -> Verdict:
+    async def grammar(self, model: str, job: JsonObject, asker: str) -> GrammarVerdict:
         """The grammar of a job of the kind "tools" or "schema" (`worker.py`). Raises Refused, and ApiFault where all
         places are taken.
         """
@@ -84,7 +86,7 @@ class Workshop:
                 if result is None:
                     result = await self._compile(number, job)
                     self._cache(key, result)
-        if isinstance(result, Refused):
+        if isinstance(result, JobRefused):
             raise result
         return result
 
@@ -93,30 +95,32 @@ class Workshop:
         async with self.rendering.place(asker):
             answer = await self._ask(0, {"kind": "render", "markdown": markdown})
         if "html" not in answer:
-            raise Refused(
+            raise JobRefused(
                 *answer.get("refused", ("markdown_too_slow", "the text takes too long to render; shorten it"))
             )
         return answer["html"]
 
-    async def _compile(self, number: int, job: JsonObject) -> Verdict | Refused:
+    async def _compile(self, number: int, job: JsonObject) -> GrammarVerdict | JobRefused:
         answer = await self._ask(number, job)
         if "refused" in answer:
-            return Refused(*answer["refused"])
+            return JobRefused(*answer["refused"])
         if "text" not in answer:
-            return Refused("schema_too_slow", "the schema takes too much time or memory to compile; make it simpler")
-        return Verdict(Written(answer["text"], answer["free"]), tuple(answer["plan"]))
+            return JobRefused("schema_too_slow", "the schema takes too much time or memory to compile; make it simpler")
+        return GrammarVerdict(Written(answer["text"], answer["free"]), tuple(answer["plan"]))
 
     # -- cache ---------------------------------------------------------------------------------------------------------
 
-    def _cached(self, key: bytes) -> Verdict | Refused | None:
+    def _cached(self, key: bytes) -> GrammarVerdict | JobRefused | None:
         since, _, result = self._kept.get(key, (0.0, 0, None))
         if result is None or time.monotonic() - since > KEPT_SECONDS:
             return None
         self._kept.move_to_end(key)
         return result
 
-    def _cache(self, key: bytes, result: Verdict | Refused) -> None:
-        size = len(result.written.text) + 8 * len(result.plan) if isinstance(result, Verdict) else len(str(result))
+    def _cache(self, key: bytes, result: GrammarVerdict | JobRefused) -> None:
+        size = (
+            len(result.written.text) + 8 * len(result.plan) if isinstance(result, GrammarVerdict) else len(str(result))
+        )
         self._kept[key] = (time.monotonic(), size, result)
         self._kept.move_to_end(key)
         while len(self._kept) > MOST_KEPT or sum(size for _, size, _ in self._kept.values()) > KEPT_BYTES:

@@ -413,7 +413,7 @@ class Draw:
 
 
 @dataclass(frozen=True)
-class Pool:
+class ValuePool:
     """Values of one type. They are shared: operations are pure and do not change them."""
 
     edges: tuple[tuple[Value, ...], ...]  # a tuple for each kind of edge: empty, one, negative, repeated, long
@@ -422,7 +422,7 @@ class Pool:
 
 
 @cache
-def pool(kind: str) -> Pool:
+def pool(kind: str) -> ValuePool:
     """The values of a type, built once. Raises KeyError for an unknown type."""
     build = {NUMBERS: _numbers, WORDS: _words, TEXT: _texts, COUNTS: _counts, NUMBER: _number}[kind]
     return build(Draw("pool", kind))
@@ -440,7 +440,7 @@ def _list_of(draw: Draw, low: int, high: int, count: int) -> list[int]:
     return [draw.between(low, high) for _ in range(count)]
 
 
-def _numbers(draw: Draw) -> Pool:
+def _numbers(draw: Draw) -> ValuePool:
     single = tuple([n] for n in (7, 4, -3, 0, 12, 9))
     negative = tuple(_list_of(draw, -30, -1, draw.between(3, 7)) for _ in range(8))
     repeated = tuple([draw.between(-4, 9)] * draw.between(3, 5) + _list_of(draw, 0, 5, 3) for _ in range(8))
@@ -451,7 +451,7 @@ def _numbers(draw: Draw) -> Pool:
     plain = [_list_of(draw, -12, 30, draw.between(2, 11)) for _ in range(80)]
     plain += [_list_of(draw, -3, 10, draw.between(4, 11)) for _ in range(60)]
     plain += [draw.sample(_list_of(draw, -9, 99, 4) * 2, draw.between(5, 8)) for _ in range(20)]
-    return Pool((([],), single, negative, repeated, long), tuple(short), tuple(draw.sample(plain, len(plain))))
+    return ValuePool((([],), single, negative, repeated, long), tuple(short), tuple(draw.sample(plain, len(plain))))
 
 
 def _noun(draw: Draw) -> str:
@@ -462,7 +462,7 @@ def _cased(draw: Draw, word: str) -> str:
     return draw.pick((word, word, word, word.capitalize(), word.upper()))
 
 
-def _words(draw: Draw) -> Pool:
+def _words(draw: Draw) -> ValuePool:
     def some(low: int, high: int) -> list[str]:
         return [_cased(draw, _noun(draw)) for _ in range(draw.between(low, high))]
 
@@ -474,10 +474,10 @@ def _words(draw: Draw) -> Pool:
     short = [[_noun(draw) for _ in range(draw.between(2, 4))] for _ in range(60)]
     short += [draw.sample([_noun(draw), _noun(draw)] * 2, 3) for _ in range(20)]
     plain = [some(2, 9) for _ in range(110)] + [draw.sample(some(3, 4) * 2, 6) for _ in range(40)]
-    return Pool((([],), single, hollow, repeated, long), tuple(short), tuple(draw.sample(plain, len(plain))))
+    return ValuePool((([],), single, hollow, repeated, long), tuple(short), tuple(draw.sample(plain, len(plain))))
 
 
-def _texts(draw: Draw) -> Pool:
+def _texts(draw: Draw) -> ValuePool:
     def some(low: int, high: int) -> str:
         return " ".join(_cased(draw, _noun(draw)) for _ in range(draw.between(low, high)))
 
@@ -489,10 +489,10 @@ def _texts(draw: Draw) -> Pool:
     short = [" ".join(_noun(draw) for _ in range(draw.between(1, 3))) for _ in range(60)]
     short += [some(1, 3) for _ in range(30)]
     plain = [some(1, 6) for _ in range(130)] + [some(2, 3) + draw.pick(("!", "?", "..", " 42")) for _ in range(20)]
-    return Pool((("",), single, odd, repeated, long), tuple(short), tuple(draw.sample(plain, len(plain))))
+    return ValuePool((("",), single, odd, repeated, long), tuple(short), tuple(draw.sample(plain, len(plain))))
 
 
-def _counts(draw: Draw) -> Pool:
+def _counts(draw: Draw) -> ValuePool:
     def some(low: int, high: int, least: int, most: int) -> dict[str, int]:
         words = draw.sample(word_list("programs.yaml", "nouns"), draw.between(low, high))
         return {word: draw.between(least, most) for word in words}
@@ -503,10 +503,10 @@ def _counts(draw: Draw) -> Pool:
     long = tuple(some(10, 12, -5, 30) for _ in range(6))
     short = [some(2, 3, 0, 12) for _ in range(80)]
     plain = [some(2, 7, -4, 20) for _ in range(100)] + [some(3, 6, 0, 10) for _ in range(50)]
-    return Pool((({},), single, negative, repeated, long), tuple(short), tuple(draw.sample(plain, len(plain))))
+    return ValuePool((({},), single, negative, repeated, long), tuple(short), tuple(draw.sample(plain, len(plain))))
 
 
-def _number(draw: Draw) -> Pool:
+def _number(draw: Draw) -> ValuePool:
     negative = tuple(draw.between(-99, -2) for _ in range(8))
     repeated = (11, 77, 333, 5555, 1001, 2020)
     long = tuple(draw.between(10_000, 999_999) for _ in range(8))
@@ -514,4 +514,4 @@ def _number(draw: Draw) -> Pool:
     plain += [draw.between(-500, -1) for _ in range(20)]
     plain = list(dict.fromkeys(plain))
     short = tuple(range(2, 60))
-    return Pool(((0,), (1, -1), negative, repeated, long), short, tuple(draw.sample(plain, len(plain))))
+    return ValuePool(((0,), (1, -1), negative, repeated, long), short, tuple(draw.sample(plain, len(plain))))

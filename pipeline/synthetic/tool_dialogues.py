@@ -1,6 +1,6 @@
 """A tool conversation: its script, and one conversation per category, drawn from a seed.
 
-`Script` appends messages in the OpenAI form and executes calls in its own `World`; `close` runs the last checks and
+`Script` appends messages in the OpenAI form and executes calls in its own `ToolWorld`; `close` runs the last checks and
 returns the `Dialogue`. Checks: arguments are JSON and fit the schema, every call executes (an error is allowed only if
 a repair follows), and every scalar of every argument is a span of a user message, a value in an earlier result, or the
 parameter's default. A failed check is a bug of the generator: AssertionError.
@@ -35,9 +35,9 @@ from pipeline.synthetic import toolbox
 from pipeline.synthetic.tool_schemas import (
     Chain,
     Result,
-    Tool,
     ToolError,
-    World,
+    ToolSpec,
+    ToolWorld,
     arguments_in,
     draw,
     execute,
@@ -72,7 +72,7 @@ REFUSED = 0.3  # share of the added requests that no offered tool serves
 LENGTH = 1_200  # characters of tools and messages beyond which no request is added: most conversations fit 512 tokens
 NUM_OFFERED = (*[2] * 11, *[3] * 5, 4, 4, 5, 6)  # mostly few: a schema has some 50 tokens
 
-Call = tuple[Tool, dict[str, Value]]
+Call = tuple[ToolSpec, dict[str, Value]]
 Request = tuple[str, list[Call]]  # a wish without its frame, and the calls that serve it
 
 
@@ -80,10 +80,10 @@ Request = tuple[str, list[Call]]  # a wish without its frame, and the calls that
 class Script:
     """One conversation. `tools` are offered from the start, `late` are announced in a user turn."""
 
-    tools: list[Tool]
+    tools: list[ToolSpec]
     messages: list[Message] = field(default_factory=list)
-    world: World = field(default_factory=World)
-    late: list[Tool] = field(default_factory=list)
+    world: ToolWorld = field(default_factory=ToolWorld)
+    late: list[ToolSpec] = field(default_factory=list)
     calls: list[tuple[Call, Result]] = field(default_factory=list)
     num_calls: int = 0
     user_text: str = ""  # of all user turns so far
@@ -94,7 +94,7 @@ class Script:
         self.messages.append({"role": "user", "content": text})
         self.user_text += text + "\n"
 
-    def announce(self, tool: Tool, before: str, after: str) -> None:
+    def announce(self, tool: ToolSpec, before: str, after: str) -> None:
         """Add a user turn that offers a new tool, written the way the chat format lists tools."""
         self.late.append(tool)
         line = json.dumps(function(tool)["function"], ensure_ascii=False)
@@ -148,7 +148,7 @@ class Script:
         return Dialogue(id=id_, kind="tools", category=category, messages=self.messages, tools=tools)
 
 
-def closing_sentence(tool: Tool, arguments: dict[str, Value], result: Result) -> str:
+def closing_sentence(tool: ToolSpec, arguments: dict[str, Value], result: Result) -> str:
     """The assistant's closing words about one call."""
     by_old_name = {tool.old_names.get(name, name): value for name, value in arguments.items()}
     return tool.answer.format_map({**by_old_name, **result})
@@ -175,7 +175,7 @@ def _is_in_result(value: Value, leaf: Value) -> bool:
     return value == leaf and isinstance(value, bool) == isinstance(leaf, bool)
 
 
-def _check_call(script: Script, tool: Tool, arguments: dict[str, Value]) -> None:
+def _check_call(script: Script, tool: ToolSpec, arguments: dict[str, Value]) -> None:
     """Assert that the arguments of a call fit the schema and have a source."""
     assert tool in script.tools or tool in script.late, tool.name
     faults = problems(function(tool)["function"]["parameters"], arguments)
@@ -199,17 +199,17 @@ class DialogueOptions:
     continues: bool = False  # more requests follow, up to LENGTH characters in all
     accepts: Callable[[str], bool] = bool  # whether a request belongs to the split
 
-    def draw_target(self) -> Tool:
+    def draw_target(self) -> ToolSpec:
         """A tool to call."""
         if self.invented:
             return invent(self.rng)
         return self.rng.choice(unseen() if self.unseen_tool else seen())
 
-    def draw_wording(self, tool: Tool) -> str:
+    def draw_wording(self, tool: ToolSpec) -> str:
         """One of the tool's wordings that the options allow."""
         return pick_family(tool.wordings, self.unseen_template, self.rng)
 
-    def rename(self, tools: list[Tool]) -> dict[str, Tool]:
+    def rename(self, tools: list[ToolSpec]) -> dict[str, ToolSpec]:
         """The tools by their original name, renamed if the options say so."""
         return {tool.name: renamed(tool, self.rng) if self.renamed else tool for tool in tools}
 
@@ -223,7 +223,7 @@ def build(category: str, options: DialogueOptions) -> Script | None:
     return add_requests(script, options) if options.continues else script
 
 
-def draw_others(options: DialogueOptions, targets: list[Tool], number: int, *, near: bool = True) -> list[Tool]:
+def draw_others(options: DialogueOptions, targets: list[ToolSpec], number: int, *, near: bool = True) -> list[ToolSpec]:
     """Tools to offer beside the targets, without repeated names: first a near-duplicate, then any.
 
     Without `near`, only tools that are not `_alike` to a target.
@@ -243,13 +243,13 @@ def draw_others(options: DialogueOptions, targets: list[Tool], number: int, *, n
     return list(tools.values())[len(targets) :]
 
 
-def _alike(tool: Tool, targets: list[Tool]) -> bool:
+def _alike(tool: ToolSpec, targets: list[ToolSpec]) -> bool:
     """Whether a tool shares a word of its name or domain with a target."""
     words_of_tool = set(tool.name.split("_")) | set(tool.domain.split())
     return any(words_of_tool & (set(other.name.split("_")) | set(other.domain.split())) for other in targets)
 
 
-def _offer(options: DialogueOptions, targets: list[Tool], number: int) -> tuple[Script, list[Tool]]:
+def _offer(options: DialogueOptions, targets: list[ToolSpec], number: int) -> tuple[Script, list[ToolSpec]]:
     """A script that offers the targets and `number` others in random order, and the targets as they are offered."""
     tool_of_name = options.rename([*targets, *draw_others(options, targets, number)])
     offered = list(tool_of_name.values())
@@ -307,7 +307,7 @@ def parallel_multiple(options: DialogueOptions) -> Script | None:
     return _add_request(script, options, request_each(options, tools))
 
 
-def request_several(options: DialogueOptions, tool: Tool) -> Request | None:
+def request_several(options: DialogueOptions, tool: ToolSpec) -> Request | None:
     """Two or three requests for one tool, in one sentence; None if two of them have equal arguments."""
     rng, wording = options.rng, options.draw_wording(tool)
     number = rng.choice((2, 2, 2, 3))
@@ -326,7 +326,7 @@ def request_several(options: DialogueOptions, tool: Tool) -> Request | None:
     return text, [(tool, arguments) for arguments in values]
 
 
-def request_each(options: DialogueOptions, tools: list[Tool]) -> Request:
+def request_each(options: DialogueOptions, tools: list[ToolSpec]) -> Request:
     """One request for each of the tools, in one sentence."""
     wishes, calls = [], list[Call]()
     for tool in tools:
@@ -382,7 +382,7 @@ def add_requests(script: Script, options: DialogueOptions) -> Script | None:
     return script
 
 
-def stands_alone(tool: Tool) -> bool:
+def stands_alone(tool: ToolSpec) -> bool:
     """Whether each wording states every required parameter (for the second tool of a chain it does not)."""
     required = {name for name, parameter in tool.params.items() if "default" not in parameter.schema}
     return all(required <= set(arguments_in(tool, wording, dict.fromkeys(tool.params))) for wording in tool.wordings)
@@ -483,7 +483,7 @@ def dependent(options: DialogueOptions) -> Script | None:
     return _maybe_answer(script, rng)
 
 
-def _draw_chain(options: DialogueOptions) -> tuple[Tool, Tool, Chain]:
+def _draw_chain(options: DialogueOptions) -> tuple[ToolSpec, ToolSpec, Chain]:
     """Two tools, the first of which provides a value for the second."""
     rng = options.rng
     if options.invented:
@@ -542,7 +542,7 @@ def draw_greeting(unseen: bool, rng: Random) -> tuple[str, str]:
 # -- requests and replies ----------------------------------------------------------------------------------------------
 
 
-def coordinate(tool: Tool, wording: str, values: list[dict[str, Value]], rng: Random) -> str | None:
+def coordinate(tool: ToolSpec, wording: str, values: list[dict[str, Value]], rng: Random) -> str | None:
     """One wording for calls that differ only in its last placeholder: "find the phone of A and B".
 
     None if the wording does not end in a placeholder of a simple type.
@@ -564,7 +564,7 @@ def ask_for(name: str, rng: Random) -> str:
     return rng.choice((f"Which {spoken} should I use?", f"Which {spoken} do you mean?", f"What is the {spoken}?"))
 
 
-def reply_with(tool: Tool, name: str, value: Value, rng: Random) -> str:
+def reply_with(tool: ToolSpec, name: str, value: Value, rng: Random) -> str:
     """The user's answer to that question."""
     kind = tool.params[name].kind
     if isinstance(kind, dict):

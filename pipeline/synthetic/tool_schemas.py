@@ -1,17 +1,18 @@
 """The shape of a tool, the world that tools act on, and tools invented for one training conversation.
 
-A `World` is the state of the tools; worlds are compared by their public attributes (`==`). A request that the world
+A `ToolWorld` is the state of the tools; worlds are compared by their public attributes (`==`). A request that the world
 cannot serve raises `ToolError`, whose message names what would work. The result of a lookup (a telephone number, a
 temperature) comes from `hash_of`, a pure function of the request.
 
-A `Tool` has everything that a conversation needs: its JSON schema, the function behind it, and its wordings. Wordings
-are imperative and contain `{parameter}` placeholders (for nested objects the names of the leaves); the last of the five
-wordings belongs to the held-out template families. A parameter is optional exactly if its schema has a default.
+A `ToolSpec` has everything that a conversation needs: its JSON schema, the function behind it, and its wordings.
+Wordings are imperative and contain `{parameter}` placeholders (for nested objects the names of the leaves); the last of
+the five wordings belongs to the held-out template families. A parameter is optional exactly if its schema has a
+default.
 
 Tools are invented so that a model learns to read schemas instead of memorizing tools. `invent` combines a verb, a noun
 and one to four parameters; names, types, enums, defaults and wordings follow from them. `sibling` is a near-duplicate
 (same verb or same noun). `renamed` gives any tool and its parameters random names; the old names remain as
-descriptions. An invented tool executes by writing to `World.ledger`.
+descriptions. An invented tool executes by writing to `ToolWorld.ledger`.
 
 Not promised: that any result is true of the real world, or that invented tools make sense.
 """
@@ -66,7 +67,7 @@ class ToolError(Exception):
 
 
 @dataclass
-class World:
+class ToolWorld:
     """All state that tools can change; a new one is empty."""
 
     contacts: dict[str, Result] = field(default_factory=dict)
@@ -130,7 +131,7 @@ class Param:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tool:
+class ToolSpec:
     """One tool, its function and its wordings."""
 
     name: str
@@ -199,7 +200,7 @@ def nested(leaves: dict[str, tuple[str, Kind]]) -> Param:
     return Param(schema, {name: kind for name, (_, kind) in leaves.items()})
 
 
-def function(tool: Tool) -> JsonObject:
+def function(tool: ToolSpec) -> JsonObject:
     """The tool's schema in the OpenAI form."""
     properties = {name: parameter.schema for name, parameter in tool.params.items()}
     required = [name for name, schema in properties.items() if "default" not in schema]
@@ -222,7 +223,7 @@ def placeholders(wording: str) -> tuple[str, ...]:
     return tuple(name for _, name, _, _ in Formatter().parse(wording) if name)
 
 
-def draw(tool: Tool, rng: Random) -> dict[str, Value]:
+def draw(tool: ToolSpec, rng: Random) -> dict[str, Value]:
     """Draw a value for every parameter; no two texts or numbers of one request are equal."""
     while True:
         values: dict[str, Value] = {}
@@ -237,7 +238,7 @@ def draw(tool: Tool, rng: Random) -> dict[str, Value]:
             return values
 
 
-def arguments_in(tool: Tool, wording: str, values: dict[str, Value]) -> dict[str, Value]:
+def arguments_in(tool: ToolSpec, wording: str, values: dict[str, Value]) -> dict[str, Value]:
     """The arguments that a wording states, in the schema's order; the others take their defaults."""
     named = placeholders(wording)
     return {
@@ -247,7 +248,7 @@ def arguments_in(tool: Tool, wording: str, values: dict[str, Value]) -> dict[str
     }
 
 
-def fill(tool: Tool, wording: str, values: dict[str, Value], rng: Random) -> str:
+def fill(tool: ToolSpec, wording: str, values: dict[str, Value], rng: Random) -> str:
     """The wording with its placeholders filled."""
     texts: dict[str, str] = {}
     for name, value in values.items():
@@ -268,7 +269,7 @@ def leaf_values(value: Value) -> list[Value]:
     return [value]
 
 
-def execute(tool: Tool, world: World, arguments: dict[str, Value]) -> Result:
+def execute(tool: ToolSpec, world: ToolWorld, arguments: dict[str, Value]) -> Result:
     """Run the tool; an invented one only writes to the ledger. `arguments` must fit the schema. Raises ToolError."""
     arguments = {tool.old_names.get(name, name): value for name, value in arguments.items()}
     if tool.run is not None:
@@ -344,7 +345,7 @@ def _words(kind: str) -> tuple[str, ...]:
     return word_list("tools.yaml", kind)
 
 
-def invent(rng: Random, verb: str | None = None, noun: str | None = None) -> Tool:
+def invent(rng: Random, verb: str | None = None, noun: str | None = None) -> ToolSpec:
     """A new tool with one to four parameters; without `verb` or `noun` they are drawn."""
     verb, noun = verb or _verb(rng), noun or _noun(rng)
     parts: list[Part] = []
@@ -368,7 +369,7 @@ def invent(rng: Random, verb: str | None = None, noun: str | None = None) -> Too
         _fronted_wording(wish, rng.sample(parts, len(parts)), rng),
     ]
     missing = [(next(iter(p)), _wording(wish, parts, phrase)) for p, phrase in required if len(p) == 1]
-    return Tool(
+    return ToolSpec(
         name=_join(rng, verb, noun),
         domain=f"{verb} {noun}",
         description=_description(rng, verb, noun),
@@ -388,7 +389,7 @@ def _noun(rng: Random) -> str:
     return rng.choice(words("common")) if form < 0.5 else rng.choice(words("nouns")) if form < 0.75 else made_up(rng)
 
 
-def sibling(tool: Tool, rng: Random) -> Tool:
+def sibling(tool: ToolSpec, rng: Random) -> ToolSpec:
     """A near-duplicate of an invented tool, with another verb or another noun."""
     verb, noun = tool.domain.split(" ")
     other = verb
@@ -397,13 +398,13 @@ def sibling(tool: Tool, rng: Random) -> Tool:
     return invent(rng, verb=other, noun=noun) if swap_verb else invent(rng, verb=verb, noun=other)
 
 
-def lookup(rng: Random, noun: str) -> Tool:
+def lookup(rng: Random, noun: str) -> ToolSpec:
     """A tool that finds the id of a thing by its name: the first of two calls."""
     kind = rng.choice((PERSON, CITY, TITLE, WORD, DATE))
     verb = rng.choice(_words("finders"))
     key = rng.choice(("name", "query", "title", "owner"))
     wording = f"{verb} the {noun} of {{{key}}}"
-    return Tool(
+    return ToolSpec(
         name=_join(rng, verb, noun),
         domain=f"{verb} {noun}",
         description=f"{verb.capitalize()} a {noun}.",
@@ -412,7 +413,7 @@ def lookup(rng: Random, noun: str) -> Tool:
     )
 
 
-def user_of(rng: Random, noun: str) -> Tool:
+def user_of(rng: Random, noun: str) -> ToolSpec:
     """A tool that needs the id which `lookup` finds: the second of two calls."""
     tool = invent(rng, verb=rng.choice([verb for verb in _words("verbs") if verb not in _words("finders")]), noun=noun)
     verb = tool.domain.split(" ")[0]
@@ -423,7 +424,7 @@ def user_of(rng: Random, noun: str) -> Tool:
     return replace(tool, params=params, wordings=(tail,) * 5, missing=(), answer="Done.")
 
 
-def renamed(tool: Tool, rng: Random) -> Tool:
+def renamed(tool: ToolSpec, rng: Random) -> ToolSpec:
     """The tool with random names for itself and its parameters; only the descriptions tell their meaning."""
     new_names = {name: _gibberish(rng) if rng.random() < 0.7 else name for name in tool.params}
     if len(set(new_names.values())) < len(new_names):

@@ -4,8 +4,8 @@
 arguments)` executes a call by name; results are JSON objects, also a refusal: `{"error": message}`. To add a tool,
 write a function, its entry in PARAMETERS, and its wordings in `toolbox.yaml` (docs/extending.md).
 
-Every function takes the `World` first, then exactly the tool's parameters, and returns a JSON object (the result in a
-conversation). Raises ToolError if the world cannot serve the request.
+Every function takes the `ToolWorld` first, then exactly the tool's parameters, and returns a JSON object (the result in
+a conversation). Raises ToolError if the world cannot serve the request.
 
 Not promised: that the tools match the real world, or sensible results for arguments that do not fit the tool's schema
 (`run` checks them first).
@@ -19,9 +19,9 @@ from pipeline.synthetic.tool_schemas import (
     Chain,
     Param,
     Result,
-    Tool,
     ToolError,
-    World,
+    ToolSpec,
+    ToolWorld,
     array,
     choice,
     execute,
@@ -77,7 +77,7 @@ EUROS = {"EUR": 1.0, "USD": 0.9, "GBP": 1.2, "JPY": 0.006, "CHF": 1.05, "INR": 0
 
 
 @cache
-def tools() -> dict[str, Tool]:
+def tools() -> dict[str, ToolSpec]:
     """The tools, by name."""
     functions = {function.__name__: (function, params) for function, params in PARAMETERS}
     tools = {
@@ -99,10 +99,10 @@ def _tool(
     missing: str,
     answer: str,
     fragile: str | None = None,
-) -> Tool:
+) -> ToolSpec:
     """A tool from its row: lines of wordings, and lines `parameter: wording without it`."""
     without = [line.split(": ", 1) for line in missing.splitlines()]
-    return Tool(
+    return ToolSpec(
         name=run.__name__,
         domain=domain,
         description=description,
@@ -116,13 +116,13 @@ def _tool(
 
 
 @cache
-def seen() -> tuple[Tool, ...]:
+def seen() -> tuple[ToolSpec, ...]:
     """The tools that occur in training."""
     return tuple(tool for tool in tools().values() if tool.domain not in HELD_OUT_DOMAINS)
 
 
 @cache
-def unseen() -> tuple[Tool, ...]:
+def unseen() -> tuple[ToolSpec, ...]:
     """The tools that do not."""
     return tuple(tool for tool in tools().values() if tool.domain in HELD_OUT_DOMAINS)
 
@@ -133,7 +133,7 @@ def chains() -> tuple[Chain, ...]:
     return tuple(Chain(**{**row, "tails": tuple(row["tails"].splitlines())}) for row in table("toolbox.yaml")["chains"])
 
 
-def run(world: World, name: str, arguments: Value) -> Result:
+def run(world: ToolWorld, name: str, arguments: Value) -> Result:
     """Execute a call, whatever a model wrote.
 
     An unknown tool, arguments that violate the schema, a refusal and unusable values (an infinite number, "half past"
@@ -154,90 +154,90 @@ def run(world: World, name: str, arguments: Value) -> Result:
 # -- functions ---------------------------------------------------------------------------------------------------------
 
 
-def power(_: World, base: float, exponent: int) -> Result:
+def power(_: ToolWorld, base: float, exponent: int) -> Result:
     """Raise a base to an exponent."""
     if abs(exponent) > 20:
         raise ToolError("the exponent is at most 20")
     return {"result": round_number(float(base) ** exponent)}
 
 
-def percentage(_: World, percent: float, value: float) -> Result:
+def percentage(_: ToolWorld, percent: float, value: float) -> Result:
     """Take a percentage of a value."""
     return {"result": round_number(percent * value / 100)}
 
 
-def mean(_: World, numbers: list[float]) -> Result:
+def mean(_: ToolWorld, numbers: list[float]) -> Result:
     """Mean of some numbers."""
     return {"mean": round_number(sum(numbers) / len(numbers))}
 
 
-def convert_length(_: World, value: float, from_unit: str, to_unit: str) -> Result:
+def convert_length(_: ToolWorld, value: float, from_unit: str, to_unit: str) -> Result:
     """Convert a length between units."""
     return {"result": round_number(value * METRES[from_unit] / METRES[to_unit])}
 
 
-def count_words(_: World, text: str) -> Result:
+def count_words(_: ToolWorld, text: str) -> Result:
     """Count the words of a text."""
     return {"words": len(text.split())}
 
 
-def reverse_text(_: World, text: str) -> Result:
+def reverse_text(_: ToolWorld, text: str) -> Result:
     """Reverse a text."""
     return {"text": text[::-1]}
 
 
-def replace_word(_: World, text: str, old: str, new: str) -> Result:
+def replace_word(_: ToolWorld, text: str, old: str, new: str) -> Result:
     """Replace a word in a text."""
     return {"text": " ".join(new if word == old else word for word in text.split(" "))}
 
 
-def repeat_text(_: World, text: str, times: int, separator: str = " ") -> Result:
+def repeat_text(_: ToolWorld, text: str, times: int, separator: str = " ") -> Result:
     """Repeat a text."""
     return {"text": separator.join([text] * min(times, 20))}
 
 
-def add_days(_: World, date: str, days: int) -> Result:
+def add_days(_: ToolWorld, date: str, days: int) -> Result:
     """Add days to a date."""
     return {"date": (parse_date(date) + datetime.timedelta(days=days)).isoformat()}
 
 
-def days_between(_: World, start: str, end: str) -> Result:
+def days_between(_: ToolWorld, start: str, end: str) -> Result:
     """Days from a start to an end date."""
     return {"days": (parse_date(end) - parse_date(start)).days}
 
 
-def get_weekday(_: World, date: str) -> Result:
+def get_weekday(_: ToolWorld, date: str) -> Result:
     """Weekday of a date."""
     names = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
     return {"weekday": names[parse_date(date).weekday()]}
 
 
-def add_minutes(_: World, time: str, minutes: int) -> Result:
+def add_minutes(_: ToolWorld, time: str, minutes: int) -> Result:
     """Add minutes to a time."""
     hours, _colon, rest = time.partition(":")
     total = (int(hours) * 60 + int(rest) + minutes) % 1440
     return {"time": f"{total // 60:02d}:{total % 60:02d}"}
 
 
-def get_weather(_: World, city: str, unit: str = "celsius") -> Result:
+def get_weather(_: ToolWorld, city: str, unit: str = "celsius") -> Result:
     """Current weather in a city."""
     celsius = hash_of("weather", require_known("city", city, words("cities"))) % 35 - 2
     sky = ("sunny", "cloudy", "rainy", "windy", "foggy")[hash_of("sky", city) % 5]
     return {"temperature": celsius if unit == "celsius" else round_number(celsius * 1.8 + 32), "sky": sky}
 
 
-def get_forecast(_: World, city: str, days: int = 3) -> Result:
+def get_forecast(_: ToolWorld, city: str, days: int = 3) -> Result:
     """Weather forecast for the next days."""
     require_known("city", city, words("cities"))
     return {"temperatures": [hash_of("forecast", city, d) % 30 for d in range(min(days, 14))]}
 
 
-def get_wind(_: World, city: str) -> Result:
+def get_wind(_: ToolWorld, city: str) -> Result:
     """Wind speed in a city."""
     return {"speed": hash_of("wind", require_known("city", city, words("cities"))) % 60}
 
 
-def warmest_city(_: World, cities: list[str]) -> Result:
+def warmest_city(_: ToolWorld, cities: list[str]) -> Result:
     """Find the warmest of some cities."""
     return {
         "city": max(
@@ -246,14 +246,14 @@ def warmest_city(_: World, cities: list[str]) -> Result:
     }
 
 
-def find_phone(world: World, name: str) -> Result:
+def find_phone(world: ToolWorld, name: str) -> Result:
     """Find the phone number of a person."""
     if name in world.contacts:
         return {"phone": world.contacts[name]["phone"]}
     return {"phone": f"{hash_of('phone', require_person(name)) % 800 + 200}-{hash_of('line', name) % 9000 + 1000}"}
 
 
-def find_email(world: World, name: str) -> Result:
+def find_email(world: ToolWorld, name: str) -> Result:
     """Find the email address of a person."""
     if name in world.contacts and world.contacts[name]["email"]:
         return {"email": world.contacts[name]["email"]}
@@ -261,13 +261,13 @@ def find_email(world: World, name: str) -> Result:
     return {"email": f"{first}.{nouns[hash_of('mail', name) % len(nouns)]}@{nouns[hash_of(name) % 40]}.org"}
 
 
-def add_contact(world: World, name: str, phone: str, email: str | None = None) -> Result:
+def add_contact(world: ToolWorld, name: str, phone: str, email: str | None = None) -> Result:
     """Add a contact."""
     world.contacts[name] = {"phone": phone, "email": email}
     return {"saved": name}
 
 
-def delete_contact(world: World, name: str) -> Result:
+def delete_contact(world: ToolWorld, name: str) -> Result:
     """Delete a contact."""
     if name not in world.contacts:
         require_person(name)
@@ -276,108 +276,108 @@ def delete_contact(world: World, name: str) -> Result:
     return {"deleted": name}
 
 
-def add_task(world: World, title: str, priority: str = "normal") -> Result:
+def add_task(world: ToolWorld, title: str, priority: str = "normal") -> Result:
     """Add a task to the list."""
     world.tasks.append({"title": title, "priority": priority})
     return {"task_id": f"T{hash_of('task', title) % 9000 + 1000}"}
 
 
-def set_due_date(world: World, task_id: str, date: str) -> Result:
+def set_due_date(world: ToolWorld, task_id: str, date: str) -> Result:
     """Set the due date of a task."""
     world.due[task_id] = parse_date(date).isoformat()
     return {"task_id": task_id, "due": date}
 
 
-def set_reminder(world: World, text: str, minutes: int) -> Result:
+def set_reminder(world: ToolWorld, text: str, minutes: int) -> Result:
     """Remind the user after some minutes."""
     world.timers.append({"label": text, "minutes": minutes, "kind": "reminder"})
     return {"minutes": minutes}
 
 
-def start_timer(world: World, minutes: int, label: str = "timer") -> Result:
+def start_timer(world: ToolWorld, minutes: int, label: str = "timer") -> Result:
     """Start a timer."""
     world.timers.append({"label": label, "minutes": minutes, "kind": "timer"})
     return {"label": label, "minutes": minutes}
 
 
-def _room(world: World, room: str) -> Result:
+def _room(world: ToolWorld, room: str) -> Result:
     return world.rooms.setdefault(require_known("room", room, words("rooms")), {})
 
 
-def set_light(world: World, room: str, brightness: int) -> Result:
+def set_light(world: ToolWorld, room: str, brightness: int) -> Result:
     """Set the light in a room."""
     _room(world, room)["light"] = brightness
     return {"room": room, "brightness": brightness}
 
 
-def set_heating(world: World, room: str, degrees: float) -> Result:
+def set_heating(world: ToolWorld, room: str, degrees: float) -> Result:
     """Set the heating in a room."""
     _room(world, room)["heating"] = degrees
     return {"room": room, "degrees": degrees}
 
 
-def play_music(world: World, song: str, room: str = "kitchen") -> Result:
+def play_music(world: ToolWorld, song: str, room: str = "kitchen") -> Result:
     """Play a song in a room."""
     _room(world, room)["song"] = song
     return {"playing": song, "room": room}
 
 
-def save_scene(world: World, name: str, settings: Result) -> Result:
+def save_scene(world: ToolWorld, name: str, settings: Result) -> Result:
     """Save a scene with light and heating."""
     world.scenes[name] = settings
     return {"scene": name}
 
 
-def create_file(world: World, path: str, content: str = "") -> Result:
+def create_file(world: ToolWorld, path: str, content: str = "") -> Result:
     """Create a file."""
     world.files[path] = content
     return {"created": path}
 
 
-def read_file(world: World, path: str) -> Result:
+def read_file(world: ToolWorld, path: str) -> Result:
     """Read a file."""
     nouns = words("nouns")
     content = [nouns[hash_of(path, i) % len(nouns)] for i in range(2 + hash_of(path) % 3)]
     return {"content": world.files.get(path, " ".join(content))}
 
 
-def rename_file(world: World, path: str, new_path: str) -> Result:
+def rename_file(world: ToolWorld, path: str, new_path: str) -> Result:
     """Rename a file."""
     world.files[new_path] = world.files.pop(path, "")
     return {"renamed": new_path}
 
 
-def move_files(world: World, paths: list[str], folder: str) -> Result:
+def move_files(world: ToolWorld, paths: list[str], folder: str) -> Result:
     """Move files to a folder."""
     for path in paths:
         world.files[f"{folder}/{path.rsplit('/', 1)[-1]}"] = world.files.pop(path, "")
     return {"moved": len(paths)}
 
 
-def find_product(_: World, name: str) -> Result:
+def find_product(_: ToolWorld, name: str) -> Result:
     """Find a product by name."""
     require_known("product", name, products())
     return {"product_id": f"P{hash_of('product', name) % 900 + 100}", "price": hash_of("price", name) % 90 + 9}
 
 
-def order_product(world: World, product_id: str, quantity: int = 1, gift: bool = False) -> Result:
+def order_product(world: ToolWorld, product_id: str, quantity: int = 1, gift: bool = False) -> Result:
     """Order a product."""
     world.orders.append({"product_id": product_id, "quantity": quantity, "gift": gift})
     return {"order_id": f"R{hash_of('order', product_id, quantity) % 90000 + 10000}"}
 
 
-def track_order(_: World, order_id: str) -> Result:
+def track_order(_: ToolWorld, order_id: str) -> Result:
     """Track an order."""
     return {"status": ("packed", "sent", "delivered", "delayed")[hash_of("track", order_id) % 4]}
 
 
-def order_items(world: World, items: list[Result]) -> Result:
+def order_items(world: ToolWorld, items: list[Result]) -> Result:
     """Order several items at once."""
     world.orders.extend(items)
     return {"order_id": f"R{hash_of('items', items) % 90000 + 10000}"}
 
 
-def find_flight(_: World, from_city: str, to_city: str, date: str) -> Result:
+def find_flight(_: ToolWorld, from_city: str, to_city: str, date: str) -> Result:
     """Find a flight between two cities."""
     require_known("city", from_city, words("cities"))
     require_known("city", to_city, words("cities"))
@@ -385,30 +385,30 @@ def find_flight(_: World, from_city: str, to_city: str, date: str) -> Result:
     return {"flight_id": f"F{hash_of('flight', *seed) % 900 + 100}", "price": hash_of("fare", *seed) % 400 + 60}
 
 
-def book_flight(world: World, flight_id: str, seats: int = 1) -> Result:
+def book_flight(world: ToolWorld, flight_id: str, seats: int = 1) -> Result:
     """Book seats on a flight."""
     world.bookings.append({"flight_id": flight_id, "seats": seats})
     return {"booking_id": f"B{hash_of('seat', flight_id) % 9000 + 1000}"}
 
 
-def book_hotel(world: World, city: str, nights: int, stars: int = 3) -> Result:
+def book_hotel(world: ToolWorld, city: str, nights: int, stars: int = 3) -> Result:
     """Book a hotel in a city."""
     world.bookings.append({"city": require_known("city", city, words("cities")), "nights": nights, "stars": stars})
     return {"booking_id": f"B{hash_of('hotel', city, nights) % 9000 + 1000}"}
 
 
-def book_taxi(world: World, address: Result, time: str) -> Result:
+def book_taxi(world: ToolWorld, address: Result, time: str) -> Result:
     """Book a taxi to an address."""
     world.bookings.append({"address": address, "time": time})
     return {"booking_id": f"B{hash_of('taxi', sorted(address.items()), time) % 9000 + 1000}"}
 
 
-def find_account(_: World, owner: str) -> Result:
+def find_account(_: ToolWorld, owner: str) -> Result:
     """Find the account of an owner."""
     return {"account": f"AC{hash_of('account', require_person(owner)) % 9000 + 1000}"}
 
 
-def get_balance(world: World, account: str) -> Result:
+def get_balance(world: ToolWorld, account: str) -> Result:
     """Get the balance of an account."""
     moved = sum(
         (t["to_account"] == account) * t["amount"] - (t["from_account"] == account) * t["amount"]
@@ -417,7 +417,7 @@ def get_balance(world: World, account: str) -> Result:
     return {"balance": round_number(hash_of("balance", account) % 9000 + 3000 + moved)}
 
 
-def transfer_money(world: World, from_account: str, to_account: str, amount: float) -> Result:
+def transfer_money(world: ToolWorld, from_account: str, to_account: str, amount: float) -> Result:
     """Transfer an amount between accounts."""
     if amount > 20000:
         raise ToolError("the limit is 20000")
@@ -425,30 +425,30 @@ def transfer_money(world: World, from_account: str, to_account: str, amount: flo
     return {"transferred": amount}
 
 
-def convert_currency(_: World, amount: float, from_currency: str, to_currency: str) -> Result:
+def convert_currency(_: ToolWorld, amount: float, from_currency: str, to_currency: str) -> Result:
     """Convert an amount to another currency."""
     return {"result": round_number(amount * EUROS[from_currency] / EUROS[to_currency])}
 
 
-def send_email(world: World, to: str, subject: str, body: str | None = None) -> Result:
+def send_email(world: ToolWorld, to: str, subject: str, body: str | None = None) -> Result:
     """Send an email."""
     world.sent.append({"to": to, "subject": subject, "body": body})
     return {"sent": to}
 
 
-def send_sms(world: World, phone: str, text: str) -> Result:
+def send_sms(world: ToolWorld, phone: str, text: str) -> Result:
     """Send a text message to a phone."""
     world.sent.append({"phone": phone, "text": text})
     return {"sent": phone}
 
 
-def schedule_meeting(world: World, title: str, people: list[str], time: str) -> Result:
+def schedule_meeting(world: ToolWorld, title: str, people: list[str], time: str) -> Result:
     """Schedule a meeting with people."""
     world.sent.append({"title": title, "people": people, "time": time})
     return {"meeting": title, "time": time}
 
 
-def post_message(world: World, channel: str, text: str, urgent: bool = False) -> Result:
+def post_message(world: ToolWorld, channel: str, text: str, urgent: bool = False) -> Result:
     """Post a message in a channel."""
     world.sent.append({"channel": channel, "text": text, "urgent": urgent})
     return {"posted": channel}

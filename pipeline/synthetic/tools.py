@@ -55,7 +55,17 @@ from pipeline.synthetic.tool_dialogues import (
     request_several,
     stands_alone,
 )
-from pipeline.synthetic.tool_schemas import Tool, arguments_in, draw, fill, function, invent, problems, renamed, sibling
+from pipeline.synthetic.tool_schemas import (
+    ToolSpec,
+    arguments_in,
+    draw,
+    fill,
+    function,
+    invent,
+    problems,
+    renamed,
+    sibling,
+)
 from pipeline.synthetic.toolbox import seen
 from pipeline.synthetic.wording import Value, fill_template, frame_request, pick_family, sentences, table, words
 
@@ -424,7 +434,7 @@ def _choice_script(rng: Random, split: str) -> Script | None:
     return script
 
 
-def _size(tool: Tool) -> int:
+def _size(tool: ToolSpec) -> int:
     return len(json.dumps(function(tool)["function"]))
 
 
@@ -433,8 +443,8 @@ def _length(message: Message) -> int:
     return 20 + len(message["content"]) + sum(40 + len(name) + len(json.dumps(a)) for name, a in calls(message))
 
 
-def _draw_tools(rng: Random) -> list[Tool]:
-    num_tools, tools = rng.choice(NUM_TOOLS), list[Tool]()
+def _draw_tools(rng: Random) -> list[ToolSpec]:
+    num_tools, tools = rng.choice(NUM_TOOLS), list[ToolSpec]()
     while len(tools) < num_tools:
         base = rng.choice(tools) if tools and rng.random() < SIBLING else None
         if rng.random() < REAL:
@@ -447,7 +457,7 @@ def _draw_tools(rng: Random) -> list[Tool]:
     return tools
 
 
-def _draw_request(options: DialogueOptions, tools: list[Tool]) -> Request | None:
+def _draw_request(options: DialogueOptions, tools: list[ToolSpec]) -> Request | None:
     """A wish and the calls that serve it; None if the draw fails."""
     rng, form = options.rng, options.rng.random()
     if form < REFUSED:

@@ -118,7 +118,7 @@ INTERNAL = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Block:
+class KeyBlock:
     """A block of keys: a section of the document."""
 
     name: str
@@ -145,7 +145,7 @@ def document(root: Path) -> str:
     return "\n".join(parts)
 
 
-def blocks(root: Path) -> list[Block]:
+def blocks(root: Path) -> list[KeyBlock]:
     """The blocks of params.yaml in its order, then those that are not in it, then `runtime`."""
     stages, result = stage_names(root), []
     shared: dict[str, Any] = {}  # blocks that belong to no stage
@@ -156,15 +156,15 @@ def blocks(root: Path) -> list[Block]:
         links = tuple(text for name, kind in sources for text in _links(name, kind, stages))
         shared |= {name: kind for name, kind in sources if name.partition(".")[0] not in (*GROUPS, *stages)}
         result.append(
-            Block(
+            KeyBlock(
                 name=stage, kind=module.Params, says=_sentence(module.__doc__ or ""), also=links, presets=preset_names
             )
         )
     for name, kind in shared.items():
         readers = [f"`{block.name}`" for block in result if name in dict(_sources(block.kind))]
-        result.append(Block(name=name, kind=kind, says=f"Read by {', '.join(readers)}."))
+        result.append(KeyBlock(name=name, kind=kind, says=f"Read by {', '.join(readers)}."))
     result.append(
-        Block(
+        KeyBlock(
             name="runtime",
             kind=Runtime,
             says=(
@@ -219,7 +219,7 @@ def top_level_keys(root: Path) -> str:
     return table(["key", "type", "meaning"], rows)
 
 
-def section(block: Block, scales: Sequence[Mapping[str, Any]]) -> str:
+def section(block: KeyBlock, scales: Sequence[Mapping[str, Any]]) -> str:
     """The section of a block: a sentence, what else its stage reads, a row for each key."""
     layers = [scale.get(block.name) or {} for scale in scales]
     columns = SCALES if any(layers) else ("default",)

@@ -8,7 +8,7 @@ from pipeline.evaluation.tools import call_reward
 from pipeline.ingest.records import Pair, Problem
 from pipeline.rl.answers import Answer
 from pipeline.rl.rewards import Resources, Scorer
-from pipeline.sandbox.judge import Judge, Limits, Program, SandboxConfig
+from pipeline.sandbox.judge import Candidate, Judge, Limits, SandboxConfig
 from tests import rollouts
 
 TESTS = [{"args": "[1]", "expected": "None", "visible": False}]  # what a function that does nothing would say
@@ -27,9 +27,9 @@ def test_an_answer_without_code_passes_no_test() -> None:
         scorer = Scorer({"code": 1.0}, Resources(max_new_tokens=16, judge=judge))
         assert [one.total for one in scorer([answer(text, PROBLEM) for text in NOTHING])] == [0.0] * len(NOTHING)
         sources = [None, "", " \n", "# f\n"]
-        verdicts = list(judge.judge(Program(source=source, entry_point="f", tests=TESTS) for source in sources))
+        verdicts = list(judge.judge(Candidate(source=source, entry_point="f", tests=TESTS) for source in sources))
         assert [verdict.score for verdict in verdicts] == [0.0] * 4
-        (untested,) = judge.judge([Program(source="def f(x): pass", entry_point="f", tests=[])])
+        (untested,) = judge.judge([Candidate(source="def f(x): pass", entry_point="f", tests=[])])
         assert (untested.verdict, untested.score) == ("unscorable", None)  # nobody knows, which is neither 0 nor 1
 
 

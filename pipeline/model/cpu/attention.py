@@ -47,7 +47,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Plan:
+class TilePlan:
     """Documents, one after another on a line, cut into tiles; made once a batch, shared by all layers."""
 
     tokens: int  # of the line with its padding: a multiple of 128
@@ -55,7 +55,7 @@ class Plan:
 
 
 @lru_cache(maxsize=2)  # batches of full rows have equal plans
-def plan(lengths: tuple[int, ...], causal: bool, heads: int) -> Plan:
+def plan(lengths: tuple[int, ...], causal: bool, heads: int) -> TilePlan:
     """Cut documents of these lengths, for `heads` query heads. The padding of the last tile is its own document."""
     missing = -sum(lengths) % TILE
     lengths = (*lengths, missing) if missing else lengths
@@ -71,7 +71,7 @@ def plan(lengths: tuple[int, ...], causal: bool, heads: int) -> Plan:
         for begin in range(0, len(tiles), most):
             part = tiles[begin : begin + most]
             groups.append(_group(part, first[part][:, None] + np.arange(size), document, causal))
-    return Plan(len(document), tuple(groups))
+    return TilePlan(len(document), tuple(groups))
 
 
 def _group(tiles: np.ndarray, keys: np.ndarray, document: np.ndarray, causal: bool) -> Group:
@@ -113,7 +113,7 @@ def _group_keys(x: Tensor, keys: tuple[Where, ...]) -> Tensor:
     return torch.stack([x[where] for where in keys], dim=2).flatten(2, 4).flatten(0, 1)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, list[Tensor]]:
+def forward(q: Tensor, k: Tensor, v: Tensor, plan: TilePlan) -> tuple[Tensor, list[Tensor]]:
     """Attention of scaled queries (N, H, h) to keys and values (N, K, h), all in bf16.
 
     Returns the result, padded to the plan's tokens, and the tensors that the backward pass needs besides it.
@@ -138,7 +138,7 @@ def _probabilities(rows: Tensor, keys: Tensor, group: Group, kv_heads: int) -> T
     return primitives.probabilities(masked, group.mask).view(scores.shape)
 
 
-def backward(grad: Tensor, out: Tensor, saved: Sequence[Tensor], plan: Plan, kv_heads: int) -> Tensor:
+def backward(grad: Tensor, out: Tensor, saved: Sequence[Tensor], plan: TilePlan, kv_heads: int) -> Tensor:
     """Gradients of queries, keys and values side by side, (N, H + 2K, h) in float32, from that of the result (N, H,
     h).
     """

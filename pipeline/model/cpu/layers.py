@@ -50,7 +50,7 @@ class Context(FunctionCtx):
     needs_input_grad: tuple[bool, ...]
     dtype: torch.dtype
     heads: int
-    plan: cpu_attention.Plan
+    plan: cpu_attention.TilePlan
     normed: bool
     blocks: list[Block]
 
@@ -86,7 +86,7 @@ def attention(
     norms: tuple[Tensor, Tensor] | None,
     eps: float,
     heads: int,
-    plan: cpu_attention.Plan,
+    plan: cpu_attention.TilePlan,
 ) -> Tensor:
     """Attention of queries, keys and values side by side, (N, H + 2K, h) in bf16 -> (N, H * h) in bf16.
 
@@ -148,7 +148,7 @@ class _Attention(Function):
         keys: Tensor | None,
         eps: float,
         heads: int,
-        plan: cpu_attention.Plan,
+        plan: cpu_attention.TilePlan,
     ) -> Tensor:
         both = (x.shape[1] + heads) // 2
         weights = _weights(queries, keys, heads, both, x.shape[2])
