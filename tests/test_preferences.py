@@ -12,7 +12,7 @@ from pipeline.ingest.records import Pair, Problem
 from pipeline.run.device import stable_hash
 from pipeline.run.errors import DataError
 from pipeline.synthetic import preferences, programs, stories, tools
-from pipeline.synthetic.preferences import Candidate, assistant, balanced, chosen_is_longer, code_gold, flip, length
+from pipeline.synthetic.preferences import ScoredAnswer, assistant, balanced, chosen_is_longer, code_gold, flip, length
 
 COUNT = 120
 
@@ -160,13 +160,13 @@ def test_only_unequal_lengths_count_as_longer_or_shorter() -> None:
 
 
 def test_of_candidates_there_is_at_most_one_pair_of_either_direction() -> None:
-    candidates = [Candidate(assistant("x" * n), gold) for n, gold in ((3, 1.0), (9, 0.5), (1, 0.4), (5, 0.95))]
+    candidates = [ScoredAnswer(assistant("x" * n), gold) for n, gold in ((3, 1.0), (9, 0.5), (1, 0.4), (5, 0.95))]
     for seed in range(20):
         found = list(preferences._pair("i", "code", [], candidates, Random(seed), {}))
         assert sorted(length(p.chosen[0]) > length(p.rejected[0]) for p in found) == [False, True]
-    close = [Candidate(assistant("x"), 0.5), Candidate(assistant("xx"), 0.59)]
+    close = [ScoredAnswer(assistant("x"), 0.5), ScoredAnswer(assistant("xx"), 0.59)]
     assert list(preferences._pair("i", "code", [], close, Random(0), {})) == []
-    exact = [Candidate(assistant("x"), 0.7), Candidate(assistant("xx"), 0.8)]  # 0.8 - 0.7 is 0.1 less a rounding
+    exact = [ScoredAnswer(assistant("x"), 0.7), ScoredAnswer(assistant("xx"), 0.8)]  # 0.8 - 0.7 is 0.1 less a rounding
     assert len(list(preferences._pair("i", "code", [], exact, Random(0), {}))) == 1
 
 

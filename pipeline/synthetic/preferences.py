@@ -32,7 +32,7 @@ JudgeSources = Callable[[list[tuple[Problem, str]]], Iterator[float | None]]
 
 
 @dataclass(frozen=True)
-class Candidate:
+class ScoredAnswer:
     """An answer and its true score in [0, 1]."""
 
     message: Message
@@ -137,7 +137,7 @@ def _pair(
     identity: str,
     kind: str,
     prompt: list[Message],
-    candidates: list[Candidate],
+    candidates: list[ScoredAnswer],
     rng: Random,
     truth: JsonObject,
     offered: list[JsonObject] | None = None,
@@ -181,10 +181,10 @@ def code_pairs(problems: Iterable[Problem], seed: int, judge: JudgeSources) -> I
             assert problem.answer is not None
             sources.append((problem, problem.answer))
             sources += [(problem, programs.fenced(text)) for _, text in programs.distractors(problem, seed)]
-        scored: dict[str, list[Candidate]] = {}
+        scored: dict[str, list[ScoredAnswer]] = {}
         for (problem, content), passed in zip(sources, judge(sources), strict=True):
             if passed is not None:  # without a verdict there is no true score
-                candidate = Candidate(assistant(content), code_gold(content, passed))
+                candidate = ScoredAnswer(assistant(content), code_gold(content, passed))
                 scored.setdefault(problem.id, []).append(candidate)
         for problem in batch:
             prompt = [{"role": "user", "content": problem.question}]
@@ -203,7 +203,7 @@ def tool_pairs(dialogues: Iterable[Dialogue], seed: int) -> Iterator[Pair]:
         turn = turns[0]
         right = dialogue.messages[turn]
         answers = [right, *(message for _, message in tools.wrong_answers(dialogue, seed, turn))]
-        candidates = [Candidate(message, tools.gold(dialogue, message, turn)) for message in answers]
+        candidates = [ScoredAnswer(message, tools.gold(dialogue, message, turn)) for message in answers]
         rng = Random(stable_hash("pair", seed, dialogue.id))
         truth = {"right": right}
         yield from _pair(dialogue.id, "tools", dialogue.messages[:turn], candidates, rng, truth, dialogue.tools)
@@ -214,7 +214,7 @@ def story_pairs(paths: Iterable[str], seed: int) -> Iterator[Pair]:
     for path in paths:
         text = stories.story(path)
         versions = [text, *edits(text, path, generator("story pair", seed, path)).values()]
-        candidates = [Candidate(assistant(version), story_gold(version)) for version in versions]
+        candidates = [ScoredAnswer(assistant(version), story_gold(version)) for version in versions]
         rng = Random(stable_hash("pair", seed, path))
         yield from _pair(path, "story", story_prompt(stories.opening(text)), candidates, rng, {})
 
