@@ -16,28 +16,12 @@ import pytest
 
 from pipeline.learning import fit
 from pipeline.model import checkpoint
+from tests.loop import DOOMED, Stopped
 from tests.workspace import SETTINGS, Workspace, arguments
 
 pytestmark = pytest.mark.slow  # each test runs a stage
-# A process that ends itself by SIGKILL before the step that its first argument names.
-DOOMED = """
-import os, runpy, signal, sys
-from pipeline.learning.fit import Run
-original, last = Run._one_step, int(sys.argv[1])
-def step(self):
-    if self.course.step == last:
-        os.kill(os.getpid(), signal.SIGKILL)
-    original(self)
-Run._one_step = step
-sys.argv = sys.argv[2:]
-runpy.run_module("stages." + sys.argv[0], run_name="__main__", alter_sys=True)
-"""
 SAVING: dict[str, Any] = {"runtime.save_steps": 1}
 ROLLING = ("rlhf", "grpo")  # two steps between fills; states are saved between fills alone
-
-
-class Stopped(BaseException):
-    pass
 
 
 def finished(workspace: Workspace, stage: str, **changes: Any) -> tuple[dict[str, str], str]:

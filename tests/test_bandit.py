@@ -31,7 +31,7 @@ from pipeline.rl.rewards import Score
 from pipeline.rl.rollout import Method, Rollout, RolloutConfig, RolloutStream
 from stages import grpo, rlhf
 from tests import rollouts
-from tests.test_fit import job
+from tests.loop import Stopped, job
 
 PAD, END, WANTED, MOST, LONGEST = 0, 1, 5, 4, 12
 
@@ -251,10 +251,6 @@ def test_the_minibatches_of_prompts_have_together_the_gradient_of_the_whole_batc
     batch = stream.batch(0, 0, stream.rows(0, 0))  # the first of four parts: two prompts
     computed = Line.of(batch.documents, True, batch.input_ids).computed
     assert computed is not None and len(computed) <= 2 * 20 + 8 * 4
-
-
-class Stopped(BaseException):
-    pass
 
 
 @pytest.mark.parametrize("kill_at", [1, 4, 6])

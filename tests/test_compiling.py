@@ -18,8 +18,7 @@ from pipeline.learning.states import weights_of
 from pipeline.model.config import ModelConfig
 from pipeline.model.transformer import Transformer
 from pipeline.rl.rollout import RolloutConfig
-from tests.test_fit import Stopped, config, job
-from tests.test_fit_options import Windows
+from tests.loop import Stopped, Windows, config, job
 
 pytestmark = [
     pytest.mark.full,

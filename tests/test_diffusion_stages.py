@@ -19,7 +19,7 @@ from pipeline.model import checkpoint
 from pipeline.run.errors import ModelError
 from tests.diffusion_workspace import STAGES, arguments
 from tests.diffusion_workspace import masked_workspace as masked_workspace
-from tests.test_alignment_resume import DOOMED, Stopped
+from tests.loop import DOOMED, Stopped
 from tests.test_diffusion_published import DREAM, LLADA
 from tests.test_diffusion_published import checkpoint as checkpoint_of
 from tests.workspace import Ended, Workspace, command, pair

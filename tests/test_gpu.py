@@ -18,7 +18,7 @@ from pipeline.learning.states import weights_of
 from pipeline.model.transformer import Transformer
 from pipeline.run import device
 from pipeline.run.config import Runtime
-from tests.test_fit import Stopped
+from tests.loop import Stopped
 from tests.training import Case, Rows, job_of, model_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]

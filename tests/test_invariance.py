@@ -39,7 +39,7 @@ from pipeline.text.tokenizer import Tokenizer
 from stages import reward
 from tests import test_bandit as bandit
 from tests.conftest import SENTENCES
-from tests.test_fit import job
+from tests.loop import job
 
 ROOT = Path(__file__).parents[1]
 KINDS = ("dpo", "reward", "grpo", "ppo")

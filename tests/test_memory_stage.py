@@ -18,7 +18,7 @@ from pipeline.memory.files import QuantisedBank, Wider
 from pipeline.memory.model import Memory
 from pipeline.model import checkpoint
 from pipeline.run import device
-from tests.test_alignment_resume import DOOMED
+from tests.loop import DOOMED
 from tests.workspace import Ended, Workspace, command
 
 pytestmark = pytest.mark.slow  # nearly all of them train; those without the mark `full` are one of each kind of stage

@@ -28,7 +28,7 @@ from pipeline.rl.rollout import RolloutConfig
 from pipeline.run import device
 from pipeline.run.config import Runtime, Settings, build
 from pipeline.run.errors import InputError
-from tests.test_fit import Batch, Dropping, Net, Rows, config, job, loss
+from tests.loop import Batch, Dropping, Net, Rows, config, job, loss
 
 CPU = torch.device("cpu")
 

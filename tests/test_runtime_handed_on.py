@@ -23,11 +23,11 @@ from pipeline.text.tokenizer import Tokenizer
 from stages import corpus, encode, evaluate, reward, tasks
 from tests import test_corpus
 from tests.corpora import documents, write_corpus
+from tests.loop import job
 from tests.test_benchmarks import DOUBLE
 from tests.test_benchmarks import write as write_set
 from tests.test_corpus import Machine
 from tests.test_evaluate import PARAMS as EVALUATE
-from tests.test_fit import job
 from tests.test_tasks import PARAMS as TASKS
 from tests.test_tasks import FakeJudge, made
 from tests.workspace import Workspace

@@ -26,7 +26,7 @@ from pipeline.synthetic import drills, stories
 from pipeline.synthetic import tools as synthetic_tools
 from pipeline.text.tokenizer import Tokenizer
 from stages import evaluate
-from tests.test_fit import job
+from tests.loop import job
 from tests.test_suites import SETTINGS, SOURCE, Judge, problem, text
 
 

@@ -21,7 +21,7 @@ from stages import grpo
 from tests import rollouts
 from tests import test_bandit as bandit
 from tests.goldens import objective
-from tests.test_fit import job
+from tests.loop import job
 
 
 def constants(**changes: float) -> PPOConfig:
