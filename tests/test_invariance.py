@@ -37,7 +37,7 @@ from pipeline.model.transformer import Transformer
 from pipeline.rl.advantages import PPOConfig
 from pipeline.text.tokenizer import Tokenizer
 from stages import reward
-from tests import test_bandit as bandit
+from tests import bandit
 from tests.conftest import SENTENCES
 from tests.loop import job
 

@@ -26,7 +26,7 @@ from pipeline.text.tokenizer import Tokenizer
 from stages import grpo, rlhf
 from tests import rollouts
 from tests.loop import job
-from tests.test_answers import prompts
+from tests.rollouts import prompts
 
 
 @pytest.fixture
