@@ -1,4 +1,4 @@
-"""Answers of canvases, and the loss of a coupled estimate of them."""
+"""What the tests of coupled-GRPO share: an answer on its canvas, and the loss of coupled estimates."""
 
 from typing import Any
 

@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.sandbox.judge import Judge, Limits, Program, SandboxConfig
 from pipeline.synthetic import programs
-from tests.test_service import ended, started
+from tests.sandbox import ended, started
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
 
