@@ -38,7 +38,7 @@ from benchmarks.ngram import Ngram
 from pipeline.batches.corpus import read_meta
 from pipeline.evaluation.intervals import Interval, ratio
 from pipeline.evaluation.suites import SuiteSettings
-from pipeline.run.config import SuiteSettings as Written
+from pipeline.run.config import Settings as Written
 from pipeline.run.config import stage_params
 from pipeline.run.device import generator
 from pipeline.run.errors import DataError, ModelError, StagecoachError

@@ -132,7 +132,7 @@ MUTANTS = [
         "resume",
         f"{LEARNING}/states.py",
         "test_fit.py test_fit_options.py",
-        ('"window": window.state()', '"window": Window().state()'),
+        ('"window": window.state()', '"window": LoggingWindow().state()'),
         ('self.averages.restore(averages, state.meta["averaged"])', "self.averages.restore(averages, 0)"),
         ('state.meta["fingerprint"] != self.fingerprint', 'state.meta["fingerprint"] is None'),
     ),

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 import torch
 
 from pipeline.batches.batch import TokenBatch
@@ -49,3 +50,8 @@ def stream(folder: Path, **changes: object) -> CorpusStream:
 def equal(a: TokenBatch, b: TokenBatch) -> bool:
     names = ("input_ids", "targets", "documents", "positions")
     return all(torch.equal(getattr(a, name), getattr(b, name)) for name in names) and a.num_bytes == b.num_bytes
+
+
+@pytest.fixture(name="corpus", scope="module")
+def token_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_corpus(tmp_path_factory.mktemp("corpus"), documents(120), documents(20, first=1000))

@@ -3,6 +3,7 @@
 """
 
 import itertools
+import math
 from functools import cache
 
 import numpy as np
@@ -43,3 +44,16 @@ def score(logprobs: np.ndarray, sequence: tuple[int, ...]):
 def masked_sums(seed: int, number: int) -> dict[tuple[bool, ...], float]:
     """Sums of log p over the masked tokens of a sequence, for each mask."""
     return {mask: float(np.asarray(score(table(seed), SEQUENCES[number])(mask))[list(mask)].sum()) for mask in MASKS}
+
+
+def order_probability(logprobs: np.ndarray, sequence: tuple[int, ...]) -> float:
+    """p(y) of decoding in a uniformly random order, one token a step."""
+    told = score(logprobs, sequence)
+    total = []
+    for order in itertools.permutations(range(L)):
+        hidden, nats = [True] * L, 0.0
+        for place in order:
+            nats += told(tuple(hidden))[place]
+            hidden[place] = False
+        total.append(math.exp(nats))
+    return math.fsum(total) / len(total)

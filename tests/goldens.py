@@ -1,19 +1,27 @@
-"""The stored numbers of the oracles (golden/README.md), and what a loop makes of a loss: what the tests of
-objectives share.
+"""The stored numbers of the oracles (golden/README.md), our losses of them, and what a loop makes of a loss: what the
+tests of objectives share.
 """
 
 import json
+import os
+import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from pipeline.batches.batch import Answered
 from pipeline.learning.losses import Loss
+from pipeline.learning.policy_losses import Clip, GroupMethod, group_policy, ppo
 from pipeline.learning.update import Totals
 
 Case = dict[str, Any]
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-6}
+VERSIONS = {"A": "1.12.0", "B": "0.11.4", "hand": "1"}
+I = -100  # noqa: E741 (nothing is trained here)
 
 
 def cases(method: str) -> dict[str, Case]:
@@ -56,3 +64,70 @@ def numbers(loss: Loss, counts: dict[str, int]) -> dict[str, float]:
     totals = Totals(counts)
     totals.add(loss)
     return totals.values()
+
+
+def ppo_loss(given: dict[str, Tensor], chosen: Tensor, **changes: Any) -> Loss:
+    """Our loss of the chosen tokens of a case; entropies are 0.5."""
+    rows = {name: given[name][chosen] for name in ("policy", "values", "old", "old_values", "advantages", "returns")}
+    knobs: dict[str, Any] = {"clip": Clip(0.2, 0.2), "value_clip": 0.2, "value_weight": 0.1} | changes
+    entropy = torch.full_like(rows["old"], 0.5)
+    return ppo(rows.pop("policy"), entropy, rows.pop("values"), **rows, **knobs)
+
+
+def group_loss(given: dict[str, Tensor], method: GroupMethod, max_tokens: int, rows: slice = slice(None)) -> Loss:
+    """Our loss over some answers; advantages (B,) or (B, T); entropies are 0.5."""
+    mask = given["mask"][rows]
+    row_of = torch.arange(len(mask))[:, None].expand_as(mask)[mask]
+    flat = {name: given[name][rows][mask] for name in ("policy", "old", "reference") if name in given}
+    advantages = given["advantages"][rows]
+    advantages = advantages[mask] if advantages.ndim == 2 else advantages[row_of]
+    reference = flat["reference"] if method.kl_in == "loss" and method.beta else None
+    return group_policy(
+        flat["policy"],
+        torch.full_like(flat["old"], 0.5),
+        old=flat["old"],
+        advantages=advantages,
+        reference=reference,
+        row_of=row_of,
+        num_rows=len(mask),
+        method=method,
+        max_tokens=max_tokens,
+    )
+
+
+def counts_of(given: dict[str, Tensor]) -> dict[str, int]:
+    return {"tokens": int(given["mask"].sum()), "sequences": len(given["mask"])}
+
+
+class Given(nn.Module):
+    """Answers every call with the same logits (B, T, V), at the places that are asked for."""
+
+    def __init__(self, logits: Tensor) -> None:
+        super().__init__()
+        self.logits = logits
+
+    def forward(self, input_ids: Tensor, *, positions: Tensor, documents: Tensor, select: Tensor) -> Tensor:
+        assert input_ids.shape == positions.shape == documents.shape == select.shape == self.logits.shape[:2]
+        return self.logits[select]
+
+
+def rows_of(ids: Tensor, mask: Tensor) -> Answered:
+    """Targets that stand where they are predicted, so nothing is left to shift."""
+    zero = torch.zeros_like(ids)
+    return Answered(zero, ids.where(mask, I), zero.int(), zero)
+
+
+def interpreter(oracle: str) -> str:
+    """The Python that has the oracle, or the reason to skip."""
+    named = os.environ.get(f"STAGECOACH_TRL_{oracle}")
+    if named or oracle == "hand":
+        return named or sys.executable
+    try:
+        found = metadata.version("trl")
+    except metadata.PackageNotFoundError:
+        found = "none"
+    if found != VERSIONS[oracle]:
+        pytest.skip(
+            f"needs trl {VERSIONS[oracle]} (found: {found}) or STAGECOACH_TRL_{oracle}; see tests/golden/make.py"
+        )
+    return sys.executable

@@ -2,9 +2,13 @@
 ...}'`.
 
 Prints what the plan says and what Linux measured, in bytes: VmHWM less what it was before the model was made.
+`planned_and_measured` compares the two. And the sizes of the models of conf/, with which the tests of the plan begin.
 """
 
 import json
+import os
+import statistics
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -13,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
+import yaml
 
 from pipeline.batches.batch import TokenBatch
 from pipeline.learning import footprint, losses
@@ -29,6 +35,22 @@ from pipeline.run import device
 from pipeline.run.config import Runtime, Value, build
 from pipeline.run.tracking import Tracker
 from pipeline.run.workdir import Job, StopRequest
+
+ROOT = Path(__file__).parents[1]
+TOTALS = {
+    "nano": 7_719_104,
+    "tiny": 12_389_120,
+    "small": 41_559_552,
+    "medium": 137_842_944,
+    "large": 1_362_028_096,
+    "xlarge": 2_750_061_568,
+    "7b": 7_208_219_648,
+}
+WORK = Work(row=4, context=4, selected=4, precision="fp32", accumulates=False)
+SMALL = {"width": 256, "layers": 6, "d_ff": 768, "vocab_size": 4096}  # 6 M: activations of 0.3 GB
+on_linux = pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="Linux alone tells a process's peak anew"
+)
 
 
 class Random:
@@ -138,6 +160,34 @@ def main(asked: dict[str, Any]) -> None:
         work = replace(work, adapted=frozenset(adapter.modules), dropped=adapter.dropout > 0)
     plan = footprint.footprint(weights, [config], work, asked["micro_batch"])
     sys.stdout.write(json.dumps({"plan": plan.total, "measured": status("VmHWM") - before}) + "\n")
+
+
+def at_32000(name: str) -> ModelConfig:
+    values = yaml.safe_load((ROOT / f"conf/model/{name}.yaml").read_text()) | {"vocab_size": 32_000}
+    return build(ModelConfig, {key: Value(value, name) for key, value in values.items()}, "model")
+
+
+def planned_and_measured(case: dict[str, Any]) -> None:
+    """Fail unless the plan is within a fifth of the measured peak."""
+    asked = {"optimizer": "adamw", "precision": "fp32", "checkpointing": "none"} | case
+    if asked["precision"] == "bf16" and not device.has_fast_bf16():
+        pytest.skip("bf16 is emulated here, 50 times slower")
+    measured: list[int] = []
+    # Addresses are random, so the holes in the heap differ between runs, by up to 200 MB for the same contents.
+    for _ in range(5):
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.peak", json.dumps(asked)],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout)
+        measured.append(found["measured"])
+        if found["plan"] == pytest.approx(statistics.median(measured), rel=0.2):
+            return
+    pytest.fail(f"planned {found['plan'] / 1e6:.0f} MB; measured {[m // 10**6 for m in measured]}")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from pipeline.run.tracking import write_curve, write_json
 
 HOSTILE = "</pre><script>alert(1)</script>\N{LINE SEPARATOR}\x85<img src=x onerror=y> & \"'"
@@ -93,3 +95,9 @@ def write(folder: Path) -> Path:
         lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in items)
         (folder / "eval" / f"{name}.jsonl").write_text(lines, encoding="utf-8")
     return folder
+
+
+@pytest.fixture(name="metrics")
+def metrics_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("STAGECOACH_WORK", str(tmp_path / ".work"))
+    return write(tmp_path / "metrics")

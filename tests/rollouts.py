@@ -1,11 +1,24 @@
-"""Hand-made prompts, answers and rollouts: what the tests of reinforcement share."""
+"""Hand-made prompts, answers and rollouts, and streams of them: what the tests of reinforcement share."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
+import numpy as np
+
+from pipeline.generation.sampling import Sampling, sampler
 from pipeline.ingest.records import Pair
+from pipeline.learning.processes import Ranks
+from pipeline.model.transformer import Transformer
+from pipeline.rl import answers
 from pipeline.rl.answers import Answer, Prompt
 from pipeline.rl.rewards import Score
-from pipeline.rl.rollout import Rollout
+from pipeline.rl.rollout import Method, Rollout, RolloutConfig, RolloutStream
+from pipeline.run.device import stable_hash
+from pipeline.text.tokenizer import Tokenizer
+
+Request = tuple[Prompt, int]
+PAD, LONGEST = 0, 9
 
 
 def prompt(number: int, length: int = 2) -> Prompt:
@@ -26,3 +39,96 @@ def rollout(
     """Sample `sample` of prompt `number`, of `length` tokens, with a score."""
     one = answer(prompt(number), sample, range(1, length + 1), finished=finished, logprob=logprob)
     return Rollout(one, Score(total, {"part": total}))
+
+
+def prompts() -> list[Prompt]:
+    """Of 1, 4 and 13 tokens."""
+    drawn = np.random.default_rng(0)
+    return [replace(prompt(n), ids=drawn.integers(20, 300, length).tolist()) for n, length in enumerate((1, 4, 13))]
+
+
+def sampled(
+    model: Transformer,
+    tokenizer: Tokenizer,
+    temperature: float = 1.0,
+    count: int = 30,
+    seed: int = 3,
+    asked: Sequence[Any] | None = None,
+) -> list[Answer]:
+    """Answers of a model that ends often enough."""
+    complete = sampler(model, Sampling(LONGEST, temperature=temperature), {tokenizer.turn_end})
+    return answers.sample(complete, asked or answers.repeated(prompts(), count), tokenizer, seed)
+
+
+def config(**changes: Any) -> RolloutConfig:
+    values: dict[str, Any] = {
+        "learning_rate": 1e-3,
+        "prompts": 4,
+        "samples": 3,
+        "iterations": 6,
+        "epochs": 2,
+        "minibatches": 2,
+        "max_prompt": 4,
+        "max_new_tokens": 5,
+    }
+    return RolloutConfig(**(values | changes))
+
+
+def drawn(asked: Sequence[Request]) -> list[Answer]:
+    """1 to 5 tokens, a function of prompt and sample alone; every fifth one does not end."""
+    found = []
+    for prompt, sample in asked:
+        number = stable_hash("drawn", prompt.id, sample)
+        ids = [number % 89 + place + 1 for place in range(1 + number % 5)]
+        found.append(answer(prompt, sample, ids, logprob=-0.1 - number % 7, finished=number % 5 != 4))
+    return found
+
+
+def scored(given: Sequence[Answer]) -> list[Score]:
+    """The first token, from 0 to 1."""
+    return [Score(answer.ids[0] / 89, {"part": answer.ids[0] / 89}) for answer in given]
+
+
+def annotated(found: list[Rollout]) -> None:
+    for one in found:
+        one.arrays["reference"] = np.array(one.answer.logprobs) - 0.25
+
+
+def estimated(found: list[Rollout]) -> dict[str, float]:
+    for one in found:
+        one.arrays["advantages"] = np.full(len(one.answer.ids), one.total)
+    return {"estimated": float(len(found))}
+
+
+def method(**changes: Any) -> Method:
+    values: dict[str, Any] = {"sample": drawn, "score": scored, "annotate": annotated, "estimate": estimated}
+    return Method(**(values | changes))
+
+
+def stream(
+    settings: RolloutConfig | None = None,
+    how: Method | None = None,
+    *,
+    prompts: int = 10,
+    seed: int = 1,
+    ranks: Any = None,
+    state: dict[str, Any] | None = None,
+) -> RolloutStream:
+    asked = [prompt(number) for number in range(prompts)]
+    group = Ranks("fp32", "unused") if ranks is None else ranks
+    return RolloutStream(asked, settings or config(), how or method(), pad=PAD, seed=seed, ranks=group, state=state)
+
+
+def names(found: Sequence[Rollout]) -> list[tuple[str, int]]:
+    return [(one.answer.prompt.id, one.answer.sample) for one in found]
+
+
+def filled(settings: RolloutConfig | None = None, how: Method | None = None, **changes: Any) -> RolloutStream:
+    one = stream(settings, how, **changes)
+    one.fill(0)
+    return one
+
+
+def scored_by(table: Callable[[int], float | None]) -> Callable[[Sequence[Answer]], list[Score]]:
+    """Scores by sample number: group k of a run has samples 3k, 3k + 1, 3k + 2."""
+    return lambda given: [Score(table(answer.sample), {"part": table(answer.sample)}) for answer in given]

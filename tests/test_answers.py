@@ -1,7 +1,5 @@
 """Prompts, sampled answers, and what models say of them: against one answer at a time."""
 
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,39 +8,15 @@ import pytest
 import torch
 
 from pipeline.batches.pairs import PairSplit
-from pipeline.generation.sampling import Sampling, sampler
 from pipeline.ingest import records
 from pipeline.ingest.records import Pair, Problem
 from pipeline.model.heads import RewardModel
 from pipeline.model.transformer import Transformer
 from pipeline.rl import answers
-from pipeline.rl.answers import Answer, Prompt
 from pipeline.run.errors import DataError
 from pipeline.text.tokenizer import Tokenizer
 from tests import rollouts
-
-LONGEST = 9
-
-
-def prompts() -> list[Prompt]:
-    """Of 1, 4 and 13 tokens."""
-    drawn = np.random.default_rng(0)
-    return [
-        replace(rollouts.prompt(n), ids=drawn.integers(20, 300, length).tolist()) for n, length in enumerate((1, 4, 13))
-    ]
-
-
-def sampled(
-    model: Transformer,
-    tokenizer: Tokenizer,
-    temperature: float = 1.0,
-    count: int = 30,
-    seed: int = 3,
-    asked: Sequence[Any] | None = None,
-) -> list[Answer]:
-    """Answers of a model that ends often enough."""
-    complete = sampler(model, Sampling(LONGEST, temperature=temperature), {tokenizer.turn_end})
-    return answers.sample(complete, asked or answers.repeated(prompts(), count), tokenizer, seed)
+from tests.rollouts import LONGEST, prompts, sampled
 
 
 @pytest.fixture

@@ -201,6 +201,20 @@ def test_oracles_are_never_imported() -> None:
         assert not names & {"transformers", "peft", "trl"}, path
 
 
+def test_no_file_imports_a_test_file() -> None:
+    """Imports inside functions too; what test files share stands in a module of its subject."""
+    wrong = []
+    for path in (path for folder in ("tests", "benchmarks") for path in sorted((ROOT / folder).rglob("*.py"))):
+        for node in nodes_of(path):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            if isinstance(node, ast.ImportFrom):
+                names = [f"{node.module}.{name}" for name in names]
+            for name in names:
+                if re.match(r"tests\.(\w+\.)*test_", name):
+                    wrong.append(f"{path.relative_to(ROOT)} imports {name}")
+    assert not wrong, "\n".join(wrong)
+
+
 def all_imports(path: Path) -> set[str]:
     found: set[str] = set()
     for node in nodes_of(path):

@@ -23,8 +23,20 @@ from pipeline.learning.protocols import LossFunction
 from pipeline.learning.settings import Curriculum
 from pipeline.run.errors import GateError, StagecoachError
 from pipeline.run.workdir import Job, Stopped
-from tests.test_fit import Batch, Dropping, Net, Rows, config, equal, job, loss
-from tests.test_fit_options import Spiking, Windows, killed_and_resumed, spiking_loss
+from tests.loop import (
+    Batch,
+    Dropping,
+    Net,
+    Rows,
+    Spiking,
+    Windows,
+    config,
+    equal,
+    job,
+    killed_and_resumed,
+    loss,
+    spiking_loss,
+)
 
 
 class Rolling(Rows):

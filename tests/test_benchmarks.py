@@ -5,8 +5,6 @@ import contextlib
 import gzip
 import json
 import re
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +20,10 @@ from pipeline.run.errors import DataError
 from pipeline.sandbox import servers
 from pipeline.sandbox.judge import Candidate, Judge, SandboxConfig
 from pipeline.text.tokenizer import Tokenizer
-from tests.test_suites import SETTINGS, Scripted
+from tests.judges import real_judge as real_judge
+from tests.suites import DOUBLE, HALF, Scripted, write_set
+from tests.suites import scripted_subjects as scripted_subjects
 
-DOUBLE = {
-    "task_id": "Own/0",
-    "prompt": (
-        'from typing import List\n\n\ndef double(values: List[int]) -> List[int]:\n    """Twice each value.\n    >>>'
-        ' double([1])\n    [2]\n    """\n'
-    ),
-    "entry_point": "double",
-    "canonical_solution": "    return [2 * value for value in values]\n",
-    "test": (
-        '\n\nMETADATA = {"author": "own"}\n\n\ndef check(candidate):\n    assert candidate([1, 2]) == [2, 4]\n   '
-        ' assert candidate([]) == [], "empty"\n    assert True, "good for debugging"\n'
-    ),
-}
 SHIFT = {
     "task_id": "Own/1",
     "prompt": (
@@ -49,16 +36,6 @@ SHIFT = {
         "def check(candidate):\n    from random import choice\n    import string\n\n    for _ in range(20):\n       "
         " text = ''.join(choice(string.ascii_lowercase) for _ in range(5))\n        assert candidate(encode(text)) =="
         " text\n"
-    ),
-}
-HALF = {
-    "task_id": "Own/2",
-    "prompt": 'def half(x: float) -> float:\n    """Half of x."""\n',
-    "entry_point": "half",
-    "canonical_solution": "    return x / 2\n",
-    "test": (
-        "def check(candidate):\n    assert abs(candidate(3) - 1.5) < 1e-6\n    result = candidate(4)\n    assert result"
-        " == 2\n"
     ),
 }
 HUMANEVAL = [DOUBLE, SHIFT, HALF]
@@ -122,36 +99,12 @@ WEATHER = {
 }
 
 
-def write(path: Path, table: list[dict[str, Any]]) -> Path:
-    """A test set in the format of its name: JSON lines, gzip, or an indented list for `sanitized*.json`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = "".join(json.dumps(row) + "\n" for row in table)
-    if path.name.startswith("sanitized"):
-        text = json.dumps(table, indent=2)
-    path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
-    return path
-
-
 def bfcl(folder: Path, name: str, turns: dict[str, list[dict[str, Any]] | None]) -> Path:
     """A file of a category: id -> truth; None for a category without one."""
     table = [{"id": i, "question": [[{"role": "user", "content": f"Ask {i}."}]], "function": [WEATHER]} for i in turns]
     if None not in turns.values():
-        write(folder / "possible_answer" / name, [{"id": i, "ground_truth": truth} for i, truth in turns.items()])
-    return write(folder / name, table)
-
-
-@pytest.fixture
-def scripted(tiny_model: Transformer, byte_tokenizer: Tokenizer) -> Any:
-    def made(answers: dict[Any, Any], **settings: Any) -> Scripted:
-        return Scripted(tiny_model, byte_tokenizer, replace(SETTINGS, **settings), 7, answers, {})
-
-    return made
-
-
-@pytest.fixture(scope="module")
-def judge() -> Iterator[Judge]:
-    with Judge(SandboxConfig(), 2) as judge:
-        yield judge
+        write_set(folder / "possible_answer" / name, [{"id": i, "ground_truth": truth} for i, truth in turns.items()])
+    return write_set(folder / name, table)
 
 
 def scored(subject: Scripted, *paths: Path, completes: bool = False) -> SuiteResult:
@@ -268,7 +221,7 @@ def test_a_check_uses_the_helpers_of_the_reference_and_never_its_answer(judge: J
 
 
 def test_pass_at_k_of_a_gzipped_humaneval_file_is_what_hand_counting_gives(scripted: Any, tmp_path: Path) -> None:
-    path = write(tmp_path / "HumanEval.jsonl.gz", [DOUBLE, SHIFT])
+    path = write_set(tmp_path / "HumanEval.jsonl.gz", [DOUBLE, SHIFT])
     right = {row["task_id"]: row["canonical_solution"] for row in HUMANEVAL}
     wrong = "    return None\n"
     answers: dict[Any, Any] = {("Own/0", 0): right["Own/0"] + "\n\ndef more():\n    pass", ("Own/1", 0): wrong}
@@ -307,7 +260,7 @@ def test_pass_at_k_of_a_gzipped_humaneval_file_is_what_hand_counting_gives(scrip
 def test_in_chat_the_block_is_the_function_or_its_body(
     scripted: Any, tmp_path: Path, answer: str, verdict: str
 ) -> None:
-    result = scored(scripted({"Own/0": answer}), write(tmp_path / "h.jsonl", [DOUBLE]))
+    result = scored(scripted({"Own/0": answer}), write_set(tmp_path / "h.jsonl", [DOUBLE]))
     assert result.numbers["h"]["form"] == "chat" and "format_rate" in result.numbers["h"]
     assert [row["verdict"] for row in result.rows] == [verdict]
 
@@ -316,7 +269,7 @@ def test_what_cannot_be_judged_is_counted_named_and_never_passed(scripted: Any, 
     variable = HALF | {"task_id": "Own/3", "test": "def check(candidate):\n    r = candidate(4)\n    assert r == 2\n"}
     lying = HALF | {"task_id": "Own/4", "canonical_solution": "    return x\n"}
     answers = dict.fromkeys(("Own/2", "Own/3", "Own/4"), "    return x / 2\n")
-    result = scored(scripted(answers), write(tmp_path / "h.jsonl", [HALF, variable, lying]), completes=True)
+    result = scored(scripted(answers), write_set(tmp_path / "h.jsonl", [HALF, variable, lying]), completes=True)
     numbers = result.numbers["h"]
     assert (numbers["problems"], numbers["n"], numbers["pass_at_1_greedy"]) == (3, 1, 1.0)
     assert (numbers["unjudged"], numbers["reference_fails"], numbers["partly_judged"]) == (1, 1, 1)
@@ -354,7 +307,7 @@ def test_no_hostile_solution_passes_although_a_check_run_beside_it_is_deceived(s
     """Stop sequences are no defence: the answers come as a chat model would give them, whole."""
     table = [DOUBLE | {"task_id": name} for name in HOSTILE]
     answers = {name: fenced(DOUBLE["prompt"] + body) for name, body in HOSTILE.items()}
-    result = scored(scripted(answers), write(tmp_path / "h.jsonl", table))
+    result = scored(scripted(answers), write_set(tmp_path / "h.jsonl", table))
     assert {row["id"]: row["verdict"] for row in result.rows if row["verdict"] == "passed"} == {}
     assert (result.numbers["h"]["n"], result.numbers["h"]["pass_at_1_greedy"]) == (len(HOSTILE), 0.0)
     assert beside(DOUBLE["prompt"] + HOSTILE["__eq__"], DOUBLE["test"], "double")
@@ -365,7 +318,7 @@ def test_no_hostile_solution_passes_although_a_check_run_beside_it_is_deceived(s
 
 
 def test_both_forms_of_mbpp_give_the_test_split_with_its_setup(judge: Judge, tmp_path: Path) -> None:
-    for path in (write(tmp_path / "mbpp.jsonl", MBPP), write(tmp_path / "sanitized-mbpp.json", SANITIZED)):
+    for path in (write_set(tmp_path / "mbpp.jsonl", MBPP), write_set(tmp_path / "sanitized-mbpp.json", SANITIZED)):
         loaded = benchmarks.load(path)
         assert (loaded.kind, [e.id for e in loaded.exercises]) == ("mbpp", ["MBPP/11", "MBPP/12"])
         square, area = loaded.exercises
@@ -382,7 +335,7 @@ def test_both_forms_of_mbpp_give_the_test_split_with_its_setup(judge: Judge, tmp
 
 
 def test_a_base_model_sees_worked_examples_and_a_chat_model_one_task(tmp_path: Path) -> None:
-    square = benchmarks.load(write(tmp_path / "mbpp.jsonl", MBPP)).exercises[0]
+    square = benchmarks.load(write_set(tmp_path / "mbpp.jsonl", MBPP)).exercises[0]
     shot, task = square.continued.split("[DONE]\n\n")
     assert shot.endswith("[BEGIN]\ndef inc(x):\n\treturn x + 1\n") and "assert inc(0) == 1" in shot
     assert task.endswith("assert square(2) == 2 ** 2\n[BEGIN]\n") and task.startswith(square.asked)
@@ -390,7 +343,7 @@ def test_a_base_model_sees_worked_examples_and_a_chat_model_one_task(tmp_path: P
 
 
 def test_an_mbpp_file_without_the_test_split_is_scored_whole(scripted: Any, tmp_path: Path) -> None:
-    path = write(tmp_path / "mine.jsonl", [MBPP[3] | {"task_id": 1000 + n} for n in range(3)])
+    path = write_set(tmp_path / "mine.jsonl", [MBPP[3] | {"task_id": 1000 + n} for n in range(3)])
     answers = {"MBPP/1000": "def f():\n    return 1\n[DONE]", "MBPP/1001": "def f():\n    return 2", "MBPP/1002": ""}
     result = scored(scripted(answers), path, completes=True)
     assert (result.numbers["mine"]["n"], result.numbers["mine"]["pass_at_1_greedy"]) == (3, pytest.approx(1 / 3))
@@ -476,8 +429,8 @@ def test_the_truth_of_a_file_scores_one_whatever_its_types_are_called(scripted: 
     }
     given = {"a": 8, "b": "any", "c": [1, 2], "d": {"x": "b"}, "e": [{"x": "Q"}]}
     row = QUESTION | {"function": [{"name": "own.f", "description": "", "parameters": schema}]}
-    write(tmp_path / "possible_answer/BFCL_v4_multiple.json", [{"id": "s", "ground_truth": [truth]}])
-    path = write(tmp_path / "BFCL_v4_multiple.json", [row])
+    write_set(tmp_path / "possible_answer/BFCL_v4_multiple.json", [{"id": "s", "ground_truth": [truth]}])
+    path = write_set(tmp_path / "BFCL_v4_multiple.json", [row])
     for change, right in (({}, 1.0), ({"d": {"x": "c"}}, 0.0), ({"c": [2, 1]}, 0.0), ({"a": "8"}, 0.0)):
         text = f"<tool_call>\n{json.dumps({'name': 'own.f', 'arguments': given | change})}\n</tool_call>"
         assert scored(scripted({"s": text}), path).numbers["BFCL_v4_multiple"]["ast_multiple"] == right, change
@@ -495,7 +448,7 @@ def test_multi_turn_files_are_known_and_skipped(scripted: Any, tmp_path: Path) -
         "initial_config": {},
         "involved_classes": ["X"],
     }
-    result = scored(scripted({}), write(tmp_path / "BFCL_v4_multi_turn_base.json", [row]))
+    result = scored(scripted({}), write_set(tmp_path / "BFCL_v4_multi_turn_base.json", [row]))
     assert result.numbers["BFCL_v4_multi_turn_base"]["skipped"].startswith("skipped: multi_turn_base")
 
 
@@ -563,7 +516,7 @@ def test_a_wrong_file_is_refused_with_place_field_and_what_was_expected(tmp_path
     name, content, message = WRONG[fault]
     path = tmp_path / name
     if isinstance(content, list):
-        write(path, content)
+        write_set(path, content)
     else:
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(DataError, match=message):
@@ -579,9 +532,9 @@ def test_a_wrong_file_is_refused_with_place_field_and_what_was_expected(tmp_path
     ],
 )
 def test_a_wrong_truth_is_refused(tmp_path: Path, truth: dict[str, Any], message: str) -> None:
-    write(tmp_path / "possible_answer/BFCL_v3_multiple.json", [truth])
+    write_set(tmp_path / "possible_answer/BFCL_v3_multiple.json", [truth])
     with pytest.raises(DataError, match=re.escape(message)):
-        benchmarks.load(write(tmp_path / "BFCL_v3_multiple.json", [QUESTION]))
+        benchmarks.load(write_set(tmp_path / "BFCL_v3_multiple.json", [QUESTION]))
 
 
 def test_a_missing_file_says_so(tmp_path: Path) -> None:
@@ -590,7 +543,10 @@ def test_a_missing_file_says_so(tmp_path: Path) -> None:
 
 
 def test_rows_are_read_plain_gzipped_with_a_mark_and_from_one_object(tmp_path: Path) -> None:
-    plain, packed = write(tmp_path / "a.jsonl", [{"a": 1}, {"a": 2}]), write(tmp_path / "b.gz", [{"a": 1}, {"a": 2}])
+    plain, packed = (
+        write_set(tmp_path / "a.jsonl", [{"a": 1}, {"a": 2}]),
+        write_set(tmp_path / "b.gz", [{"a": 1}, {"a": 2}]),
+    )
     marked = tmp_path / "c.json"
     marked.write_bytes(b'\xef\xbb\xbf{\n "a": 1\n}')
     assert (
@@ -609,7 +565,7 @@ def test_without_a_sandbox_programs_are_skipped_and_calls_are_scored(
 ) -> None:
     monkeypatch.setattr(servers, "JAIL", tmp_path / "missing.py")
     quiet = bfcl(tmp_path, "BFCL_v4_irrelevance.json", {"i0": None})
-    result = scored(scripted({"i0": "No."}), write(tmp_path / "h.jsonl", [DOUBLE]), quiet)
+    result = scored(scripted({"i0": "No."}), write_set(tmp_path / "h.jsonl", [DOUBLE]), quiet)
     assert result.numbers["h"] == {"kind": "humaneval", "skipped": "skipped: no sandbox"}
     assert result.numbers["BFCL_v4_irrelevance"]["irrelevance"] == 1.0
     assert "Running generated code safely needs Linux with seccomp" in capsys.readouterr().err
@@ -636,7 +592,7 @@ def test_the_command_scores_a_model_directory_on_a_file_from_anywhere(
     monkeypatch.setenv("STAGECOACH_MLFLOW", "on")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
     checkpoint.save(tmp_path / "code", tiny_model, byte_tokenizer, {"key": "k"})
-    path = write(tmp_path / "h.jsonl", [HALF])
+    path = write_set(tmp_path / "h.jsonl", [HALF])
     assert benchmarks.main([str(tmp_path / "code"), str(path)]) == 0
     numbers = json.loads(capsys.readouterr().out)["h"]
     assert (numbers["form"], numbers["n"], numbers["pass_at_1_greedy"]) == ("completion", 1, 0.0)

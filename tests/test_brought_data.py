@@ -20,7 +20,7 @@ import pytest
 from pipeline.synthetic import stories
 from tests.graph import ROOT, Repository
 from tests.hubserver import HubServer
-from tests.test_shapes import BROKEN, GLAIVE, TOOLACE, XLAM
+from tests.ownfiles import BROKEN, GLAIVE, TOOLACE, XLAM
 
 pytestmark = [pytest.mark.full, pytest.mark.slow, pytest.mark.timeout(1200)]
 

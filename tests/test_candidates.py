@@ -12,15 +12,10 @@ import pytest
 
 from pipeline.sandbox.judge import Candidate, Judge, Limits, SandboxConfig
 from pipeline.synthetic import programs
-from tests.test_service import ended, started
+from tests.judges import real_judge as real_judge
+from tests.sandbox import ended, started
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
-
-
-@pytest.fixture(scope="module")
-def judge() -> Iterator[Judge]:
-    with Judge(SandboxConfig(), 2) as judge:
-        yield judge
 
 
 # Three candidates that know no answer, and how public checkers judge them.

@@ -11,12 +11,7 @@ from pipeline.report import card
 from pipeline.report import metrics as report_metrics
 from pipeline.report.metrics import HEADLINES, MetricsRun
 from tests import results
-
-
-@pytest.fixture
-def metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("STAGECOACH_WORK", str(tmp_path / ".work"))
-    return results.write(tmp_path / "metrics")
+from tests.results import metrics_folder as metrics_folder
 
 
 @pytest.fixture(scope="module")

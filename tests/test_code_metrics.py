@@ -1,6 +1,5 @@
 """Code and text scores against enumeration, the libraries themselves, and cases worked out by hand."""
 
-from collections.abc import Iterable, Iterator
 from itertools import combinations
 
 import pytest
@@ -8,9 +7,8 @@ import sacrebleu
 
 from pipeline.evaluation import code, likelihood
 from pipeline.evaluation.code import Judged, exact_match, judge_answers, pass_at_k, pass_rows, rates
-from pipeline.ingest.records import Problem
-from pipeline.sandbox.judge import Candidate, Verdict
 from pipeline.text.chat import extract, formatted, tree
+from tests.judges import ReturnJudge, problem
 
 ADD = "def add(a, b):\n    total = a + b\n    return total\n"
 
@@ -79,32 +77,9 @@ def test_exact_match_compares_trees_without_docstrings(mine: str, theirs: str, e
     assert exact_match(mine, theirs) is equal
 
 
-class FakeJudge:
-    """Passes whatever returns something; runs nothing."""
-
-    def judge(self, programs: Iterable[Candidate]) -> Iterator[Verdict]:
-        for program in programs:
-            name = "no_code" if program.source is None else "passed" if "return" in program.source else "wrong"
-            score = {"passed": 1.0, "wrong": 0.5, "no_code": 0.0}[name]
-            yield Verdict(verdict=name, reason="", passed=0, total=2, score=score, results=[])
-
-
-def problem(name: str) -> Problem:
-    return Problem(
-        id=name,
-        level=1,
-        group="easy",
-        key=name,
-        question="?",
-        entry_point="add",
-        signature="def add(a, b):",
-        tests=[{"args": "[1, 2]", "expected": "3", "visible": True}],
-    )
-
-
 def test_answers_are_judged_in_order_and_counted() -> None:
     answers = [[fenced(ADD), "no"], [fenced("x = (\n"), fenced("x = 1\n")]]
-    judged = judge_answers(FakeJudge(), [problem("p"), problem("q")], answers)  # type: ignore[arg-type]
+    judged = judge_answers(ReturnJudge(), [problem("p"), problem("q")], answers)  # type: ignore[arg-type]
     assert [(j.problem, j.sample, j.verdict) for j in judged] == [
         ("p", 0, "passed"),
         ("p", 1, "no_code"),

@@ -3,15 +3,14 @@
 import ast
 import json
 import random
-import shutil
 from pathlib import Path
 
 import pytest
 
 from pipeline.run import codehash
+from tests.own_code import STAGES, edit, hashes, rerun
+from tests.own_code import own_code as own_code
 
-ROOT = Path(__file__).parents[1]
-STAGES = sorted(path.stem for path in (ROOT / "stages").glob("*.py") if path.stem != "__init__")
 TRAIN = {
     "language",
     "code",
@@ -72,12 +71,6 @@ if __name__ == "__main__":
     f("a")
 ''',
 }
-
-
-def copied(folder: Path) -> Path:
-    for name in ("pipeline", "stages"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    return folder
 
 
 @pytest.fixture
@@ -286,20 +279,6 @@ def test_every_stage_has_its_out_in_dvc_yaml(in_repository: Path) -> None:
 # -- our own code ------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(name="own")
-def own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("STAGECOACH_WORK", str(tmp_path / ".work"))
-    return copied(tmp_path)
-
-
-def hashes(root: Path) -> dict[str, dict[str, tuple[str, list[str]]]]:
-    return codehash.closures(root, STAGES)
-
-
-def rerun(root: Path, before: dict[str, dict[str, tuple[str, list[str]]]]) -> set[str]:
-    return {stage for stage, now in hashes(root).items() if now != before[stage]}
-
-
 def test_a_change_of_a_definition_reaches_the_stages_that_hold_it_and_no_other(own: Path) -> None:
     """A sample of all functions and classes: a statement is added to one, and the hashes of the stages that reach it
     change.
@@ -327,12 +306,6 @@ def test_a_change_of_a_definition_reaches_the_stages_that_hold_it_and_no_other(o
         path.write_text("".join(lines))
         assert rerun(own, before) == holding(path, node), f"{path}: {node.name}"
         path.write_text(text)
-
-
-def edit(path: Path, old: str, new: str) -> None:
-    text = path.read_text()
-    assert old in text, f"{path} does not hold {old!r}"
-    path.write_text(text.replace(old, new, 1))
 
 
 def test_a_new_pair_loss_reruns_the_stages_that_learn_from_pairs(own: Path) -> None:

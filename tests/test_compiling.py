@@ -17,9 +17,8 @@ from pipeline.learning.states import weights_of
 from pipeline.model.config import ModelConfig
 from pipeline.model.transformer import Transformer
 from pipeline.rl.rollout import RolloutConfig
+from tests.loop import Windows, config, job
 from tests.stopping import Stopped, before
-from tests.test_fit import config, job
-from tests.test_fit_options import Windows
 
 pytestmark = [
     pytest.mark.full,

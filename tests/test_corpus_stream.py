@@ -19,13 +19,9 @@ from pipeline.batches.corpus import RESERVE, CorpusStream, infill
 from pipeline.run.errors import DataError, ModelError
 from pipeline.text.tokenizer import Tokenizer
 from tests.corpora import CONTEXT, SOURCE, STEP, TOKENIZER, documents, equal, stream, write_corpus
+from tests.corpora import token_folder as token_folder
 
 some = settings(max_examples=40, deadline=None)  # a shared machine stalls
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_corpus(tmp_path_factory.mktemp("corpus"), documents(120), documents(20, first=1000))
 
 
 def with_lead(tokens: np.ndarray, offsets: np.ndarray) -> list[tuple[int, ...]]:

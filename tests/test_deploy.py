@@ -5,8 +5,6 @@ those alone.
 import json
 import subprocess
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -18,31 +16,10 @@ from pipeline.model.transformer import Transformer
 from pipeline.run.errors import InputError, ModelError
 from pipeline.text.tokenizer import Tokenizer
 from stages import deploy
+from tests.deployment import both_manifests as both_manifests
+from tests.deployment import deployed, files_of
 
 TOOLS = deploy.Params(model="tools")
-
-
-def manifests(folder: Path) -> dict[str, Path]:
-    """Manifests as stage_corpus writes them, with what the card reads."""
-    paths = {}
-    for name, licences in (("text", {"CC0-1.0": 600, "MIT": 400}), ("code", {"PSF-2.0": 1, "a|b\n": 2})):
-        manifest = {
-            "data": "machine",
-            "parts": {"stories": {}, "prose": {}},
-            "documents": {"train": 7, "val": 3},
-            "bytes": {"train": 900, "val": 100},
-            "licences": {key: {"bytes": size, "files": 1} for key, size in licences.items()},
-        }
-        paths[name] = folder / name / "manifest.json"
-        paths[name].parent.mkdir()
-        paths[name].write_text(json.dumps(manifest))
-    return paths
-
-
-@pytest.fixture
-def corpora(tmp_path: Path) -> dict[str, Path]:
-    """The manifests of both corpora."""
-    return manifests(tmp_path)
 
 
 @pytest.fixture
@@ -59,22 +36,6 @@ def unserved(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) ->
     if request.node.get_closest_marker("slow") is None:
         monkeypatch.setattr(deploy.smoke, "check", lambda folder, *_: asked.append(folder) or 6)
     return asked
-
-
-def deployed(
-    params: deploy.Params, base: Path, out: Path, corpora: dict[str, Path], lineage: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    """Run the stage; what it reported."""
-    told: dict[str, Any] = {}
-    job: Any = SimpleNamespace(
-        lineage=lineage or {"key": "deploy-key"}, report=told.update, register=lambda folder, **tags: None
-    )
-    deploy.run(params, job, base=base, out=out, **corpora)
-    return told
-
-
-def files_of(folder: Path) -> set[str]:
-    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
 def test_the_export_names_its_maker_and_passes_its_proof(

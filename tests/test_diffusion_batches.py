@@ -27,14 +27,10 @@ from pipeline.diffusion.batches import (
 from pipeline.ingest import records
 from pipeline.run.errors import DataError
 from pipeline.text.tokenizer import Tokenizer
-from tests.corpora import CONTEXT, TOKENIZER, documents, stream, write_corpus
+from tests.corpora import CONTEXT, TOKENIZER, stream
+from tests.corpora import token_folder as token_folder
 from tests.diffusion_workspace import answered
 from tests.workspace import pair, problem
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_corpus(tmp_path_factory.mktemp("corpus"), documents(120), documents(20, first=1000))
 
 
 def windows(corpus: Path, noise: Noise | None = None, **changes: Any) -> WindowStream:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from benchmarks import diffusion
-from tests.test_code_metrics import problem
+from tests.judges import problem
 
 RATES = {"a": 0.0, "b": 0.25, "c": 0.5, "d": 0.75, "e": 1.0}
 

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from tests.test_codehash import edit, hashes, rerun
-from tests.test_codehash import own_code as own_code
+from tests.own_code import edit, hashes, rerun
+from tests.own_code import own_code as own_code
 
 OWN = {"diffusion", "diffusion_dpo", "diffusion_grpo"}
 

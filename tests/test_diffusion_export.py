@@ -14,12 +14,8 @@ from pipeline.model.transformer import Transformer
 from pipeline.run.errors import GateError, ModelError
 from pipeline.text.tokenizer import Tokenizer
 from stages import deploy
-from tests.test_deploy import deployed, files_of, manifests
-
-
-@pytest.fixture
-def corpora(tmp_path: Path) -> dict[str, Path]:
-    return manifests(tmp_path)
+from tests.deployment import both_manifests as both_manifests
+from tests.deployment import deployed, files_of
 
 
 def test_a_masked_diffusion_model_is_proved_without_greedy_text_and_keeps_its_traits(

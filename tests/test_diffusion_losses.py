@@ -10,20 +10,20 @@ import pytest
 
 from pipeline.diffusion import masks
 from pipeline.diffusion.training import FORMS, enumerated
-from tests.diffusion_fixture import MASK, MASKS, SEQUENCES, STATES, L, V, masked_sums, moved, normalised, score, table
-
-
-def order_probability(logprobs: np.ndarray, sequence: tuple[int, ...]) -> float:
-    """p(y) of decoding in a uniformly random order, one token a step."""
-    told = score(logprobs, sequence)
-    total = []
-    for order in itertools.permutations(range(L)):
-        hidden, nats = [True] * L, 0.0
-        for place in order:
-            nats += told(tuple(hidden))[place]
-            hidden[place] = False
-        total.append(math.exp(nats))
-    return math.fsum(total) / len(total)
+from tests.diffusion_fixture import (
+    MASK,
+    MASKS,
+    SEQUENCES,
+    STATES,
+    L,
+    V,
+    masked_sums,
+    moved,
+    normalised,
+    order_probability,
+    score,
+    table,
+)
 
 
 def consistent() -> np.ndarray:

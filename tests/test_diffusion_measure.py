@@ -26,9 +26,9 @@ from pipeline.run.config import Runtime
 from pipeline.sandbox.judge import SandboxConfig
 from pipeline.text.tokenizer import Tokenizer
 from stages import evaluate
-from tests.test_code_metrics import FakeJudge
-from tests.test_code_metrics import problem as judged_problem
-from tests.test_evaluate import SETTINGS
+from tests.judges import ReturnJudge
+from tests.judges import problem as judged_problem
+from tests.suites import FEW
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def denoiser(tiny_model: Transformer, byte_tokenizer: Tokenizer) -> Denoiser:
 @pytest.fixture
 def subject(denoiser: Denoiser, byte_tokenizer: Tokenizer) -> CanvasSubject:
     settings = CanvasSettings(canvas=16, canvas_block=8, canvas_problems=4, elbo_draws=4)
-    return CanvasSubject(denoiser.trunk, byte_tokenizer, SETTINGS, 1, denoiser=denoiser, canvas=settings)
+    return CanvasSubject(denoiser.trunk, byte_tokenizer, FEW, 1, denoiser=denoiser, canvas=settings)
 
 
 def exact(model: Denoiser, tokenizer: Tokenizer, text: str) -> float:
@@ -123,7 +123,7 @@ def test_each_run_measures_some_points_of_the_curve_of_which_one_is_the_way_that
         return [Generation([], [], "stop", 1, [CanvasStep([], [])]) for _ in prompts]
 
     monkeypatch.setattr(measure, "denoise", denoise)
-    judge: Any = FakeJudge()
+    judge: Any = ReturnJudge()
     problems = [judged_problem("1")]
     subject.complete("problems", {"1": measure.suites.user(subject.tokenizer, "?")}, tokens=4, temperature=0.0)
     assert asked == [subject.way]
@@ -155,7 +155,7 @@ def test_only_the_models_that_are_named_are_measured_against_passes(
     data = dict.fromkeys(("text", "code", "dialogues", "problems", "facts", "benchmarks"), tmp_path)
     plan, used, _ = evaluate.measurements(params, job, tmp_path / name, **data)  # type: ignore[arg-type]
     assert ("quality" in plan) == curve
-    assert used == asdict(SETTINGS) | {"samples": 1} | asdict(subject.canvas) | {"precision": used["precision"]}
+    assert used == asdict(FEW) | {"samples": 1} | asdict(subject.canvas) | {"precision": used["precision"]}
 
 
 def test_quality_is_measured_against_passes_beside_one_token_a_step(
@@ -169,7 +169,7 @@ def test_quality_is_measured_against_passes_beside_one_token_a_step(
         return [Generation(right if good else [], [], "stop", settings.steps, [CanvasStep([], [])]) for _ in prompts]
 
     monkeypatch.setattr(measure, "denoise", denoise)
-    judge: Any = FakeJudge()
+    judge: Any = ReturnJudge()
     numbers = measure.quality(subject, [judged_problem(str(n)) for n in range(6)], judge).numbers
     assert list(numbers) == list(ways(16, 8))
     assert numbers["1 a step"]["pass_at_1"] == 1 and numbers["1 a step"]["n"] == 4

@@ -13,33 +13,13 @@ from pipeline.diffusion import files, training
 from pipeline.diffusion import masks as diffusion_masks
 from pipeline.diffusion import model as diffusion_model
 from pipeline.diffusion.masks import Drawn
-from pipeline.diffusion.model import Denoiser, Noised, Traits
+from pipeline.diffusion.model import Denoiser, Noised
 from pipeline.diffusion.training import draw_sums, elbo, masked_logprobs, pair_elbos, pairs_of
-from pipeline.model.config import ModelConfig
 from pipeline.model.layers import LayerHook
 from pipeline.model.transformer import Transformer
 from pipeline.run.errors import ModelError
 from pipeline.text.tokenizer import Tokenizer
-
-SHAPE = ModelConfig(
-    vocab_size=24,
-    width=32,
-    layers=2,
-    heads=2,
-    kv_heads=1,
-    head_dim=16,
-    d_ff=48,
-    max_context=64,
-    rope_theta=1e4,
-    tied=True,
-    attention="bidirectional",
-)
-TRAITS = Traits(mask=3, fill=2, banned=(1, 3), shift=True)
-
-
-def model(*, shift: bool = True, seed: int = 0, block_size: int = 0, dtype: torch.dtype = torch.float32) -> Denoiser:
-    trunk = Transformer(SHAPE, torch.Generator().manual_seed(seed)).to(dtype)
-    return Denoiser(trunk, replace(TRAITS, shift=shift, block_size=block_size))
+from tests.diffusion_models import SHAPE, TRAITS, model
 
 
 def rows(count: int = 3, length: int = 12, seed: int = 0) -> Tensor:

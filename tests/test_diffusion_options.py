@@ -21,12 +21,12 @@ from pipeline.run.errors import DataError
 from pipeline.run.tracking import Tracker
 from stages import diffusion_grpo
 from tests.conftest import ROOT
+from tests.diffusion_models import model
+from tests.diffusion_rollouts import PROBLEM
 from tests.diffusion_workspace import arguments
 from tests.diffusion_workspace import masked_workspace as masked_workspace
+from tests.loop import job
 from tests.settings import flat
-from tests.test_diffusion_model import model
-from tests.test_diffusion_rollouts import PROBLEM
-from tests.test_fit import job
 from tests.workspace import Workspace, command
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]  # nearly all of them train

@@ -17,10 +17,10 @@ from pipeline.learning.processes import Ranks
 from pipeline.rl.rewards import Resources, Scorer
 from pipeline.rl.rollout import Method, Rollout, RolloutConfig
 from pipeline.sandbox.judge import Judge, SandboxConfig, Verdict
+from tests.diffusion_models import model
+from tests.diffusion_rollouts import METHOD, answer, scored
 from tests.diffusion_workspace import arguments
 from tests.diffusion_workspace import masked_workspace as masked_workspace
-from tests.test_diffusion_model import model
-from tests.test_diffusion_rollouts import METHOD, answer, scored
 from tests.workspace import Workspace, command
 
 COUPLING = Coupling(seed=0, inner=2, fill=2)

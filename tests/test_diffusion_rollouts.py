@@ -16,18 +16,14 @@ from pipeline.diffusion import rollouts as diffusion_rollouts
 from pipeline.diffusion import training
 from pipeline.diffusion.masks import CoupledBatch
 from pipeline.diffusion.model import Noised
-from pipeline.diffusion.rollouts import CanvasAnswer, Coupling
+from pipeline.diffusion.rollouts import Coupling
 from pipeline.diffusion.training import coupled_logprobs
-from pipeline.ingest.records import Problem
 from pipeline.learning import policy_losses
 from pipeline.learning.pair_losses import PairLogprobs
-from pipeline.learning.policy_losses import Clip, GroupMethod, group_policy, kl_k3, leave_one_out
-from pipeline.rl.answers import Prompt
+from pipeline.learning.policy_losses import Clip, kl_k3, leave_one_out
 from pipeline.run.errors import GateError
-from tests.test_diffusion_model import TRAITS, model
-
-METHOD = GroupMethod(advantage="others", normaliser="tokens", clip=Clip(0.5, 0.5), beta=0.01, kl_in="loss")
-PROBLEM = Problem(id="p", level=1, group="easy", key="k", question="q", entry_point="f", signature="f()", tests=[])
+from tests.diffusion_models import TRAITS, model
+from tests.diffusion_rollouts import answer, scored
 
 
 class Known:
@@ -71,14 +67,6 @@ def batch(first: list[list[bool]], times: list[float], *, counted: list[list[boo
         torch.repeat_interleave(torch.arange(count), lengths),
         torch.zeros(int(lengths.sum())),
         {},
-    )
-
-
-def answer(
-    name: str = "p", sample: int = 0, canvas: tuple[int, ...] = (5, 6, 7, 2, 9, 9), ids: int = 4
-) -> CanvasAnswer:
-    return CanvasAnswer(
-        Prompt(name, [4, 5, 6], "code", PROBLEM), sample, list(canvas[:ids]), [0.0] * ids, True, "", canvas
     )
 
 
@@ -148,21 +136,6 @@ def test_a_row_of_padding_counts_nothing() -> None:
     )
     empty = Coupling(seed=0, inner=1, fill=2).batch([], 0, rows=1)
     assert len(coupled_logprobs(model().train(True), empty)) == 0
-
-
-def scored(own: Any, given: CoupledBatch, old: Tensor, advantages: Tensor, reference: Tensor | None = None) -> Any:
-    found = coupled_logprobs(own, given)
-    return group_policy(
-        found,
-        -found.detach(),
-        old=old,
-        advantages=advantages,
-        reference=reference,
-        row_of=given.row_of,
-        num_rows=len(given.tokens),
-        method=METHOD,
-        max_tokens=6,
-    )
 
 
 def test_the_first_inner_step_is_reinforce() -> None:

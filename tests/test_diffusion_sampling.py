@@ -13,9 +13,8 @@ import torch
 from pipeline.diffusion import sampling
 from pipeline.diffusion.sampling import CanvasStep, Denoising, Generation, denoise, global_ar, local_ar, order_of
 from pipeline.model.transformer import Transformer
-from tests.diffusion_fixture import MASK, SEQUENCES, STATES, L, table
-from tests.test_diffusion_losses import order_probability
-from tests.test_diffusion_model import SHAPE, model
+from tests.diffusion_fixture import MASK, SEQUENCES, STATES, L, order_probability, table
+from tests.diffusion_models import SHAPE, model
 
 PROMPTS = [[4, 5, 6], [7, 8, 9, 10, 11], [12]]
 

@@ -16,11 +16,11 @@ from pipeline.ingest import records
 from pipeline.learning import fit
 from pipeline.model import checkpoint
 from pipeline.run.errors import ModelError
+from tests.diffusion_models import DREAM, LLADA
+from tests.diffusion_models import checkpoint as checkpoint_of
 from tests.diffusion_workspace import STAGES, arguments
 from tests.diffusion_workspace import masked_workspace as masked_workspace
 from tests.stopping import Stopped, hooked, killed
-from tests.test_diffusion_published import DREAM, LLADA
-from tests.test_diffusion_published import checkpoint as checkpoint_of
 from tests.workspace import Ended, Workspace, command, pair
 
 pytestmark = pytest.mark.slow  # nearly all of them train; those without the mark `full` are one of each kind of stage

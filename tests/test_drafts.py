@@ -7,7 +7,7 @@ from pipeline.generation.sampling import Sampling
 from pipeline.model.transformer import Transformer
 from pipeline.serve.engine import DRAFT, LONGEST_WAIT, PAYS, Drafter, Ended, Engine, Event, Ticket
 from pipeline.serve.engine import GenerationRequest as Request
-from tests.test_engine import alone, ask, finished, prompt
+from tests.engine import alone, ask, finished, prompt
 
 # the drafter alone
 

@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 import torch
 
-from pipeline.evaluation.suites import Subject, SuiteSettings
+from pipeline.evaluation.suites import Subject
 from pipeline.ingest.records import Text, write
 from pipeline.model import checkpoint
 from pipeline.model.transformer import Transformer
@@ -23,25 +23,7 @@ from pipeline.sandbox.judge import Judge, SandboxConfig
 from pipeline.synthetic import drills, preferences, programs, stories, tools
 from pipeline.text.tokenizer import Tokenizer
 from stages import evaluate
-from tests.test_benchmarks import HALF
-from tests.test_benchmarks import write as write_set
-
-SETTINGS = SuiteSettings(
-    documents=3,
-    stories=3,
-    problems=12,
-    samples=1,
-    dialogues=24,
-    gaps=2,
-    max_new_tokens=4,
-    story_tokens=4,
-    temperature=0.8,
-    top_p=0.95,
-    context=64,
-    bootstrap=20,
-    constrained=8,
-)
-PARAMS = evaluate.Params(settings=SETTINGS, sandbox=SandboxConfig())
+from tests.suites import FEW, HALF, PARAMS, write_set
 
 
 class NoSandbox(Judge):
@@ -92,7 +74,7 @@ def test_the_curve_is_pass_at_k_over_the_k_that_were_sampled() -> None:
 def test_without_a_sandbox_problems_say_so(
     tiny_model: Transformer, byte_tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    subject = Subject(tiny_model, byte_tokenizer, SETTINGS, 1)
+    subject = Subject(tiny_model, byte_tokenizer, FEW, 1)
     result = evaluate.solve(subject, list(programs.problems("test", 4, 1)), lambda: NoSandbox(SandboxConfig(), 1))
     assert (result.numbers, result.rows) == ({"skipped": "skipped: no sandbox"}, [])
     assert "problems are skipped: sandbox: no name spaces here" in capsys.readouterr().err

@@ -6,73 +6,30 @@ import json
 import math
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from pipeline.learning import performance, states, update
 from pipeline.learning.fit import Watchers, fit
-from pipeline.learning.losses import Loss
 from pipeline.learning.settings import Curriculum
 from pipeline.learning.states import weights_of
 from pipeline.model.cpu import native
 from pipeline.run.device import Hardware
 from pipeline.run.errors import ConfigError, GateError
 from pipeline.run.workdir import Job
+from tests.loop import Batch, Net, Rows, Spiking, Windows, config, equal, job, killed_and_resumed, loss, spiking_loss
 from tests.stopping import Stopped, before
-from tests.test_fit import Batch, Net, Rows, config, equal, job, loss
-
-SPIKE = 1e4  # what a spiking batch multiplies its loss with
-
-
-class Spiking(Rows):
-    """Rows of which the batches of some indices have a loss that spikes."""
-
-    tokens_per_epoch = 48 * 1000
-
-    def __init__(self, at: tuple[int, ...], factor: float = SPIKE) -> None:
-        super().__init__()
-        self.at, self.factor = at, factor
-        self.indices: list[int] = []
-
-    def batch(self, step: int, context: int, rows: np.ndarray) -> Batch:
-        made = super().batch(step, context, rows)
-        if step not in self.indices[-1:]:
-            self.indices.append(step)
-        made.factor = self.factor if step in self.at else 1.0  # type: ignore[attr-defined]
-        return made
-
-
-def spiking_loss(model: nn.Module, batch: Batch) -> Loss:
-    found = loss(model, batch)
-    factor = getattr(batch, "factor", 1.0)
-    return Loss([replace(term, sum=term.sum * factor) for term in found.terms])
 
 
 @pytest.fixture
 def short_history(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(update, "HISTORY", 8)
-
-
-def killed_and_resumed(
-    folder: Path, kill_at: tuple[int, ...], run: Callable[[Job, Watchers | None], nn.Module]
-) -> None:
-    """`run` whole, and cut before each of some steps: equal weights, curves and final numbers."""
-    first = job(folder / "whole")
-    whole = run(first, None)
-    for step in kill_at:
-        with pytest.raises(Stopped):
-            run(job(folder / str(step), save_steps=1), before(step))
-        second = job(folder / str(step))
-        again = run(second, None)
-        assert equal(whole, again), step
-        assert second.tracker.rows == first.tracker.rows and second.tracker.final == first.tracker.final
 
 
 # -- averaged weights --------------------------------------------------------------------------------------------------
@@ -123,25 +80,6 @@ def test_lengths_of_a_curriculum_double_on_their_line() -> None:
 def test_a_curriculum_that_cannot_be_is_refused(curriculum: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="curriculum"):
         config(curriculum=Curriculum(**curriculum))
-
-
-class Windows(Rows):
-    """Rows of eight tokens, split into windows of a shorter context; a token's target is its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shapes: list[tuple[int, ...]] = []
-        self.tokens: list[int] = []
-
-    def rows(self, step: int, context: int) -> np.ndarray:
-        return np.arange(6 * 8 // context) + step * 6 * 8 // context
-
-    def batch(self, step: int, context: int, rows: np.ndarray) -> Batch:
-        whole = torch.stack([self.row(int(row) * context // 8, 8)[0] for row in rows])
-        parts = torch.stack([row[int(r) * context % 8 :][:context] for row, r in zip(whole, rows, strict=True)])
-        self.shapes.append(tuple(parts.shape))
-        self.tokens += parts.flatten().tolist()
-        return Batch(parts, (parts * 3 + 1) % 13)
 
 
 def test_a_curriculum_changes_the_windows_and_neither_the_tokens_of_a_step_nor_their_order(tmp_path: Path) -> None:

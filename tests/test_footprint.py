@@ -2,19 +2,12 @@
 measures.
 """
 
-import json
-import os
-import statistics
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
 
 from pipeline.learning import footprint, reference
 from pipeline.learning.footprint import Footprint, Work
@@ -24,29 +17,13 @@ from pipeline.model.heads import ActorCritic, RewardModel
 from pipeline.model.lora import AdapterConfig
 from pipeline.model.transformer import Transformer
 from pipeline.run import device
-from pipeline.run.config import Value, build
+from tests.peak import SMALL, TOTALS, WORK, at_32000, on_linux, planned_and_measured
 
-ROOT = Path(__file__).parents[1]
-TOTALS = {
-    "nano": 7_719_104,
-    "tiny": 12_389_120,
-    "small": 41_559_552,
-    "medium": 137_842_944,
-    "large": 1_362_028_096,
-    "xlarge": 2_750_061_568,
-    "7b": 7_208_219_648,
-}
 # d 8, one head of 8, d_ff 16: a layer of 4 * 64 + 3 * 128 hidden weights, norms 16 + 16 + 8, a table of 64 * 8
 HAND = ModelConfig(
     vocab_size=64, width=8, layers=1, heads=1, kv_heads=1, head_dim=8, d_ff=16, max_context=8, rope_theta=1e4, tied=True
 )
 HIDDEN, TABLE, ALL = 640, 512, 1192
-WORK = Work(row=4, context=4, selected=4, precision="fp32", accumulates=False)
-
-
-def at_32000(name: str) -> ModelConfig:
-    values = yaml.safe_load((ROOT / f"conf/model/{name}.yaml").read_text()) | {"vocab_size": 32_000}
-    return build(ModelConfig, {key: Value(value, name) for key, value in values.items()}, "model")
 
 
 @pytest.mark.parametrize("name", TOTALS)
@@ -328,7 +305,6 @@ def test_the_largest_micro_batch_is_a_power_of_two_or_all_rows() -> None:
 
 
 MIDDLE = {"width": 512, "layers": 6, "d_ff": 1536, "vocab_size": 8192}  # 25 M parameters: states of 0.4 GB
-SMALL = {"width": 256, "layers": 6, "d_ff": 768, "vocab_size": 4096}  # 6 M: activations of 0.3 GB
 WIDE = {"width": 256, "layers": 2, "d_ff": 768, "vocab_size": 65536}
 MUON = {"width": 384, "layers": 10, "d_ff": 1024, "vocab_size": 8192}
 CASES = {
@@ -355,34 +331,6 @@ CASES = {
         "adapter": {"rank": 8, "alpha": 16, "targets": ["q_proj", "k_proj", "v_proj", "o_proj"]},
     },
 }
-
-
-def planned_and_measured(case: dict[str, Any]) -> None:
-    """Fail unless the plan is within a fifth of the measured peak."""
-    asked = {"optimizer": "adamw", "precision": "fp32", "checkpointing": "none"} | case
-    if asked["precision"] == "bf16" and not device.has_fast_bf16():
-        pytest.skip("bf16 is emulated here, 50 times slower")
-    measured: list[int] = []
-    # Addresses are random, so the holes in the heap differ between runs, by up to 200 MB for the same contents.
-    for _ in range(5):
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.peak", json.dumps(asked)],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        assert done.returncode == 0, done.stderr
-        found = json.loads(done.stdout)
-        measured.append(found["measured"])
-        if found["plan"] == pytest.approx(statistics.median(measured), rel=0.2):
-            return
-    pytest.fail(f"planned {found['plan'] / 1e6:.0f} MB; measured {[m // 10**6 for m in measured]}")
-
-
-on_linux = pytest.mark.skipif(
-    not Path("/proc/self/clear_refs").exists(), reason="Linux alone tells a process's peak anew"
-)
 
 
 @pytest.mark.slow

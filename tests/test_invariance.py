@@ -37,10 +37,10 @@ from pipeline.model.transformer import Transformer
 from pipeline.rl.advantages import PPOConfig
 from pipeline.text.tokenizer import Tokenizer
 from stages import reward
-from tests import test_bandit as bandit
+from tests import bandit
 from tests.conftest import SENTENCES
+from tests.loop import job
 from tests.settings import flat
-from tests.test_fit import job
 
 ROOT = Path(__file__).parents[1]
 KINDS = ("dpo", "reward", "grpo", "ppo")

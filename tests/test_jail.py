@@ -25,28 +25,11 @@ from pipeline.sandbox import servers as sandbox_servers
 from pipeline.sandbox.judge import Candidate, Judge, Limits, SandboxConfig
 from pipeline.sandbox.pool import Pool, Task
 from tests import attacks
+from tests.sandbox import ROOT, SANDBOX, WHO, unprivileged_python
 
-ROOT = Path(__file__).parents[1]
 NEIGHBOURS = ("jail", "child", "kernel", "messages", "watch")
-SANDBOX = ROOT / "pipeline" / "sandbox"
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
 ADD = Candidate(source="def add(a, b): return a + b", entry_point="add", tests=[{"args": "[1, 2]", "expected": "3"}])
-
-
-def unprivileged_python() -> str | None:
-    """An interpreter of 3.11 or newer that another user may execute; ours, unless it lies in somebody's home."""
-    for name in [sys.executable, *(shutil.which(n, path="/usr/local/bin:/usr/bin") or "" for n in ("python3",))]:
-        if name:
-            code = "import sys; sys.exit(sys.version_info < (3, 11))"
-            try:
-                if (
-                    subprocess.run([name, "-c", code], user=65534, group=65534, extra_groups=[], cwd="/").returncode
-                    == 0
-                ):
-                    return name
-            except OSError:
-                continue
-    return None
 
 
 def servers_of(judge: Judge) -> list[sandbox_servers.Server]:
@@ -61,10 +44,6 @@ def judged_as_nobody() -> dict[str, Any]:
         pytest.skip("no Python 3.11 that another user may execute")
     script = [python, "-B", str(ROOT / "tests" / "attacks.py")]
     return json.loads(subprocess.check_output(script, user=65534, group=65534, extra_groups=[], cwd="/"))
-
-
-# `make test` attacks the jail as who runs it, `make test-all` as another user too
-WHO = ["root", pytest.param("nobody", marks=pytest.mark.full)] if os.getuid() == 0 else ["user"]
 
 
 @pytest.fixture(scope="module", params=WHO)

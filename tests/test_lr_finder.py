@@ -13,7 +13,7 @@ from pipeline.learning import lr_finder
 from pipeline.learning.fit import fit
 from pipeline.learning.states import weights_of
 from pipeline.run.errors import GateError
-from tests.test_fit import Dropping, Net, Rows, config, job, loss
+from tests.loop import Dropping, Net, Rows, config, job, loss
 from tests.workspace import Workspace
 
 

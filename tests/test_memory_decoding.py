@@ -19,8 +19,8 @@ from pipeline.model.transformer import Transformer
 from pipeline.run.errors import ModelError
 from pipeline.serve.engine import Engine
 from pipeline.text.tokenizer import Tokenizer
-from tests.test_engine import ask, finished
-from tests.test_memory import FORMS, TINY, asked, memory, opened, tokens
+from tests.engine import ask, finished
+from tests.memory_models import FORMS, TINY, asked, memory, opened, tokens
 
 
 @pytest.mark.parametrize("storage", FORMS, ids=lambda form: form["storage"] + "-gated" * ("gated" in form))

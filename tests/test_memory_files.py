@@ -17,7 +17,7 @@ from pipeline.model import checkpoint
 from pipeline.model.transformer import Transformer
 from pipeline.run.errors import ModelError
 from pipeline.text.tokenizer import Tokenizer
-from tests.test_memory import NANO, memory, opened, tokens
+from tests.memory_models import NANO, memory, opened, tokens
 
 
 def kept(

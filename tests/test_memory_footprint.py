@@ -8,7 +8,7 @@ import torch
 
 from pipeline.learning import footprint
 from pipeline.model.transformer import Transformer
-from tests.test_footprint import SMALL, TOTALS, WORK, at_32000, on_linux, planned_and_measured
+from tests.peak import SMALL, TOTALS, WORK, at_32000, on_linux, planned_and_measured
 
 READ = {
     "rows": 2048,

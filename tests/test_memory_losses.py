@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pipeline.memory.losses import Choices, RouterWeights, auxiliary, chosen_counts, load_balance, router_terms, z_loss
 from pipeline.memory.model import Reader, Routed
-from tests.test_memory import TINY, memory
+from tests.memory_models import TINY, memory
 
 
 def routed(probabilities: list[list[float]], chosen: list[list[int]]) -> Routed:

@@ -8,7 +8,7 @@ from benchmarks import memory as benchmark
 from benchmarks.memory_product_keys import ProductKeys, ProductKeysConfig
 from pipeline.memory.config import MemoryConfig
 from pipeline.model.lora import AdapterConfig
-from tests.test_memory import NANO, TINY
+from tests.memory_models import NANO, TINY
 
 
 def product_keys(**changes: int) -> ProductKeys:

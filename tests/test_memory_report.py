@@ -20,8 +20,8 @@ from pipeline.report import card
 from pipeline.report.metrics import MetricsRun
 from pipeline.text.tokenizer import Tokenizer
 from tests import results
-from tests.test_memory import TINY, opened
-from tests.test_memory import memory as shape
+from tests.memory_models import TINY, opened
+from tests.memory_models import memory as shape
 
 ROWS = [
     {

@@ -28,8 +28,8 @@ from pipeline.rl.rollout import RolloutConfig
 from pipeline.run import device
 from pipeline.run.config import Runtime, Settings, build
 from pipeline.run.errors import InputError
+from tests.loop import Batch, Dropping, Net, Rows, config, job, loss
 from tests.stopping import Stopped, before
-from tests.test_fit import Batch, Dropping, Net, Rows, config, job, loss
 
 CPU = torch.device("cpu")
 

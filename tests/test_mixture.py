@@ -10,13 +10,9 @@ from hypothesis import strategies as st
 
 from pipeline.batches.corpus import CorpusStream, MixtureStream, round_robin
 from tests.corpora import CONTEXT, STEP, documents, equal, stream, write_corpus
+from tests.corpora import token_folder as token_folder
 
 some = settings(max_examples=40, deadline=None)  # a shared machine stalls
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_corpus(tmp_path_factory.mktemp("corpus"), documents(120), documents(20, first=1000))
 
 
 @some

@@ -1,13 +1,11 @@
 """Policy gradients against trl's numbers, against numbers worked by hand, and summed over parts."""
 
 import dataclasses
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from pipeline.learning.losses import Loss
 from pipeline.learning.policy_losses import (
     METHODS,
     Clip,
@@ -16,16 +14,14 @@ from pipeline.learning.policy_losses import (
     explained_variance,
     gae,
     group_advantages,
-    group_policy,
     kl_k1,
     leave_one_out,
-    ppo,
     ppo_rewards,
     rewards_to_go,
     whiten,
 )
 from pipeline.learning.update import Totals
-from tests.goldens import Case, assert_near, cases, numbers, objective, tensors
+from tests.goldens import Case, assert_near, cases, counts_of, group_loss, numbers, objective, ppo_loss, tensors
 
 PPO, GRPO, RLOO, REINFORCE_PP = (cases(method) for method in ("ppo", "grpo", "rloo", "reinforce_pp"))
 DTYPES = [torch.float32, torch.float64]
@@ -76,14 +72,6 @@ def test_the_controller_is_trl_s() -> None:
         beta = adapted(beta, kl, num=case["inputs"]["episodes"], **knobs)
         found.append(beta)
     assert found == pytest.approx(case["expected"]["beta"], rel=1e-6)
-
-
-def ppo_loss(given: dict[str, Tensor], chosen: Tensor, **changes: Any) -> Loss:
-    """Our loss of the chosen tokens of a case; entropies are 0.5."""
-    rows = {name: given[name][chosen] for name in ("policy", "values", "old", "old_values", "advantages", "returns")}
-    knobs: dict[str, Any] = {"clip": Clip(0.2, 0.2), "value_clip": 0.2, "value_weight": 0.1} | changes
-    entropy = torch.full_like(rows["old"], 0.5)
-    return ppo(rows.pop("policy"), entropy, rows.pop("values"), **rows, **knobs)
 
 
 @both_dtypes
@@ -147,31 +135,6 @@ def method_of(name: str, inputs: Case) -> GroupMethod:
     ours = METHODS[{"bnpo": "dapo", "loss": "rloo", "loss_asymmetric": "rloo"}.get(kind, kind)]
     clip = Clip(inputs["clip_low"], inputs["clip_high"])
     return dataclasses.replace(ours, clip=clip, beta=inputs.get("beta", 0.0))
-
-
-def group_loss(given: dict[str, Tensor], method: GroupMethod, max_tokens: int, rows: slice = slice(None)) -> Loss:
-    """Our loss over some answers; advantages (B,) or (B, T); entropies are 0.5."""
-    mask = given["mask"][rows]
-    row_of = torch.arange(len(mask))[:, None].expand_as(mask)[mask]
-    flat = {name: given[name][rows][mask] for name in ("policy", "old", "reference") if name in given}
-    advantages = given["advantages"][rows]
-    advantages = advantages[mask] if advantages.ndim == 2 else advantages[row_of]
-    reference = flat["reference"] if method.kl_in == "loss" and method.beta else None
-    return group_policy(
-        flat["policy"],
-        torch.full_like(flat["old"], 0.5),
-        old=flat["old"],
-        advantages=advantages,
-        reference=reference,
-        row_of=row_of,
-        num_rows=len(mask),
-        method=method,
-        max_tokens=max_tokens,
-    )
-
-
-def counts_of(given: dict[str, Tensor]) -> dict[str, int]:
-    return {"tokens": int(given["mask"].sum()), "sequences": len(given["mask"])}
 
 
 LOSSES = {name: case for name, case in GRPO.items() if "clip_low" in case["inputs"]}

@@ -27,8 +27,7 @@ from pipeline.learning.policy_losses import (
     whiten,
 )
 from pipeline.learning.update import Totals
-from tests.goldens import numbers, objective
-from tests.test_objectives_policy import counts_of, group_loss, ppo_loss
+from tests.goldens import counts_of, group_loss, numbers, objective, ppo_loss
 
 
 def test_one_token_alone_is_not_whitened() -> None:

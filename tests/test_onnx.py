@@ -157,7 +157,7 @@ def test_the_stage_writes_and_proves_onnx(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     from stages import deploy
-    from tests.test_deploy import deployed, manifests
+    from tests.deployment import deployed, manifests
 
     monkeypatch.setattr(deploy.smoke, "check", lambda *_: 6)
     params = deploy.Params(model="tools", gguf=(), onnx="fp32")

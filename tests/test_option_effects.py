@@ -20,8 +20,7 @@ from pipeline.learning.optim import Optimizers
 from pipeline.model.transformer import Transformer
 from pipeline.run import device
 from tests import training
-from tests.test_fit import Batch, Net, Rows, config, job, loss
-from tests.test_fit_options import Spiking, spiking_loss
+from tests.loop import Batch, Net, Rows, Spiking, config, job, loss, spiking_loss
 
 
 def first_step(folder: Path, **changes: Any) -> tuple[dict[str, torch.Tensor], float]:

@@ -9,7 +9,7 @@ import pytest
 from pipeline.learning.settings import PairConfig
 from pipeline.sandbox.judge import SandboxConfig
 from stages import dpo, reward
-from tests.test_fit import job
+from tests.loop import job
 from tests.workspace import Workspace
 
 REWARD = {"centring": 0.0, "label_flip": 0.0, "own_prompts": 0, "calibration_answers": 4, "answer_tokens": 24}

@@ -28,7 +28,7 @@ from pipeline.sandbox.judge import SandboxConfig
 from stages import grpo, rlhf
 from tests import workspace as builder
 from tests.handed import Handed, handed, without_judge
-from tests.test_fit import job
+from tests.loop import job
 from tests.workspace import Workspace
 
 Look = Callable[[Handed], Any]

@@ -15,7 +15,7 @@ from pipeline.run.config import Runtime
 from pipeline.sandbox.judge import SandboxConfig
 from pipeline.text.tokenizer import Tokenizer
 from stages import evaluate
-from tests.test_evaluate import SETTINGS
+from tests.suites import FEW
 
 CHAT = ("tools", "lora", "dpo", "grpo", "rlhf")
 
@@ -31,7 +31,7 @@ def plan(
     data = dict.fromkeys(("text", "code", "dialogues", "problems", "facts", "benchmarks"), tmp_path)
 
     def suites_of(model: str, every_suite: bool = False) -> list[str]:
-        params = evaluate.Params(settings=SETTINGS, sandbox=SandboxConfig(), every_suite=every_suite)
+        params = evaluate.Params(settings=FEW, sandbox=SandboxConfig(), every_suite=every_suite)
         job: Any = SimpleNamespace(seed=1, workers=1, runtime=Runtime())
         return list(evaluate.measurements(params, job, tmp_path / model, **data)[0])
 

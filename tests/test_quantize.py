@@ -13,7 +13,7 @@ from pipeline.model.config import ModelConfig
 from pipeline.model.layers import Linear
 from pipeline.model.transformer import Transformer
 from pipeline.text.tokenizer import Tokenizer
-from tests.test_fused import SHAPES, made
+from tests.models import SHAPES, made
 
 
 def test_levels_and_scales_by_hand() -> None:

@@ -11,12 +11,7 @@ from pipeline.report import baseline, card
 from pipeline.report.metrics import HEADLINES, Prices, lookup, read
 from stages import report
 from tests import results
-
-
-@pytest.fixture
-def metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("STAGECOACH_WORK", str(tmp_path / ".work"))
-    return results.write(tmp_path / "metrics")
+from tests.results import metrics_folder as metrics_folder
 
 
 def written(metrics: Path, folder: Path) -> dict[str, Path]:

@@ -18,7 +18,7 @@ from pipeline.sandbox.judge import SandboxConfig
 from stages import reward
 from tests import workspace as builder
 from tests.handed import Handed, handed, without_judge
-from tests.test_fit import job
+from tests.loop import job
 from tests.workspace import Workspace
 
 

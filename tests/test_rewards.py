@@ -18,7 +18,7 @@ from pipeline.rl.rewards import Resources, Score, Scorer
 from pipeline.run.errors import ConfigError, DataError
 from pipeline.sandbox.judge import Judge, Limits, SandboxConfig
 from tests import rollouts
-from tests.test_answers import prompts
+from tests.rollouts import prompts
 
 PLAIN = Resources(max_new_tokens=16)
 

@@ -4,89 +4,21 @@ run.
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 
 from pipeline.learning.processes import Ranks
 from pipeline.rl import answers, rollout
-from pipeline.rl.answers import Answer, Prompt
+from pipeline.rl.answers import Answer
 from pipeline.rl.rewards import Score
-from pipeline.rl.rollout import Method, Rollout, RolloutConfig, RolloutStream, numbers_of, spread
-from pipeline.run.device import stable_hash
+from pipeline.rl.rollout import Method, Rollout, RolloutStream, numbers_of, spread
 from pipeline.run.errors import GateError
 from pipeline.text.tokenizer import Tokenizer
 from tests import rollouts
 from tests.goldens import cases
-
-Request = tuple[Prompt, int]
-PAD = 0
-
-
-def config(**changes: Any) -> RolloutConfig:
-    values: dict[str, Any] = {
-        "learning_rate": 1e-3,
-        "prompts": 4,
-        "samples": 3,
-        "iterations": 6,
-        "epochs": 2,
-        "minibatches": 2,
-        "max_prompt": 4,
-        "max_new_tokens": 5,
-    }
-    return RolloutConfig(**(values | changes))
-
-
-def drawn(asked: Sequence[Request]) -> list[Answer]:
-    """1 to 5 tokens, a function of prompt and sample alone; every fifth one does not end."""
-    found = []
-    for prompt, sample in asked:
-        number = stable_hash("drawn", prompt.id, sample)
-        ids = [number % 89 + place + 1 for place in range(1 + number % 5)]
-        found.append(rollouts.answer(prompt, sample, ids, logprob=-0.1 - number % 7, finished=number % 5 != 4))
-    return found
-
-
-def scored(given: Sequence[Answer]) -> list[Score]:
-    """The first token, from 0 to 1."""
-    return [Score(answer.ids[0] / 89, {"part": answer.ids[0] / 89}) for answer in given]
-
-
-def annotated(found: list[Rollout]) -> None:
-    for one in found:
-        one.arrays["reference"] = np.array(one.answer.logprobs) - 0.25
-
-
-def estimated(found: list[Rollout]) -> dict[str, float]:
-    for one in found:
-        one.arrays["advantages"] = np.full(len(one.answer.ids), one.total)
-    return {"estimated": float(len(found))}
-
-
-def method(**changes: Any) -> Method:
-    values: dict[str, Any] = {"sample": drawn, "score": scored, "annotate": annotated, "estimate": estimated}
-    return Method(**(values | changes))
-
-
-def stream(
-    settings: RolloutConfig | None = None,
-    how: Method | None = None,
-    *,
-    prompts: int = 10,
-    seed: int = 1,
-    ranks: Any = None,
-    state: dict[str, Any] | None = None,
-) -> RolloutStream:
-    asked = [rollouts.prompt(number) for number in range(prompts)]
-    group = Ranks("fp32", "unused") if ranks is None else ranks
-    return RolloutStream(asked, settings or config(), how or method(), pad=PAD, seed=seed, ranks=group, state=state)
-
-
-def names(found: Sequence[Rollout]) -> list[tuple[str, int]]:
-    return [(one.answer.prompt.id, one.answer.sample) for one in found]
-
+from tests.rollouts import PAD, Request, config, drawn, estimated, filled, method, names, scored_by, stream
 
 # configuration
 
@@ -172,12 +104,6 @@ def test_each_pass_goes_once_through_all_prompts_in_an_order_of_its_own() -> Non
     assert names(filled(seed=1).rollouts) != names(filled(seed=2).rollouts)
 
 
-def filled(settings: RolloutConfig | None = None, how: Method | None = None, **changes: Any) -> RolloutStream:
-    one = stream(settings, how, **changes)
-    one.fill(0)
-    return one
-
-
 def test_samples_of_a_prompt_are_neighbours_and_all_are_annotated_and_estimated() -> None:
     one = stream()
     numbers = one.fill(0)
@@ -192,11 +118,6 @@ def test_samples_of_a_prompt_are_neighbours_and_all_are_annotated_and_estimated(
 
 
 # dynamic sampling
-
-
-def scored_by(table: Callable[[int], float | None]) -> Callable[[Sequence[Answer]], list[Score]]:
-    """Scores by sample number: group k of a run has samples 3k, 3k + 1, 3k + 2."""
-    return lambda given: [Score(table(answer.sample), {"part": table(answer.sample)}) for answer in given]
 
 
 def test_groups_whose_scores_are_all_equal_are_drawn_again() -> None:

@@ -12,7 +12,7 @@ import torch
 from pipeline.rl.answers import Answer
 from pipeline.rl.rollout import RolloutStream
 from tests import rollouts
-from tests.test_rollout import PAD, Request, config, drawn, estimated, filled, method, names, scored_by, stream
+from tests.rollouts import PAD, Request, config, drawn, estimated, filled, method, names, scored_by, stream
 
 
 @pytest.mark.parametrize("minibatches", [1, 2, 5, 12])

@@ -21,20 +21,17 @@ from pipeline.run.workdir import Job
 from pipeline.sandbox.judge import SandboxConfig
 from pipeline.text.tokenizer import Tokenizer
 from stages import corpus, encode, evaluate, reward, tasks
-from tests import test_corpus
 from tests.corpora import documents, write_corpus
-from tests.test_benchmarks import DOUBLE
-from tests.test_benchmarks import write as write_set
-from tests.test_corpus import Machine
-from tests.test_evaluate import PARAMS as EVALUATE
-from tests.test_fit import job
-from tests.test_tasks import PARAMS as TASKS
-from tests.test_tasks import FakeJudge, made
+from tests.data_stages import TASKS, Machine, made
+from tests.data_stages import planted_machine as planted_machine
+from tests.judges import LengthJudge
+from tests.loop import job
+from tests.suites import DOUBLE, write_set
+from tests.suites import PARAMS as EVALUATE
 from tests.workspace import Workspace
 
 URL, WORKERS = "http://machine:8801", 3
 ASKED = (SandboxConfig(), WORKERS, URL)
-machine = test_corpus.machine  # a fixture
 
 
 class NotHere(Exception):
@@ -178,7 +175,7 @@ def test_tasks_generates_and_searches_in_so_many_workers(tmp_path: Path, monkeyp
         searches.append(workers)
         return set()
 
-    monkeypatch.setattr(tasks, "Judge", FakeJudge)
+    monkeypatch.setattr(tasks, "Judge", LengthJudge)
     monkeypatch.setattr(tasks, "pool_map", pools)
     monkeypatch.setattr(tasks, "WORTH_A_WORKER", 1)
     monkeypatch.setattr(tasks, "CHUNK", 5)  # no more is made than is taken

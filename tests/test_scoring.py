@@ -3,14 +3,12 @@
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
 
-from pipeline.batches.batch import Answered, Piece, TokenBatch, answered
+from pipeline.batches.batch import Piece, TokenBatch, answered
 from pipeline.learning.losses import sum_by_row, token_logprobs, trained_logits
 from pipeline.model.transformer import Transformer
-from tests.goldens import assert_near, cases, tensors
+from tests.goldens import Given, I, assert_near, cases, rows_of, tensors
 
-I = -100  # noqa: E741 (nothing is trained here)
 BATCH = TokenBatch(
     input_ids=torch.tensor([[7, 8, 9, 7, 4, 5, 6, 0], [9, 9, 8, 1, 2, 3, 3, 2]]),
     targets=torch.tensor([[8, I, 7, I, 5, 6, I, I], [I, I, I, 2, 3, 3, 2, 1]]),
@@ -41,24 +39,6 @@ def test_a_batch_without_targets_gives_no_logits(tiny_model: Transformer) -> Non
     logits, targets = trained_logits(tiny_model, dataclasses.replace(BATCH, targets=torch.full((2, 8), I)))
     assert logits.shape == (0, tiny_model.config.vocab_size)
     assert targets.shape == (0,)
-
-
-class Given(nn.Module):
-    """Answers every call with the same logits (B, T, V), at the places that are asked for."""
-
-    def __init__(self, logits: Tensor) -> None:
-        super().__init__()
-        self.logits = logits
-
-    def forward(self, input_ids: Tensor, *, positions: Tensor, documents: Tensor, select: Tensor) -> Tensor:
-        assert input_ids.shape == positions.shape == documents.shape == select.shape == self.logits.shape[:2]
-        return self.logits[select]
-
-
-def rows_of(ids: Tensor, mask: Tensor) -> Answered:
-    """Targets that stand where they are predicted, so nothing is left to shift."""
-    zero = torch.zeros_like(ids)
-    return Answered(zero, ids.where(mask, I), zero.int(), zero)
 
 
 @pytest.mark.parametrize("name", ["temperature_0.7", "temperature_1.0"])

@@ -9,8 +9,7 @@ from pipeline.batches.batch import Answered, Piece, answered
 from pipeline.learning import pair_losses
 from pipeline.learning.pair_losses import PairLoss, dpo, pair_logprobs, pairs_of
 from pipeline.model.transformer import Transformer
-from tests.goldens import assert_near, cases, numbers, objective, tensors
-from tests.test_scoring import Given, rows_of
+from tests.goldens import Given, assert_near, cases, numbers, objective, rows_of, tensors
 
 
 def test_dpo_from_logits_is_trl_s_with_all_its_metrics() -> None:

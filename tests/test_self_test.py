@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.test_jail import ROOT, SANDBOX
+from tests.sandbox import ROOT, SANDBOX
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
 

@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +18,8 @@ from pipeline.run.errors import ConfigError
 from pipeline.sandbox import remote, service
 from pipeline.sandbox.judge import Candidate, Judge, Limits, SandboxConfig
 from pipeline.sandbox.servers import Servers
+from tests.sandbox import ended, started
+from tests.training import free_port
 
 ROOT = Path(__file__).parents[1]
 TOKEN = "a token of the tests"
@@ -38,38 +39,6 @@ PROGRAMS = [
         cpu_seconds=0.1,
     ),
 ]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def started(*arguments: str, token: str | None = None) -> tuple[subprocess.Popen[str], str]:
-    """A service of its own process, and its address; its first line says that it is about to listen."""
-    port = free_port()
-    environment = {key: value for key, value in os.environ.items() if key != remote.TOKEN}
-    environment |= {} if token is None else {remote.TOKEN: token}
-    command = [sys.executable, "-m", "pipeline.sandbox.service", "--port", str(port), "--workers", "2", *arguments]
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    for line in process.stderr:
-        if line.startswith("sandbox service at"):
-            break
-    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 60
-    while time.monotonic() < deadline:
-        try:
-            httpx.get(f"{url}/health", trust_env=False)
-            return process, url
-        except httpx.ConnectError:
-            continue
-    raise AssertionError("the service does not listen")
-
-
-def ended(process: subprocess.Popen[str]) -> None:
-    process.terminate()
-    process.communicate(timeout=60)
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from pipeline.ingest import conversations, shapes
 from pipeline.ingest.records import Dialogue, Pair, Problem, Text
 from pipeline.ingest.tool_calls import RowError
+from tests.ownfiles import BROKEN, GLAIVE, TOOLACE, XLAM, call
 
 NONE = shapes.Columns()
 
@@ -28,62 +29,6 @@ def shape_of(row: dict[str, Any], kind: str) -> str | None:
 def tool(name: str, **properties: Any) -> dict[str, Any]:
     parameters = {"type": "object", "properties": properties}
     return {"type": "function", "function": {"name": name, "description": "", "parameters": parameters}}
-
-
-def call(number: int, name: str, arguments: str) -> dict[str, Any]:
-    return {"id": f"call_{number}", "type": "function", "function": {"name": name, "arguments": arguments}}
-
-
-XLAM = {
-    "id": 7,
-    "query": "Weather in Rome and Oslo?",
-    "tools": json.dumps(
-        [
-            {
-                "name": "weather",
-                "description": "Now",
-                "parameters": {
-                    "city": {"type": "str", "description": "Where"},
-                    "days": {"type": "int, optional", "description": "How many", "default": 1},
-                    "tags": {"type": "List[Union[int, float]], optional", "description": ""},
-                },
-            }
-        ]
-    ),
-    "answers": (
-        '[{"name": "weather", "arguments": {"city": "Rome"}}, {"name": "weather", "arguments": {"city": "Oslo"}}]'
-    ),
-}
-GLAIVE = {
-    "system": (
-        'SYSTEM: You are a helpful assistant with access to the following functions. Use them if required -\n{"name":'
-        ' "price", "description": "d", "parameters": {"type": "object", "properties": {"s": {"type":'
-        ' "string"}}}}\n\n{"name": "other", "description": "", "parameters": {}}'
-    ),
-    "chat": (
-        "USER: Price of Bob's?\n\n\nASSISTANT: One moment. <functioncall> "
-        '{"name": "price", "arguments": \'{"s": "Bob\\\'s"}\'} <|endoftext|>\n\n\n'
-        'FUNCTION RESPONSE: {"p": 1}\n\n\nASSISTANT: It is 1. <|endoftext|>\n\n\n'
-    ),
-}
-TOOLACE = {
-    "system": (
-        "You are an expert in composing functions. The current time is 2024-05-01 10:00:00.Here is a list of functions"
-        ' in JSON format that you can invoke:\n[{"name": "Market Trends API", "description": "d", "parameters":'
-        ' {"type": "dict", "properties": {"kind": {"type": "float", "description": "k"}, "all": {"type": "bool"}},'
-        ' "required": ["kind"]}, "required": null}, {"name": "g", "parameters": {}}].\nPut it in the format of'
-        " [func1(name=value), func2(params)]"
-    ),
-    "conversations": [
-        {"from": "user", "value": "Trends?"},
-        {"from": "assistant", "value": '[Market Trends API(kind=-1.5, all=true, note="a, (b) = [c]"), g()]'},
-        {
-            "from": "tool",
-            "value": '[{"name": "Market Trends API", "results": {"up": 1}}, {"name": "g", "results": "no"}]',
-        },
-        {"from": "assistant", "value": "Up."},
-    ],
-}
 
 
 def test_text_keeps_its_licence_and_id() -> None:
@@ -264,54 +209,6 @@ def test_transcripts_that_part_before_the_last_turn_keep_their_later_turns() -> 
     found = read(row, "preferences")
     assert [m["content"] for m in found.prompt] == ["Q"]
     assert [m["content"] for m in found.chosen] == ["G", "R", "H"] and [m["content"] for m in found.rejected] == ["B"]
-
-
-BROKEN = [
-    ("text", {"text": 3}, "text"),
-    ("text", {"text": " "}, "text"),
-    ("dialogues", {"messages": []}, "messages"),
-    ("dialogues", {"messages": "["}, "messages"),
-    ("dialogues", {"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
-    ("dialogues", {"messages": [{"role": "user", "content": 1}]}, "messages[0].content"),
-    ("dialogues", {"messages": [{"role": "user", "content": "Q"}]}, "messages"),
-    ("dialogues", {"messages": [{"role": "assistant", "content": ""}]}, "messages[0].content"),
-    ("dialogues", {"messages": [{"role": "tool", "content": "x"}]}, "messages[0]"),
-    ("dialogues", {"messages": [{"role": "assistant", "tool_calls": [call(0, "f", "{}")]}]}, "messages[0]"),
-    (
-        "dialogues",
-        {"messages": [{"role": "assistant", "tool_calls": [call(0, "f", "{")]}]},
-        "messages[0].tool_calls.arguments",
-    ),
-    ("dialogues", {"conversations": [{"from": "function_call", "value": "f(1)"}]}, "conversations[0]"),
-    ("dialogues", {**XLAM, "answers": "[]"}, "answers"),
-    ("dialogues", {**XLAM, "answers": '[{"name": "snow", "arguments": {}}]'}, "messages[1]"),
-    ("dialogues", {**XLAM, "tools": '[{"description": "no name"}]'}, "tools[0]"),
-    ("dialogues", {**GLAIVE, "chat": 'USER: q\n\nASSISTANT: <functioncall> {"name": '}, "chat[1]"),
-    ("dialogues", {**GLAIVE, "chat": "FUNCTION RESPONSE: 1"}, "chat[0]"),
-    ("dialogues", {**GLAIVE, "chat": "hello"}, "chat"),
-    ("dialogues", {**GLAIVE, "system": 'SYSTEM: x {"name": '}, "system"),
-    ("dialogues", {**TOOLACE, "conversations": [{"from": "assistant", "value": "[g(1)]"}]}, "conversations[0]"),
-    ("dialogues", {**TOOLACE, "conversations": [{"from": "assistant", "value": "[g(a=open(1))]"}]}, "conversations[0]"),
-    ("dialogues", {"instruction": "", "output": "x"}, "instruction"),
-    ("dialogues", {"question": "Q", "answer": 4}, "answer"),
-    ("dialogues", {"question": "Q", "answer": "A", "tests": []}, "tests"),
-    ("problems", {"question": "Q", "tests": []}, "tests"),
-    ("problems", {"question": "Q", "tests": ["f(1)"]}, "tests[0].assert"),
-    ("problems", {"question": "Q", "tests": ["assert f("]}, "tests[0]"),
-    ("problems", {"question": "Q", "tests": [{"args": "[1]", "expected": "2"}]}, "entry_point"),
-    ("problems", {"question": "Q", "entry_point": "f", "tests": [{"args": "1", "expected": "2"}]}, "tests[0].args"),
-    (
-        "problems",
-        {"question": "Q", "entry_point": "f", "tests": [{"args": "[1]", "expected": "abc"}]},
-        "tests[0].expected",
-    ),
-    ("problems", {"question": "Q", "tests": ["assert f(1)"], "level": 9}, "level"),
-    ("preferences", {"prompt": "Q", "chosen": "A", "rejected": "A"}, "rejected"),
-    ("preferences", {"prompt": "Q", "chosen": "A", "rejected": ""}, "rejected"),
-    ("preferences", {"chosen": "A", "rejected": "B"}, "chosen"),
-    ("preferences", {"prompt": "Q", "chosen": "A", "rejected": "B", "gold_chosen": 2}, "gold_chosen"),
-    ("preferences", {"prompt": [], "chosen": "A", "rejected": "B"}, "prompt"),
-]
 
 
 @pytest.mark.parametrize(("kind", "row", "field"), BROKEN)

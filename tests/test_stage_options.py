@@ -20,8 +20,8 @@ from pipeline.run.device import generator
 from stages import code, dpo, language, lora, tools
 from tests import corpora
 from tests.handed import Handed, handed
+from tests.loop import job
 from tests.settings import flat
-from tests.test_fit import job
 from tests.workspace import Workspace
 
 SHAPE = ModelConfig(

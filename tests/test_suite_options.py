@@ -26,8 +26,9 @@ from pipeline.synthetic import drills, stories
 from pipeline.synthetic import tools as synthetic_tools
 from pipeline.text.tokenizer import Tokenizer
 from stages import evaluate
-from tests.test_fit import job
-from tests.test_suites import SETTINGS, SOURCE, Judge, problem, text
+from tests.judges import KnowingJudge
+from tests.loop import job
+from tests.suites import SETTINGS, SOURCE, problem, text
 
 
 @dataclass(frozen=True)
@@ -66,13 +67,13 @@ def silent(tiny_model: Transformer, byte_tokenizer: Tokenizer) -> Any:
 @pytest.mark.parametrize("count", [1, 2, 9])
 def test_so_many_problems_are_asked(count: int, silent: Any) -> None:
     subject, problems = silent(problems=count), [problem(name, "easy") for name in "abc"]
-    suites.solved(subject, problems, Judge([]))  # type: ignore[arg-type]
+    suites.solved(subject, problems, KnowingJudge([]))  # type: ignore[arg-type]
     assert [one.names for one in subject.asked] == [["a", "b", "c"][:count]]
 
 
 def test_problems_are_answered_once_greedily_and_so_often_by_sampling_within_their_tokens(silent: Any) -> None:
     subject = silent(samples=2, temperature=0.6, max_new_tokens=11)
-    suites.solved(subject, [problem("a", "easy")], Judge([]))  # type: ignore[arg-type]
+    suites.solved(subject, [problem("a", "easy")], KnowingJudge([]))  # type: ignore[arg-type]
     assert [(one.sample, one.temperature, one.tokens) for one in subject.asked] == [
         (0, 0.0, 11),
         (1, 0.6, 11),

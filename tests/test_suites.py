@@ -2,119 +2,31 @@
 seed.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from pipeline.evaluation import likelihood, suites
 from pipeline.evaluation import tools as evaluation_tools
-from pipeline.evaluation.suites import Subject, SuiteSettings
+from pipeline.evaluation.suites import Subject
 from pipeline.generation.sampling import Completion
-from pipeline.ingest.records import Dialogue, Problem, Text
+from pipeline.ingest.records import Dialogue
 from pipeline.model.transformer import Transformer
-from pipeline.sandbox.judge import Candidate, Verdict
 from pipeline.synthetic import programs as synthetic_programs
 from pipeline.synthetic import stories
 from pipeline.synthetic import tools as synthetic_tools
 from pipeline.text import chat
 from pipeline.text.tokenizer import Tokenizer
-
-SETTINGS = SuiteSettings(
-    documents=9,
-    stories=9,
-    problems=9,
-    samples=0,
-    dialogues=40,
-    gaps=9,
-    max_new_tokens=20,
-    story_tokens=20,
-    temperature=0.8,
-    top_p=0.95,
-    context=64,
-    bootstrap=200,
-)
-
-
-@dataclass(frozen=True)
-class Scripted(Subject):
-    """A subject that answers from a table {(id, sample): text or (text, stop)}, and keeps what it was asked."""
-
-    answers: dict[Any, Any]
-    asked: dict[str, list[int]]
-
-    def complete(
-        self, suite: str, prompts: dict[str, list[int]], *, tokens: int, temperature: float, sample: int = 0
-    ) -> dict[str, Completion]:
-        self.asked.update(prompts)
-        done = {}
-        for name in prompts:
-            answer = self.answers.get((name, sample), self.answers.get(name))
-            if answer is not None:
-                text, stop = answer if isinstance(answer, tuple) else (answer, "stop")
-                done[name] = Completion(spelled(self.tokenizer, text), [], stop)
-        return done
-
-
-def spelled(tokenizer: Tokenizer, text: str) -> list[int]:
-    ids: list[int] = []
-    for number, piece in enumerate(text.replace("</tool_call>", "<tool_call>/").split("<tool_call>")):
-        if number:
-            ids.append(tokenizer.control_ids["</tool_call>" if piece.startswith("/") else "<tool_call>"])
-            piece = piece.removeprefix("/")
-        ids += tokenizer.encode(piece)
-    return ids
+from tests.judges import KnowingJudge
+from tests.suites import SETTINGS, SOURCE, problem, text
+from tests.suites import scripted_subjects as scripted_subjects
 
 
 @pytest.fixture
 def subject(tiny_model: Transformer, byte_tokenizer: Tokenizer) -> Subject:
     return Subject(tiny_model, byte_tokenizer, SETTINGS, 7)
-
-
-@pytest.fixture
-def scripted(tiny_model: Transformer, byte_tokenizer: Tokenizer) -> Any:
-    def made(answers: dict[Any, Any], **settings: Any) -> Scripted:
-        return Scripted(tiny_model, byte_tokenizer, replace(SETTINGS, **settings), 7, answers, {})
-
-    return made
-
-
-class Judge:
-    """Passes the sources it is told to pass."""
-
-    def __init__(self, right: Iterable[str]) -> None:
-        self.right = set(right)
-
-    def judge(self, programs: Iterable[Candidate]) -> Iterator[Verdict]:
-        for program in programs:
-            passed = program.source in self.right
-            yield Verdict(
-                verdict="passed" if passed else "failed",
-                reason="",
-                passed=int(passed),
-                total=1,
-                score=float(passed),
-                results=[],
-            )
-
-
-def text(path: str, content: str) -> Text:
-    return Text(text=content, source="s", path=path, licence="MIT")
-
-
-def problem(name: str, group: str) -> Problem:
-    return Problem(
-        id=name,
-        level=1,
-        group=group,
-        key=name,
-        question=f"Write {name}.",
-        entry_point=name,
-        signature=f"{name}(x)",
-        tests=[],
-        answer=synthetic_programs.fenced(f"def {name}(x):\n    return x"),
-    )
 
 
 def test_a_sample_depends_on_its_id_suite_and_number_and_on_nothing_else(subject: Subject) -> None:
@@ -137,7 +49,7 @@ def test_a_prompt_without_room_is_left_out_and_counted(subject: Subject) -> None
     prompts = {"long": subject.tokenizer.encode(long), "short": subject.tokenizer.encode(short), "empty": []}
     assert list(subject.complete("s", prompts, tokens=2, temperature=0.0)) == ["short"]
     asked = [replace(problem("a", "easy"), question=long)]
-    assert suites.solved(subject, asked, Judge([])).numbers == {"left_out": 1}  # type: ignore[arg-type]
+    assert suites.solved(subject, asked, KnowingJudge([])).numbers == {"left_out": 1}  # type: ignore[arg-type]
 
 
 def test_bits_per_byte_are_those_of_the_documents(subject: Subject) -> None:
@@ -186,9 +98,6 @@ def test_few_openings_are_continued_several_times(scripted: Any) -> None:
     assert result.numbers["story_rate"] == 0.4
 
 
-SOURCE = "import os\n\n\ndef first(value):\n    return value + 1\n\n\ndef second(value):\n    return value + 2\n"
-
-
 def test_a_gap_is_right_when_it_is_the_very_line(scripted: Any, byte_tokenizer: Tokenizer) -> None:
     texts = [text(str(n), SOURCE) for n in range(4)] + [text("short", "x = 1\n" * 9)]
     reference = {r["id"]: r["reference"] for r in suites.gaps(scripted({str(n): "" for n in range(4)}), texts).rows}
@@ -219,7 +128,7 @@ def test_problems_are_counted_by_group_greedy_and_sampled(scripted: Any) -> None
             ("b", sample): synthetic_programs.fenced(good["b"].strip()),
             ("c", sample): bad,
         }
-    result = suites.solved(scripted(answers, samples=5), problems, Judge(good.values()))  # type: ignore[arg-type]
+    result = suites.solved(scripted(answers, samples=5), problems, KnowingJudge(good.values()))  # type: ignore[arg-type]
     numbers = result.numbers
     assert (numbers["n"], numbers["easy"]["n"], numbers["hard"]["n"]) == (3, 2, 1)
     assert (numbers["pass_at_1_greedy"], numbers["easy"]["pass_at_1_greedy"]) == (pytest.approx(1 / 3), 0.5)
@@ -245,7 +154,7 @@ def test_an_item_is_another_one_when_anything_of_it_is_though_its_id_stays(scrip
         replace(asked, tests=[{"args": "[1]", "expected": "2", "visible": False}]),
         replace(asked, question="Write b."),
     ]
-    first, *rest = (items(suites.solved(scripted({"a": "no"}), [p], Judge([]))) for p in (asked, *others, asked))  # type: ignore[arg-type]
+    first, *rest = (items(suites.solved(scripted({"a": "no"}), [p], KnowingJudge([]))) for p in (asked, *others, asked))  # type: ignore[arg-type]
     assert first == rest[-1] and first not in rest[:-1]
     whole, cut = (
         items(suites.documents(scripted({}), "text", [text("a", "The pilot asked." + end)])) for end in ("", "?")
@@ -381,4 +290,4 @@ def test_nothing_to_measure_gives_no_numbers_and_no_error(scripted: Any) -> None
     empty: Sequence[Any] = []
     for suite in (suites.sampled_stories, suites.gaps, evaluation_tools.called, suites.answered):
         assert suite(scripted({}), empty).numbers == {}
-    assert suites.solved(scripted({}), empty, Judge([])).numbers == {}  # type: ignore[arg-type]
+    assert suites.solved(scripted({}), empty, KnowingJudge([])).numbers == {}  # type: ignore[arg-type]

@@ -2,16 +2,9 @@
 
 from pathlib import Path
 
-import pytest
-
 from pipeline.report.card import text_table
 from tests import results
-
-
-@pytest.fixture
-def metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("STAGECOACH_WORK", str(tmp_path / ".work"))
-    return results.write(tmp_path / "metrics")
+from tests.results import metrics_folder as metrics_folder
 
 
 def test_columns_are_models_and_line_up(metrics: Path) -> None:

@@ -1,121 +1,37 @@
 """The stage of conversations, problems and pairs: shares, splits that share nothing, what leaves and what joins."""
 
 import json
-from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 
 from pipeline.ingest import own_files
-from pipeline.ingest.records import Dialogue, Fact, Pair, Problem, read
+from pipeline.ingest.records import Problem
 from pipeline.ingest.sources import DataConfig
 from pipeline.run.config import Runtime
 from pipeline.run.errors import ConfigError, DataError
-from pipeline.run.tracking import Tracker
-from pipeline.run.workdir import Job, StopRequest
 from pipeline.sandbox import servers
-from pipeline.sandbox.judge import Candidate, Judge, SandboxConfig, Verdict
+from pipeline.sandbox.judge import Candidate, Judge, SandboxConfig
 from pipeline.synthetic import preferences, stories, tools
 from pipeline.synthetic import programs as synthetic_programs
 from stages import tasks
 from stages.tasks import Params
-
-PARAMS = Params(
-    dialogues=100,
-    problems=60,
-    rl_problems=8,
-    pairs=30,
-    services=4,
-    test_items=10,
-    label_noise=0.0,
-    data=DataConfig(source="machine"),
-    sandbox=SandboxConfig(),
-)
-KINDS = {"dialogues": Dialogue, "problems": Problem, "preferences": Pair, "facts": Fact}
-Made = dict[str, Any]  # kind -> split -> records, and "report"
-
-
-class FakeJudge:
-    """Scores sources by their length: enough for pairs, and no process is started. It knows no single results, so
-    each is asked for alone.
-    """
-
-    def __init__(self, config: SandboxConfig, workers: int, url: str | None = None) -> None:
-        self.config = config
-
-    def __enter__(self) -> "FakeJudge":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def judge(self, programs: Iterable[Candidate]) -> Iterator[Verdict]:
-        for program in programs:
-            assert program.tests and not any(test["visible"] for test in program.tests)
-            score = len(program.source or "") % 6 / 5
-            yield Verdict(verdict="failed", reason="", passed=0, total=1, score=score, results=[])
+from tests.data_stages import TASKS, Made, made
+from tests.judges import LengthJudge
 
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tasks, "Judge", FakeJudge)
-
-
-def made(folder: Path, params: Params = PARAMS, *, code: Iterable[str] = (), seed: int = 1, workers: int = 1) -> Made:
-    """What the stage writes into `folder`/out, and its report under "report"."""
-    for name in ("own", "text", "code", "feedback", "work", "out"):
-        (folder / name).mkdir(parents=True, exist_ok=True)
-    rows = list(code) or ["nothing here"]
-    for corpus, texts in (("text", ["nothing there"]), ("code", rows)):
-        table = pyarrow.table({"text": texts, "source": ["s"] * len(texts)})
-        pyarrow.parquet.write_table(table, folder / corpus / "train-0.parquet")
-    job = Job(
-        stage="tasks",
-        item=None,
-        key="k",
-        seed=seed,
-        folder=folder / "work",
-        workers=workers,
-        runtime=Runtime(),
-        tracker=Tracker("tasks", folder, {}, {}, quiet=True),
-        lineage={},
-        stop=StopRequest(),
-    )
-    outs = {
-        "dialogues": folder / "out/dialogues",
-        "problems": folder / "out/problems",
-        "pairs": folder / "out/preferences",
-        "known": folder / "out/facts",
-    }
-    tasks.run(
-        params,
-        job,
-        own=folder / "own",
-        text=folder / "text",
-        code=folder / "code",
-        feedback=folder / "feedback",
-        **outs,
-    )
-    found: Made = {
-        kind: {
-            p.stem: list(read(p, shape))
-            for p in sorted((folder / "out" / kind).glob("*.jsonl"))
-            if "rejected" not in p.stem
-        }
-        for kind, shape in KINDS.items()
-    }
-    return found | {"report": job.tracker.final}
+    monkeypatch.setattr(tasks, "Judge", LengthJudge)
 
 
 @pytest.fixture(scope="module")
 def usual(tmp_path_factory: pytest.TempPathFactory) -> Made:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tasks, "Judge", FakeJudge)
+        patch.setattr(tasks, "Judge", LengthJudge)
         return made(tmp_path_factory.mktemp("usual"))
 
 
@@ -168,7 +84,7 @@ def test_stories_to_train_on_are_not_held_out_and_val_and_test_are_apart() -> No
 @pytest.mark.slow
 @pytest.mark.full
 def test_equal_runs_give_equal_bytes_and_another_seed_others(tmp_path: Path, fake: None) -> None:
-    small = replace(PARAMS, dialogues=20, problems=10, rl_problems=2, pairs=6, test_items=3)
+    small = replace(TASKS, dialogues=20, problems=10, rl_problems=2, pairs=6, test_items=3)
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         made(tmp_path / name, small, seed=seed)
     files = sorted(p.relative_to(tmp_path / "a") for p in (tmp_path / "a/out").rglob("*.jsonl"))
@@ -184,7 +100,7 @@ def test_equal_runs_give_equal_bytes_and_another_seed_others(tmp_path: Path, fak
 def test_a_test_item_that_the_training_data_hold_is_dropped(usual: Made, tmp_path: Path, fake: None) -> None:
     long = next(p for p in usual["problems"]["test"] if len(p.answer.split()) > 15)
     found = made(
-        tmp_path, replace(PARAMS, dialogues=20, pairs=3), code=["x = 1\n" + synthetic_programs.unfenced(long.answer)]
+        tmp_path, replace(TASKS, dialogues=20, pairs=3), code=["x = 1\n" + synthetic_programs.unfenced(long.answer)]
     )
     kept = [p.id for p in found["problems"]["test"]]
     assert long.id not in kept
@@ -201,7 +117,7 @@ def test_noise_swaps_generated_training_pairs_and_pairs_that_people_gave_join_th
     good, bad = ({"role": "assistant", "content": text} for text in ("Yes.", "No."))
     row = {"prompt": [{"role": "user", "content": "Is it?"}], "chosen": [good], "rejected": [bad]}
     (tmp_path / "feedback/preferences.jsonl").write_text(json.dumps(row) + "\n")
-    found = made(tmp_path, replace(PARAMS, label_noise=0.2, dialogues=20, problems=10))["preferences"]
+    found = made(tmp_path, replace(TASKS, label_noise=0.2, dialogues=20, problems=10))["preferences"]
     *noisy, given = found["train"]
     assert [p.source for p in noisy] == ["generated"] * 30
     assert sum(p.flipped for p in noisy) == 6
@@ -210,7 +126,7 @@ def test_noise_swaps_generated_training_pairs_and_pairs_that_people_gave_join_th
     assert found["test"] == usual["preferences"]["test"]
 
 
-SMALL = replace(PARAMS, dialogues=20, problems=10, rl_problems=2, pairs=20, test_items=3)
+SMALL = replace(TASKS, dialogues=20, problems=10, rl_problems=2, pairs=20, test_items=3)
 
 
 def choice(number: int, **more: Any) -> dict[str, Any]:
@@ -297,7 +213,7 @@ def test_problems_of_the_user_take_the_place_of_generated_ones(tmp_path: Path) -
     (tmp_path / "own/train.jsonl").write_text("".join(json.dumps(r) + "\n" for r in train) + "{broken\n")
     (tmp_path / "own/val.jsonl").write_text("".join(json.dumps(row(n, **answers[n])) + "\n" for n in range(4, 8)))
     data = DataConfig(source="files", problems=["*.jsonl"], max_rejected=0.5)
-    found = made(tmp_path, replace(PARAMS, data=data, dialogues=20, pairs=6, test_items=2))
+    found = made(tmp_path, replace(TASKS, data=data, dialogues=20, pairs=6, test_items=2))
     read_again: Any = own_files.read_files(tmp_path / "own", data, "problems", tmp_path / "again.jsonl")
     held_out = [
         p.entry_point for split, p in read_again if split == "val"
@@ -338,7 +254,7 @@ def own_problems(folder: Path, rows: dict[str, dict[str, Any]]) -> Params:
     text = "".join(json.dumps(row | {"id": name}) + "\n" for name, row in rows.items())
     (folder / "own/problems.jsonl").write_text(text)
     data = DataConfig(source="files", problems=["problems.jsonl"], max_rejected=0.9)
-    return replace(PARAMS, data=data, dialogues=20, pairs=3, test_items=2)
+    return replace(TASKS, data=data, dialogues=20, pairs=3, test_items=2)
 
 
 @pytest.mark.parametrize("name", FAULTY)
@@ -391,7 +307,7 @@ def test_wrong_problems_of_the_hub_leave_up_to_max_rejected_and_are_written_down
         counts = {"accepted": 21, "duplicates": 0, "rejected": 3}
         data = DataConfig(source="hub", max_rejected=0.05)
         job: Any = SimpleNamespace(workers=1, runtime=Runtime())
-        tasks._try_out(splits, replace(PARAMS, data=data), job, tmp_path, counts)
+        tasks._try_out(splits, replace(TASKS, data=data), job, tmp_path, counts)
         return splits, counts
 
     splits, counts = tried(1)
@@ -407,13 +323,13 @@ def test_wrong_problems_of_the_hub_leave_up_to_max_rejected_and_are_written_down
 @pytest.mark.parametrize("change", [{"pairs": 0}, {"label_noise": 0.5}, {"label_noise": -0.1}, {"test_items": 0}])
 def test_counts_and_shares_out_of_range_are_refused(change: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"expected (at least 1|a share in \[0, 0\.5\))"):
-        replace(PARAMS, **change)
+        replace(TASKS, **change)
 
 
 @pytest.mark.slow
 @pytest.mark.full
 def test_labels_of_code_are_what_the_sandbox_says(tmp_path: Path) -> None:
-    found = made(tmp_path, replace(PARAMS, pairs=60), workers=2)
+    found = made(tmp_path, replace(TASKS, pairs=60), workers=2)
     pairs = [p for p in found["preferences"]["train"] if p.kind == "code"]
     asked = {p.id: p for p in tasks.programs.problems("train", 220, 2)}
     programs, golds = [], []
@@ -444,8 +360,8 @@ def test_labels_of_code_are_what_the_sandbox_says(tmp_path: Path) -> None:
 
 
 def test_records_from_worker_processes_are_those_of_one_run() -> None:
-    for kind, made in (("problems", synthetic_programs.problems), ("dialogues", tools.dialogues)):
-        whole = list(made("train", 230, 3))
+    for kind, records in (("problems", synthetic_programs.problems), ("dialogues", tools.dialogues)):
+        whole = list(records("train", 230, 3))
         assert tasks.generate(tasks.Chunk(kind, "train", 150, 230, 3)) == whole[150:]
         assert tasks._generated(kind, {"train": 230}, 3, workers=1) == {"train": whole}  # chunks of 200
 
@@ -453,12 +369,12 @@ def test_records_from_worker_processes_are_those_of_one_run() -> None:
 def test_answers_to_be_paired_run_in_the_sandbox_of_its_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[SandboxConfig] = []
 
-    class Taking(FakeJudge):
+    class Taking(LengthJudge):
         def __init__(self, config: SandboxConfig, workers: int, url: str | None = None) -> None:
             super().__init__(config, workers, url)
             asked.append(config)
 
     monkeypatch.setattr(tasks, "Judge", Taking)
     config = SandboxConfig(preload=("json",))
-    made(tmp_path, replace(PARAMS, dialogues=20, problems=10, rl_problems=2, pairs=3, test_items=1, sandbox=config))
+    made(tmp_path, replace(TASKS, dialogues=20, problems=10, rl_problems=2, pairs=3, test_items=1, sandbox=config))
     assert asked == [config]

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests import thieves
-from tests.test_jail import WHO, unprivileged_python
-from tests.test_service import ended, started
+from tests.sandbox import WHO, ended, started, unprivileged_python
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")

@@ -2,7 +2,7 @@
 
     Course            the position of a run: all that a resume needs besides weights and moments, as JSON
     fault, risen      whether the update of a step may be made, and when a run must end
-    Totals, Window    sums of one step (or evaluation), and of the steps since the last row of the curve
+    Totals, LoggingWindow    sums of one step (or evaluation), and of the steps since the last row of the curve
     Scaler            loss scaling for fp16
     Averages          exponential moving average of the weights
 

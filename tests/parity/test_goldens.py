@@ -5,35 +5,17 @@ or by the one that STAGECOACH_TRL_A or STAGECOACH_TRL_B names; else skipped.
 """
 
 import json
-import os
 import subprocess
-import sys
 from collections.abc import Iterator
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.goldens import VERSIONS, interpreter
+
 GOLDEN = Path(__file__).parents[1] / "golden"
-VERSIONS = {"A": "1.12.0", "B": "0.11.4", "hand": "1"}
 TOLERANCE = 1e-6  # another processor rounds sums of float32 otherwise
-
-
-def interpreter(oracle: str) -> str:
-    """The Python that has the oracle, or the reason to skip."""
-    named = os.environ.get(f"STAGECOACH_TRL_{oracle}")
-    if named or oracle == "hand":
-        return named or sys.executable
-    try:
-        found = metadata.version("trl")
-    except metadata.PackageNotFoundError:
-        found = "none"
-    if found != VERSIONS[oracle]:
-        pytest.skip(
-            f"needs trl {VERSIONS[oracle]} (found: {found}) or STAGECOACH_TRL_{oracle}; see tests/golden/make.py"
-        )
-    return sys.executable
 
 
 def cases(folder: Path, oracle: str) -> dict[str, dict[str, Any]]:

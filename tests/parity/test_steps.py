@@ -27,8 +27,7 @@ from pipeline.learning.policy_losses import METHODS, Clip
 from pipeline.model import checkpoint
 from pipeline.model.transformer import Transformer
 from pipeline.text.tokenizer import Tokenizer
-from tests.goldens import objective
-from tests.parity.test_goldens import interpreter
+from tests.goldens import interpreter, objective
 
 SCRIPT = Path(__file__).with_name("trl_steps.py")
 STEPS, RATE, NORM, EPS = 5, 2e-3, 0.5, 1e-6  # as in trl_steps.py

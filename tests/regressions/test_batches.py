@@ -25,7 +25,7 @@ from pipeline.run.errors import ModelError
 from pipeline.text import chat
 from pipeline.text.tokenizer import SPECIAL, Tokenizer
 from tests import rollouts
-from tests.test_answers import sampled
+from tests.rollouts import sampled
 
 
 def piece(tokenizer: Tokenizer, reply: str) -> Piece:

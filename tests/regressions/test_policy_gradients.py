@@ -18,10 +18,9 @@ from pipeline.rl.advantages import PPOConfig, estimate_group, estimate_ppo
 from pipeline.rl.rewards import Score
 from pipeline.rl.rollout import Method, Rollout, RolloutStream
 from stages import grpo
-from tests import rollouts
-from tests import test_bandit as bandit
+from tests import bandit, rollouts
 from tests.goldens import objective
-from tests.test_fit import job
+from tests.loop import job
 
 
 def constants(**changes: float) -> PPOConfig:

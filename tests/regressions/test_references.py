@@ -25,8 +25,8 @@ from pipeline.run.errors import ConfigError
 from pipeline.text.tokenizer import Tokenizer
 from stages import grpo, rlhf
 from tests import rollouts
-from tests.test_answers import prompts
-from tests.test_fit import job
+from tests.loop import job
+from tests.rollouts import prompts
 
 
 @pytest.fixture
