@@ -17,6 +17,7 @@ from pipeline.memory.measure import routing
 from pipeline.memory.model import Reading
 from pipeline.model.transformer import Transformer
 from pipeline.report import card
+from pipeline.report.claims import FAILS
 from pipeline.report.metrics import MetricsRun
 from pipeline.text.tokenizer import Tokenizer
 from tests import results
@@ -62,6 +63,12 @@ def test_charts_have_a_line_a_layer_in_the_order_of_the_layers_and_leave_out_wha
     assert all("step" in one["svg"] for one in found) and "bits per byte" in found[-1]["svg"]
     assert report.figures(MetricsRun({}, {}, {})) == []
     assert report.points(ROWS, "memory/gain_bpb", "a") == card.Series("a", [(5.0, 0.01), (7.0, 0.01)])
+
+
+def test_a_chapter_that_no_text_reads_is_a_claim_that_fails() -> None:
+    router = {"0": {"chapters_unused": 0.0}, "1": {"chapters_unused": 2.0}}
+    (claim,) = report.claims(MetricsRun({"memory": {"lineage": {}, "router": router}}, {}, {}))
+    assert claim.title == "No chapter of the memory is dead" and claim.state == FAILS
 
 
 def test_cells_darken_with_the_share_and_a_part_is_numbered_by_its_heaviest_chapter() -> None:

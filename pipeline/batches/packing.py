@@ -292,8 +292,8 @@ class PackedStream:
             best = f"{self.tokens_per_epoch}" if train.num_rows else f"none at context {context}: there is no row"
             raise DataError(
                 f"{self.name}: too few tokens for one batch: held {train.num_tokens} tokens in {train.num_rows} packed "
-                f"rows of {context}, needed tokens_per_step={tokens_per_step}; the largest that works is "
-                f"{best}. Set it, change the context, or add data. {splits.left_out}".rstrip()
+                f"rows of {context}, needed tokens_per_step={tokens_per_step}; the largest tokens_per_step that works "
+                f"is {best}. Set it, change the context, or add data. {splits.left_out}".rstrip()
             )
 
     def at(self, positions: np.ndarray, context: int) -> np.ndarray:
