@@ -28,35 +28,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from pipeline.run import graph
+
 RESULTS = ROOT / "benchmarks" / "results" / "kills.json"
 DATA = ("corpus", "tasks", "tokenizer", "encode text", "encode code")
-TRAINING = (
-    "language",
-    "code",
-    "tools",
-    "lora",
-    "reward",
-    "dpo",
-    "rlhf",
-    "grpo",
-    "diffusion",
-    "diffusion_dpo",
-    "diffusion_grpo",
-    "memory",
+GRAPH = graph.stages(ROOT)
+TRAINING = tuple(
+    name.removeprefix("stage_")
+    for name, stage in GRAPH.items()
+    if any(out.startswith("metrics/training/") for out in stage.outs)
 )
-NEEDS = {  # other training stages whose models a stage reads
-    "code": ("language",),
-    "tools": ("code",),
-    "lora": ("code",),
-    "reward": ("tools",),
-    "dpo": ("tools",),
-    "rlhf": ("tools", "reward"),
-    "grpo": ("tools",),
-    "diffusion": ("code",),
-    "diffusion_dpo": ("diffusion",),
-    "diffusion_grpo": ("diffusion",),
-    "memory": ("code",),
-}
 SETTINGS = (
     "scale=smoke",
     "runtime.save_steps=1",
@@ -141,8 +124,10 @@ def prepare(scratch: Scratch, stages: list[str]) -> None:
     """What the stages read: data, and the models of the stages before them."""
     wanted: list[str] = []
 
+    made = {out: name for name in TRAINING for out in GRAPH[f"stage_{name}"].outs}
+
     def want(stage: str) -> None:
-        for need in NEEDS.get(stage, ()):
+        for need in [made[dep] for dep in GRAPH[f"stage_{stage}"].deps if dep in made]:
             want(need)
             if need not in wanted:
                 wanted.append(need)

@@ -38,8 +38,8 @@ from pipeline.learning.pretraining import plain_loss
 from pipeline.memory import files, measure, training
 from pipeline.memory.config import MemoryConfig
 from pipeline.memory.files import WiderConfig
-from pipeline.memory.losses import Choices
 from pipeline.memory.model import Memory, Reading
+from pipeline.memory.training import Choices
 from pipeline.model import checkpoint, lora
 from pipeline.model.config import ModelConfig
 from pipeline.model.lora import AdapterConfig

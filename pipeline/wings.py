@@ -5,7 +5,7 @@ that has a place for an offer asks for it by name, and works without one:
 
     for offer in wings.each("report"): ...
 
-    claims, report                            sections of the report: report/metrics.py (`Section`), report/claims.py
+    claims, models, report                    sections of the report: report/metrics.py (`Section`), report/claims.py
     causal_suites, purposes                   suites of causal models, and who needs them: evaluation/suites.py
     evaluation, evaluation_keys, export,      a kind of model that does not write from left to right:
     serving                                   evaluation/suites.py, export/smoke.py, serve/models.py

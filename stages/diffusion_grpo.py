@@ -26,9 +26,9 @@ from pipeline.learning.fit import Watchers, fit
 from pipeline.learning.losses import Loss
 from pipeline.learning.policy_losses import Clip, GroupMethod
 from pipeline.model.lora import AdapterConfig
-from pipeline.rl import advantages, alarms, answers
+from pipeline.rl import advantages, answers
 from pipeline.rl.rewards import Resources, Scorer
-from pipeline.rl.rollout import Method, RolloutConfig
+from pipeline.rl.rollout import Method, RolloutConfig, alarms_of, watch_alarms
 from pipeline.run import device
 from pipeline.run.config import block
 from pipeline.run.stage import main
@@ -178,12 +178,12 @@ def run(params: Params, job: Job, *, base: Path, problems: Path, out: Path, samp
         if params.ref_sync:
             stream.following = setting.follow(every=params.ref_sync, folder=job.folder)
         gate = training.first_policy(setting.precision)
-        watchers = Watchers(first=gate, evaluate=held_out.row, logged=alarms.watch(job.name), gradients_at=None)
+        watchers = Watchers(first=gate, evaluate=held_out.row, logged=watch_alarms(job.name), gradients_at=None)
         fit(model, stream, partial(loss, method=method, params=params), config, job, watchers=watchers)
         solving_report = held_out.report()  # before `finish`, which merges an adapter into the reference too
         held_out.write_samples(samples)
         job.report(
-            **reference.finish(start), **solving_report, prompts=len(prompts), alarms=alarms.of(job.tracker.rows)
+            **reference.finish(start), **solving_report, prompts=len(prompts), alarms=alarms_of(job.tracker.rows)
         )
     files.save(out, model, start.tokenizer, job.lineage)
     traced = [

@@ -20,10 +20,10 @@ from pipeline.learning.policy_losses import METHODS, Clip, GroupMethod
 from pipeline.model import checkpoint
 from pipeline.model.lora import AdapterConfig
 from pipeline.model.transformer import Transformer
-from pipeline.rl import advantages, alarms, answers
+from pipeline.rl import advantages, answers
 from pipeline.rl.models import CausalSetting
 from pipeline.rl.rewards import Scorer
-from pipeline.rl.rollout import Method, RolloutBatch, RolloutConfig, RolloutStream
+from pipeline.rl.rollout import Method, RolloutBatch, RolloutConfig, RolloutStream, alarms_of, watch_alarms
 from pipeline.run import device
 from pipeline.run.config import block
 from pipeline.run.stage import main
@@ -117,12 +117,12 @@ def run(params: Params, job: Job, *, base: Path, problems: Path, out: Path, samp
             params.held_out,
         )
         gate = gates.first_policy("ratio", "approxkl", "clip_ratio/region_mean", setting.precision)
-        watchers = Watchers(first=gate, evaluate=held_out.row, logged=alarms.watch(job.name), gradients_at=None)
+        watchers = Watchers(first=gate, evaluate=held_out.row, logged=watch_alarms(job.name), gradients_at=None)
         fit(start.policy, stream, partial(loss, method=method, config=config), config, job, watchers=watchers)
         held_out_report = held_out.report()  # before `finish`, which merges an adapter into the reference too
         held_out.write_samples(samples)
         job.report(
-            **reference.finish(start), **held_out_report, prompts=len(prompts), alarms=alarms.of(job.tracker.rows)
+            **reference.finish(start), **held_out_report, prompts=len(prompts), alarms=alarms_of(job.tracker.rows)
         )
     checkpoint.save(out, start.policy, start.tokenizer, job.lineage)
 

@@ -22,9 +22,8 @@ from pipeline.learning.fit import Watchers, fit
 from pipeline.learning.pretraining import Phases
 from pipeline.learning.settings import FitConfig
 from pipeline.memory import files, measure, training
-from pipeline.memory.config import LEAK, MemoryConfig
+from pipeline.memory.config import LEAK, MemoryConfig, RouterWeights
 from pipeline.memory.files import Wider, WiderConfig
-from pipeline.memory.losses import RouterWeights
 from pipeline.memory.measure import Recall
 from pipeline.memory.model import Memory, Reading
 from pipeline.memory.training import UnitBatch, UnitStream

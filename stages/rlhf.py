@@ -23,11 +23,11 @@ from pipeline.learning.policy_losses import Clip
 from pipeline.model import checkpoint
 from pipeline.model.heads import ActorCritic
 from pipeline.model.lora import AdapterConfig
-from pipeline.rl import advantages, alarms, answers
+from pipeline.rl import advantages, answers
 from pipeline.rl.advantages import PPOConfig
 from pipeline.rl.models import CausalSetting
 from pipeline.rl.rewards import Scorer
-from pipeline.rl.rollout import Method, RolloutBatch, RolloutConfig, RolloutStream
+from pipeline.rl.rollout import Method, RolloutBatch, RolloutConfig, RolloutStream, alarms_of, watch_alarms
 from pipeline.run import device
 from pipeline.run.config import block
 from pipeline.run.stage import main
@@ -99,7 +99,7 @@ def run(params: Params, job: Job, *, base: Path, reward: Path, pairs: Path, out:
         watchers = Watchers(
             first=gates.first_policy("val/ratio", "policy/approxkl_avg", "policy/clipfrac_avg", setting.precision),
             evaluate=held_out.row,
-            logged=alarms.watch(job.name, target_kl=params.ppo.target_kl),
+            logged=watch_alarms(job.name, target_kl=params.ppo.target_kl),
             # the first gate sees that the losses are alive; equal scores give no gradient to the actor
             gradients_at=None,
         )
@@ -113,7 +113,7 @@ def run(params: Params, job: Job, *, base: Path, reward: Path, pairs: Path, out:
             **held_out_report,
             prompts=len(prompts["train"]),
             dropped={name: dict(split.dropped) for name, split in splits.items()},
-            alarms=alarms.of(job.tracker.rows, target_kl=params.ppo.target_kl),
+            alarms=alarms_of(job.tracker.rows, target_kl=params.ppo.target_kl),
         )
     checkpoint.save(out, start.policy, start.tokenizer, job.lineage)
 

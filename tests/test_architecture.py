@@ -46,7 +46,7 @@ ONE_PLACE = {
             "pipeline/learning/pair_losses.py",
             "pipeline/learning/policy_losses.py",
             "pipeline/diffusion/training.py",
-            "pipeline/memory/losses.py",
+            "pipeline/memory/training.py",
         ),
     ),
     "the one-token shift": (r"\[[^\]]*:, ?:-1\]|\[[^\]]*:, ?1:\]", ("pipeline/batches/batch.py",)),

@@ -6,8 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.memory.losses import Choices, RouterWeights, auxiliary, chosen_counts, load_balance, router_terms, z_loss
 from pipeline.memory.model import Reader, Routed
+from pipeline.memory.training import (
+    Choices,
+    RouterWeights,
+    auxiliary,
+    chosen_counts,
+    load_balance,
+    router_terms,
+    z_loss,
+)
 from tests.memory_models import TINY, memory
 
 

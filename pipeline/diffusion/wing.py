@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pipeline.evaluation.suites import OwnSuites
     from pipeline.export.smoke import OwnFormat
-    from pipeline.report.metrics import Section
+    from pipeline.report.metrics import Section, WingModel
     from pipeline.serve.models import OwnKind
 
 
@@ -33,6 +33,18 @@ def evaluation() -> "OwnSuites":
     from pipeline.diffusion import measure
 
     return measure
+
+
+def models() -> "dict[str, WingModel]":
+    """Each compared with its control, the causal model at its best on the same data."""
+    from pipeline.report.metrics import WingModel
+
+    return {
+        "diffusion": WingModel("diffusion", compared="diffusion_control"),
+        "diffusion_control": WingModel("diffusion", compared="code"),
+        "diffusion_dpo": WingModel("diffusion_dpo"),
+        "diffusion_grpo": WingModel("diffusion_grpo"),
+    }
 
 
 def report() -> "Section":

@@ -156,3 +156,20 @@ class ModelKeys:
 
     memory: MemoryConfig | None = None
     """{rows, chapters, top_k, ...}: a bank that some layers read (memory/config.py)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterWeights:
+    """Weights of the router's losses relative to the loss of the text. Raises ValueError below 0."""
+
+    load_balance: float = 0.01
+    """Weight of the loss that balances the choices of a memory's chapters."""
+    auxiliary: float = 0.0
+    """Weight of another balancing loss, whose gradient differs only in size."""
+    z: float = 0.001
+    """Weight of the loss that keeps the router's logits small."""
+
+    def __post_init__(self) -> None:
+        for name in ("load_balance", "auxiliary", "z"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"router.{name}: expected at least 0, got {getattr(self, name)}")

@@ -33,8 +33,8 @@ from pipeline.generation.sampling import Completion, Sampling, generate
 from pipeline.ingest import records
 from pipeline.ingest.records import Fact
 from pipeline.learning import losses
-from pipeline.memory.losses import chosen_counts
 from pipeline.memory.model import Memory, Reading, cut
+from pipeline.memory.training import chosen_counts
 from pipeline.model.transformer import Transformer
 from pipeline.run.errors import DataError
 from pipeline.run.types import JsonObject

@@ -18,7 +18,7 @@ model cannot be measured. Here a unit, a group of tokens that choose together, c
     sequence  a whole document; all of it, so a position depends on later ones
 
 A unit never crosses documents, and padding belongs to none. The losses that spread the choices are in
-`memory/losses.py`.
+`memory/training.py`.
 
 **Decoding** needs more than keys and values (`memory/cache.py`). With routing by prompt, a row's first tokens are the
 block before the answer, except its last token, which has a loss already; they must be fed at once.

@@ -10,15 +10,29 @@ the mean share, 1 is even), `chapter_cv` (deviation over mean of the shares), `c
 `logit_rms`, `read_share` (norm of the read over the stream's), `row_entropy` (of attention over the chosen rows, 1 is
 even). Ablations, in bits per byte: `gain_bpb` of the memory over none, and the loss where chapters are drawn at random
 or are always the most used ones. A router no better than chance is reported as useless.
+
+**Losses of the router** balance the use of its chapters, and keep its logits small.
+
+
+    f_i = share of choices that fell on chapter i (sums to 1, no gradient)      P_i = mean over units of p_i
+    load_balance  C sum_i f_i P_i                1 where either is uniform (Switch: Fedus et al. 2021, eq. 4, for top-k)
+    auxiliary     sum_i (f_i - 1/C)^2            its gradient is that of P: 2/C times load balance's
+    z             mean of (ln sum_j e^z_j)^2     ST-MoE (Zoph et al. 2022, arXiv:2202.08906, eq. 5)
+
+f is counted over all ranks and the micro-batches of a step so far (`Choices`); P stays local, since the loop divides
+each term by the units of the whole step. Shared chapters do not count: there is no choice to balance.
+
+Shapes: U units, C routed chapters, k chosen.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.batches.batch import TokenBatch, TokenStream
@@ -26,10 +40,8 @@ from pipeline.learning import losses as learning_losses
 from pipeline.learning.fit import Watchers
 from pipeline.learning.losses import Loss, Term
 from pipeline.learning.pretraining import Training
-from pipeline.memory import losses as memory_losses
-from pipeline.memory.config import MemoryConfig
-from pipeline.memory.losses import Choices, RouterWeights, chosen_counts
-from pipeline.memory.model import Memory, Reading, cut
+from pipeline.memory.config import MemoryConfig, RouterWeights
+from pipeline.memory.model import Memory, Reading, Routed, cut
 from pipeline.model.transformer import Transformer
 from pipeline.run import device
 from pipeline.run.errors import ConfigError
@@ -37,6 +49,69 @@ from pipeline.run.workdir import Job
 
 UNUSED = 0.2  # share of a layer's chapters above which there is a warning
 WATCHED = 8  # batches of the validation split whose choices are measured at each evaluation
+
+
+class Choices:
+    """How often each chapter was chosen in this step so far, on all ranks."""
+
+    def __init__(self) -> None:
+        self.counts: dict[int, Tensor] = {}  # layer -> (C,) float32
+        self.mine = True
+
+    def begin(self, micro: int, mine: bool) -> None:
+        """Call before each micro-batch; the first of a step resets the counts. Only those that are `mine` count."""
+        self.mine = mine
+        if micro == 0:
+            self.counts = {}
+
+    def add(self, routed: Mapping[int, Routed]) -> dict[int, Tensor]:
+        """f (C,) of each layer with these choices included. All ranks call it together."""
+        if not routed:
+            return {}
+        new_counts = torch.stack([chosen_counts(choices) for choices in routed.values()])  # (layers, C)
+        new_counts = new_counts if self.mine else new_counts * 0
+        if device.world_size() > 1:
+            dist.all_reduce(new_counts)
+        for layer, counts in zip(routed, new_counts, strict=True):
+            self.counts[layer] = self.counts[layer] + counts if layer in self.counts else counts
+        return {layer: counts / counts.sum().clamp_min(1) for layer, counts in self.counts.items()}
+
+
+def chosen_counts(routed: Routed) -> Tensor:
+    """How often each chapter was chosen, (C,) float32."""
+    num = routed.logits.shape[1]
+    return torch.bincount(routed.chosen.flatten(), minlength=num).float()
+
+
+def load_balance(routed: Routed, shares: Tensor) -> Tensor:
+    """C sum f_i p_i, summed over the units; `shares` f (C,)."""
+    return len(shares) * (routed.probabilities @ shares).sum()
+
+
+def auxiliary(routed: Routed, shares: Tensor) -> Tensor:
+    """sum (f_i - 1/C)^2, summed over the units; the gradient goes through f~ = P + stop(f - P)."""
+    off = shares - 1 / len(shares)
+    p = routed.probabilities
+    return len(p) * off.square().sum() + 2 * ((p - p.detach()) @ off).sum()
+
+
+def z_loss(routed: Routed) -> Tensor:
+    """(ln sum_j e^z_j)^2, summed over the units."""
+    return routed.logits.logsumexp(-1).square().sum()
+
+
+def router_terms(routed: Mapping[int, Routed], shares: Mapping[int, Tensor], weights: RouterWeights) -> list[Term]:
+    """Each loss with a weight above 0, as a mean over the layers; none without layers. `shares` are f by layer."""
+    losses: tuple[tuple[str, float, Callable[[int], Tensor]], ...] = (
+        ("load_balance", weights.load_balance, lambda layer: load_balance(routed[layer], shares[layer])),
+        ("auxiliary", weights.auxiliary, lambda layer: auxiliary(routed[layer], shares[layer])),
+        ("z", weights.z, lambda layer: z_loss(routed[layer])),
+    )
+    return [
+        Term(name, torch.stack([loss(layer) for layer in routed]).mean(), "units", coefficient)
+        for name, coefficient, loss in losses
+        if coefficient and routed
+    ]
 
 
 @dataclass(frozen=True)
@@ -118,7 +193,7 @@ def memory_loss(model: Transformer, batch: UnitBatch, *, choices: Choices, weigh
     reading = Reading(trained=batch.targets >= 0)
     terms = [Term("loss", learning_losses.read_out(model, batch, learning_losses.next_token, reading))]
     if torch.is_grad_enabled():
-        terms += memory_losses.router_terms(reading.routed, choices.add(reading.routed), weights)
+        terms += router_terms(reading.routed, choices.add(reading.routed), weights)
     return Loss(terms)
 
 

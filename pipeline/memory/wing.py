@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from pipeline.evaluation.suites import Plan, Subject
     from pipeline.learning.pretraining import Training
     from pipeline.memory.cache import MemoryCache
-    from pipeline.memory.losses import RouterWeights
+    from pipeline.memory.config import RouterWeights
     from pipeline.memory.model import Memory
     from pipeline.model.config import ModelConfig
     from pipeline.model.layers import LayerHook
     from pipeline.model.transformer import Transformer
     from pipeline.report.claims import Claim
-    from pipeline.report.metrics import MetricsRun, Section
+    from pipeline.report.metrics import MetricsRun, Section, WingModel
     from pipeline.run.workdir import Job
 
 
@@ -101,7 +101,7 @@ def load_hook(model: "Transformer", folder: Path) -> None:
 
 def loss_keys() -> type:
     """The weights of the router's losses."""
-    from pipeline.memory.losses import RouterWeights
+    from pipeline.memory.config import RouterWeights
 
     return RouterWeights
 
@@ -125,6 +125,16 @@ def causal_suites(subject: "Subject", *, facts: Path) -> "Plan":
     from pipeline.memory import measure
 
     return {"facts": lambda: measure.known(subject, facts)}
+
+
+def models() -> "dict[str, WingModel]":
+    """The memory is compared with a wider model."""
+    from pipeline.report.metrics import WingModel
+
+    return {
+        "memory": WingModel("memory", compared="memory_baseline"),
+        "memory_baseline": WingModel("memory", compared="code"),
+    }
 
 
 def report() -> "Section":

@@ -5,7 +5,7 @@
     claims(run)                       a model is better than the one it was made from, a reward model ranks, exports
                                       answer as their model, ...
     gates(run, gate)                  whether the deployed model may be champion
-    alarms(run)                       alarms of reinforcement learning about its own curve (rl/alarms.py)
+    alarms(run)                       alarms of reinforcement learning about its own curve (rl/rollout.py)
     skipped(run)                      what was not measured, and why
 
 Items are the same if their ids and the hashes of their questions are (for rows without hashes: if the data have the

@@ -14,14 +14,14 @@ import csv
 import json
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Protocol
 
 from pipeline import wings
-from pipeline.run import tracking, workdir
+from pipeline.run import graph, tracking, workdir
 from pipeline.run.types import JsonObject
 
-ORDER = (
+BEFORE_WINGS = (
     "corpus",
     "tasks",
     "tokenizer",
@@ -35,35 +35,39 @@ ORDER = (
     "grpo",
     "reward",
     "rlhf",
-    "diffusion",
-    "diffusion_control",
-    "diffusion_dpo",
-    "diffusion_grpo",
-    "memory",
-    "memory_baseline",
-    "deploy",
 )
-# The model that another is compared with, where that is not the model in its lineage: lora has the same task as tools;
-# the masked-diffusion model is compared with its control, the causal model at its best on the same data; a memory with
-# a wider model.
-COMPARED = {
-    "lora": "tools",
-    "diffusion": "diffusion_control",
-    "diffusion_control": "code",
-    "memory": "memory_baseline",
-    "memory_baseline": "code",
-    "reward": "",
-}  # "": it writes no answers, so there is nothing to compare
-# models that are not named like the stage that makes them
-STAGE_OF_MODEL = {"diffusion_control": "diffusion", "memory_baseline": "memory"}
-STAGE_OF_DATA = {  # by folder of data/
-    "raw": "corpus",
-    "dialogues": "tasks",
-    "problems": "tasks",
-    "preferences": "tasks",
-    "facts": "tasks",
-    "tokenizer": "tokenizer",
-}
+# The model that another is compared with, where that is not the model in its lineage: lora has the same task as tools.
+# "": it writes no answers, so there is nothing to compare.
+COMPARED = {"lora": "tools", "reward": ""}
+
+
+@dataclass(frozen=True)
+class WingModel:
+    """A model of a wing, for the tables: the stage that makes it, and the model that it is compared with."""
+
+    stage: str
+    compared: str | None = None  # None: the model in its lineage
+
+
+def wing_models() -> dict[str, WingModel]:
+    """The models of the wings, in pipeline order."""
+    return {name: model for offer in wings.each("models") for name, model in offer().items()}
+
+
+def order() -> tuple[str, ...]:
+    """The names of stages and models in pipeline order."""
+    return (*BEFORE_WINGS, *wing_models(), "deploy")
+
+
+def compared() -> dict[str, str]:
+    """COMPARED with the wings' own."""
+    return COMPARED | {name: model.compared for name, model in wing_models().items() if model.compared is not None}
+
+
+def stage_of_model(name: str) -> str:
+    """The stage that makes a model, which may have another name."""
+    model = wing_models().get(name)
+    return name if model is None else model.stage
 
 
 Row = JsonObject  # of one item: a line of metrics/eval/<model>.jsonl
@@ -83,12 +87,12 @@ class MetricsRun:
     @cached_property
     def bases(self) -> dict[str, str]:
         """model -> the model that its results are compared with, for the models that have one."""
-        bases = {}
+        bases, known = {}, compared()
         for model in self.evaluations:
-            lineage = self.stages.get(STAGE_OF_MODEL.get(model, model), {}).get("lineage", {})
+            lineage = self.stages.get(stage_of_model(model), {}).get("lineage", {})
             made_from = [Path(path).name for path in lineage.get("inputs", {}) if path.startswith("models/")]
-            answering = [name for name in made_from if name in self.evaluations and COMPARED.get(name) != ""]
-            base = COMPARED.get(model, next(iter(answering), ""))
+            answering = [name for name in made_from if name in self.evaluations and known.get(name) != ""]
+            base = known.get(model, next(iter(answering), ""))
             if base in self.evaluations:
                 bases[model] = base
         return bases
@@ -135,13 +139,13 @@ def read(metrics: Path) -> MetricsRun:
 
 
 def _in_order(files: dict[str, object]) -> dict[str, JsonObject]:
-    order = {name: number for number, name in enumerate(ORDER)}
+    places = {name: number for number, name in enumerate(order())}
     ours = {name: content for name, content in files.items() if isinstance(content, dict) and "lineage" in content}
-    return dict(sorted(ours.items(), key=lambda entry: (order.get(entry[0], len(order)), entry[0])))
+    return dict(sorted(ours.items(), key=lambda entry: (places.get(entry[0], len(places)), entry[0])))
 
 
 def _by_model(folder: Path, models: set[str]) -> dict[str, JsonObject]:
-    paths = {name: folder / f"{name}.json" for name in (*ORDER, *sorted(models - {*ORDER}))}
+    paths = {name: folder / f"{name}.json" for name in (*order(), *sorted(models - {*order()}))}
     return {name: json.loads(path.read_text(encoding="utf-8")) for name, path in paths.items() if path.is_file()}
 
 
@@ -166,12 +170,10 @@ def flat(values: JsonObject, prefix: str = "") -> JsonObject:
 def stage_of_input(path: str, stages: dict[str, JsonObject]) -> str | None:
     """The stage of the run that made an input, by its path; None if no stage makes it."""
     top, *rest = Path(path).parts
-    if top == "models" and rest:
-        name = STAGE_OF_MODEL.get(rest[0], rest[0])
-    elif top == "data" and len(rest) > 1 and rest[0] == "tokens":
+    if top == "data" and len(rest) > 1 and rest[0] == "tokens":
         name = f"encode_{rest[1]}"
     else:
-        name = STAGE_OF_DATA.get(rest[0], "") if top == "data" and rest else ""
+        name = (graph.maker(Path(), PurePosixPath(path)) or "").removeprefix("stage_")
     return name if name in stages else None
 
 

@@ -45,6 +45,7 @@ T = TypeVar("T", bound="DataclassInstance")
 GROUPS = ("model", "scale", "data")
 SEEDS = ("seed", "data_seed")  # of training; of the data and the measurements
 TOP_KEYS = (*SEEDS, *GROUPS, "runtime")
+SHARED_BLOCKS = ("sandbox",)  # read by several stages
 CHECKPOINTING = ("none", "full", "every_2", "selective")
 DEVICES = ("auto", "cpu", "cuda", "mps")
 TRACKERS = ("tensorboard", "wandb")
@@ -161,7 +162,7 @@ class Settings:
         self.groups = self._compose()
 
     def _check_top(self) -> None:
-        known = {*TOP_KEYS, *stage_names(self.root), *extra_blocks(self.root)}
+        known = {*TOP_KEYS, *SHARED_BLOCKS, *stage_names(self.root)}
         for key in self.params:
             if key not in known:
                 raise ConfigError(
@@ -293,15 +294,6 @@ def parse_override(text: str) -> tuple[str, Any]:
 def stage_names(root: Path) -> list[str]:
     """The names of the stages: the modules in stages/."""
     return sorted(p.stem for p in (root / "stages").glob("*.py") if p.stem != "__init__")
-
-
-def extra_blocks(root: Path) -> set[str]:
-    """Blocks of params.yaml that stages read besides their own, by the `block(...)` fields in their source."""
-    names = set()
-    for path in (root / "stages").glob("*.py"):
-        text = path.read_text(encoding="utf-8")
-        names |= {piece.split('"')[0] for piece in text.split('block("')[1:]}
-    return names
 
 
 def suggest(key: str, known: Iterable[str]) -> str:

@@ -21,11 +21,11 @@ import time
 import typing
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from pipeline.run import codehash, cost, device, processes, tracking, workdir
+from pipeline.run import codehash, cost, device, graph, processes, tracking, workdir
 from pipeline.run.config import Runtime, Settings, Value, as_written, is_flat, parse_override, resolve, type_name
 from pipeline.run.errors import ConfigError, InputError, StagecoachError
 from pipeline.run.types import JsonObject
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 ANY = ("*",)
 # Models that a stage makes beside its own
-SECOND_MODELS = {"diffusion_control": "stage_diffusion", "memory_baseline": "stage_memory"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -269,27 +268,13 @@ def _check_inputs(inputs: dict[str, Path], optional: tuple[str, ...]) -> None:
 
 def remedy(path: Path) -> str:
     """What to do about a missing input: the `dvc repro` that makes it, by its path."""
-    top, *rest = path.parts
-    made_by = {
-        "raw": "corpus",
-        "tokenizer": "tokenizer",
-        "tokens": "encode",
-        "dialogues": "tasks",
-        "problems": "tasks",
-        "preferences": "tasks",
-        "facts": "tasks",
-    }
-    if top == "data" and rest and rest[0] in made_by:
-        return f"make it with: dvc repro stage_{made_by[rest[0]]}"
-    if top == "models":
-        if rest[0] in SECOND_MODELS:
-            return f"make it with: dvc repro {SECOND_MODELS[rest[0]]}"
-        if Path(f"stages/{rest[0]}.py").is_file():
-            return f"make it with: dvc repro stage_{rest[0]}"
+    if stage := graph.maker(Path(), PurePosixPath(path)):
+        return f"make it with: dvc repro {stage}"
+    if path.parts[0] == "models":
         return f"models/ holds: {', '.join(sorted(p.name for p in path.parent.glob('*'))) or 'nothing'}"
-    return (
-        "make it with: dvc repro" if top == "metrics" else "it belongs to the repository: restore it with git checkout"
-    )
+    if path.parts[0] == "metrics":
+        return "make it with: dvc repro"
+    return "it belongs to the repository: restore it with git checkout"
 
 
 def _lineage(stage: str, item: str | None, seed: int, resolved: JsonObject, inputs: dict[str, Path]) -> JsonObject:

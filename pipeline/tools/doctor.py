@@ -37,7 +37,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from pipeline.run import device, workdir
+from pipeline.run import device, graph, workdir
 from pipeline.run.config import Runtime, Settings, build, stage_names, stage_params, without_password
 from pipeline.run.errors import ConfigError, StagecoachError
 from pipeline.sandbox import servers
@@ -301,9 +301,7 @@ def unfinished(_root: Path) -> Iterator[Finding]:
 
 def leftovers(root: Path) -> list[Finding]:
     """`.part`s of dead processes, beside the outs of dvc.yaml and in the work directory."""
-    stages = yaml.safe_load((root / "dvc.yaml").read_text(encoding="utf-8"))["stages"].values()
-    entries = [entry for stage in stages for kind in ("outs", "metrics", "plots") for entry in stage.get(kind, ())]
-    outs = [root / (next(iter(entry)) if isinstance(entry, dict) else entry) for entry in entries]
+    outs = [root / out for stage in graph.stages(root).values() for out in stage.outs]
     parts = [
         path for folder in sorted({out.parent for out in outs} | {workdir.root()}) for path in folder.glob(".*.part")
     ]

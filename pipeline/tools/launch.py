@@ -28,7 +28,7 @@ from pathlib import Path
 
 import psutil
 
-from pipeline.run import device, processes, workdir
+from pipeline.run import device, graph, processes, workdir
 from pipeline.run.config import Settings, read_yaml
 from pipeline.run.errors import ConfigError
 from pipeline.sandbox import jail
@@ -36,7 +36,6 @@ from pipeline.sandbox import jail
 SPINE = "spine"
 CHAIN = ("language", "code", "tools", "rlhf")  # their evaluations belong to the spine; that of reward has its own stage
 REPORT, DEPLOY = "stage_report", "stage_deploy"
-SANDBOXED = {"stage_reward", "stage_rlhf", "stage_grpo", "stage_diffusion_grpo"}  # run programs written by a model
 UNKNOWN_SECONDS = 30.0  # of a stage without a measured time
 POLL_SECONDS = 0.1
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -134,21 +133,6 @@ class Build:
         return "\n".join(rows) + "\n"
 
 
-def graph() -> dict[str, set[str]]:
-    """Every stage of dvc.yaml with the stages that it waits for, in topological order."""
-    from dvc.repo import Repo
-
-    with Repo() as repo:
-        stages = repo.index.graph
-        waits = {s.addressing: {u.addressing for u in stages.successors(s)} for s in stages.nodes}
-    ordered: dict[str, set[str]] = {}
-    while len(ordered) < len(waits):
-        ordered |= {
-            name: waits[name] for name in sorted(waits) if name not in ordered and waits[name] <= ordered.keys()
-        }
-    return ordered
-
-
 def chosen(waits: dict[str, set[str]], target: str | None) -> dict[str, set[str]]:
     """The stages that `target` names, and everything they need. Raises ConfigError for an unknown name."""
     if target is None:
@@ -182,6 +166,12 @@ def seconds_of(names: list[str], scale: str) -> dict[str, float]:
             estimate = json.loads(timings[-1].read_text())["seconds"]
         seconds[name] = float(estimate)
     return seconds
+
+
+def judging(root: Path) -> set[str]:
+    """The stages that run programs written by a model while they make one."""
+    made = graph.stages(root).values()
+    return {s.name for s in made if "sandbox" in s.tracked and any(out.startswith("models/") for out in s.outs)}
 
 
 def no_sandbox(settings: Settings) -> str:
@@ -326,10 +316,10 @@ def _is_handled(number: int) -> bool:
 def prepare(target: str | None, jobs: int) -> Build:
     """The build of a target. Raises ConfigError for a wrong target or wrong parameters."""
     settings = Settings(Path(), [])
-    waits = chosen(graph(), target)
+    waits = chosen(graph.waits(), target)
     seconds = seconds_of(list(waits), settings.name("scale"))
     build = Build({name: Stage(name, needs, seconds[name]) for name, needs in waits.items()}, jobs)
-    sandboxed = sorted(SANDBOXED & waits.keys())
+    sandboxed = sorted(judging(Path()) & waits.keys())
     if sandboxed and (refused := no_sandbox(settings)):
         say(f"there is no sandbox here ({refused}): what runs programs that a model wrote is left out")
         for name in sandboxed:

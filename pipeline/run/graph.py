@@ -1,0 +1,83 @@
+"""dvc.yaml as data: what each stage reads, makes and tracks. The graph is stated there and nowhere else.
+
+    stages(root)              every stage, with the items of a matrix
+    maker(root, path)         the stage that makes a path, or a part of it
+    waits()                   which stage waits for which, from DVC itself
+
+`stages` and `maker` do not follow `foreach`, `vars` and templates other than `${item.<name>}`; ours has none.
+"""
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from ruamel.yaml import YAML
+
+from pipeline.run.types import JsonObject
+
+
+@dataclass(frozen=True)
+class GraphStage:
+    """A stage of dvc.yaml, or one item of its matrix."""
+
+    name: str  # stage_encode@text
+    deps: tuple[str, ...]
+    outs: tuple[str, ...]  # with metrics and plots
+    tracked: frozenset[str]  # keys of params.yaml, without what follows a dot
+
+
+def stages(root: Path) -> dict[str, GraphStage]:
+    """All stages, in the order of the file; none where there is no dvc.yaml."""
+    path = root / "dvc.yaml"
+    if not path.is_file():
+        return {}
+    written = YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8"))["stages"]
+    found = (_stage(name, stage, item) for name, stage in written.items() for item in _items(stage))
+    return {stage.name: stage for stage in found}
+
+
+def maker(root: Path, path: PurePosixPath) -> str | None:
+    """The stage with this out, one above it or one below it; without its item. None if no stage makes it."""
+    for stage in stages(root).values():
+        for out in map(PurePosixPath, stage.outs):
+            if path == out or out in path.parents or (path in out.parents and len(path.parts) > 1):
+                return stage.name.partition("@")[0]
+    return None
+
+
+def waits() -> dict[str, set[str]]:
+    """Every stage with the stages that it waits for, in topological order, as DVC has them."""
+    from dvc.repo import Repo  # here: the import takes a second
+
+    with Repo() as repo:
+        nodes = repo.index.graph
+        needs = {s.addressing: {u.addressing for u in nodes.successors(s)} for s in nodes.nodes}
+    ordered: dict[str, set[str]] = {}
+    while len(ordered) < len(needs):
+        ordered |= {
+            name: needs[name] for name in sorted(needs) if name not in ordered and needs[name] <= ordered.keys()
+        }
+    return ordered
+
+
+def _items(stage: JsonObject) -> Iterable[dict[str, str]]:
+    """The items of a stage's matrix; one empty item without a matrix."""
+    matrix = stage.get("matrix", {})
+    return [dict(zip(matrix, values, strict=True)) for values in itertools.product(*matrix.values())]
+
+
+def _stage(name: str, stage: JsonObject, item: dict[str, str]) -> GraphStage:
+    def paths(kind: str) -> list[str]:
+        names = [next(iter(entry)) if isinstance(entry, dict) else entry for entry in stage.get(kind, ())]
+        for key, value in item.items():
+            names = [entry.replace(f"${{item.{key}}}", value) for entry in names]
+        return names
+
+    keys = (key for entry in stage.get("params", ()) if isinstance(entry, str) for key in [entry.partition(".")[0]])
+    return GraphStage(
+        "@".join([name, "-".join(item.values())] if item else [name]),
+        tuple(paths("deps")),
+        tuple(path for kind in ("outs", "metrics", "plots") for path in paths(kind)),
+        frozenset(keys),
+    )
