@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline.learning import fit as learning_fit
 from pipeline.learning import footprint, performance, states, update
 from pipeline.learning.fit import Watchers, fit
 from pipeline.learning.losses import Loss
@@ -230,7 +229,7 @@ def test_the_proof_of_a_micro_batch_runs_in_a_run_that_is_still_made(
         run.optimizers.zero_grad()
         return [2]
 
-    monkeypatch.setattr(learning_fit.footprint, "of", of)
+    monkeypatch.setattr(footprint, "of", of)
     fit(Net(), Rows(), loss, config(), job(tmp_path))
     assert proved == [True]
 

@@ -10,7 +10,7 @@ import torch
 from pipeline.batches.batch import TokenBatch
 from pipeline.generation.sampling import Sampling, generate
 from pipeline.learning import losses, performance, states
-from pipeline.learning.fit import Run, Watchers, fit
+from pipeline.learning.fit import Watchers, fit
 from pipeline.learning.losses import Loss, Term
 from pipeline.learning.settings import FitConfig, PairConfig
 from pipeline.learning.states import weights_of
@@ -128,12 +128,10 @@ def test_auto_counts_the_work_of_rows_of_one_length_alone(
 ) -> None:
     told: dict[str, Any] = {}
     monkeypatch.setattr(performance, "compiled", lambda model, asked, **given: told.update(given))
-    settings = SimpleNamespace(even_rows=even, rows=4, row_length=8, dropout=0.0)
+    settings = SimpleNamespace(even_rows=even, rows=4, row_length=8)
     runtime = SimpleNamespace(gradient_checkpointing="none", compile="auto")
-    run: Any = SimpleNamespace(
-        config=settings, steps=3, hardware=None, job=SimpleNamespace(runtime=runtime, name="toy")
-    )
-    Run._settle(run, Transformer(SHAPE))
+    toy: Any = SimpleNamespace(runtime=runtime, name="toy")
+    performance.prepared(Transformer(SHAPE), toy, settings, 3, None)  # type: ignore[arg-type]
     assert (told["flops"] == 3 * 4 * 8 * SHAPE.flops_per_token(8)) is counted
     assert counted or told["flops"] == 0
 

@@ -8,8 +8,8 @@ A batch is a pure function of (seed, step). So a saved state is weights, moments
 killed run ends with the bits of an uninterrupted one (CPU, same threads and world size).
 
 Around it: `update.py` decides whether an update is made, `states.py` saves and resumes, `processes.py` is the
-communication between ranks, `footprint.py` chooses the micro-batch, `performance.py` compiles, profiles and measures,
-`lr_finder.py` looks for a learning rate.
+communication between ranks. `performance.py` has what makes no update: the micro-batch, compilation, profile, speed,
+the learning-rate finder.
 
 Not promised: equal bits across world sizes or devices (the data order is the same, the loss within 1e-6).
 """
@@ -28,9 +28,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pipeline.learning import footprint, gates, lr_finder, performance, update
+from pipeline.learning import gates, update
 from pipeline.learning.optim import Optimizers
-from pipeline.learning.performance import Profile
+from pipeline.learning.performance import Instruments, find_learning_rate, prepared
 from pipeline.learning.processes import Ranks
 from pipeline.learning.protocols import Batch, LossFunction, Rolling, Stream
 from pipeline.learning.settings import TrainingConfig
@@ -75,7 +75,7 @@ def fit(
     run = Run(model, stream, loss, config, job, from_scratch, watchers or Watchers())
     try:
         if job.runtime.find_lr:
-            lr_finder.look(run)
+            find_learning_rate(run)
         run.go(last=last)
     finally:
         run.keeper.close()
@@ -101,7 +101,7 @@ class Run:
         self.ranks = Ranks(job.runtime.precision, str(job.folder))
         config.check_context(model)
         self.steps = config.resolve_steps(stream.tokens_per_epoch)
-        compiled = self._settle(model)
+        compiled = prepared(model, job, config, self.steps, self.hardware)
         self.plain = self.ranks.place(model, self.hardware.device)
         self.model = self.ranks.wrap(self.plain)
         self.optimizers = Optimizers(self.plain, config, fast_bf16=self.hardware.precision == "bf16")
@@ -115,9 +115,8 @@ class Run:
         self.postponed = False  # the gate on the first gradients waits, because of an overflow in fp16
         self.unfilled: JsonObject | None = None  # the rolling stream's state before a fill, until its first update
         self.pin = device.pins(job.runtime.pin_memory, self.hardware.device)
-        self.tried = footprint.of(self)  # sizes of micro-batches; the last one is used
-        self.micro_batch = self.tried[-1]
-        self.profile = Profile(job.runtime.profile, job.folder, self.ranks.rank, self.hardware.device)
+        self.instruments = Instruments(self)
+        self.micro_batch = self.instruments.micro_batch
         self.keeper = Keeper(
             job,
             self.ranks,
@@ -135,38 +134,27 @@ class Run:
             config,
         )
 
-    def _settle(self, model: nn.Module) -> bool:
-        """Apply the settings of this run to the model. Returns whether its layers are compiled."""
-        runtime, config = self.job.runtime, self.config
-        if hasattr(model, "checkpointing"):
-            model.checkpointing = runtime.gradient_checkpointing  # type: ignore[assignment]
-        per_token = performance.flops_per_token(model) if config.even_rows else None
-        flops = self.steps * config.rows * config.row_length * per_token(config.row_length) if per_token else 0
-        return performance.compiled(model, runtime.compile, flops=flops, hardware=self.hardware, name=self.job.name)
-
     def go(self, *, last: bool = True) -> None:
         """Resume or start, train to the end, load the weights to publish."""
         self._resume()
         if self.course.step == 0 and not self.course.done:
             self._check_start()
-        say(performance.headline(self))
-        start, first, tokens = time.monotonic(), self.course.step, self.course.tokens
+        first = self.course.step
+        self.instruments.begin(first, self.course.tokens)
         with self.job.stop.heeded(), progress(total=self.steps, desc=self.job.name, unit="step", initial=first) as bar:
             if self.course.owes_evaluation:
                 self._finish_step(evaluate=True)
             elif self.course.step == 0 and self.watchers.evaluate:
                 self._evaluate()
             while self.course.step < self.steps and not self.course.done:
-                with footprint.explained(self.job, self.config, self.course.step, self.tried):
+                with self.instruments.step(self.course.step):
                     self._one_step()
-                self.profile.step()
                 bar.update()
                 if self.job.tracker.rows:
                     row = self.job.tracker.rows[-1]
                     bar.note(" ".join(f"{k} {row[k]:.3f}" for k in ("loss", "val/loss", "reward") if k in row))
-        self.profile.stop()
         self.keeper.wait()
-        performance.report(self, time.monotonic() - start, self.course.step - first, self.course.tokens - tokens)
+        self.instruments.end(self.course.step, self.course.tokens)
         self._publish()
         self.ranks.finish(self.plain, self.hardware.device, last=last)
 

@@ -1,4 +1,9 @@
-"""The speed of training: compiled layers, a profile of single steps, and the throughput of a run.
+"""What stands around the training loop and makes no update: the micro-batch that fits, compiled layers, a profile of
+single steps, the throughput of a run, and the learning-rate finder.
+
+    instruments = Instruments(run)      the micro-batch (footprint.py)
+    with instruments.step(number): ...  a step: out of memory is explained, the profile counts
+    instruments.report(...)             at the end
 
 **Compilation** (`compiled`). On a CPU in bf16, where the layers are written by hand, the operations between their
 matrix products are compiled from C++ (`model/cpu/primitives.cpp`). That takes two seconds, so `auto` does it wherever
@@ -27,14 +32,19 @@ Not promised: that torch.compile is faster than eager for every shape; `benchmar
 
 import os
 import shutil
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, schedule
 
+from pipeline.learning import footprint, lr_finder
 from pipeline.learning.protocols import TrainingRun
+from pipeline.learning.settings import TrainingConfig
 from pipeline.model.cpu import native
 from pipeline.model.layers import Block
 from pipeline.run import device as run_device
@@ -42,9 +52,61 @@ from pipeline.run import workdir
 from pipeline.run.device import Hardware
 from pipeline.run.errors import ConfigError
 from pipeline.run.tracking import say
+from pipeline.run.workdir import Job
+
+
+class Instruments:
+    """The instruments of one call of `fit`."""
+
+    def __init__(self, run: TrainingRun) -> None:
+        self._run, job = run, run.job
+        self._tried = footprint.of(run)
+        self._profile = Profile(job.runtime.profile, job.folder, run.ranks.rank, run.hardware.device)
+        self._began, self._first_step, self._first_tokens = 0.0, 0, 0
+
+    @property
+    def micro_batch(self) -> int:
+        """Rows in one forward pass."""
+        return self._tried[-1]
+
+    def begin(self, step: int, tokens: int) -> None:
+        """Print the headline before the step `step`, after `tokens` trained targets, and start the clock."""
+        say(headline(self._run))
+        self._began, self._first_step, self._first_tokens = time.monotonic(), step, tokens
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """A step of the loop. Raises InputError with remedies where it runs out of a GPU's memory."""
+        with footprint.explained(self._run.job, self._run.config, number, self._tried):
+            yield
+        self._profile.step()
+
+    def end(self, step: int, tokens: int) -> None:
+        """End the profile and report speed, after `step` steps and `tokens` targets of the whole run."""
+        self._profile.stop()
+        seconds = time.monotonic() - self._began
+        report(self._run, seconds, step - self._first_step, tokens - self._first_tokens)
+
+
+def find_learning_rate(run: TrainingRun) -> NoReturn:
+    """Look for a rate instead of training (lr_finder.py)."""
+    lr_finder.look(run)
+
+
+# -- compiled layers ---------------------------------------------------------------------------------------------------
+
 
 PAYS = {"cpu": 1e14, "cuda": 5e16}  # training FLOPs of the whole run
 SHAPES = 64  # compilations of a block: forward and backward, training and evaluation, contexts of a curriculum
+
+
+def prepared(model: nn.Module, job: Job, config: TrainingConfig, steps: int, hardware: Hardware) -> bool:
+    """Apply the runtime's settings to a model that trains `steps` steps. Returns whether its layers are compiled."""
+    if hasattr(model, "checkpointing"):
+        model.checkpointing = job.runtime.gradient_checkpointing  # type: ignore[assignment]
+    per_token = flops_per_token(model) if config.even_rows else None
+    flops = steps * config.rows * config.row_length * per_token(config.row_length) if per_token else 0
+    return compiled(model, job.runtime.compile, flops=flops, hardware=hardware, name=job.name)
 
 
 def compiled(model: nn.Module, asked: bool | str, *, flops: float, hardware: Hardware, name: str) -> bool:
