@@ -64,7 +64,7 @@ MUTANTS = [
         ("(x.difference_per_token - 1 / (2 * c.beta))", "(x.difference_per_token - 1 / c.beta)"),
         ("/ (1 - 2 * c.label_smoothing)", "/ (1 - c.label_smoothing)"),
         ("+ 1 - torch.sigmoid(c.beta * x.difference)", "+ 1 - torch.sigmoid(c.beta * x.rejected)"),
-        ("told.clamp(min=LEAST_LIKELY)", "told"),
+        ("likelihoods.clamp(min=LEAST_LIKELY)", "likelihoods"),
     ),
     *_of(
         "losses",

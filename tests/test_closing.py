@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.generation.constrain import Grammar, Grammars
-from pipeline.generation.grammars import Cutter, Place, bits
+from pipeline.generation.grammars import Cutter, LexerState, bits
 from pipeline.text.tokenizer import Tokenizer
 from tests.conftest import SENTENCES
 from tests.schemas import EXAMPLES, ROWS
@@ -123,7 +123,7 @@ def test_a_greedy_plan_closes_every_prefix(name: str, seed: int) -> None:
     stays as it was.
     """
     grammar = grammars(320).json_schema(EXAMPLES[name].schema)
-    matcher, place, generator = grammar.matcher.deep_copy(), Place(), random.Random(seed)
+    matcher, lexer, generator = grammar.matcher.deep_copy(), LexerState(), random.Random(seed)
     for _ in range(generator.randrange(60)):
         allowed = [
             id_ for id_, may in enumerate(bits(matcher.compute_bitmask())) if may and id_ not in grammar.closer.ends
@@ -132,28 +132,28 @@ def test_a_greedy_plan_closes_every_prefix(name: str, seed: int) -> None:
             break
         id_ = generator.choice(allowed)
         assert matcher.consume_token(id_)
-        place = place.after(grammar.closer.step(id_))
+        lexer = lexer.after(grammar.closer.step(id_))
     before = matcher.compute_bitmask()
-    plan = grammar.closer.close(matcher, place, 500)
+    plan = grammar.closer.close(matcher, lexer, 500)
     assert plan is not None and matcher.compute_bitmask() == before
     assert matcher.try_consume_tokens(plan) == len(plan) and matcher.is_accepting()
 
 
 def test_where_a_text_stands() -> None:
-    for text, place in {
-        b"": Place(),
-        b'{"a': Place(quoted=True),
-        b'{"a\\': Place(quoted=True, escaped=True),
-        b'{"a\\"': Place(quoted=True),
-        b'{"a\\\\"': Place(),
-        b'{"a1': Place(quoted=True),
-        b'{"a": 1': Place(digit=True),
-        b'{"a": 1,': Place(),
+    for text, lexer in {
+        b"": LexerState(),
+        b'{"a': LexerState(quoted=True),
+        b'{"a\\': LexerState(quoted=True, escaped=True),
+        b'{"a\\"': LexerState(quoted=True),
+        b'{"a\\\\"': LexerState(),
+        b'{"a1': LexerState(quoted=True),
+        b'{"a": 1': LexerState(digit=True),
+        b'{"a": 1,': LexerState(),
     }.items():
-        assert Place().after(text) == place
-        halves = Place().after(text[: len(text) // 2]).after(text[len(text) // 2 :])
-        assert halves == place
-    assert Place(quoted=True).after(9) == Place()
+        assert LexerState().after(text) == lexer
+        halves = LexerState().after(text[: len(text) // 2]).after(text[len(text) // 2 :])
+        assert halves == lexer
+    assert LexerState(quoted=True).after(9) == LexerState()
 
 
 @given(st.lists(st.sampled_from([b"a", b"ab", b"b", b"aba", b"ca", 7]), max_size=12))

@@ -93,8 +93,8 @@ def test_documents_give_bits_per_byte_with_an_interval(subject: CanvasSubject) -
 def test_a_completion_is_a_canvas_up_to_its_end(subject: CanvasSubject) -> None:
     prompts = {"a": [20, 21, 22], "b": [30, 31], "long": [20] * 250}
     found = subject.complete("problems", prompts, tokens=4, temperature=0.0)
-    assert found.keys() == {"a", "b"} and len(subject.told) == 2
-    for one, told in zip(found.values(), subject.told, strict=True):
+    assert found.keys() == {"a", "b"} and len(subject.generations) == 2
+    for one, told in zip(found.values(), subject.generations, strict=True):
         assert one.ids == told.ids and len(told.canvas) == 16 and told.forwards <= 16
     hot = subject.complete("problems", prompts, tokens=4, temperature=1.0, sample=1)
     assert hot != subject.complete("problems", prompts, tokens=4, temperature=1.0, sample=2)
@@ -107,10 +107,10 @@ def test_problems_are_answered_by_threshold_in_blocks_with_a_cache_or_a_token_a_
     assert plain.way == ways(16, 8)["1 a step"]
     prompts = {"a": [20, 21, 22]}
     plain.complete("problems", prompts, tokens=4, temperature=0.0)
-    assert [one.forwards for one in plain.told] == [16]
-    low = replace(subject, canvas=replace(subject.canvas, canvas_threshold=1e-9), told=[], known={})
+    assert [one.forwards for one in plain.generations] == [16]
+    low = replace(subject, canvas=replace(subject.canvas, canvas_threshold=1e-9), generations=[], known={})
     low.complete("problems", prompts, tokens=4, temperature=0.0)
-    assert [one.forwards for one in low.told] == [2]  # a pass for each block: every token is likely enough
+    assert [one.forwards for one in low.generations] == [2]  # a pass for each block: every token is likely enough
 
 
 def test_each_run_measures_some_points_of_the_curve_of_which_one_is_the_way_that_answers(
@@ -203,7 +203,7 @@ def test_how_it_decodes_and_what_an_answer_costs_stand_beside_the_problems(
     problems = [judged_problem(str(n)) for n in range(2)]
     subject.complete("problems", {"a": [20, 21]}, tokens=4, temperature=0.0)
     told = measure.with_orders(measure.SuiteResult(), subject, problems).numbers["decoding"]
-    passes = subject.told[0].forwards
+    passes = subject.generations[0].forwards
     assert told["forwards"] == passes and 0 <= told["local_ar_1"] <= 1 and 0 <= told["global_ar_4"] <= 1
     assert passes == 16 if changes.get("canvas_threshold", 1) is None else 2 <= passes <= 16
     config = subject.denoiser.config

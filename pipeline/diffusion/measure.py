@@ -158,7 +158,7 @@ class CanvasSubject(Subject):
 
     denoiser: Denoiser
     canvas: CanvasSettings
-    told: list[Generation] = field(default_factory=list)  # the result of the last `complete`
+    generations: list[Generation] = field(default_factory=list)  # the result of the last `complete`
     # greedy ones, for which nothing is drawn
     known: dict[tuple[str, Denoising], Generation] = field(default_factory=dict)
 
@@ -168,7 +168,7 @@ class CanvasSubject(Subject):
         """One completion for each prompt, on a canvas of the configured length; `tokens` is for causal models."""
         top_p = self.settings.top_p if temperature else 1.0
         generations = self.generate(suite, prompts, replace(self.way, temperature=temperature, top_p=top_p), sample)
-        self.told[:] = generations.values()
+        self.generations[:] = generations.values()
         return {name: Completion(generation.ids, [], generation.stop) for name, generation in generations.items()}
 
     @property
@@ -314,7 +314,7 @@ def quality(
 
 def with_orders(result: SuiteResult, subject: CanvasSubject, problems: Sequence[Problem]) -> SuiteResult:
     """The result of the problems, with the AR-ness of the last completions, how they ended, and what one costs."""
-    generations = [generation for generation in subject.told if generation.steps]
+    generations = [generation for generation in subject.generations if generation.steps]
     if generations:
         metrics: dict[str, float] = {
             "no_end": float(np.mean([generation.stop == "length" for generation in generations])),

@@ -32,7 +32,7 @@ from llguidance import LLMatcher
 from torch import Tensor
 
 from pipeline.generation import grammars as generation_grammars
-from pipeline.generation.grammars import Closer, Compiler, Place, Written, bits
+from pipeline.generation.grammars import Closer, Compiler, LexerState, Written, bits
 from pipeline.generation.sampling import Completion, Decoder
 from pipeline.generation.schemas import SchemaError
 from pipeline.model.transformer import Transformer
@@ -81,7 +81,7 @@ class Constraint:
         self._closer, self._masks = grammar.closer, grammar.masks
         self._free = grammar.free
         self._plan = list(grammar.plan)
-        self._place = Place()
+        self._lexer = LexerState()
 
     @property
     def complete(self) -> bool:
@@ -115,7 +115,7 @@ class Constraint:
             return token
         if not self._plan and token in self._closer.ends:
             return token
-        plan = self._closer.follow(self._matcher, self._place, self._plan, token, remaining)
+        plan = self._closer.follow(self._matcher, self._lexer, self._plan, token, remaining)
         if plan is not None and len(plan) < remaining:
             return self._emit(token, plan)
         if not self._plan:
@@ -125,7 +125,7 @@ class Constraint:
     def _emit(self, token: int, plan: list[int]) -> int:
         self._matcher.consume_token(token)
         self._plan = plan
-        self._place = self._place.after(self._closer.step(token))
+        self._lexer = self._lexer.after(self._closer.step(token))
         return token
 
 

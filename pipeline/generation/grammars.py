@@ -12,8 +12,8 @@ Not promised: that a grammar compiles in time, or in the available memory (`sche
 
 **A closing plan** is a list of tokens that completes an output from its current state.
 
-    Closer(tokenizer).follow(matcher, place, plan, token, most)  the plan after a sampled token: the rest, or a new one
-    Closer(tokenizer).close(matcher, place, most)                a greedy plan, after a token that is not the plan's
+    Closer(tokenizer).follow(matcher, lexer, plan, token, most)  the plan after a sampled token: the rest, or a new one
+    Closer(tokenizer).close(matcher, lexer, most)                a greedy plan, after a token that is not the plan's
     Closer(tokenizer).shortest(matcher)                          the best of a search: whether a request fits its budget
 
 Both walk a copy of the matcher byte by byte: forced bytes; in a string its quotation mark, outside the closing bracket,
@@ -189,17 +189,17 @@ Step = bytes | int  # bytes of text, or a control token
 
 
 @dataclass(frozen=True)
-class Place:
+class LexerState:
     """The lexical state of a JSON text."""
 
     quoted: bool = False  # in a string
     escaped: bool = False  # after a backslash in a string
     digit: bool = False  # after a digit outside of a string: another one lengthens the number
 
-    def after(self, step: Step) -> "Place":
+    def after(self, step: Step) -> "LexerState":
         """The state after a text; a control token ends any string."""
         if isinstance(step, int):
-            return Place()
+            return LexerState()
         quoted, escaped = self.quoted, self.escaped
         for byte in step:
             if escaped:
@@ -208,7 +208,7 @@ class Place:
                 escaped = quoted
             elif byte == ord('"'):
                 quoted = not quoted
-        return Place(quoted, escaped, not quoted and step[-1:].isdigit())
+        return LexerState(quoted, escaped, not quoted and step[-1:].isdigit())
 
 
 @dataclass(order=True)
@@ -220,7 +220,7 @@ class _Node:
     number: int
     prefix: list[Step] = field(compare=False)
     state: LLMatcher = field(compare=False)
-    place: Place = field(compare=False)
+    lexer: LexerState = field(compare=False)
 
 
 class Closer:
@@ -241,12 +241,12 @@ class Closer:
     def step(self, token: int) -> Step:
         return token if token in self.controls else self.bytes[token]
 
-    def close(self, matcher: LLMatcher, place: Place, most: int) -> list[int] | None:
+    def close(self, matcher: LLMatcher, lexer: LexerState, most: int) -> list[int] | None:
         """A greedy plan of at most about `most` tokens, or None; does not change the matcher."""
-        steps = self._walk(matcher, place, min(MAX_STEPS, 4 * most + 16), None)
+        steps = self._walk(matcher, lexer, min(MAX_STEPS, 4 * most + 16), None)
         return None if steps is None else self._cutter.cut(steps)
 
-    def follow(self, matcher: LLMatcher, place: Place, plan: list[int], token: int, most: int) -> list[int] | None:
+    def follow(self, matcher: LLMatcher, lexer: LexerState, plan: list[int], token: int, most: int) -> list[int] | None:
         """A plan after `token`: empty if the output may end there, the rest of `plan`, or a new one; None if there is
         none.
         """
@@ -260,7 +260,7 @@ class Closer:
         after = matcher.deep_copy()
         if not after.consume_token(token):
             return None
-        return self.close(after, place.after(self.step(token)), most)
+        return self.close(after, lexer.after(self.step(token)), most)
 
     def shortest(self, matcher: LLMatcher) -> list[int] | None:
         """The shortest output of a matcher in its initial state that the search finds; None if it finds none."""
@@ -269,13 +269,13 @@ class Closer:
         longest_walk, probes = MAX_STEPS, MAX_PROBES
         heap: list[_Node] = []
         costs: dict[tuple[bytes, tuple[Step, ...]], float] = {}  # (mask, greedy rest) -> the least cost so far
-        children: Iterator[tuple[list[Step], LLMatcher, Place]] = iter([([], matcher.deep_copy(), Place())])
+        children: Iterator[tuple[list[Step], LLMatcher, LexerState]] = iter([([], matcher.deep_copy(), LexerState())])
         while True:
-            for prefix, state, place in children:
+            for prefix, state, lexer in children:
                 probes -= 1
                 if best is not None and self._cutter.cover(prefix) >= len(best):
                     continue
-                rest = self._walk(state, place, longest_walk, deadline)
+                rest = self._walk(state, lexer, longest_walk, deadline)
                 plan = None if rest is None else self._cutter.cut([*prefix, *rest])
                 if plan is not None and (best is None or len(plan) < len(best)):
                     best = plan
@@ -285,17 +285,17 @@ class Closer:
                 if signature in costs and costs[signature] <= cost:
                     continue
                 costs[signature] = cost
-                heapq.heappush(heap, _Node(cost, -len(prefix), probes, prefix, state, place))
+                heapq.heappush(heap, _Node(cost, -len(prefix), probes, prefix, state, lexer))
             if not heap or probes <= 0 or time.thread_time() > deadline:
                 return best
             children = self._children(heapq.heappop(heap))
 
-    def _children(self, node: _Node) -> Iterator[tuple[list[Step], LLMatcher, Place]]:
+    def _children(self, node: _Node) -> Iterator[tuple[list[Step], LLMatcher, LexerState]]:
         """The continuations of a prefix, that of the walk first; none if the output may end, since they are longer."""
         if node.state.is_accepting():
             return
-        steps = list(self._steps(node.state, node.place))
-        if len(steps) > FEW and node.place.quoted and steps[0] == b'"':
+        steps = list(self._steps(node.state, node.lexer))
+        if len(steps) > FEW and node.lexer.quoted and steps[0] == b'"':
             steps = steps[:1]  # free text that may end, ends
         seen: set[tuple[bytes, bytes]] = set()
         for step in steps:
@@ -308,9 +308,9 @@ class Closer:
                 signature = (b"", bytes(str(step), "ascii"))
             if signature not in seen:
                 seen.add(signature)
-                yield [*node.prefix, step], after, node.place.after(step)
+                yield [*node.prefix, step], after, node.lexer.after(step)
 
-    def _walk(self, matcher: LLMatcher, place: Place, most: int, deadline: float | None) -> list[Step] | None:
+    def _walk(self, matcher: LLMatcher, lexer: LexerState, most: int, deadline: float | None) -> list[Step] | None:
         """At most `most` greedy steps to the nearest end; None if it is not reached."""
         state = matcher.deep_copy()
         steps: list[Step] = []
@@ -318,11 +318,11 @@ class Closer:
         for _ in range(most):
             if state.is_accepting():
                 return steps
-            step = self._forced_step(state) or self._closing_byte(state, place) or self._filler(state, used)
+            step = self._forced_step(state) or self._closing_byte(state, lexer) or self._filler(state, used)
             if step is None or not self._feed(state, step) or (deadline and time.thread_time() > deadline):
                 return None
             steps.append(step)
-            place = place.after(step)
+            lexer = lexer.after(step)
         return None
 
     def _feed(self, state: LLMatcher, step: Step) -> bool:
@@ -335,12 +335,12 @@ class Closer:
         control = CONTROL.match(forced)
         return int(control[1]) if control else forced.split(b"\xff")[0] or None
 
-    def _closing_byte(self, state: LLMatcher, place: Place) -> bytes | None:
+    def _closing_byte(self, state: LLMatcher, lexer: LexerState) -> bytes | None:
         """The first allowed byte of those that lead to an end."""
-        if place.escaped:
+        if lexer.escaped:
             return None
-        for byte in b'"' if place.quoted else CLOSERS:
-            if not (place.digit and 48 <= byte < 58) and state.validate_tokens([self.byte_ids[byte]]) == 1:
+        for byte in b'"' if lexer.quoted else CLOSERS:
+            if not (lexer.digit and 48 <= byte < 58) and state.validate_tokens([self.byte_ids[byte]]) == 1:
                 return bytes([byte])
         return None
 
@@ -357,12 +357,12 @@ class Closer:
         used[text[0]] += 1
         return text
 
-    def _steps(self, state: LLMatcher, place: Place) -> Iterator[Step]:
+    def _steps(self, state: LLMatcher, lexer: LexerState) -> Iterator[Step]:
         """Every next step: the forced one, or the walk's, then each allowed control token and byte."""
         if forced := self._forced_step(state):
             yield forced
             return
-        first = self._closing_byte(state, place) or self._filler(state, Counter())
+        first = self._closing_byte(state, lexer) or self._filler(state, Counter())
         if first is not None:
             yield first
         allowed = self._allowed(state)

@@ -78,8 +78,8 @@ def check(*schemas: Schema) -> None:
             by_pattern = node.get("patternProperties")
             for pattern in (node.get("pattern"), *(by_pattern if isinstance(by_pattern, dict) else ())):
                 _limit("a pattern, in bytes", len(str(pattern).encode(errors="replace")), MAX_PATTERN)
-            for what, found, most in measures(node):
-                _limit(what, found, most)
+            for what, size, most in measures(node):
+                _limit(what, size, most)
     _limit("the alternatives of enum, anyOf and oneOf", alternatives, MAX_ALTERNATIVES)
     try:
         size = sum(len(json.dumps(schema, ensure_ascii=False, allow_nan=False).encode()) for schema in schemas)
@@ -95,9 +95,9 @@ def check(*schemas: Schema) -> None:
             raise SchemaError("schema_invalid", message) from error
 
 
-def _limit(what: str, found: int, most: int) -> None:
-    if found > most:
-        raise SchemaError("schema_too_large", f"{what}: found {found}, the limit is {most}; simplify the schema")
+def _limit(what: str, size: int, most: int) -> None:
+    if size > most:
+        raise SchemaError("schema_too_large", f"{what}: found {size}, the limit is {most}; simplify the schema")
 
 
 def subschemas(schema: Schema) -> Iterator[JsonObject]:

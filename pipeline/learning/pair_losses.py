@@ -56,12 +56,12 @@ def bradley_terry(chosen: Tensor, rejected: Tensor, *, margin: Tensor | None = N
     return Loss(terms, metrics, {"min_reward": both.amin(), "max_reward": both.amax()} if num else {})
 
 
-def with_likelihood(loss: Loss, guessed: Tensor, told: Tensor, *, weight: float) -> Loss:
+def with_likelihood(loss: Loss, guessed: Tensor, likelihoods: Tensor, *, weight: float) -> Loss:
     """The loss and weight * the squared error of guessed log-probabilities (N,), a mean over the answers' tokens.
 
-    The true ones, `told` (N,), are in nats and clamped to at least -5: below that a token is a surprise and no more.
+    The true ones, `likelihoods` (N,), are in nats and clamped to at least -5: a less likely token is just a surprise.
     """
-    error = (guessed - told.clamp(min=LEAST_LIKELY)).square().sum()
+    error = (guessed - likelihoods.clamp(min=LEAST_LIKELY)).square().sum()
     return replace(loss, terms=[*loss.terms, Term("likelihood", error, "tokens", weight)])
 
 

@@ -111,7 +111,7 @@ class Recall:
     """Questions, the model's answers, and which of them were right."""
 
     asked: list[FactQuestion]
-    said: list[Completion]
+    completions: list[Completion]
     right: np.ndarray  # (n,) bool
 
     def measure(self) -> dict[str, float]:
@@ -141,7 +141,7 @@ def known(subject: Subject, folder: Path) -> SuiteResult:
         asked = questions(folder / f"{split}.jsonl", subject.tokenizer, subject.settings.problems)
         recalled = recall(subject.model, subject.tokenizer, asked)
         result.numbers |= recalled.measure() if split == "test" else {split: recalled.measure()}
-        for question, completion, right in zip(asked, recalled.said, recalled.right, strict=True):
+        for question, completion, right in zip(asked, recalled.completions, recalled.right, strict=True):
             text = subject.tokenizer.decode(completion.ids)
             suite = "facts" if split == "test" else f"facts {split}"
             result.item(

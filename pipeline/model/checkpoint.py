@@ -133,29 +133,29 @@ def expected(config: ModelConfig) -> Iterator[tuple[str, tuple[Shape, str]]]:
         yield parameter(f"{layer}.mlp.down_proj.weight", "width", "d_ff")
 
 
-def check(config: ModelConfig, folder: Path, found: Mapping[str, Shape], keys: Mapping[str, str] = KEYS) -> None:
+def check(config: ModelConfig, folder: Path, shapes: Mapping[str, Shape], keys: Mapping[str, str] = KEYS) -> None:
     """Raise ModelError unless the tensors `found` are those of the configuration of `folder`.
 
     `keys`: the keys of config.json for the fields of ModelConfig. A stored copy of a tied head and rotary buffers are
     allowed.
     """
     weights = folder / WHOLE if (folder / WHOLE).exists() else folder / INDEX
-    numbers = {int(match[1]) for match in map(LAYER.match, found) if match}
+    numbers = {int(match[1]) for match in map(LAYER.match, shapes) if match}
     if config.layers != len(numbers):
         raise ModelError(
             f"{folder}/config.json: {keys['layers']} is {config.layers}, but {weights} has {len(numbers)} layers;"
             " expected the config.json and the weights of one model"
         )
     required = dict(expected(config))  # of no more layers than the header has
-    missing = sorted(required.keys() - found.keys())
+    missing = sorted(required.keys() - shapes.keys())
     head = {"lm_head.weight"} if config.tied else set()
-    extra = sorted(key for key in found.keys() - required.keys() - head if not key.endswith(ROTARY_BUFFER))
+    extra = sorted(key for key in shapes.keys() - required.keys() - head if not key.endswith(ROTARY_BUFFER))
     _check_keys(config, missing, extra, source=str(weights))
     for name, (shape, fields) in required.items():
-        if tuple(found[name]) != shape:
+        if tuple(shapes[name]) != shape:
             field_keys = re.sub(r"\w+", lambda match: keys.get(match[0], match[0]), fields)
             raise ModelError(
-                f"{weights}: {name} has shape {list(found[name])}, config.json asks for {list(shape)} ({field_keys})"
+                f"{weights}: {name} has shape {list(shapes[name])}, config.json asks for {list(shape)} ({field_keys})"
             )
 
 
@@ -209,8 +209,8 @@ def load_state(model: Transformer, state: Mapping[str, Tensor], *, source: str =
     _check_keys(config, missing, extra, source=source)
     for name, parameter in parameters.items():
         if state[name].shape != parameter.shape:
-            found, shape = list(state[name].shape), list(parameter.shape)
-            raise ModelError(f"{source}: {name} has shape {found}, config.json asks for {shape}")
+            actual, shape = list(state[name].shape), list(parameter.shape)
+            raise ModelError(f"{source}: {name} has shape {actual}, config.json asks for {shape}")
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(state[name])

@@ -56,7 +56,7 @@ from pygments.styles import get_style_by_name
 from pygments.token import STANDARD_TYPES
 
 from pipeline.generation import grammars
-from pipeline.generation.grammars import Closer, Compiler, Place, bits
+from pipeline.generation.grammars import Closer, Compiler, LexerState, bits
 from pipeline.generation.schemas import SchemaError
 from pipeline.run.errors import InputError
 from pipeline.run.processes import die_with_parent
@@ -224,7 +224,7 @@ def compiled(compiler: Compiler, text: str) -> tuple[int, ...]:
 
 def rehearse(closer: Closer, matcher: LLMatcher, plan: tuple[int, ...]) -> float:
     """Generate an answer of random allowed tokens; returns the mean processor time of a token, in seconds."""
-    state, place, rest, rng = matcher.deep_copy(), Place(), list(plan), np.random.default_rng(0)
+    state, lexer, rest, rng = matcher.deep_copy(), LexerState(), list(plan), np.random.default_rng(0)
     began = time.process_time()
     for num_generated in range(TOKENS):
         allowed = bits(state.compute_bitmask()).copy()
@@ -233,13 +233,13 @@ def rehearse(closer: Closer, matcher: LLMatcher, plan: tuple[int, ...]) -> float
         if not len(choices) or state.is_error():
             break
         token = int(rng.choice(choices))
-        next_rest = closer.follow(state, place, rest, token, TOKENS * 8 - num_generated)
+        next_rest = closer.follow(state, lexer, rest, token, TOKENS * 8 - num_generated)
         if next_rest is None:
             if not rest:
                 break
             token, next_rest = rest[0], rest[1:]
         state.consume_token(token)
-        rest, place = next_rest, place.after(closer.step(token))
+        rest, lexer = next_rest, lexer.after(closer.step(token))
     return (time.process_time() - began) / TOKENS
 
 
