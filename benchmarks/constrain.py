@@ -53,6 +53,8 @@ def main() -> None:
     grammars = Grammars(tokenizer, model.config.vocab_size)
     sampling = Sampling(1, arguments.temperature)
     asked = questions(arguments.dialogues)
+    if not asked:
+        parser.error(f"{arguments.dialogues}: expected dialogues with tools, found none")
     counts = dict.fromkeys(("complete and valid", "wrong", "refused"), 0)
     seconds: dict[str, list[float]] = {"compile": [], "mask": [], "take": [], "model": []}
     tokens = steered = 0
@@ -95,6 +97,8 @@ def main() -> None:
             timed("model", start)
         tokens += len(ids)
         counts["complete and valid" if constraint.complete and _valid(reply(tokenizer, ids), tools) else "wrong"] += 1
+    if not tokens:
+        parser.error(f"no question fits the {model.config.max_context} tokens of {arguments.model}: {counts}")
     sys.stdout.write(f"{counts}; refused ones lacked {min(missing, default=0)} to {max(missing, default=0)} tokens\n")
     sys.stdout.write(f"{tokens} tokens, {steered} of them the plan's instead of the model's\n")
     for what, each in seconds.items():

@@ -1,12 +1,12 @@
 """Peak memory of the data stages on a large corpus of one's own.
 
-    python benchmarks/corpus_memory.py [--mb 1000] [--folder DIR]
+    python benchmarks/corpus_memory.py [--mb 1000] [--folder DIR] [--out FILE]
 
 Makes a scratch copy of the repository with `data: files` and so many MB of running text in `data/own/text` (Zipf's law
 over made-up words, JSON lines, no two documents alike), then runs stage_corpus, stage_tokenizer and stage_encode there.
 Prints a line each: seconds, and the largest sum over all processes of the stage of RssAnon + RssShmem (memory that is
 the processes' own; pages of mapped files, which the kernel may drop, are not counted). Writes
-benchmarks/results/corpus_memory.json.
+--out (default: benchmarks/results/corpus_memory.json).
 """
 
 import argparse
@@ -36,6 +36,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--mb", type=int, default=1000)
     parser.add_argument("--folder", type=Path, help="where the scratch copy goes; it stays (default: a temporary one)")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "corpus_memory.json")
     chosen = parser.parse_args(arguments)
     folder = chosen.folder or Path(tempfile.mkdtemp(prefix="corpus-memory-"))
     try:
@@ -45,16 +46,14 @@ def main(arguments: list[str]) -> int:
         for number in range(-(-chosen.mb * 1_000_000 // FILE)):
             write(own / "text" / f"{number:03d}.jsonl", min(FILE, chosen.mb * 1_000_000 - number * FILE), number)
         shutil.copytree(ROOT / "pipeline", own / "code" / "project", ignore=shutil.ignore_patterns("__pycache__"))
-        repository.edit("params.yaml", "data: machine", "data: files")
+        repository.edit("params.yaml", "data: packages", "data: files")
         results = {}
         for stage in STAGES:
             seconds, peak = measured(repository, stage)
             results[" ".join(stage)] = {"seconds": round(seconds, 1), "peak_mb": round(peak / 1e6)}
             print(f"{' '.join(stage)}: {seconds:.0f} s, {peak / 1e6:.0f} MB", flush=True)
         size = sum(path.stat().st_size for path in (own / "text").iterdir())
-        out = ROOT / "benchmarks" / "results" / "corpus_memory.json"
-        out.parent.mkdir(exist_ok=True)
-        out.write_text(json.dumps({"text_mb": size // 10**6, "stages": results}, indent=2) + "\n")
+        chosen.out.write_text(json.dumps({"text_mb": size // 10**6, "stages": results}, indent=2) + "\n")
     finally:
         if chosen.folder is None:
             shutil.rmtree(folder)

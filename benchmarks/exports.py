@@ -307,7 +307,10 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the rows there too")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    rows = measure(arguments.folder)
+    try:
+        rows = measure(arguments.folder)
+    except StagecoachError as error:
+        parser.error(str(error))
     for cells in (HEADINGS, ["---"] * len(HEADINGS), *(row.cells() for row in rows)):
         print(f"| {' | '.join(cells)} |")
     if arguments.json:

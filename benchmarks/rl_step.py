@@ -14,6 +14,7 @@ Ours is the stage as `dvc repro` runs it, so its peak holds reading the data, th
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import resource
@@ -311,6 +312,8 @@ def main() -> None:
     if arguments.side:
         side(arguments.side, arguments.methods[0], arguments.steps)
         return
+    if importlib.util.find_spec("trl") is None:
+        parser.error("expected trl 1.12.0 in this environment, found none: pip install trl==1.12.0")
     for method in arguments.methods:
         runs = [
             {who: measured(who, method, arguments.steps, Path.cwd()) for who in ("ours", "theirs")}
