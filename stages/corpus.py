@@ -81,6 +81,10 @@ class Params:
                 f"got {self.cap_mb}, {self.near_duplicates}"
             )
 
+    def preflight(self, root: Path) -> list[str]:
+        """What is wrong before anything is read: globs of text and code that match nothing."""
+        return own_files.missing_globs(root / "data/own", self.data, own_files.TEXT_KINDS)
+
 
 @dataclass(frozen=True)
 class StoryBatch:

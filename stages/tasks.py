@@ -70,6 +70,10 @@ class Params:
         if not 0 <= self.label_noise < 0.5:
             raise ValueError(f"label_noise: expected a share in [0, 0.5), got {self.label_noise}")
 
+    def preflight(self, root: Path) -> list[str]:
+        """What is wrong before anything is read: globs of the other kinds that match nothing."""
+        return own_files.missing_globs(root / "data/own", self.data, ("dialogues", "problems", "preferences"))
+
 
 @dataclass(frozen=True)
 class Chunk:
@@ -176,8 +180,8 @@ def _read_supplied(
     parts: Path,
     counts: dict[str, dict[str, int]],
 ) -> Splits[R] | None:
-    """The records of a kind from the user's files or the hub; None if `data` names none. Every second held-out row is
-    for the test.
+    """The records of a kind from the user's files or the hub; None if `data` names none. Where no row is for the
+    test, every second held-out row is.
     """
     if data.source == "files" and getattr(data, kind):
         parts.mkdir(parents=True, exist_ok=True)
@@ -188,13 +192,12 @@ def _read_supplied(
     else:
         return None
     splits: Splits[R] = {"train": [], "val": [], "test": []}
-    held_out = 0
     for split, record in rows:
-        if split == "val":
-            split = ("val", "test")[held_out % 2]
-            held_out += 1
         assert isinstance(record, record_type)
         splits[split].append(record)
+    if not splits["test"]:  # the source has held-out rows of its own
+        held_out = splits["val"]
+        splits["val"], splits["test"] = held_out[::2], held_out[1::2]
     return splits
 
 

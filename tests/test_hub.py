@@ -115,6 +115,19 @@ def test_splits_licences_and_ids_come_from_the_entry(tmp_path: Path) -> None:
     ]
 
 
+def test_columns_of_a_set_are_joined_and_the_last_answers(tmp_path: Path) -> None:
+    """CodeAlpaca's form: instruction, input, output."""
+    entry = HubSet(id="a/b", shape="columns", text_field=["instruction", "input", "output"])
+    row = {"instruction": "Add", "input": "1 2", "output": "3"}
+    for kind in ("dialogues", "text"):
+        lay(tmp_path / kind, kind, entry, train=[row])
+    ((_, dialogue),) = hub.read_hub(config("dialogues", entry), "dialogues", tmp_path / "dialogues")
+    assert isinstance(dialogue, Dialogue)
+    assert [message["content"] for message in dialogue.messages] == ["Add\n\n1 2", "3"]
+    ((_, text),) = hub.read_hub(config("text", entry), "text", tmp_path / "text")
+    assert isinstance(text, Text) and text.text == "Add\n\n1 2\n\n3"
+
+
 def test_ids_of_two_sets_never_meet(tmp_path: Path) -> None:
     entries = [HubSet(id=name, shape="question") for name in ("a/b", "a/c")]
     for entry in entries:

@@ -1,6 +1,9 @@
 """Books of own files: rejected rows and their limit, shapes, duplicates, splits, and documents that are cut."""
 
+import json
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -9,6 +12,7 @@ from hypothesis import strategies as st
 from pipeline.ingest import files, own_files
 from pipeline.ingest.own_files import cut, split_of
 from pipeline.ingest.records import Text
+from pipeline.ingest.sources import DataConfig
 from pipeline.run.errors import DataError
 from tests.ownfiles import jsonl, read, texts
 
@@ -89,8 +93,88 @@ def test_two_problems_of_one_key_stay_in_one_split(own: Path) -> None:
 
 
 def test_the_split_of_an_id_never_changes() -> None:
-    # Written down once: a change here would move held-out rows of users into training.
-    assert [n for n in range(200) if split_of(str(n)) == "val"] == [2, 52, 155, 168]
+    """Pinned: a new version must not move a row from the test to training."""
+    splits = {split: [n for n in range(200) if split_of(str(n), 0.02, 0.05) == split] for split in ("val", "test")}
+    assert splits == {"val": [2, 52, 155, 168], "test": [4, 9, 36, 38, 75, 87, 106, 135, 138, 182]}
+    more = [n for n in range(200) if split_of(str(n), 0.02, 0.1) == "test"]
+    assert set(splits["test"]) < set(more), "a larger share takes more and gives none back"
+
+
+def test_shares_of_the_rows_are_held_out_and_text_has_no_test(own: Path) -> None:
+    (own / "a.jsonl").write_text(jsonl(*({"question": f"q{n}", "answer": "a"} for n in range(2000))))
+    counts = Counter(split for split, _ in read(own, "dialogues", val_share=0.1, test_share=0.2).records)
+    assert counts.total() == 2000 and 150 < counts["val"] < 250 and 320 < counts["test"] < 480
+    (own / "a.jsonl").write_text(jsonl(*({"text": f"t{n}"} for n in range(200))))
+    assert {split for split, _ in read(own, val_share=0.1, test_share=0.2).records} == {"train", "val"}
+
+
+def test_a_file_called_test_is_the_test_and_one_called_val_leaves_no_shares(own: Path) -> None:
+    rows = [{"question": f"q{n}", "answer": "a"} for n in range(100)]
+    (own / "a.jsonl").write_text(jsonl(*rows))
+    (own / "my-test.jsonl").write_text(jsonl({"question": "t", "answer": "a"}))
+    found = read(own, "dialogues", val_share=0.5, test_share=0.4).records
+    assert [record.messages[0]["content"] for split, record in found if split == "test"] == ["t"]
+    assert 30 < sum(split == "val" for split, _ in found) < 70
+    (own / "val.jsonl").write_text(jsonl({"question": "v", "answer": "a"}))
+    splits = Counter(split for split, _ in read(own, "dialogues", val_share=0.5, test_share=0.4).records)
+    assert splits == {"train": 100, "val": 1, "test": 1}
+
+
+# --- notebooks and delimiters ----------------------------------------------------------------------------------------
+
+
+def notebook(*cells: tuple[str, str]) -> str:
+    made = [{"cell_type": kind, "source": source.splitlines(keepends=True), "outputs": []} for kind, source in cells]
+    return json.dumps({"nbformat": 4, "cells": made})
+
+
+def test_of_a_notebook_the_cells_are_read_as_code_or_as_prose(own: Path) -> None:
+    cells = (("markdown", "# Sums\nAdd."), ("code", "x = 1\nx + 1"), ("raw", "?"), ("code", ""))
+    (own / "a.ipynb").write_text(notebook(*cells))
+    assert texts(read(own, "code")) == ["# # Sums\n# Add.\n\nx = 1\nx + 1\n"]
+    assert texts(read(own, "text")) == ["# Sums\nAdd.\n"]
+
+
+@pytest.mark.parametrize("content", ["{", json.dumps({"worksheets": []}), json.dumps([1])])
+def test_a_notebook_that_cannot_be_read_is_a_rejected_row(own: Path, content: str) -> None:
+    (own / "a.ipynb").write_text(content)
+    (own / "b.txt").write_text("text")
+    books = read(own, "code")
+    assert texts(books) == ["text"] and [(r["file"], r["line"]) for r in books.rejected] == [("a.ipynb", 1)]
+
+
+@pytest.mark.parametrize(("name", "sign"), [("a.csv", ","), ("a.csv", ";"), ("a.csv", "|"), ("a.tsv", "\t")])
+def test_the_delimiter_of_a_table_is_that_of_its_header(own: Path, name: str, sign: str) -> None:
+    lines = [sign.join(cells) for cells in (("id", "text"), ("1", '"one, two; three"'))]
+    (own / name).write_text("\n".join(lines) + "\n")
+    (record,) = read(own).records
+    assert (record[1].path, record[1].text) == ("1", "one, two; three")
+
+
+# --- before anything is read -----------------------------------------------------------------------------------------
+
+
+def test_all_globs_without_a_match_are_named_at_once(own: Path) -> None:
+    (own / "text").mkdir()
+    (own / "text/a.txt").write_text("x")
+    config = DataConfig(source="files", text=["text/*"], dialogues=["d/*", "e/*"], problems=["p/*"])
+    found = own_files.missing_globs(own, config, ("text", "dialogues", "problems"))
+    assert [line.split(":")[0] for line in found] == [f"no file matches {own / glob}" for glob in ("d/*", "e/*", "p/*")]
+    assert "`dialogues: []` in conf/data/files.yaml" in found[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"source": "machine", "dialogues": ["d/*"]}, "dialogues: is read with source: files alone"),
+        ({"source": "hub", "text_field": ["a"]}, "text_field: is read with source: files alone"),
+        ({"source": "files", "hub": {"text": []}}, "hub: is read with source: hub alone"),
+        ({"source": "files", "val_share": 0.5, "test_share": 0.5}, "val_share, test_share: expected"),
+    ],
+)
+def test_a_key_that_nothing_reads_is_an_error(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DataConfig(**options)
 
 
 def test_a_document_longer_than_the_window_becomes_rows_cut_at_blank_lines(

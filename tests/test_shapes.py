@@ -272,3 +272,50 @@ def test_no_row_raises_anything_but_row_error(row: Any, shape: shapes.Shape) -> 
         else:
             assert isinstance(record, Text | Dialogue | Problem | Pair)
     assert all(named)
+
+
+# --- shapes of TRL and LLaMA-Factory ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "Q?", "completion": "A."},
+        {"instruction": "Q?", "response": "A."},
+        {"input": "Q?", "output": "A."},
+        {"prompt": [{"role": "user", "content": "Q?"}], "completion": [{"role": "assistant", "content": "A."}]},
+        {"prompt": [{"role": "user", "content": "Q?"}], "completion": "A."},
+    ],
+)
+def test_a_question_has_the_names_of_any_trainer(row: dict[str, Any]) -> None:
+    assert read(row, "dialogues").messages == [
+        {"role": "user", "content": "Q?"},
+        {"role": "assistant", "content": "A."},
+    ]
+
+
+def test_a_row_with_a_label_is_no_dialogue_to_learn_from() -> None:
+    with pytest.raises(RowError, match="label: a row with a label is feedback"):
+        read({"prompt": "Q?", "completion": "A.", "label": False}, "dialogues")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"instruction": "Sort", "input": "2 1", "chosen": "1 2", "rejected": "2 1"},
+        {
+            "conversations": [{"from": "human", "value": "Sort\n\n2 1"}],
+            "chosen": {"from": "gpt", "value": "1 2"},
+            "rejected": {"from": "gpt", "value": "2 1"},
+        },
+        {
+            "prompt": [{"role": "user", "content": "Sort\n\n2 1"}],
+            "chosen": [{"role": "assistant", "content": "1 2"}],
+            "rejected": {"role": "assistant", "content": "2 1"},
+        },
+    ],
+)
+def test_a_pair_has_the_form_of_any_trainer(row: dict[str, Any]) -> None:
+    found = read(row, "preferences")
+    assert found.prompt == [{"role": "user", "content": "Sort\n\n2 1"}]
+    assert [found.chosen[0]["content"], found.rejected[0]["content"]] == ["1 2", "2 1"]

@@ -1,10 +1,15 @@
-"""Files -> rows: JSONL, JSON, CSV, parquet, and plain text or source code, where a file is one row `{"text": ...}`.
+"""Files -> rows: JSONL, JSON, CSV, parquet, and plain text, source code or a notebook: a file is one row
+`{"text": ...}`.
 
 Out: (line, row) in file order. A row that cannot be read is a `RowError` with the reason, so that one broken row costs
 one row (`datasets` stops at it without saying where). `line` counts from 1: the line on which the row begins, or the
 row's number in parquet. Encodings: UTF-8 with or without a mark, UTF-16 and UTF-32 by their mark, else `encoding`; the
 error for a byte that fits none names its offset in the file. A row over 64 MB is dropped while it is read, so it costs
 no memory.
+
+The delimiter of a CSV file is the one of `,` `;` tab `|` that its header has most. Of a notebook only the cells are
+read: of one that is code, its code with the prose as comments; of one that is prose, the prose alone. Outputs are not
+read.
 
 Parquet is read in bounded memory, because a kilobyte of it can mean gigabytes: a text is stored once and repeated by
 number, zeros and nulls are stored as a count, and compression does the rest. So texts stay numbers into their
@@ -40,7 +45,9 @@ DOCUMENT_BYTES = 32 * 1024 * 1024  # a longer plain text is read as several rows
 CHUNK_BYTES = 1024 * 1024
 UNZIPPED_BYTES = 256 * 1024 * 1024  # the most that a gzip file may expand to
 
-TABLES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
+TABLES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
+NOTEBOOK = ".ipynb"
+DELIMITERS = ",;\t|"
 _MARKS = (  # UTF-32 before UTF-16: the mark of the one begins with the mark of the other
     (codecs.BOM_UTF8, "utf-8"),
     (codecs.BOM_UTF32_LE, "utf-32-le"),
@@ -63,7 +70,7 @@ def rows(path: Path, encoding: str) -> Rows:
     suffix = path.suffix.lower()
     if suffix == ".parquet":
         return parquet_rows(path, ROW_BYTES)
-    if suffix == ".csv":
+    if suffix in (".csv", ".tsv"):
         return _csv(path, encoding)
     if suffix == ".json":
         return _json(path, encoding)
@@ -85,6 +92,29 @@ def document(path: Path, encoding: str) -> Iterator[tuple[int, dict[str, str] | 
         size += len(text)
     if parts or failure:
         yield first, failure or {"text": "".join(parts)}
+
+
+def notebook(path: Path, encoding: str, *, code: bool) -> tuple[int, dict[str, str] | RowError]:
+    """The cells of a Jupyter notebook (nbformat 4) as a row: code with prose as comments; or prose alone."""
+    row = next((row for _, row in _json(path, encoding)), None)
+    if isinstance(row, RowError):
+        return 1, row
+    cells = row.get("cells") if isinstance(row, dict) else None
+    if not isinstance(cells, list) or not all(isinstance(cell, dict) for cell in cells):
+        return 1, RowError(
+            "cells", "expected a notebook of nbformat 4, with a list of cells; open and save it in Jupyter"
+        )
+    parts = []
+    for cell in cells:
+        source, kind = cell.get("source", ""), cell.get("cell_type")
+        source = "".join(source) if isinstance(source, list) else source
+        if not isinstance(source, str) or not source.strip():
+            continue
+        if kind == "code" and code:
+            parts.append(source)
+        elif kind == "markdown":
+            parts.append("\n".join(f"# {line}".rstrip() for line in source.splitlines()) if code else source)
+    return 1, {"text": "\n\n".join(part.strip("\n") for part in parts) + "\n"}
 
 
 def unzipped(path: Path) -> bytes:
@@ -304,7 +334,7 @@ class _CsvLines:
 def _csv(path: Path, encoding: str) -> Rows:
     csv.field_size_limit(2 * ROW_BYTES)  # the default, 128 kB, is shorter than many texts
     feed = _CsvLines(path, encoding)
-    reader = csv.reader(feed, strict=True)
+    reader = csv.reader(feed, strict=True, delimiter=_delimiter(path, encoding))
     header: list[str] | None = None
     while True:
         first, feed.size, feed.failure = feed.number + 1, 0, None
@@ -328,6 +358,13 @@ def _csv(path: Path, encoding: str) -> Rows:
             yield first, RowError("row", f"expected {len(header)} cells, found {len(row)}")
         elif header and row:
             yield first, {name: cell or None for name, cell in zip(header, row, strict=True)}
+
+
+def _delimiter(path: Path, encoding: str) -> str:
+    """The delimiter that stands most often in the header, outside of quotes; a comma where none does."""
+    header = next((text for _, text in lines(path, encoding) if isinstance(text, str) and text.strip()), "")
+    bare = "".join(header.split('"')[::2])
+    return max(DELIMITERS, key=bare.count) if any(map(bare.count, DELIMITERS)) else ","
 
 
 # --- parquet ---------------------------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.ingest import shapes
-from pipeline.ingest.own_files import Intake
+from pipeline.ingest.own_files import Intake, test_share
 from pipeline.ingest.records import Problem, SourceRecord, Text
 from pipeline.ingest.sources import DataConfig, HubSet
 from pipeline.ingest.tool_calls import RowError
@@ -232,7 +232,8 @@ def _read_set(
         convert = _row_converter(entry, kind, [path for _, paths in parts_by_split for path in paths])
     except RowError as error:
         raise DataError(f"{entry.id}: {error}") from error
-    with Intake(folder / REJECTED, config.max_rejected, entry.id) as intake:
+    shares = (0.0, 0.0) if entry.val else (config.val_share, test_share(config, kind))
+    with Intake(folder / REJECTED, config.max_rejected, entry.id, shares) as intake:
         for split, paths in parts_by_split:
             for path in paths:
                 name = f"{entry.id}/{path.parent.name}/{path.stem}"
@@ -257,7 +258,8 @@ def _row_converter(entry: HubSet, kind: str, paths: list[Path]) -> Callable[[Jso
             raise RowError("shape", f"acecode makes problems, not {kind}")
         limits = thresholds(row["pass_rates"] for path in paths for row in _rows(path))
         return lambda row: [_with_set_name(problem, entry, row) for problem in problems(row, limits, entry.level)]
-    columns = shapes.Columns((entry.text_field,) if kind in ("text", "code") else ())
+    named = entry.text_field if isinstance(entry.text_field, list) else [entry.text_field]
+    columns = shapes.Columns(tuple(named) if kind in ("text", "code") or isinstance(entry.text_field, list) else ())
     shape = shapes.named(entry.shape, kind)
     if shape is None:
         sample = [row for path in paths[:1] for row, _ in zip(_rows(path), range(shapes.SAMPLE_ROWS), strict=False)]

@@ -13,8 +13,9 @@ glob that matches nothing is an error.
 `Intake` decides about each row, here and in `hub`: accepted, a duplicate, or rejected. Rejected rows go
 to a JSONL file (file, line, field, reason), and the first five are printed as `file:line: field: reason`; the three
 counts add up to the number of rows. A row without an id gets the blake2b hash of its content as its id. The same id
-with the same content is a duplicate, with other content it is rejected. Held out (`val`): files so named; where a
-source has none, blake2b(id) mod 50 = 0. A problem goes by its key, so that two versions of one problem stay together.
+with the same content is a duplicate, with other content it is rejected. Held out are files with `val` or `test` in
+their names; where a source has none, `val_share` and `test_share` of the rows by blake2b(id), so that new rows move no
+others. A problem goes by its key, so that two versions of one problem stay together. Text and code have no test split.
 
 `feedback_pairs` reads the preference pairs that people gave on the web page, and selects those to train on.
 
@@ -46,13 +47,15 @@ from pipeline.run.tracking import say
 from pipeline.run.types import JsonObject
 
 TEXT_BYTES = 1_000_000  # a longer text is cut at blank lines
-VAL_SHARE = 50  # one id in so many is held out
 NUM_PRINTED = 5
 _BLANK_LINES = re.compile(r"\n(?:[ \t]*\n)+")
 _LINE_FEED = re.compile(r"\n")
 TEXT_KINDS = ("text", "code")
 OWN_LICENCE = "own"  # what a user brings without naming a licence
-_HELD_OUT = re.compile(r"(?:^|[-_.])(?:val|valid|validation)(?:[-_.]|$)")
+_HELD_OUT = {
+    "val": re.compile(r"(?:^|[-_.])(?:val|valid|validation)(?:[-_.]|$)"),
+    "test": re.compile(r"(?:^|[-_.])test(?:[-_.]|$)"),
+}
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ class Source:
     name: str  # relative to the root, with "/"
     group: str  # the folder that a glob matched, or the file: the `source` of its texts
     is_table: bool
-    split: str | None  # val for a file so named; None: train, or by the id of each row where no file is so named
+    split: str | None  # val or test for a file so named; None: train, or by the id of each row
 
 
 def read_files(
@@ -80,8 +83,9 @@ def read_files(
     if not patterns:
         return
     sources = find_sources(root, patterns, kind)
-    has_val = any(source.split for source in sources)
-    with Intake(rejected, config.max_rejected, f"{kind} of {root}", has_val=has_val) as intake:
+    named = {source.split for source in sources}
+    shares = (0.0 if "val" in named else config.val_share, 0.0 if named & {"val", "test"} else test_share(config, kind))
+    with Intake(rejected, config.max_rejected, f"{kind} of {root}", shares) as intake:
         for source in sources:
             yield from _read(source, config, kind, intake)
         intake.add_to({} if counts is None else counts)
@@ -89,6 +93,11 @@ def read_files(
             f"{kind}: {intake.num_accepted} rows accepted, {intake.num_duplicates} duplicates, "
             f"{intake.num_rejected} rejected, from {len(sources)} files"
         )
+
+
+def test_share(config: DataConfig, kind: str) -> float:
+    """The share of rows that the test takes."""
+    return 0.0 if kind in TEXT_KINDS else config.test_share
 
 
 def _globs(config: DataConfig, kind: str) -> Sequence[str]:
@@ -112,10 +121,7 @@ def find_sources(root: Path, patterns: Sequence[str], kind: str) -> list[Source]
     for pattern in patterns:
         matched = _match_glob(root, pattern, links)
         if not matched:
-            raise DataError(
-                f"no file matches {root / pattern}: put files there, or write data.{kind}=[] if there are none of this"
-                " kind"
-            )
+            raise DataError(missing(root, kind, pattern))
         for path in matched:
             name = path.relative_to(root).as_posix()
             if path.is_dir():
@@ -133,6 +139,27 @@ def find_sources(root: Path, patterns: Sequence[str], kind: str) -> list[Source]
     if binary:
         say(f"{kind}: {len(binary)} binary files are skipped, the first {binary[0]}")
     return [sources[name] for name in sorted(sources.keys() - set(binary))]
+
+
+def missing(root: Path, kind: str, pattern: str) -> str:
+    """What to do about a glob that matches nothing."""
+    return (
+        f"no file matches {root / pattern}: put files there, or write `{kind}: []` in conf/data/files.yaml (of one "
+        f"experiment: dvc exp run -S 'conf/data/files.yaml:{kind}=[]') if there are none of this kind"
+    )
+
+
+def missing_globs(root: Path, config: DataConfig, kinds: Sequence[str]) -> list[str]:
+    """A line for each glob of these kinds that matches nothing below `root`, before anything is read."""
+    if config.source != "files":
+        return []
+    links = _Links(root)
+    return [
+        missing(root, kind, pattern)
+        for kind in kinds
+        for pattern in _globs(config, kind)
+        if not _match_glob(root, pattern, links)
+    ]
 
 
 def _match_glob(root: Path, pattern: str, links: _Links) -> list[Path]:
@@ -179,8 +206,11 @@ def _is_hidden(path: Path) -> bool:
 
 def _make_source(path: Path, name: str, group: str, kind: str, *, direct: bool) -> Source:
     is_table = path.suffix.lower() in ingest_files.TABLES and (direct or kind not in TEXT_KINDS)
-    held_out = direct and any(_HELD_OUT.search(part.lower()) for part in name.split("/"))
-    return Source(path=path, name=name, group=group, is_table=is_table, split="val" if held_out else None)
+    parts = [part.lower() for part in name.split("/")] if direct else []
+    split = next((split for split, form in _HELD_OUT.items() if any(map(form.search, parts))), None)
+    if split == "test" and kind in TEXT_KINDS:
+        split = "val"
+    return Source(path=path, name=name, group=group, is_table=is_table, split=split)
 
 
 # --- rows ------------------------------------------------------------------------------------------------------------
@@ -194,7 +224,7 @@ def _read(source: Source, config: DataConfig, kind: str, intake: Intake) -> Iter
         if source.is_table:
             yield from _read_table(source, config, kind, intake)
         elif kind in TEXT_KINDS:
-            yield from _read_document(source, config, intake)
+            yield from _read_document(source, config, kind, intake)
         else:
             intake.reject(source.name, 1, RowError("file", f"expected {', '.join(ingest_files.TABLES)}"))
     except OSError as error:
@@ -229,8 +259,12 @@ def _convert(shape: shapes.Shape | None, row: object, columns: shapes.Columns, k
     return shapes.convert(shape, row, columns)
 
 
-def _read_document(source: Source, config: DataConfig, intake: Intake) -> Iterator[tuple[str, SourceRecord]]:
-    for line, row in ingest_files.document(source.path, config.encoding):
+def _read_document(source: Source, config: DataConfig, kind: str, intake: Intake) -> Iterator[tuple[str, SourceRecord]]:
+    if source.path.suffix.lower() == ingest_files.NOTEBOOK:
+        rows = iter([ingest_files.notebook(source.path, config.encoding, code=kind == "code")])
+    else:
+        rows = ingest_files.document(source.path, config.encoding)
+    for line, row in rows:
         with intake.rejecting(source.name, line):
             if isinstance(row, RowError):
                 raise row
@@ -249,11 +283,13 @@ class Intake:
     A context manager: on leaving without an error it checks the counts, else it only closes the file of rejected rows.
     """
 
-    def __init__(self, rejected: Path, max_rejected: float | None, name: str, *, has_val: bool = False) -> None:
+    def __init__(
+        self, rejected: Path, max_rejected: float | None, name: str, shares: tuple[float, float] = (0.0, 0.0)
+    ) -> None:
         """`rejected`: the JSONL file to write; `max_rejected`: share of all rows, None: any number, all of them too;
-        `name`: of the source, for messages; `has_val`: the source has held-out rows of its own, so no id is held out.
+        `name`: of the source, for messages; `shares` of the rows that go to val and test by their ids.
         """
-        self._has_val = has_val
+        self._shares = shares
         self.num_accepted = self.num_duplicates = self.num_rejected = 0
         self._max_rejected = max_rejected
         self._name = name
@@ -308,7 +344,7 @@ class Intake:
         return [(self._split(split, identity), replace(record, id=identity))]
 
     def _split(self, split: str | None, identity: str) -> str:
-        return split or ("train" if self._has_val else split_of(identity))
+        return split or split_of(identity, *self._shares)
 
     @contextlib.contextmanager
     def rejecting(self, file: str, line: int) -> Iterator[None]:
@@ -342,10 +378,12 @@ class Intake:
             raise DataError(f"{self._name}: nothing is left of {self.num_rows} rows, {self.num_rejected} rejected")
 
 
-def split_of(identity: str) -> str:
-    """train or val, by the id alone: new rows do not move others between the splits."""
+def split_of(identity: str, val: float, test: float) -> str:
+    """train, val or test, by the id alone: new rows do not move others between the splits."""
     digest = hashlib.blake2b(identity.encode("utf-8"), digest_size=8).digest()
-    return "val" if int.from_bytes(digest, "big") % VAL_SHARE == 0 else "train"
+    quotient, remainder = divmod(int.from_bytes(digest, "big"), 50)
+    number = (remainder + quotient % 1000 / 1000) / 50  # uniform in [0, 1); the first fiftieth was held out ever since
+    return "val" if number < val else "test" if number < val + test else "train"
 
 
 def _content_hash(record: SourceRecord) -> bytes:
@@ -477,7 +515,7 @@ def feedback_pairs(path: Path, config: FeedbackConfig, others: int, rejected: Pa
 def _read_feedback(path: Path, rejected: Path, counts: Counter[str]) -> Iterable[FeedbackPair]:
     """The rows that can be read; adds the numbers of the others to `counts`."""
     (pair_shape,) = (shape for shape in shapes.SHAPES if "preferences" in shape.kinds)
-    with Intake(rejected, None, f"{FEEDBACK} of {path}", has_val=True) as intake:
+    with Intake(rejected, None, f"{FEEDBACK} of {path}") as intake:
         for line, row in ingest_files.rows(path, "utf-8"):
             with intake.rejecting(path.name, line):
                 if isinstance(row, RowError):

@@ -6,9 +6,11 @@
     {query, tools, answers}                      Dialogue   xLAM: JSON texts, flat parameters
     {system, chat}                               Dialogue   Glaive: USER: ASSISTANT: <functioncall> FUNCTION RESPONSE:
     {instruction, input, output}                 Dialogue   Alpaca
-    {question, answer} {prompt, response}        Dialogue
+    {question, answer} {prompt, response} {prompt, completion} {instruction, response} {input, output}     Dialogue
     {question | prompt, tests | test_cases}      Problem    asserts, or {args, expected}
-    {prompt, chosen, rejected} {chosen, rejected}   Pair    strings, message lists, or transcripts with a common prefix
+    {prompt, chosen, rejected} {chosen, rejected}   Pair    strings, messages, or transcripts with a common prefix
+    {instruction, input, chosen, rejected}          Pair    LLaMA-Factory, Alpaca's form
+    {conversations, chosen, rejected}               Pair    LLaMA-Factory, ShareGPT's form: a message each side
 
 A row becomes one record, or a `RowError` that names the field. Ids are the row's `id` or empty: `own_files.Intake`
 fills those in. Dialogues are put into the OpenAI form of `records`: call ids count from call_0, arguments are JSON
@@ -234,18 +236,35 @@ def _alpaca(row: Row, columns: Columns) -> Dialogue:
     )
 
 
+QUESTIONS = (
+    ("question", "answer"),
+    ("prompt", "response"),
+    ("prompt", "completion"),
+    ("instruction", "response"),
+    ("input", "output"),
+)
+
+
 def _question(row: Row, columns: Columns) -> Dialogue:
     if row.get("tests") is not None or row.get("test_cases") is not None:
         raise RowError("tests", "a row with tests is a problem: name its file under `problems`")
-    names = ("question", "answer") if row.get("question") is not None else ("prompt", "response")
-    question, answer = _string(row, names[0]), _string(row, names[1])
-    return _dialogue(row, "question", conversations.question(question, answer, _optional(row, "system")), [])
+    if isinstance(row.get("label"), bool):
+        raise RowError("label", "a row with a label is feedback, and a bad answer is none to learn from")
+    names = next((pair for pair in QUESTIONS if _has(*pair)(row, columns)), QUESTIONS[0])
+    question, answer = (_answer(row.get(name), name) for name in names)
+    if isinstance(question, str) and isinstance(answer, str):
+        return _dialogue(row, "question", conversations.question(question, answer, _optional(row, "system")), [])
+    sides = [_as_messages(side, role) for side, role in ((question, "user"), (answer, "assistant"))]
+    return _dialogue(row, "question", [*sides[0], *sides[1]], tools(row.get("tools")))
 
 
 def _is_question(row: Row, columns: Columns) -> bool:
-    return any(
-        row.get(a) is not None and row.get(b) is not None for a, b in (("question", "answer"), ("prompt", "response"))
-    )
+    return any(_has(*pair)(row, columns) for pair in QUESTIONS)
+
+
+def _as_messages(side: str | list[Message], role: str) -> list[Message]:
+    """TRL writes a side as a text or as messages."""
+    return side if isinstance(side, list) else conversations.from_list([{"role": role, "content": side}], role)
 
 
 # --- problems --------------------------------------------------------------------------------------------------------
@@ -285,7 +304,14 @@ def _is_problem(row: Row, columns: Columns) -> bool:
 
 def _pair(row: Row, columns: Columns) -> Pair:
     chosen, rejected = (_answer(row.get(name), name) for name in ("chosen", "rejected"))
-    if row.get("prompt") is not None:
+    history = next((name for name in ("conversations", "messages") if row.get(name) is not None), None)
+    if row.get("prompt") is None and history is not None:
+        prompt = conversations.from_list(_list(row[history], history), history)
+    elif row.get("prompt") is None and row.get("instruction") is not None:
+        extra = _optional(row, "input")
+        question = _string(row, "instruction") + (f"\n\n{extra}" if extra else "")
+        prompt = conversations.from_list([{"role": "user", "content": question}], "instruction")
+    elif row.get("prompt") is not None:
         prompt = _answer(row["prompt"], "prompt")
         if isinstance(prompt, str):
             prompt = conversations.from_list([{"role": "user", "content": _string(row, "prompt")}], "prompt")
@@ -327,14 +353,17 @@ def _pair(row: Row, columns: Columns) -> Pair:
 
 
 def _answer(value: object, field: str) -> str | list[Message]:
-    """A side of a pair: a text, or a message list (also as JSON text, in CSV)."""
+    """A side of a pair: a text, a message list (also as JSON text, in CSV), or one message."""
     if isinstance(value, str) and value.lstrip().startswith('[{"'):
         value = from_json(value, field)
+    if isinstance(value, Mapping):
+        value = [value]
     if isinstance(value, list):
         return conversations.from_list(value, field)
     if isinstance(value, str) and value.strip():
         return value
-    raise RowError(field, "expected a text or a list of messages")
+    empty = isinstance(value, str)
+    raise RowError(field, "is empty" if empty else f"expected a text or messages, found {type(value).__name__}")
 
 
 def _common_prefix(chosen: list[Message], rejected: list[Message]) -> list[Message]:

@@ -69,11 +69,11 @@ class HubSet:
     train: str = "train"
     """The split that is trained on."""
     val: str | None = None
-    """The split that is held out; none: blake2b(id) mod 50 = 0."""
+    """The split that is held out; none: val_share of the rows."""
     shape: str = "auto"
     """One of ingest/shapes.py."""
-    text_field: str = "text"
-    """The column of the text, for kinds text and code."""
+    text_field: str | list[str] = "text"
+    """The column of the text; a list: columns that are joined, of which in dialogues the last answers the rest."""
     licence: str = "unknown"
     """The licence of every row."""
     licence_field: str | None = None
@@ -118,6 +118,10 @@ class DataConfig:
     """files: columns that make the text, joined by blank lines."""
     max_rejected: float = 0.01
     """files: share of rejected rows above which the stage fails."""
+    val_share: float = 0.02
+    """files, hub: share of the rows that is held out for validation, where a source has none by name."""
+    test_share: float = 0.05
+    """And for the test, of dialogues, problems and preferences."""
     hub: dict[str, list[HubSet]] = field(default_factory=dict)
     """hub: kind -> data sets."""
 
@@ -132,7 +136,19 @@ class DataConfig:
             raise ValueError(f"min_bytes, max_bytes: expected 0 <= min < max, got {self.min_bytes}, {self.max_bytes}")
         if not 0 <= self.max_rejected <= 1:
             raise ValueError(f"max_rejected: expected a share in [0, 1], got {self.max_rejected}")
+        if min(self.val_share, self.test_share) < 0 or self.val_share + self.test_share > 0.9:
+            raise ValueError(
+                f"val_share, test_share: expected at least 0, and 0.9 together at most, got {self.val_share} and "
+                f"{self.test_share}"
+            )
         kinds = ("text", "code", "dialogues", "problems", "preferences")
+        unread = [*(kind for kind in kinds if getattr(self, kind)), *(["text_field"] if self.text_field else [])]
+        if self.source != "files" and unread:
+            raise ValueError(
+                f"{unread[0]}: is read with source: files alone, found source: {self.source}; take it away"
+            )
+        if self.source != "hub" and self.hub:
+            raise ValueError(f"hub: is read with source: hub alone, found source: {self.source}; take it away")
         for kind in self.hub:
             if kind not in kinds:
                 raise ValueError(f"hub: expected the kinds {', '.join(kinds)}, got {kind!r}")

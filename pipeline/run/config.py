@@ -447,7 +447,9 @@ def resolve(kind: type[T], settings: Settings, stage: str) -> tuple[T, Runtime]:
 
 
 def check(argv: list[str]) -> int:
-    """`python -m pipeline.run.config`: build the parameters of every stage, to find a typo before DVC deletes outs."""
+    """`python -m pipeline.run.config`: build the parameters of every stage, to find a typo, and all globs
+    that match nothing, before DVC deletes outs.
+    """
     sys.path.insert(0, str(Path.cwd()))
     faults = 0
     try:
@@ -457,7 +459,12 @@ def check(argv: list[str]) -> int:
         return error.exit_code
     for name in [*stage_names(Path()), "runtime"]:
         try:
-            build(Runtime, settings.layers(name), name) if name == "runtime" else stage_params(name, settings)
+            if name == "runtime":
+                build(Runtime, settings.layers(name), name)
+                continue
+            preflight = getattr(stage_params(name, settings), "preflight", None)
+            if messages := preflight(Path()) if preflight else []:
+                raise ConfigError("\n".join(messages))
         except ConfigError as error:
             sys.stderr.write(f"{error}\n")
             faults = error.exit_code
