@@ -139,6 +139,9 @@ def test_problems_are_counted_by_group_greedy_and_sampled(scripted: Any) -> None
     assert (numbers["parse_rate"], numbers["format_rate"]) == (pytest.approx(2 / 3), pytest.approx(2 / 3))
     assert numbers["parse_rate_low"] == pytest.approx(0.20766, abs=1e-5)  # Wilson, 2 of 3
     assert numbers["exact_match"] == pytest.approx(1 / 3)
+    similarity = numbers["codebleu_py"]
+    parts = [value for name, value in similarity.items() if name not in ("score", "parts") and value is not None]
+    assert similarity["parts"] == len(parts) and similarity["score"] == pytest.approx(sum(parts) / len(parts))
     assert [(r["id"], r["verdict"]) for r in result.rows] == [("a", "passed"), ("b", "failed"), ("c", "failed")]
 
 

@@ -347,7 +347,8 @@ def _compare_with_references(result: SuiteResult, problems: Sequence[Problem], j
     if not pairs:
         return
     result.measure("exact_match", wilson(sum(code.exact_match(a, b) for a, b in pairs), len(pairs)))
-    result.numbers["codebleu_py"] = asdict(code.codebleu([a for a, _ in pairs], [b for _, b in pairs]))
+    similarity = code.codebleu([a for a, _ in pairs], [b for _, b in pairs])
+    result.numbers["codebleu_py"] = asdict(similarity) | {"score": similarity.score, "parts": similarity.parts}
 
 
 def answered(subject: Subject, dialogues: Sequence[Dialogue]) -> SuiteResult:
