@@ -24,6 +24,7 @@ from pipeline.ingest import hub, own_files, sources
 from pipeline.ingest import selection as ingest_selection
 from pipeline.ingest.cleaning import Document, made_record
 from pipeline.ingest.duplicates import Index, benchmark_files, benchmark_items
+from pipeline.ingest.own_files import Tally
 from pipeline.ingest.records import Text
 from pipeline.ingest.selection import FileBatch, RecordBatch, Selection
 from pipeline.run.config import group
@@ -120,11 +121,11 @@ def run(params: Params, job: Job, *, own: Path, benchmarks: Path, text: Path, co
     index = Index(benchmark_items(benchmarks))
     corpora = {name: _selection(name, params, index, parts / "kept" / name) for name in PARTS}
     versions = {} if params.data.source == "packages" else {"python": platform.python_version()}
-    rows: dict[str, dict[str, int]] = {name: {} for name in PARTS}  # of data=files and data=hub
+    tallies = {name: Tally() for name in PARTS}  # of data=files and data=hub
     if params.data.source in sources.HARVESTS:
         batches = _harvest_batches(params, job.seed, corpora, versions)
     else:
-        batches = _supplied_batches(params.data, own, parts, versions, rows)
+        batches = _supplied_batches(params.data, own, parts, versions, tallies)
     selections = {part: selection for selection in corpora.values() for part in selection.quotas}
     total = sum(quota for selection in corpora.values() for quota in selection.quotas.values())
     with progress(total=None if math.isinf(total) else total, desc="corpus", unit="B") as bar:
@@ -133,7 +134,7 @@ def run(params: Params, job: Job, *, own: Path, benchmarks: Path, text: Path, co
     for name, out in (("text", text), ("code", code)):
         manifest = _write_corpus(name, corpora[name], out) | {"data": params.data.source, "versions": versions}
         if params.data.source not in sources.HARVESTS:
-            manifest["rows"] = rows[name]
+            manifest |= {"rows": tallies[name].totals, "files": tallies[name].files}
             _write_rejected(params.data, name, parts, out)
         manifest["benchmarks"] = {
             "items": len(index),
@@ -232,17 +233,15 @@ def _max_batches(quota_mb: float) -> int:
 
 
 def _supplied_batches(
-    data: sources.DataConfig, own: Path, parts: Path, versions: dict[str, str], rows: dict[str, dict[str, int]]
+    data: sources.DataConfig, own: Path, parts: Path, versions: dict[str, str], tallies: dict[str, Tally]
 ) -> Iterator[Batch]:
-    """Everything in the user's files or the hub's data sets, in order. Adds the numbers of accepted and rejected rows
-    to `rows`.
-    """
+    """Everything in the user's files or the hub's data sets, in order. Adds the numbers of rows to `tallies`."""
     for kind in PARTS:
         if data.source == "files":
-            rows_read = own_files.read_files(own, data, kind, parts / f"{kind}-rejected.jsonl", rows[kind])
+            rows_read = own_files.read_files(own, data, kind, parts / f"{kind}-rejected.jsonl", tallies[kind])
         else:
             versions |= hub.revisions(data, kind, parts / "hub")
-            rows_read = hub.read_hub(data, kind, parts / "hub", rows[kind])
+            rows_read = hub.read_hub(data, kind, parts / "hub", tallies[kind])
         records = ((split, record) for split, record in rows_read if isinstance(record, Text))
         yield from ingest_selection.record_batches(records, kind, data)
 

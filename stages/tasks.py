@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from pipeline.evaluation import code as evaluation_code
 from pipeline.ingest import duplicates, hub, own_files
 from pipeline.ingest import sources as ingest_sources
-from pipeline.ingest.own_files import FeedbackConfig
+from pipeline.ingest.own_files import FeedbackConfig, Tally
 from pipeline.ingest.records import Dialogue, Pair, Problem, write
 from pipeline.run.config import block, group
 from pipeline.run.errors import DataError
@@ -105,14 +105,14 @@ def run(
 ) -> None:
     """Write the four folders."""
     parts = job.folder / "parts"
-    rows: dict[str, dict[str, int]] = {}  # kind -> numbers of supplied rows that were accepted, rejected, duplicate
+    tallies: dict[str, Tally] = {}  # kind -> numbers of supplied rows
     with progress(total=5, desc="tasks", unit="step") as bar:
-        dialogue_splits = _read_supplied("dialogues", Dialogue, params.data, own, parts, rows)
-        problem_splits = _read_supplied("problems", Problem, params.data, own, parts, rows)
-        pair_splits = _read_supplied("preferences", Pair, params.data, own, parts, rows)
+        dialogue_splits = _read_supplied("dialogues", Dialogue, params.data, own, parts, tallies)
+        problem_splits = _read_supplied("problems", Problem, params.data, own, parts, tallies)
+        pair_splits = _read_supplied("preferences", Pair, params.data, own, parts, tallies)
         if problem_splits is not None:
             _separate_rl(problem_splits)
-            _try_out(problem_splits, params, job, parts, rows["problems"])
+            _try_out(problem_splits, params, job, parts, tallies["problems"].totals)
         bar.update()
         if problem_splits is None:
             problem_splits = _generate_problems(params, job)
@@ -144,8 +144,12 @@ def run(
             write(folder / f"{split}.jsonl", records)
     folders = {"dialogues": dialogues, "problems": problems, "preferences": pairs, "feedback": pairs}
     _write_rejected(params.data, parts, folders)
-    if rows:
-        job.report(rows=rows)
+    if tallies:
+        job.report(
+            rows={kind: tally.totals for kind, tally in tallies.items()},
+            files={kind: tally.files for kind, tally in tallies.items()},
+        )
+        say("\n".join(tally.shown(kind) for kind, tally in tallies.items()))
     if feedback_counts.get("rows"):
         job.report(feedback=feedback_counts)
     job.report(
@@ -173,12 +177,7 @@ def _counts(splits: Mapping[str, Sized]) -> dict[str, int]:
 
 
 def _read_supplied(
-    kind: str,
-    record_type: type[R],
-    data: ingest_sources.DataConfig,
-    own: Path,
-    parts: Path,
-    counts: dict[str, dict[str, int]],
+    kind: str, record_type: type[R], data: ingest_sources.DataConfig, own: Path, parts: Path, tallies: dict[str, Tally]
 ) -> Splits[R] | None:
     """The records of a kind from the user's files or the hub; None if `data` names none. Where no row is for the
     test, every second held-out row is.
@@ -186,9 +185,9 @@ def _read_supplied(
     if data.source == "files" and getattr(data, kind):
         parts.mkdir(parents=True, exist_ok=True)
         rejected = parts / f"{kind}-rejected.jsonl"
-        rows = own_files.read_files(own, data, kind, rejected, counts.setdefault(kind, {}))
+        rows = own_files.read_files(own, data, kind, rejected, tallies.setdefault(kind, Tally()))
     elif data.source == "hub" and any(entry.enabled for entry in data.hub.get(kind, [])):
-        rows = hub.read_hub(data, kind, parts / "hub", counts.setdefault(kind, {}))
+        rows = hub.read_hub(data, kind, parts / "hub", tallies.setdefault(kind, Tally()))
     else:
         return None
     splits: Splits[R] = {"train": [], "val": [], "test": []}

@@ -208,3 +208,20 @@ def test_a_long_text_is_cut_at_blank_lines_where_it_has_them() -> None:
     paragraph = "word " * 60_000 + "\n\n"  # 300,002 bytes
     pieces = cut(Text(text=paragraph * 5, source="s", path="p", licence="l"))
     assert [piece.text.count("\n\n") for piece in pieces] == [3, 2]
+
+
+def test_the_rows_of_each_file_add_up_to_what_it_holds(own: Path) -> None:
+    (own / "a.jsonl").write_text(jsonl({"text": "x"}, {"text": "x"}, {"text": "y", "id": 1}, {"text": 2}))
+    (own / "b.jsonl").write_text(jsonl({"text": "z", "id": 1}, {"text": "w"}))
+    tally = own_files.Tally()
+    rejected = own.parent / "rejected.jsonl"
+    list(own_files.read_files(own, DataConfig(source="files", text=["*"], max_rejected=1.0), "text", rejected, tally))
+    assert tally.files == {
+        "a.jsonl": {"accepted": 2, "duplicates": 1, "rejected": 1},
+        "b.jsonl": {"accepted": 1, "duplicates": 0, "rejected": 1},
+    }
+    assert tally.totals == {"accepted": 3, "duplicates": 1, "rejected": 2}
+    assert [line.split() for line in tally.shown("text").splitlines()][1:] == [
+        ["a.jsonl", "2", "1", "1"],
+        ["b.jsonl", "1", "0", "1"],
+    ]

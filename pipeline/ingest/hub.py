@@ -41,7 +41,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.ingest import shapes
-from pipeline.ingest.own_files import Intake, test_share
+from pipeline.ingest.own_files import Intake, Tally, test_share
 from pipeline.ingest.records import Problem, SourceRecord, Text
 from pipeline.ingest.sources import DataConfig, HubSet
 from pipeline.ingest.tool_calls import RowError
@@ -68,16 +68,16 @@ class _Shards(Protocol):
 
 
 def read_hub(
-    config: DataConfig, kind: str, parts: Path, counts: dict[str, int] | None = None
+    config: DataConfig, kind: str, parts: Path, tally: Tally | None = None
 ) -> Iterator[tuple[str, SourceRecord]]:
     """(split, record) of every data set of `kind` that is enabled, in the order of the file, fetched into `parts`.
 
-    Adds the numbers of accepted, duplicate and rejected rows to `counts`; rejected rows are in `rejected_files(...)`.
+    Adds the numbers of rows to `tally`; rejected rows are in `rejected_files(...)`.
     Raises DataError: a set that does not exist or is gated, a network that stays away, rows that no shape reads.
     """
     for entry in config.hub.get(kind, []):
         if entry.enabled:
-            yield from _read_set(entry, config, kind, parts, {} if counts is None else counts)
+            yield from _read_set(entry, config, kind, parts, tally or Tally())
 
 
 def folder_of(entry: HubSet, kind: str, parts: Path) -> Path:
@@ -222,7 +222,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _read_set(
-    entry: HubSet, config: DataConfig, kind: str, parts: Path, counts: dict[str, int]
+    entry: HubSet, config: DataConfig, kind: str, parts: Path, tally: Tally
 ) -> Iterator[tuple[str, SourceRecord]]:
     folder = folder_of(entry, kind, parts)
     parts_by_split = [("train", fetch(entry, entry.train, folder))]
@@ -242,7 +242,7 @@ def _read_set(
                         for record in convert(row):
                             with intake.rejecting(name, line):
                                 yield from intake.accept(record, name, line, split if entry.val else None)
-        intake.add_to(counts)
+        intake.add_to(tally)
 
 
 def _rows(path: Path) -> Iterator[JsonObject]:

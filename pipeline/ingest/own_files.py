@@ -32,7 +32,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 
@@ -48,6 +48,7 @@ from pipeline.run.types import JsonObject
 
 TEXT_BYTES = 1_000_000  # a longer text is cut at blank lines
 NUM_PRINTED = 5
+COUNTS = ("accepted", "duplicates", "rejected")
 _BLANK_LINES = re.compile(r"\n(?:[ \t]*\n)+")
 _LINE_FEED = re.compile(r"\n")
 TEXT_KINDS = ("text", "code")
@@ -69,13 +70,27 @@ class Source:
     split: str | None  # val or test for a file so named; None: train, or by the id of each row
 
 
+@dataclass(frozen=True)
+class Tally:
+    """Numbers of rows of one kind: accepted, duplicates, rejected. They add up to the rows that were read."""
+
+    totals: dict[str, int] = field(default_factory=dict)
+    files: dict[str, dict[str, int]] = field(default_factory=dict)  # by file
+
+    def shown(self, title: str) -> str:
+        """A table with a line for each file."""
+        rows = [(title, *COUNTS), *((name, *(str(counts[n]) for n in COUNTS)) for name, counts in self.files.items())]
+        width = max(len(row[0]) for row in rows)
+        return "\n".join("  ".join([row[0].ljust(width), *(cell.rjust(10) for cell in row[1:])]) for row in rows)
+
+
 def read_files(
-    root: Path, config: DataConfig, kind: str, rejected: Path, counts: dict[str, int] | None = None
+    root: Path, config: DataConfig, kind: str, rejected: Path, tally: Tally | None = None
 ) -> Iterator[tuple[str, SourceRecord]]:
     """(split, record) for every accepted row of `kind` below `root`, files in order of name, rows in order.
 
     kind: text, code (Text), dialogues (Dialogue), problems (Problem), preferences (Pair). `rejected`: the JSONL file to
-    write. Adds the numbers of accepted, duplicate and rejected rows to `counts`. No globs, no records.
+    write. Adds the numbers of rows to `tally`. No globs, no records.
     Raises DataError: a glob without a match, more rejected than `max_rejected` of all rows,
     or no row left; the last two after the last record.
     """
@@ -88,7 +103,7 @@ def read_files(
     with Intake(rejected, config.max_rejected, f"{kind} of {root}", shares) as intake:
         for source in sources:
             yield from _read(source, config, kind, intake)
-        intake.add_to({} if counts is None else counts)
+        intake.add_to(tally or Tally())
         say(
             f"{kind}: {intake.num_accepted} rows accepted, {intake.num_duplicates} duplicates, "
             f"{intake.num_rejected} rejected, from {len(sources)} files"
@@ -296,6 +311,7 @@ class Intake:
         self._path = rejected
         self._seen: dict[str, tuple[bytes, str, int]] = {}  # id -> content, file, line
         self._first_messages: list[str] = []
+        self._by_file: dict[str, Counter[str]] = {}
         rejected.parent.mkdir(parents=True, exist_ok=True)
         self._file = rejected.open("w", encoding="utf-8", newline="\n")
 
@@ -314,10 +330,12 @@ class Intake:
         if kind is None:
             self._check_counts()
 
-    def add_to(self, counts: dict[str, int]) -> None:
-        """Add the numbers of accepted, duplicate and rejected rows to `counts`."""
-        for name in ("accepted", "duplicates", "rejected"):
-            counts[name] = counts.get(name, 0) + getattr(self, f"num_{name}")
+    def add_to(self, tally: Tally) -> None:
+        """Add the numbers of accepted, duplicate and rejected rows."""
+        for name in COUNTS:
+            tally.totals[name] = tally.totals.get(name, 0) + getattr(self, f"num_{name}")
+        for file, counts in self._by_file.items():
+            tally.files[file] = {name: counts[name] for name in COUNTS}
 
     def accept(self, record: SourceRecord, file: str, line: int, split: str | None) -> list[tuple[str, SourceRecord]]:
         """(split, record), one per piece of a long text, or nothing for a duplicate. `split` None: by the id.
@@ -329,12 +347,12 @@ class Intake:
         identity = identity or content.hex()
         earlier = self._seen.get(identity)
         if earlier is not None and earlier[0] == content:
-            self.num_duplicates += 1
+            self._count(file, "duplicates")
             return []
         if earlier is not None:
             raise RowError("id", f"{identity[:80]!r} stands at {earlier[1]}:{earlier[2]} with other content")
         self._seen[identity] = (content, file, line)
-        self.num_accepted += 1
+        self._count(file, "accepted")
         if isinstance(record, Text):
             text_path = record.path or (f"{file}:{line}" if line > 1 else file)
             return [(self._split(split, identity), piece) for piece in cut(replace(record, path=text_path))]
@@ -346,6 +364,10 @@ class Intake:
     def _split(self, split: str | None, identity: str) -> str:
         return split or split_of(identity, *self._shares)
 
+    def _count(self, file: str, name: str) -> None:
+        setattr(self, f"num_{name}", getattr(self, f"num_{name}") + 1)
+        self._by_file.setdefault(file, Counter())[name] += 1
+
     @contextlib.contextmanager
     def rejecting(self, file: str, line: int) -> Iterator[None]:
         """Reject the row for a RowError in the block."""
@@ -356,7 +378,7 @@ class Intake:
 
     def reject(self, file: str, line: int, error: RowError) -> None:
         """Write the row to the file of rejected rows; the first five are printed too."""
-        self.num_rejected += 1
+        self._count(file, "rejected")
         entry = {"file": file, "line": line, "field": error.field, "reason": error.reason}
         self._file.write(json.dumps(entry) + "\n")  # ASCII: a reason may quote half a surrogate pair
         if self.num_rejected <= NUM_PRINTED:
