@@ -24,7 +24,7 @@ from pipeline.ingest import hub, own_files, sources
 from pipeline.ingest import selection as ingest_selection
 from pipeline.ingest.cleaning import Document, made_record
 from pipeline.ingest.duplicates import Index, benchmark_files, benchmark_items
-from pipeline.ingest.own_files import Tally
+from pipeline.ingest.own_files import RowCounts
 from pipeline.ingest.records import Text
 from pipeline.ingest.selection import FileBatch, RecordBatch, Selection
 from pipeline.run.config import group
@@ -121,7 +121,7 @@ def run(params: Params, job: Job, *, own: Path, benchmarks: Path, text: Path, co
     index = Index(benchmark_items(benchmarks))
     corpora = {name: _selection(name, params, index, parts / "kept" / name) for name in PARTS}
     versions = {} if params.data.source == "packages" else {"python": platform.python_version()}
-    tallies = {name: Tally() for name in PARTS}  # of data=files and data=hub
+    tallies = {name: RowCounts() for name in PARTS}  # of data=files and data=hub
     if params.data.source in sources.HARVESTS:
         batches = _harvest_batches(params, job.seed, corpora, versions)
     else:
@@ -134,8 +134,10 @@ def run(params: Params, job: Job, *, own: Path, benchmarks: Path, text: Path, co
     for name, out in (("text", text), ("code", code)):
         manifest = _write_corpus(name, corpora[name], out) | {"data": params.data.source, "versions": versions}
         if params.data.source not in sources.HARVESTS:
-            manifest |= {"rows": tallies[name].totals, "files": tallies[name].files}
+            manifest |= {"rows": tallies[name].totals, "rows_by_file": tallies[name].files}
             _write_rejected(params.data, name, parts, out)
+            if corpora[name].dropped_file.is_file():
+                shutil.copy(corpora[name].dropped_file, out)
         manifest["benchmarks"] = {
             "items": len(index),
             "files": {path.relative_to(benchmarks).as_posix(): sha256(path) for path in benchmark_files(benchmarks)},
@@ -233,7 +235,7 @@ def _max_batches(quota_mb: float) -> int:
 
 
 def _supplied_batches(
-    data: sources.DataConfig, own: Path, parts: Path, versions: dict[str, str], tallies: dict[str, Tally]
+    data: sources.DataConfig, own: Path, parts: Path, versions: dict[str, str], tallies: dict[str, RowCounts]
 ) -> Iterator[Batch]:
     """Everything in the user's files or the hub's data sets, in order. Adds the numbers of rows to `tallies`."""
     for kind in PARTS:

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from pipeline.evaluation import code as evaluation_code
 from pipeline.ingest import duplicates, hub, own_files
 from pipeline.ingest import sources as ingest_sources
-from pipeline.ingest.own_files import FeedbackConfig, Tally
+from pipeline.ingest.own_files import FeedbackConfig, RowCounts
 from pipeline.ingest.records import Dialogue, Pair, Problem, write
 from pipeline.run.config import block, group
 from pipeline.run.errors import DataError
@@ -105,7 +105,7 @@ def run(
 ) -> None:
     """Write the four folders."""
     parts = job.folder / "parts"
-    tallies: dict[str, Tally] = {}  # kind -> numbers of supplied rows
+    tallies: dict[str, RowCounts] = {}  # kind -> numbers of supplied rows
     with progress(total=5, desc="tasks", unit="step") as bar:
         dialogue_splits = _read_supplied("dialogues", Dialogue, params.data, own, parts, tallies)
         problem_splits = _read_supplied("problems", Problem, params.data, own, parts, tallies)
@@ -147,7 +147,7 @@ def run(
     if tallies:
         job.report(
             rows={kind: tally.totals for kind, tally in tallies.items()},
-            files={kind: tally.files for kind, tally in tallies.items()},
+            rows_by_file={kind: tally.files for kind, tally in tallies.items()},
         )
         say("\n".join(tally.shown(kind) for kind, tally in tallies.items()))
     if feedback_counts.get("rows"):
@@ -177,7 +177,12 @@ def _counts(splits: Mapping[str, Sized]) -> dict[str, int]:
 
 
 def _read_supplied(
-    kind: str, record_type: type[R], data: ingest_sources.DataConfig, own: Path, parts: Path, tallies: dict[str, Tally]
+    kind: str,
+    record_type: type[R],
+    data: ingest_sources.DataConfig,
+    own: Path,
+    parts: Path,
+    tallies: dict[str, RowCounts],
 ) -> Splits[R] | None:
     """The records of a kind from the user's files or the hub; None if `data` names none. Where no row is for the
     test, every second held-out row is.
@@ -185,9 +190,9 @@ def _read_supplied(
     if data.source == "files" and getattr(data, kind):
         parts.mkdir(parents=True, exist_ok=True)
         rejected = parts / f"{kind}-rejected.jsonl"
-        rows = own_files.read_files(own, data, kind, rejected, tallies.setdefault(kind, Tally()))
+        rows = own_files.read_files(own, data, kind, rejected, tallies.setdefault(kind, RowCounts()))
     elif data.source == "hub" and any(entry.enabled for entry in data.hub.get(kind, [])):
-        rows = hub.read_hub(data, kind, parts / "hub", tallies.setdefault(kind, Tally()))
+        rows = hub.read_hub(data, kind, parts / "hub", tallies.setdefault(kind, RowCounts()))
     else:
         return None
     splits: Splits[R] = {"train": [], "val": [], "test": []}

@@ -177,12 +177,20 @@ def test_own_files_become_the_corpus_and_a_forgotten_kind_is_an_error(machine: M
         (own / "code" / f"f{number}.py").write_text(source(300 + number))
         (own / "text" / f"t{number}.txt").write_text(f"{number}: " + source(400 + number))
     (own / "text" / "broken.txt").write_bytes(b"caf\xe9")
+    (own / "code" / "short.py").write_text("x = 1\n")
+    (own / "code" / "odd.py").write_text(source(306) + "def broken(:\n")
     data = DataConfig(source="files", text=["text/*"], code=["code/*"], max_rejected=0.5)
     out = machine.build("out", data=data)
     assert sorted(row["text"] for row in rows(out / "code")) == sorted(source(300 + n) for n in range(6))
     assert manifest(out, "text")["documents"]["val"] >= 1  # even where chance holds none out
     assert manifest(out, "code")["data"] == "files"
     assert manifest(out, "text")["rows"] == {"accepted": 6, "duplicates": 0, "rejected": 1}
+    assert manifest(out, "text")["rows_by_file"]["text/t0.txt"] == {"accepted": 1, "duplicates": 0, "rejected": 0}
+    dropped = [json.loads(line) for line in (out / "code" / "dropped.jsonl").read_text().splitlines()]
+    named = {(row["path"], row["reason"]) for row in dropped}
+    assert {path for path, _ in named} == {"code/short.py", "code/odd.py"} and len(dropped) == 2
+    assert ("code/short.py", "size") in named and not (out / "text" / "dropped.jsonl").exists()
+    assert {reason for _, reason in named} == manifest(out, "code")["dropped"].keys()
     (rejected,) = map(json.loads, (out / "text" / "rejected.jsonl").read_text().splitlines())
     assert rejected["file"] == "text/broken.txt" and not (out / "code" / "rejected.jsonl").exists()
     with pytest.raises(DataError, match="code: expected at least two documents"):
@@ -296,7 +304,8 @@ def test_locale_and_hash_seed_change_no_byte(tmp_path: Path) -> None:
     code = """
 import sys
 from pathlib import Path
-from test_corpus import FakeJob, QUOTAS, DataConfig, corpus
+from pipeline.ingest.sources import DataConfig
+from tests.data_stages import FakeJob, QUOTAS, corpus
 if __name__ == "__main__":
     out = Path(sys.argv[1])
     params = corpus.Params(**QUOTAS, cap_mb=2.0, near_duplicates=0.7, data=DataConfig(source="machine"))

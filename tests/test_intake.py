@@ -213,7 +213,7 @@ def test_a_long_text_is_cut_at_blank_lines_where_it_has_them() -> None:
 def test_the_rows_of_each_file_add_up_to_what_it_holds(own: Path) -> None:
     (own / "a.jsonl").write_text(jsonl({"text": "x"}, {"text": "x"}, {"text": "y", "id": 1}, {"text": 2}))
     (own / "b.jsonl").write_text(jsonl({"text": "z", "id": 1}, {"text": "w"}))
-    tally = own_files.Tally()
+    tally = own_files.RowCounts()
     rejected = own.parent / "rejected.jsonl"
     list(own_files.read_files(own, DataConfig(source="files", text=["*"], max_rejected=1.0), "text", rejected, tally))
     assert tally.files == {

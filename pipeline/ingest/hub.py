@@ -41,7 +41,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.ingest import shapes
-from pipeline.ingest.own_files import Intake, Tally, test_share
+from pipeline.ingest.own_files import Intake, RowCounts, test_share
 from pipeline.ingest.records import Problem, SourceRecord, Text
 from pipeline.ingest.sources import DataConfig, HubSet
 from pipeline.ingest.tool_calls import RowError
@@ -68,7 +68,7 @@ class _Shards(Protocol):
 
 
 def read_hub(
-    config: DataConfig, kind: str, parts: Path, tally: Tally | None = None
+    config: DataConfig, kind: str, parts: Path, tally: RowCounts | None = None
 ) -> Iterator[tuple[str, SourceRecord]]:
     """(split, record) of every data set of `kind` that is enabled, in the order of the file, fetched into `parts`.
 
@@ -77,7 +77,7 @@ def read_hub(
     """
     for entry in config.hub.get(kind, []):
         if entry.enabled:
-            yield from _read_set(entry, config, kind, parts, tally or Tally())
+            yield from _read_set(entry, config, kind, parts, tally or RowCounts())
 
 
 def folder_of(entry: HubSet, kind: str, parts: Path) -> Path:
@@ -222,7 +222,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _read_set(
-    entry: HubSet, config: DataConfig, kind: str, parts: Path, tally: Tally
+    entry: HubSet, config: DataConfig, kind: str, parts: Path, tally: RowCounts
 ) -> Iterator[tuple[str, SourceRecord]]:
     folder = folder_of(entry, kind, parts)
     parts_by_split = [("train", fetch(entry, entry.train, folder))]

@@ -71,7 +71,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Tally:
+class RowCounts:
     """Numbers of rows of one kind: accepted, duplicates, rejected. They add up to the rows that were read."""
 
     totals: dict[str, int] = field(default_factory=dict)
@@ -85,7 +85,7 @@ class Tally:
 
 
 def read_files(
-    root: Path, config: DataConfig, kind: str, rejected: Path, tally: Tally | None = None
+    root: Path, config: DataConfig, kind: str, rejected: Path, tally: RowCounts | None = None
 ) -> Iterator[tuple[str, SourceRecord]]:
     """(split, record) for every accepted row of `kind` below `root`, files in order of name, rows in order.
 
@@ -103,7 +103,7 @@ def read_files(
     with Intake(rejected, config.max_rejected, f"{kind} of {root}", shares) as intake:
         for source in sources:
             yield from _read(source, config, kind, intake)
-        intake.add_to(tally or Tally())
+        intake.add_to(tally or RowCounts())
         say(
             f"{kind}: {intake.num_accepted} rows accepted, {intake.num_duplicates} duplicates, "
             f"{intake.num_rejected} rejected, from {len(sources)} files"
@@ -330,7 +330,7 @@ class Intake:
         if kind is None:
             self._check_counts()
 
-    def add_to(self, tally: Tally) -> None:
+    def add_to(self, tally: RowCounts) -> None:
         """Add the numbers of accepted, duplicate and rejected rows."""
         for name in COUNTS:
             tally.totals[name] = tally.totals.get(name, 0) + getattr(self, f"num_{name}")

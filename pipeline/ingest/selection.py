@@ -22,10 +22,12 @@ documents give equal bytes (with one version of pyarrow).
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -92,6 +94,8 @@ class Selection:
         self._package_bytes: dict[tuple[str, str], int] = {}
         self._writers: dict[tuple[str, str], PartWriter] = {}
         self._folder = folder
+        self.dropped_file = folder / "dropped.jsonl"  # path, source, reason and bytes of each document of a person's
+        self._dropped_writer: TextIO | None = None
 
     def is_open(self, part: str) -> bool:
         """Whether the part may take more."""
@@ -105,6 +109,8 @@ class Selection:
         reason, document = self._decide(document)
         if reason is not None:
             self.dropped[document.part].setdefault(reason, Tally()).add(document.num_bytes)
+            if document.part.startswith("own "):
+                self._name_dropped(document, reason)
             return 0
         record = document.record
         num_bytes = len(record.text.encode())
@@ -116,6 +122,14 @@ class Selection:
         self.sources.setdefault(record.source, Tally()).add(num_bytes)
         self.licences.setdefault(record.licence, Tally()).add(num_bytes)
         return num_bytes
+
+    def _name_dropped(self, document: Document, reason: str) -> None:
+        if self._dropped_writer is None:
+            self.dropped_file.parent.mkdir(parents=True, exist_ok=True)
+            self._dropped_writer = self.dropped_file.open("w", encoding="utf-8", newline="\n")
+        record = document.record
+        entry = {"path": record.path, "source": record.source, "reason": reason, "bytes": document.num_bytes}
+        self._dropped_writer.write(json.dumps(entry) + "\n")
 
     def _decide(self, document: Document) -> tuple[str | None, Document]:
         """The drop reason or None, and the document as it would be kept."""
@@ -169,6 +183,8 @@ class Selection:
         """Close the parts; returns for each split its files and their sizes, in the order of the quotas."""
         for writer in self._writers.values():
             writer.close()
+        if self._dropped_writer is not None:
+            self._dropped_writer.close()
         written = {key: (writer.path, writer.size) for key, writer in self._writers.items()}
         return {
             split: dict(written[part, split] for part in self.quotas if (part, split) in written) for split in SPLITS
