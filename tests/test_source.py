@@ -21,11 +21,11 @@ CHILD = """
 import json, sys
 from pathlib import Path
 from pipeline.run.errors import ModelError
-from pipeline.model.config import Start, located
+from pipeline.model.config import StartConfig, located
 hub, weights, tokenizer = json.loads(sys.argv[1])
 try:
     path = Path(tokenizer) if tokenizer else None
-    found = located(Start(start="hub", hub=hub), None, weights=weights, tokenizer=path)
+    found = located(StartConfig(start="hub", hub=hub), None, weights=weights, tokenizer=path)
     reply = {"commit": found.commit, "files": sorted(path.name for path in found.folder.iterdir())}
 except ModelError as error:
     reply = {"error": str(error)}
