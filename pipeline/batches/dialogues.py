@@ -213,7 +213,7 @@ def _piece(fact: FactQuestion) -> Piece:
 
 
 class FactStream(PackedStream):
-    """Batches of facts: a `batch.Stream`."""
+    """Batches of facts: a `batch.TokenStream`."""
 
     def __init__(self, folder: Path, tokenizer: Tokenizer, *, context: int, tokens_per_step: int, seed: int) -> None:
         """Raises DataError as `FactSplit`, and where the facts do not fill one batch."""

@@ -263,7 +263,7 @@ class Splits:
 
 
 class PackedStream:
-    """A `batch.Stream` over two packed splits; `at` is for `MixtureStream`."""
+    """A `batch.TokenStream` over two packed splits; `at` is for `MixtureStream`."""
 
     def __init__(
         self,

@@ -127,7 +127,7 @@ class UnitBatch(TokenBatch):
 
 
 class UnitStream:
-    """A `batches.batch.Stream` that counts the units in the batches of another stream of packed rows."""
+    """A `batches.batch.TokenStream` that counts the units in the batches of another stream of packed rows."""
 
     def __init__(self, stream: TokenStream, config: MemoryConfig) -> None:
         self._stream, self._config = stream, config
