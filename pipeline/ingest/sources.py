@@ -142,6 +142,9 @@ class DataConfig:
                 f"{self.test_share}"
             )
         kinds = ("text", "code", "dialogues", "problems", "preferences")
+        for kind in self.hub:
+            if kind not in kinds:
+                raise ValueError(f"hub: expected the kinds {', '.join(kinds)}, got {kind!r}")
         unread = [*(kind for kind in kinds if getattr(self, kind)), *(["text_field"] if self.text_field else [])]
         if self.source != "files" and unread:
             raise ValueError(
@@ -149,9 +152,6 @@ class DataConfig:
             )
         if self.source != "hub" and self.hub:
             raise ValueError(f"hub: is read with source: hub alone, found source: {self.source}; take it away")
-        for kind in self.hub:
-            if kind not in kinds:
-                raise ValueError(f"hub: expected the kinds {', '.join(kinds)}, got {kind!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
