@@ -23,8 +23,8 @@ CHAIN = run(
     code=["models/language", "data/tokens/code", "data/tokenizer"],
     tools=["models/code", "data/dialogues"],
     deploy=["models/tools", "data/raw/text/manifest.json"],
-    mine=["models/diffusion_control", "data/own"],
-    diffusion=["models/code"],
+    mine=["models/lora", "data/own"],
+    lora=["models/code"],
 )
 
 
@@ -38,8 +38,8 @@ def test_an_edge_is_what_a_stage_reads_without_what_another_way_implies() -> Non
         "code": ["encode_code", "language"],
         "tools": ["code", "tasks"],
         "deploy": ["tools"],
-        "mine": ["diffusion"],
-        "diffusion": ["code"],
+        "mine": ["lora"],
+        "lora": ["code"],
     }
 
 
