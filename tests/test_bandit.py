@@ -1,5 +1,6 @@
 """Reinforcement solves the task of `bandit.py`, step by step and killed in the middle."""
 
+import signal
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline.learning import states
 from pipeline.learning.fit import Watchers
 from pipeline.learning.policy_losses import METHODS
 from pipeline.learning.processes import Ranks
@@ -22,6 +24,7 @@ from pipeline.rl.rollout import Method, Rollout, RolloutStream
 from stages import rlhf
 from tests import rollouts
 from tests.bandit import PAD, actor, config, group_run, ppo_run, sampler, score
+from tests.loop import job
 from tests.stopping import Stopped, before
 
 
@@ -154,3 +157,30 @@ def test_a_killed_run_ends_with_the_bits_of_an_uninterrupted_one(kill_at: int, t
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), again.parameters(), strict=True))
     assert second.tracker.rows == first.tracker.rows
     assert len({row["objective/kl_coef"] for row in first.tracker.rows if "objective/kl_coef" in row}) == 2
+
+
+def test_a_signal_inside_an_iteration_names_the_step_where_the_run_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is saved between the updates of one iteration."""
+    jobs: list[Any] = []
+    monkeypatch.setattr("tests.bandit.job", lambda *given, **runtime: jobs.append(job(*given, **runtime)) or jobs[-1])
+
+    def signalled(made: int) -> None:
+        if made == 6:
+            jobs[-1].stop.signal = signal.SIGTERM
+
+    model = ActorCritic(actor(), RewardModel(actor()))
+    settings = config(prompts=6, samples=1, minibatches=2, iterations=2)  # 4 updates an iteration
+    with pytest.raises(SystemExit):
+        ppo_run(
+            model,
+            PPOConfig(beta=0.05, target_kl=0.1, horizon=100),
+            settings,
+            tmp_path,
+            Watchers(step=signalled),
+            save_steps=1,
+        )
+    assert "stopped by signal 15 at step 6; the same command resumes at step 4" in capsys.readouterr().err
+    newest = states.newest(tmp_path)
+    assert newest is not None and newest.step == 4

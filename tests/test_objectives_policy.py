@@ -10,7 +10,7 @@ from pipeline.learning.policy_losses import (
     METHODS,
     Clip,
     GroupMethod,
-    adapted,
+    adapted_beta,
     explained_variance,
     gae,
     group_advantages,
@@ -69,7 +69,7 @@ def test_the_controller_is_trl_s() -> None:
     knobs = {ours: case["inputs"][theirs] for ours, theirs in (("target", "target"), ("horizon", "horizon"))}
     beta, found = case["inputs"]["beta"], []
     for kl in case["inputs"]["kl"]:
-        beta = adapted(beta, kl, num=case["inputs"]["episodes"], **knobs)
+        beta = adapted_beta(beta, kl, num=case["inputs"]["episodes"], **knobs)
         found.append(beta)
     assert found == pytest.approx(case["expected"]["beta"], rel=1e-6)
 

@@ -23,7 +23,7 @@ from pipeline.model.lora import AdaptedLinear, AdapterConfig
 from pipeline.rl.advantages import PPOConfig, estimate_ppo
 from pipeline.rl.answers import Answer
 from pipeline.rl.models import CausalSetting, Setting
-from pipeline.rl.rollout import Rollout, RolloutBatch, RolloutConfig
+from pipeline.rl.rollout import Rollout, RolloutBatch, RolloutConfig, alarms_of
 from pipeline.sandbox.judge import SandboxConfig
 from stages import grpo, rlhf
 from tests import workspace as builder
@@ -398,3 +398,9 @@ def test_alarms_ring_at_four_times_the_divergence_that_is_wanted(
     what = "objective/kl is above 2.8"
     assert found.job.tracker.final["alarms"] == {what: 2}
     assert f"step 2: {what}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["policy/clipfrac_avg", "clip_ratio/region_mean"])
+def test_an_alarm_rings_where_three_tenths_of_the_tokens_are_clipped(name: str) -> None:
+    """Under the name that PPO logs, and under that of the methods with groups."""
+    assert alarms_of([{"step": 1, name: 0.29}, {"step": 2, name: 0.31}]) == {f"{name} is above 0.3": 2}

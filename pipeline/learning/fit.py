@@ -110,7 +110,7 @@ class Run:
         self.averages = Averages(self.plain, decay) if decay else None
         self.course, self.window = Course(), LoggingWindow()
         self.last_save = time.monotonic()
-        self.save_due = False
+        self.save_due, self.saved_step = False, 0
         self.seen = 0  # positions that this call of fit has trained on, over all ranks
         self.postponed = False  # the gate on the first gradients waits, because of an overflow in fp16
         self.unfilled: JsonObject | None = None  # the rolling stream's state before a fill, until its first update
@@ -412,7 +412,7 @@ class Run:
     # -- states --------------------------------------------------------------------------------------------------------
 
     def _save(self) -> None:
-        self.last_save, self.save_due = time.monotonic(), False
+        self.last_save, self.save_due, self.saved_step = time.monotonic(), False, self.course.step
         stream = self.unfilled or (self.rolling.state() if self.rolling else {})
         self.keeper.save(self.course, self.window, {"stream": stream, "scaler": self.scaler.state()})
 
@@ -421,6 +421,7 @@ class Run:
         if state is None:
             return
         self.course, self.window, rest = state
+        self.saved_step = self.course.step
         self.scaler.load_state(rest["scaler"])
         if self.rolling:
             self.rolling.load_state(rest["stream"])
@@ -430,8 +431,10 @@ class Run:
         if not self._inside_rollout():
             self._save()
         self.keeper.wait()
-        where = "at the rollout before it" if self._inside_rollout() else "here"
-        say(f"{self.job.name}: stopped by signal {number} at step {self.course.step}; the same command resumes {where}")
+        say(
+            f"{self.job.name}: stopped by signal {number} at step {self.course.step}; the same command resumes at step"
+            f" {self.saved_step}"
+        )
         raise SystemExit(128 + number)
 
     def _publish(self) -> None:

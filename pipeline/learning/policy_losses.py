@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pipeline.learning.losses import Loss, Term
 
-LIMIT = 20.0  # of log-ratios before exp, in nats
+MOST_LOG_RATIO = 20.0  # of log-ratios before exp, in nats
 MAX_RATIO = 10.0  # a step with a higher mean ratio makes no update
 
 
@@ -24,16 +24,16 @@ MAX_RATIO = 10.0  # a step with a higher mean ratio makes no update
 
 def kl_k1(logprobs: Tensor, reference: Tensor) -> Tensor:
     """l - f, clamped: unbiased for KL(policy || reference) on the policy's own tokens (Schulman 2020, k1)."""
-    return -(reference - logprobs).clamp(-LIMIT, LIMIT)
+    return -(reference - logprobs).clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO)
 
 
 def kl_k3(logprobs: Tensor, reference: Tensor) -> Tensor:
     """exp(q) - 1 - q with q = f - l: unbiased, never below 0, small variance (Schulman 2020, k3)."""
-    q = (reference - logprobs).clamp(-LIMIT, LIMIT)
+    q = (reference - logprobs).clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO)
     return torch.expm1(q) - q
 
 
-def adapted(beta: float, kl: float, *, target: float, num: int, horizon: int) -> float:
+def adapted_beta(beta: float, kl: float, *, target: float, num: int, horizon: int) -> float:
     """The next KL coefficient after `num` episodes of mean KL `kl` (Ziegler et al. 2019, arXiv:1909.08593, 2.2)."""
     return beta * (1 + min(max(kl / target - 1, -0.2), 0.2) * num / horizon)
 
@@ -123,7 +123,7 @@ class Clip:
 
 def surrogate(logprobs: Tensor, old: Tensor, advantages: Tensor, clip: Clip) -> tuple[Tensor, Tensor]:
     """-min(rho A, clip(rho) A) and rho, elementwise (Schulman et al. 2017, PPO, arXiv:1707.06347, eq. 7)."""
-    ratio = (logprobs - old).clamp(-LIMIT, LIMIT).exp()
+    ratio = (logprobs - old).clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO).exp()
     clipped = ratio.clamp(1 - clip.low, 1 + clip.high)
     return torch.maximum(-advantages * ratio, -advantages * clipped), ratio
 

@@ -80,7 +80,7 @@ def estimate_ppo(rollouts: list[Rollout], config: PPOConfig, carried: JsonObject
     _store(rollouts, mask, advantages=advantages, returns=returns, old_values=values)
     divergence = policy_losses.kl_k1(old, reference) * mask
     kl = float(divergence.sum(1).mean())
-    carried["beta"] = policy_losses.adapted(
+    carried["beta"] = policy_losses.adapted_beta(
         beta, kl, target=config.target_kl, num=len(rollouts), horizon=config.horizon
     )
     penalty = float((-beta * (old - reference) * mask).sum(1).mean())

@@ -36,8 +36,8 @@ from pipeline.run.tracking import progress
 from pipeline.sandbox.judge import Candidate, Judge, Verdict
 from pipeline.text import chat
 
-LIMIT = 10.0
-OWN = 2  # answers of the reference to each prompt
+MOST_REWARD = 10.0
+REFERENCE_ANSWERS = 2  # answers of the reference to each prompt
 PROMPTS = 256  # that the reference answers at a time
 
 Part = Callable[[Sequence[Answer]], list[float | None]]
@@ -96,7 +96,7 @@ class Scorer:
         for index in range(len(answers)):
             values = {name: _finite(part[index]) for name, part in parts.items()}
             weighted = [self.weights[name] * value for name, value in values.items() if value is not None]
-            total = max(-LIMIT, min(LIMIT, sum(weighted))) if len(weighted) == len(values) else None
+            total = max(-MOST_REWARD, min(MOST_REWARD, sum(weighted))) if len(weighted) == len(values) else None
             scores.append(Score(total, values, self.verdicts.get(index, "")))
         return scores
 
@@ -203,15 +203,15 @@ class Preferred:
 
     def __init__(self, rewards: Rewards) -> None:
         self.rewards = rewards
-        self.theirs: dict[str, np.ndarray] = {}  # prompt -> rewards of the reference's answers, (OWN,)
+        self.theirs: dict[str, np.ndarray] = {}  # prompt -> rewards of the reference's answers, (REFERENCE_ANSWERS,)
 
     def ask(self, prompts: Sequence[Prompt], generate: Generate) -> None:
         """Sample the reference's answers to these prompts, and store their rewards."""
         with progress(total=len(prompts), desc="the reference's answers", unit="prompt") as bar:
             for first in range(0, len(prompts), PROMPTS):
                 batch = prompts[first : first + PROMPTS]
-                answers = generate([(prompt, number) for prompt in batch for number in range(OWN)])
-                table = self.rewards(answers).reshape(len(batch), OWN)
+                answers = generate([(prompt, number) for prompt in batch for number in range(REFERENCE_ANSWERS)])
+                table = self.rewards(answers).reshape(len(batch), REFERENCE_ANSWERS)
                 self.theirs |= {prompt.id: row for prompt, row in zip(batch, table, strict=True)}
                 bar.update(len(batch))
 

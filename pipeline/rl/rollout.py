@@ -360,7 +360,7 @@ def _deviation(values: Sequence[float]) -> float:
 
 WITHOUT_FIT = 10  # iterations of a critic worse than the mean
 WITHOUT_SPREAD = 5  # iterations of groups with equal rewards: one iteration of few prompts may have them by chance
-LOSSES = 2  # evaluations at which gold fell while the proxy rose
+EXPLOITED = 2  # evaluations at which gold fell while the proxy rose
 LOW_ENTROPY = 0.2  # of the entropy at the start
 
 
@@ -398,7 +398,7 @@ def alarms_of(rows: Sequence[JsonObject], *, target_kl: float | None = None) -> 
         (
             rewarded[1:],
             [b["gold"] < a["gold"] and b["proxy"] > a["proxy"] for a, b in itertools.pairwise(rewarded)],
-            LOSSES,
+            EXPLOITED,
             "gold falls while the proxy rises: the reward model is being exploited",
         ),
     ):
@@ -415,6 +415,7 @@ def _of_row(row: JsonObject, target_kl: float | None) -> list[str]:
         "val/ratio": (0.9, 1.1),
         "ratio": (0.9, 1.1),
         "policy/clipfrac_avg": (None, 0.3),
+        "clip_ratio/region_mean": (None, 0.3),
         "completions/clipped_ratio": (None, 0.5),
         "unscorable": (None, 0.01),
     }
