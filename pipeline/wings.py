@@ -7,8 +7,9 @@ that has a place for an offer asks for it by name, and works without one:
 
     claims, models, report                    sections of the report: report/metrics.py (`Section`), report/claims.py
     causal_suites, purposes                   suites of causal models, and who needs them: evaluation/suites.py
-    evaluation, evaluation_keys, export,      a kind of model that does not write from left to right:
-    serving                                   evaluation/suites.py, export/smoke.py, serve/models.py
+    base, evaluation, evaluation_keys,        a kind of model that does not write from left to right:
+    export, serving                           model/checkpoint.py, evaluation/suites.py, export/smoke.py,
+                                              serve/models.py
     the rest                                  a layer hook and its training: model/layers.py, learning/pretraining.py
 
 So a wing goes by deleting its folder, its stages and its tests. The code hash knows this rule (run/codehash.py).

@@ -22,6 +22,8 @@ from pipeline.run.workdir import Job
 class Params:
     """The block `code`; its keys are also those of FitConfig, FullTraining and LossWeights."""
 
+    base: str = "language"
+    """Where training begins: a model of models/; base: a checkpoint of your own (stage base)."""
     fim_rate: float
     """Share of code pieces that become fill-in-the-middle."""
     code_weight: int
@@ -64,7 +66,7 @@ def run(params: Params, job: Job, *, base: Path, code: Path, text: Path, out: Pa
 if __name__ == "__main__":
     main(
         run,
-        inputs={"base": "models/language", "code": "data/tokens/code", "text": "data/tokens/text"},
+        inputs={"base": "models/{base}", "code": "data/tokens/code", "text": "data/tokens/text"},
         outs={"out": "models/code"},
         trains=True,
     )

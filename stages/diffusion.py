@@ -9,8 +9,8 @@ which only the answers are masked. The control is the causal model on the same w
 under cross-entropy. A causal model learns this data in far fewer passes (Prabhudesai et al. 2025, arXiv:2507.15857), so
 each of its runs ends after `control_steps` steps with the weights of its lowest validation loss: the comparison is
 between the best that each of the two can make of the data, not at equal compute. `init: scratch` starts from fresh
-weights, and `block_size` turns them into a block-diffusion model (arXiv:2503.09573); `init: pretrained` takes a
-published checkpoint (Dream, DiffuCoder, LLaDA) with its own tokenizer.
+weights, and `block_size` turns them into a block-diffusion model (arXiv:2503.09573). A base that is a masked-diffusion
+model already (Dream, DiffuCoder, LLaDA as models/base) is trained on, and has no causal control.
 """
 
 from dataclasses import dataclass, field
@@ -20,7 +20,6 @@ from pathlib import Path
 from pipeline.batches.batch import TokenBatch
 from pipeline.batches.corpus import CorpusStream
 from pipeline.diffusion import files, sampling, training
-from pipeline.diffusion import model as diffusion_model
 from pipeline.diffusion.batches import (
     ExampleSplit,
     ExampleStream,
@@ -42,21 +41,23 @@ from pipeline.learning.pretraining import Phases
 from pipeline.model import checkpoint
 from pipeline.model.transformer import Transformer
 from pipeline.run import device
+from pipeline.run.errors import ConfigError
 from pipeline.run.stage import main
 from pipeline.run.workdir import Job
 from pipeline.text.tokenizer import Tokenizer
 
-INITS = ("code", "scratch", "pretrained")
+INITS = ("base", "scratch")
+NO_CONTROL = "No causal control: the model that stage diffusion began from is a masked-diffusion model itself.\n"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Params:
     """The block `diffusion`; its training keys are those of DiffusionConfig."""
 
-    init: str = "code"
-    """code: the causal model; scratch: fresh weights in its shape; pretrained: the checkpoint below."""
-    pretrained: str = "data/pretrained"
-    """A directory with Dream's, DiffuCoder's or LLaDA's weights and tokenizer.json."""
+    base: str = "code"
+    """Where training begins: a model of models/; base: a checkpoint of your own (stage base)."""
+    init: str = "base"
+    """base: the weights of the base; scratch: fresh weights in its shape."""
     noise: Noise = field(default_factory=Noise)
     fit: DiffusionConfig
 
@@ -76,27 +77,19 @@ class Params:
 
 
 def run(
-    params: Params,
-    job: Job,
-    *,
-    base: Path,
-    code: Path,
-    problems: Path,
-    out: Path,
-    control: Path,
-    trace: Path,
-    published: Path | None = None,
+    params: Params, job: Job, *, base: Path, code: Path, problems: Path, out: Path, control: Path, trace: Path
 ) -> None:
     """Train both models and save the directories `out` and `control`."""
     config = params.fit
-    causal, causal_tokenizer = checkpoint.load(base)
-    model, tokenizer = _build_model(params, causal, causal_tokenizer, published, job.seed)
-    streams = Streams.of(params, job, code, problems, tokenizer, model.traits)
-    control_streams = (
-        streams
-        if causal_tokenizer.hash == tokenizer.hash
-        else Streams.of(params, job, code, problems, causal_tokenizer, files.traits(causal_tokenizer, shift=True))
-    )
+    causal = None
+    if files.opens(base):
+        model, tokenizer = files.load(base)
+        if params.init == "scratch":
+            raise ConfigError(f"init: expected base, because {base} is a masked-diffusion model already; got scratch")
+    else:
+        causal, tokenizer = checkpoint.load(base)
+        model = _masked(params, causal, tokenizer, job.seed)
+    streams = Streams.of(params, job, code, problems, tokenizer, model.traits, anneal=causal is not None)
     per = "tokens" if config.sft_norm == "tokens" else "rows"
     phases = Phases(job)
     if streams.windows:
@@ -108,11 +101,13 @@ def run(
             config.adapting,
             phases.begin("adapt"),
             watchers=Watchers(first=gate),
-            last=False,
+            last=causal is None and not streams.examples,
         )
     if streams.examples:
-        fit(model, streams.examples, partial(masked_loss, per=per), config.tuning, phases.begin("sft"), last=False)
-    train_control(causal, causal_tokenizer, control_streams, config, phases)
+        last = causal is None
+        fit(model, streams.examples, partial(masked_loss, per=per), config.tuning, phases.begin("sft"), last=last)
+    if causal is not None:
+        train_control(causal, tokenizer, streams, config, phases)
     files.save(out, model, tokenizer, job.lineage)
     sampling.write(
         [out / "trace.json", trace],
@@ -122,7 +117,11 @@ def run(
         length=_trace_length(params),
         block=params.noise.block_size or None,
     )
-    checkpoint.save(control, causal, causal_tokenizer, job.lineage)
+    if causal is not None:
+        checkpoint.save(control, causal, tokenizer, job.lineage)
+    else:
+        control.mkdir()
+        (control / "README.md").write_text(NO_CONTROL, encoding="utf-8")
 
 
 def train_control(
@@ -158,9 +157,11 @@ class Streams:
 
     @classmethod
     def of(
-        cls, params: Params, job: Job, code: Path, problems: Path, tokenizer: Tokenizer, traits: Traits
+        cls, params: Params, job: Job, code: Path, problems: Path, tokenizer: Tokenizer, traits: Traits, *, anneal: bool
     ) -> "Streams":
-        """Raises ModelError if the tokens of code are from another tokenizer, and DataError."""
+        """`anneal`: attention grows from causal to full. Raises ModelError if the tokens of code are from another
+        tokenizer, and DataError.
+        """
         config, corpus, windows, examples = params.fit, None, None, None
         if config.adapt_steps:
             corpus = CorpusStream(
@@ -171,13 +172,13 @@ class Streams:
                 seed=job.seed,
                 cache=job.folder.parent,
             )
-            anneal = config.anneal_steps if params.init == "code" else 0
+            anneal_steps = config.anneal_steps if anneal and params.init == "base" else 0
             windows = WindowStream(
                 corpus,
                 params.noise,
                 name=code.name,
                 seed=job.seed,
-                anneal_steps=anneal,
+                anneal_steps=anneal_steps,
                 byte_lengths=tokenizer.byte_lengths,
             )
         if config.sft_epochs:
@@ -191,20 +192,12 @@ class Streams:
         return cls(corpus, windows, examples)
 
 
-def _build_model(
-    params: Params, causal: Transformer, tokenizer: Tokenizer, published: Path | None, seed: int
-) -> tuple[Denoiser, Tokenizer]:
-    """The model to train, and its tokenizer."""
-    if published is not None:
-        return diffusion_model.load(published)
+def _masked(params: Params, causal: Transformer, tokenizer: Tokenizer, seed: int) -> Denoiser:
+    """The masked-diffusion model to train, from a causal one."""
     if params.init == "scratch":
-        return (
-            files.from_scratch(
-                causal, tokenizer, device.generator("diffusion", seed), block_size=params.noise.block_size
-            ),
-            tokenizer,
-        )
-    return files.from_causal(causal, tokenizer), tokenizer
+        draws = device.generator("diffusion", seed)
+        return files.from_scratch(causal, tokenizer, draws, block_size=params.noise.block_size)
+    return files.from_causal(causal, tokenizer)
 
 
 def _validation_prompts(problems: Path, tokenizer: Tokenizer) -> list[EncodedPrompt]:
@@ -237,12 +230,11 @@ def causal_loss(model: Transformer, batch: TokenBatch) -> Loss:
 if __name__ == "__main__":
     main(
         run,
-        inputs={"base": "models/code", "code": "data/tokens/code", "problems": "data/problems"},
+        inputs={"base": "models/{base}", "code": "data/tokens/code", "problems": "data/problems"},
         outs={
             "out": "models/diffusion",
             "control": "models/diffusion_control",
             "trace": "metrics/traces/diffusion.json",
         },
-        chosen=lambda params: {"published": params.pretrained} if params.init == "pretrained" else {},
         trains=True,
     )

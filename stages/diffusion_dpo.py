@@ -34,6 +34,8 @@ from pipeline.run.workdir import Job
 class Params:
     """The block `diffusion_dpo`; its training keys are those of PairConfig."""
 
+    base: str = "diffusion"
+    """Where training begins: a model of models/; base: a checkpoint of your own (stage base)."""
     diffusion_steps: int
     """Masked passes over which an answer's likelihood is the mean: more, less variance, same memory."""
     beta: float
@@ -155,7 +157,7 @@ def loss(model: Denoiser, batch: Drawn, *, params: Params) -> Loss:
 if __name__ == "__main__":
     main(
         run,
-        inputs={"base": "models/diffusion", "pairs": "data/preferences"},
+        inputs={"base": "models/{base}", "pairs": "data/preferences"},
         outs={"out": "models/diffusion_dpo", "trace": "metrics/traces/diffusion_dpo.json"},
         trains=True,
     )

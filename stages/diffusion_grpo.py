@@ -42,6 +42,8 @@ ADVANTAGES = {"loo": "others", "mean": "centred"}
 class Params:
     """The block `diffusion_grpo`; its training keys are those of RolloutConfig. `epochs` are the inner iterations."""
 
+    base: str = "diffusion"
+    """Where training begins: a model of models/; base: a checkpoint of your own (stage base)."""
     rewards: dict[str, float]
     """name: weight; code, code_format, length."""
     difficulty: str = "frontier"
@@ -211,7 +213,7 @@ def loss(model: Denoiser, batch: CoupledBatch, *, method: GroupMethod, params: P
 if __name__ == "__main__":
     main(
         run,
-        inputs={"base": "models/diffusion", "problems": "data/problems"},
+        inputs={"base": "models/{base}", "problems": "data/problems"},
         outs={
             "out": "models/diffusion_grpo",
             "samples": "metrics/samples/diffusion_grpo.jsonl",

@@ -29,6 +29,8 @@ from pipeline.run.workdir import Job
 class Params:
     """The block `dpo`; its training keys are those of PairConfig."""
 
+    base: str = "tools"
+    """Where training begins: a model of models/; base: a checkpoint of your own (stage base)."""
     loss: PairLoss = field(default_factory=PairLoss)
     precompute_reference: bool
     """Compute the reference's log-probabilities once, before training."""
@@ -78,4 +80,4 @@ def run(params: Params, job: Job, *, base: Path, pairs: Path, out: Path) -> None
 
 
 if __name__ == "__main__":
-    main(run, inputs={"base": "models/tools", "pairs": "data/preferences"}, outs={"out": "models/dpo"}, trains=True)
+    main(run, inputs={"base": "models/{base}", "pairs": "data/preferences"}, outs={"out": "models/dpo"}, trains=True)

@@ -1,6 +1,6 @@
 """Stage evaluate: the same measurements for every checkpoint, on held-out data, with intervals.
 
-    models/<model>, data/{raw,dialogues,problems,facts,benchmarks} -> metrics/eval/<model>.{json,jsonl,csv}
+    models/<model>, data/{raw,dialogues,problems,facts,overlap.json,benchmarks} -> metrics/eval/<model>.{json,jsonl,csv}
     models/reward, data/preferences                                -> the same
 
 json: the numbers. jsonl: a row for each item, with the model's answer. csv: curves. Generated code runs only in the
@@ -50,6 +50,7 @@ DATA = {
     "dialogues": "data/dialogues",
     "problems": "data/problems",
     "facts": "data/facts",
+    "overlap": "data/overlap.json",
     "benchmarks": str(BENCHMARKS),
 }
 
@@ -134,12 +135,15 @@ def measurements(
     dialogues: Path,
     problems: Path,
     facts: Path,
+    overlap: Path,
     benchmarks: Path,
 ) -> tuple[Plan, JsonObject, device.Hardware]:
     """The suites of a model that generates text, their settings, and the hardware they run on."""
     settings = params.settings
     sets = [evaluation_benchmarks.load(benchmarks / Path(name).relative_to(BENCHMARKS)) for name in params.benchmarks]
-    sources, problem_records = held_out(code), list(read(problems / "test.jsonl", Problem))
+    contained = {kind: set(ids) for kind, ids in json.loads(overlap.read_text(encoding="utf-8")).items()}
+    sources = held_out(code)
+    problem_records = [p for p in read(problems / "test.jsonl", Problem) if p.id not in contained["problems"]]
     sandbox = partial(Judge, params.sandbox, job.workers, url=job.runtime.sandbox_url)
     if own := next((own for own in own_suites() if own.opens(model)), None):
         hardware = device.hardware(job.runtime.precision)
@@ -161,7 +165,7 @@ def measurements(
         return plan, settings_used | {"precision": hardware.precision}, hardware
     loaded, tokenizer = checkpoint.load(model)
     subject = Subject(loaded.train(False), tokenizer, settings, job.seed)
-    dialogue_records = list(read(dialogues / "test.jsonl", Dialogue))
+    dialogue_records = [d for d in read(dialogues / "test.jsonl", Dialogue) if d.id not in contained["dialogues"]]
     plan = causal_plan(subject, held_out(text), sources, dialogue_records, problem_records, sandbox)
     for offer in wings.each("causal_suites"):
         plan |= offer(subject, facts=facts)

@@ -35,6 +35,8 @@ from pipeline.sandbox.judge import SandboxConfig
 class Params:
     """The block `grpo`; its training keys are those of RolloutConfig."""
 
+    base: str = "tools"
+    """Where training begins: a model of models/; base: a checkpoint of your own (stage base)."""
     method: str
     """grpo, dr_grpo, dapo, gspo, rloo, reinforce_pp."""
     rewards: dict[str, float]
@@ -147,7 +149,7 @@ def loss(model: Transformer, batch: RolloutBatch, *, method: GroupMethod, config
 if __name__ == "__main__":
     main(
         run,
-        inputs={"base": "models/tools", "problems": "data/problems"},
+        inputs={"base": "models/{base}", "problems": "data/problems"},
         outs={"out": "models/grpo", "samples": "metrics/samples/grpo.jsonl"},
         trains=True,
         cuttable=False,

@@ -1,11 +1,10 @@
 """Stage language: pretrain a transformer from scratch on running text, or continue a pretrained checkpoint.
 
-    data/tokenizer + data/tokens/text (+ a checkpoint) -> models/language
+    data/tokenizer + data/tokens/text (+ models/base) -> models/language
 
 Next-token cross-entropy over documents packed into rows; nothing is predicted across a document border. From scratch,
-the model's size is a file of conf/model/ (`model: nano` in params.yaml). `start: pretrained` (a folder) or `hub` takes
-architecture and weights from a Qwen3, Qwen2 or LLaMA checkpoint, whose tokenizer stage tokenizer has adopted; learning
-rates for such a model are those of scale `full`.
+the model's size is a file of conf/model/ (`model: nano` in params.yaml). `base: base` continues a checkpoint of yours,
+whose tokenizer stage tokenizer has adopted; learning rates for such a model are those of scale `full`.
 """
 
 from dataclasses import dataclass, field
@@ -15,9 +14,8 @@ from pipeline.batches.corpus import CorpusStream
 from pipeline.learning.fit import fit
 from pipeline.learning.pretraining import LossWeights, next_tokens
 from pipeline.learning.settings import FitConfig, FullTraining
-from pipeline.model import config, initialization
-from pipeline.model.checkpoint import save
-from pipeline.model.config import ModelConfig, StartConfig
+from pipeline.model import checkpoint
+from pipeline.model.config import SCRATCH, ModelConfig
 from pipeline.model.initialization import induction_heads, relate_variants
 from pipeline.model.transformer import Transformer
 from pipeline.run.config import group
@@ -31,7 +29,8 @@ from pipeline.text.tokenizer import Tokenizer
 class Params:
     """The block `language`; its keys are also those of FitConfig, FullTraining and LossWeights."""
 
-    base: StartConfig
+    base: str = "scratch"
+    """Where training begins: scratch: fresh weights; base: a checkpoint of your own (stage base)."""
     induction_heads: bool
     """Fresh weights that can copy from the context (pipeline/model/initialization.py); false: GPT-2's."""
     model: ModelConfig = group("model")
@@ -40,14 +39,14 @@ class Params:
     full: FullTraining = field(default_factory=FullTraining)
 
 
-def run(params: Params, job: Job, *, tokenizer: Path, tokens: Path, out: Path, checkpoint: Path | None = None) -> None:
-    """Train random weights, or those of `checkpoint` or the hub, and save the model directory `out`."""
-    text, commit = Tokenizer.load(tokenizer), None
-    if params.base.scratch:
+def run(params: Params, job: Job, *, base: Path, tokenizer: Path, tokens: Path, out: Path) -> None:
+    """Train fresh weights, or those of `base`, and save the model directory `out`."""
+    from_scratch, text = params.base == SCRATCH, Tokenizer.load(tokenizer)
+    if from_scratch:
         model = fresh(params, text, job.seed)
     else:
-        located = config.located(params.base, checkpoint, weights=True, tokenizer=tokenizer)
-        model, commit = initialization.load(located.folder, text), located.commit
+        model, own_tokenizer = checkpoint.load(base)
+        checkpoint.same_tokenizer(own_tokenizer, text, str(base), str(tokenizer))
     model.dropout = params.full.dropout
     stream = CorpusStream(
         tokens,
@@ -58,10 +57,9 @@ def run(params: Params, job: Job, *, tokenizer: Path, tokens: Path, out: Path, c
         cache=job.folder.parent,
     )
     batches, loss, watchers = next_tokens(model, stream, params.weights, job, tokens=params.fit.validation.eval_tokens)
-    fit(model, batches, loss, params.fit, job, from_scratch=params.base.scratch, watchers=watchers)
+    fit(model, batches, loss, params.fit, job, from_scratch=from_scratch, watchers=watchers)
     job.report(parameters=model.num_parameters())
-    lineage = job.lineage | config.lineage(params.base, commit)
-    save(out, model, text, lineage, precision=params.full.save_precision)
+    checkpoint.save(out, model, text, job.lineage, precision=params.full.save_precision)
 
 
 def fresh(params: Params, text: Tokenizer, seed: int) -> Transformer:
@@ -78,8 +76,7 @@ def fresh(params: Params, text: Tokenizer, seed: int) -> Transformer:
 if __name__ == "__main__":
     main(
         run,
-        inputs={"tokenizer": "data/tokenizer", "tokens": "data/tokens/text"},
+        inputs={"base": "models/{base}", "tokenizer": "data/tokenizer", "tokens": "data/tokens/text"},
         outs={"out": "models/language"},
-        chosen=lambda params: params.base.inputs(),
         trains=True,
     )

@@ -28,6 +28,8 @@ from pipeline.text.tokenizer import ADDED, SPECIAL
 class Params:
     """The block `lora`; its keys are also those of FitConfig and Neftune, its adapter's those of AdapterConfig."""
 
+    base: str = "code"
+    """Where training begins: a model of models/; base: a checkpoint of your own (stage base)."""
     trained_roles: tuple[str, ...] = ()
     """Control tokens whose embeddings train too, whatever their ids: turn_start, tool_call."""
     adapter: AdapterConfig
@@ -63,4 +65,4 @@ def run(params: Params, job: Job, *, base: Path, dialogues: Path, out: Path) -> 
 
 
 if __name__ == "__main__":
-    main(run, inputs={"base": "models/code", "dialogues": "data/dialogues"}, outs={"out": "models/lora"}, trains=True)
+    main(run, inputs={"base": "models/{base}", "dialogues": "data/dialogues"}, outs={"out": "models/lora"}, trains=True)

@@ -46,6 +46,8 @@ MAX_LOSS = 0.005  # of the bits per byte of code, by a quantised bank
 class Params:
     """The block `memory`; its keys are also those of MemoryConfig, RouterWeights and FitConfig."""
 
+    base: str = "code"
+    """Where training begins: a model of models/; base: a checkpoint of your own (stage base)."""
     facts_weight: int = 1
     """Batches of facts in the mixture."""
     code_weight: int = 1
@@ -251,7 +253,7 @@ def _quantise_bank(model: Transformer, batches: Sequence[UnitBatch], params: Par
 if __name__ == "__main__":
     main(
         run,
-        inputs={"base": "models/code", "facts": "data/facts", "code": "data/tokens/code"},
+        inputs={"base": "models/{base}", "facts": "data/facts", "code": "data/tokens/code"},
         outs={"out": "models/memory", "baseline": "models/memory_baseline", "routes": "metrics/routing/memory.json"},
         trains=True,
     )

@@ -38,6 +38,8 @@ from pipeline.sandbox.judge import SandboxConfig
 class Params:
     """The block `reward`; its training keys are those of PairConfig."""
 
+    base: str = "tools"
+    """Where training begins: a model of models/; base: a checkpoint of your own (stage base)."""
     centring: float
     """Weight of the squared sum of both rewards, which keeps their mean near 0."""
     label_flip: float
@@ -146,4 +148,4 @@ def loss(model: nn.Module, batch: PairBatch, *, policy: Transformer, centring: f
 
 
 if __name__ == "__main__":
-    main(run, inputs={"base": "models/tools", "pairs": "data/preferences"}, outs={"out": "models/reward"}, trains=True)
+    main(run, inputs={"base": "models/{base}", "pairs": "data/preferences"}, outs={"out": "models/reward"}, trains=True)

@@ -39,6 +39,8 @@ from pipeline.sandbox.judge import SandboxConfig
 class Params:
     """The block `rlhf`; its training keys are those of RolloutConfig, PPO's those of PPOConfig."""
 
+    base: str = "tools"
+    """Where training begins: a model of models/; base: a checkpoint of your own (stage base)."""
     kinds: tuple[str, ...] = ()
     """Kinds of prompts to train on; empty: all whose better answer has room."""
     rewards: dict[str, float] = field(default_factory=lambda: {"learned": 1.0})
@@ -139,7 +141,7 @@ def loss(model: ActorCritic, batch: RolloutBatch, *, temperature: float, ppo: PP
 if __name__ == "__main__":
     main(
         run,
-        inputs={"base": "models/tools", "reward": "models/reward", "pairs": "data/preferences"},
+        inputs={"base": "models/{base}", "reward": "models/reward", "pairs": "data/preferences"},
         outs={"out": "models/rlhf", "samples": "metrics/samples/rlhf.jsonl"},
         trains=True,
         cuttable=False,

@@ -1,13 +1,12 @@
 """Stage tasks: conversations, programming problems and preference pairs with known answers.
 
-    data/raw, data/own, feedback/preferences.jsonl -> data/{dialogues,problems,preferences}/{train,val,test}.jsonl
+    data/own, feedback/preferences.jsonl -> data/{dialogues,problems,preferences}/{train,val,test}.jsonl
                                                    -> data/facts/{train,val,test,control}.jsonl
 
 `data: machine` and `data: packages` generate all of them. `data: files` and `data: hub` supply the kinds that they
 name; the rest is generated. Supplied problems are run in the sandbox. If the tests of one cannot be judged, or its own
 solution fails them, a problem of the user's files stops the stage, and one of the hub's sets is left out (up to
-`max_rejected` of all). Test items whose text occurs in the training data are dropped here, so that no key of this stage
-retrains the language model. Pairs that people gave on the web page join the training pairs, as far as `tasks.feedback`
+`max_rejected` of all). Pairs that people gave on the web page join the training pairs, as far as `tasks.feedback`
 allows. Facts are always invented.
 """
 
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pipeline.evaluation import code as evaluation_code
-from pipeline.ingest import duplicates, hub, own_files
+from pipeline.ingest import hub, own_files
 from pipeline.ingest import sources as ingest_sources
 from pipeline.ingest.own_files import FeedbackConfig, RowCounts
 from pipeline.ingest.records import Dialogue, Pair, Problem, write
@@ -91,22 +90,12 @@ Splits = dict[str, list[R]]  # train, val, test (and rl) -> records
 
 
 def run(
-    params: Params,
-    job: Job,
-    *,
-    own: Path,
-    text: Path,
-    code: Path,
-    feedback: Path,
-    dialogues: Path,
-    problems: Path,
-    pairs: Path,
-    known: Path,
+    params: Params, job: Job, *, own: Path, feedback: Path, dialogues: Path, problems: Path, pairs: Path, known: Path
 ) -> None:
     """Write the four folders."""
     parts = job.folder / "parts"
     tallies: dict[str, RowCounts] = {}  # kind -> numbers of supplied rows
-    with progress(total=5, desc="tasks", unit="step") as bar:
+    with progress(total=4, desc="tasks", unit="step") as bar:
         dialogue_splits = _read_supplied("dialogues", Dialogue, params.data, own, parts, tallies)
         problem_splits = _read_supplied("problems", Problem, params.data, own, parts, tallies)
         pair_splits = _read_supplied("preferences", Pair, params.data, own, parts, tallies)
@@ -119,8 +108,6 @@ def run(
         bar.update()
         if dialogue_splits is None:
             dialogue_splits = _generate_dialogues(params, job, problem_splits)
-        bar.update()
-        dropped = _drop_contaminated(dialogue_splits, problem_splits, text, code, job.workers)
         bar.update()
         if pair_splits is None:
             pair_splits = _pairs(params, job)
@@ -157,7 +144,6 @@ def run(
         problems=_counts(problem_splits),
         preferences=_counts(pair_splits),
         facts=_counts(fact_splits),
-        dropped_test_items=dropped,
         kinds=dict(sorted(Counter(d.kind for d in dialogue_splits["train"]).items())),
         chosen_is_longer=preferences.chosen_is_longer(pair_splits["train"]),
     )
@@ -322,27 +308,6 @@ def _paths(split: str, count: int) -> list[str]:
     return list(itertools.islice(fitting, count))
 
 
-def _drop_contaminated(
-    dialogues: Splits[Dialogue], problems: Splits[Problem], text: Path, code: Path, workers: int
-) -> dict[str, int]:
-    """Drop test items that occur in the training data; the number dropped of each kind."""
-    items = [
-        (f"dialogues {d.id}", next((m["content"] for m in d.messages if m["role"] == "user"), ""))
-        for d in dialogues["test"]
-        if d.kind != "story"
-    ]
-    items += [(f"problems {p.id}", programs.unfenced(p.answer)) for p in problems["test"] if p.answer]
-    trained = [m["content"] for d in dialogues["train"] if d.kind != "code" for m in d.messages if m["role"] == "user"]
-    hits = duplicates.found_in(items, [text, code], trained, workers)
-    before = {"dialogues": len(dialogues["test"]), "problems": len(problems["test"])}
-    dialogues["test"] = [d for d in dialogues["test"] if f"dialogues {d.id}" not in hits]
-    problems["test"] = [p for p in problems["test"] if f"problems {p.id}" not in hits]
-    return {
-        "dialogues": before["dialogues"] - len(dialogues["test"]),
-        "problems": before["problems"] - len(problems["test"]),
-    }
-
-
 def _pairs(params: Params, job: Job) -> Splits[Pair]:
     """Pairs of code, tools and stories; the code is run in the sandbox."""
     splits: Splits[Pair] = {}
@@ -380,7 +345,7 @@ def _pairs(params: Params, job: Job) -> Splits[Pair]:
 if __name__ == "__main__":
     main(
         run,
-        inputs={"own": "data/own", "text": "data/raw/text", "code": "data/raw/code", "feedback": "feedback"},
+        inputs={"own": "data/own", "feedback": "feedback"},
         outs={
             "dialogues": "data/dialogues",
             "problems": "data/problems",

@@ -1,10 +1,9 @@
 """Stage tokenizer: train a byte-level BPE on the code and text that the models will read, or adopt a checkpoint's.
 
-    data/raw/{text,code} -> data/tokenizer        (Sennrich et al. 2016, arXiv:1508.07909; bytes as in GPT-2)
+    data/raw/{text,code} (+ models/base) -> data/tokenizer  (Sennrich et al. 2016, arXiv:1508.07909; bytes as in GPT-2)
 
-A model that is continued from a pretrained checkpoint (`language.start`) keeps the checkpoint's tokenizer, with the
-control tokens that it lacks added (`pipeline/text/tokenizer.py`). Then nothing is trained here, and `vocab_size` is the
-checkpoint's.
+A model that is continued from a checkpoint (`language.base: base`) keeps the checkpoint's tokenizer, to which stage
+base has added the control tokens that it lacked. Then nothing is trained here, and `vocab_size` is the checkpoint's.
 
 The stage reports bytes per token on held-out documents of each corpus: the more bytes, the fewer tokens to read and to
 write. Of the model file only `vocab_size` is tracked, so another width or depth does not retrain the tokenizer.
@@ -15,13 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipeline.ingest import shards
-from pipeline.model import config
-from pipeline.model.config import StartConfig, read_config
-from pipeline.run.config import block
+from pipeline.model.config import SCRATCH
 from pipeline.run.stage import main
-from pipeline.run.tracking import say
 from pipeline.run.workdir import Job
-from pipeline.text.tokenizer import Tokenizer, adopt
+from pipeline.text.tokenizer import Tokenizer
 
 CHARACTERS = 10_000  # of a document: a few giant files must not decide the vocabulary
 HELD_OUT_BYTES = 2_000_000  # of each corpus's val split, for the report
@@ -37,7 +33,8 @@ class Params:
     """Text that the merges are counted on, in 10^6 bytes."""
     text_share: float
     """Share of the sample from the text corpus; the rest is code."""
-    base: StartConfig = block("language")
+    base: str = field(metadata={"from": "language.base"})
+    """scratch: train a tokenizer; base: take the one of a checkpoint of your own."""
 
     def __post_init__(self) -> None:
         """Raises ValueError for an empty sample."""
@@ -47,9 +44,9 @@ class Params:
             raise ValueError(f"text_share: expected a share in [0, 1], found {self.text_share}")
 
 
-def run(params: Params, job: Job, *, text: Path, code: Path, out: Path, checkpoint: Path | None = None) -> None:
-    """Train on a sample of both corpora, or adopt the tokenizer of `checkpoint` or the hub; write the folder `out`."""
-    tokenizer = learnt(params, text, code) if params.base.scratch else _adopt_tokenizer(params.base, checkpoint, out)
+def run(params: Params, job: Job, *, base: Path, text: Path, code: Path, out: Path) -> None:
+    """Train on a sample of both corpora, or take the tokenizer of `base`; write the folder `out`."""
+    tokenizer = learnt(params, text, code) if params.base == SCRATCH else Tokenizer.load(base)
     tokenizer.save(out)
     job.report(
         vocab_size=tokenizer.vocab_size,
@@ -68,15 +65,6 @@ def learnt(params: Params, text: Path, code: Path) -> Tokenizer:
     return Tokenizer.train(sample, params.vocab_size)
 
 
-def _adopt_tokenizer(base: StartConfig, checkpoint: Path | None, out: Path) -> Tokenizer:
-    """The tokenizer of a pretrained checkpoint; the commit of one from the hub is recorded beside it."""
-    located = config.located(base, checkpoint, weights=False)
-    adopted = adopt(located.folder, read_config(located.folder).vocab_size)
-    say(f"tokenizer: taken from {located.folder}; {len(adopted.fresh)} control tokens added")
-    config.record(out, base, located.commit)
-    return adopted.tokenizer
-
-
 def bytes_per_token(tokenizer: Tokenizer, corpus: Path) -> float:
     """UTF-8 bytes per token over (the beginning of) the corpus's val split."""
     num_bytes = num_tokens = 0
@@ -89,8 +77,7 @@ def bytes_per_token(tokenizer: Tokenizer, corpus: Path) -> float:
 if __name__ == "__main__":
     main(
         run,
-        inputs={"text": "data/raw/text", "code": "data/raw/code"},
+        inputs={"base": "models/{base}", "text": "data/raw/text", "code": "data/raw/code"},
         outs={"out": "data/tokenizer"},
         seed="data_seed",
-        chosen=lambda params: params.base.inputs(),
     )

@@ -24,6 +24,8 @@ from pipeline.run.workdir import Job
 class Params:
     """The block `tools`; its keys are those of FitConfig, FullTraining and Neftune."""
 
+    base: str = "code"
+    """Where training begins: a model of models/; base: a checkpoint of your own (stage base)."""
     fit: FitConfig
     full: FullTraining = field(default_factory=FullTraining)
     neftune: Neftune = field(default_factory=Neftune)
@@ -47,4 +49,6 @@ def run(params: Params, job: Job, *, base: Path, dialogues: Path, out: Path) -> 
 
 
 if __name__ == "__main__":
-    main(run, inputs={"base": "models/code", "dialogues": "data/dialogues"}, outs={"out": "models/tools"}, trains=True)
+    main(
+        run, inputs={"base": "models/{base}", "dialogues": "data/dialogues"}, outs={"out": "models/tools"}, trains=True
+    )

@@ -122,7 +122,7 @@ class CorpusStream(PackedStream):
             raise ModelError(
                 f"tokenizers disagree: {folder / 'meta.json'} was encoded with {meta['tokenizer'][:16]}, but "
                 f"{tokenizer.source} is {tokenizer.hash[:16]}; rerun dvc repro stage_encode and the stages that made "
-                "the model, so that both use data/tokenizer"
+                "the model, so that both use data/tokenizer (for a checkpoint of your own: language.base=base)"
             )
         train, val = (
             TokenShard(folder, split, tokenizer, context=context, seed=seed, fim_rate=rate, cache=cache)

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pipeline.diffusion.model import Denoiser, Traits
+from pipeline.diffusion.model import PUBLISHED, Denoiser, Traits, load_published
 from pipeline.model import checkpoint
-from pipeline.model.config import ModelConfig, read_config
+from pipeline.model.config import BIDIRECTIONAL, ModelConfig, read_config
 from pipeline.model.transformer import Transformer
 from pipeline.run.errors import GateError, ModelError
 from pipeline.run.types import JsonObject
@@ -48,9 +48,9 @@ def traits(tokenizer: Tokenizer, *, shift: bool, block_size: int = 0) -> Traits:
     )
 
 
-def save(folder: Path, model: Denoiser, tokenizer: Tokenizer, lineage: JsonObject) -> None:
+def save(folder: Path, model: Denoiser, tokenizer: Tokenizer, lineage: JsonObject, *, precision: str = "fp32") -> None:
     """Write a model directory. Raises as `checkpoint.save`."""
-    checkpoint.save(folder, model.trunk, tokenizer, lineage)
+    checkpoint.save(folder, model.trunk, tokenizer, lineage, precision=precision)
     (folder / "generation_config.json").unlink()
     path = folder / "config.json"
     values = json.loads(path.read_text(encoding="utf-8"))
@@ -108,6 +108,17 @@ def _traits(folder: Path, tokenizer: Tokenizer) -> Traits:
         block_size=values["block_size"],
         ends=tuple(values["end_ids"]),
     )
+
+
+def is_masked(folder: Path) -> bool:
+    """Whether a checkpoint, published or our own, is a masked-diffusion model."""
+    return checkpoint.kind(folder) in (*PUBLISHED, BIDIRECTIONAL)
+
+
+def take_in(folder: Path, out: Path, lineage: JsonObject, precision: str) -> None:
+    """Write a published or own checkpoint as a model directory. Raises ModelError."""
+    model, tokenizer = load(folder) if checkpoint.kind(folder) == BIDIRECTIONAL else load_published(folder)
+    save(out, model, tokenizer, lineage, precision=precision)
 
 
 @torch.no_grad()

@@ -9,11 +9,11 @@ have probability 0.
 `forward` takes any number of inputs. In training, several inputs run under activation checkpointing: the forward pass
 keeps only ids and masks, the backward pass recomputes them one by one, so a loss over n draws needs the memory of one.
 
-**Published checkpoints** (`load`): Dream and DiffuCoder (`model_type` Dream), LLaDA (llada), from a local directory,
-with an adapted tokenizer (text/tokenizer.py). Sizes and ids come from config.json and the tokenizer, never from a
-literal. Dream has Qwen2's names and biases and the shift of the causal model that it was; LLaDA has its own names for
-tensors and no shift. If the two files disagree about an id, the tokenizer wins (DiffuCoder's config.json has another
-padding).
+**Published checkpoints** (`load_published`): Dream and DiffuCoder (`model_type` Dream), LLaDA (llada), from a local
+directory, with an adapted tokenizer (text/tokenizer.py). Sizes and ids come from config.json and the tokenizer, never
+from a literal. Dream has Qwen2's names and biases and the shift of the causal model that it was; LLaDA has its own
+names for tensors and no shift. If the two files disagree about an id, the tokenizer wins (DiffuCoder's config.json has
+another padding).
 
 Not promised: the conversation templates of published checkpoints: prompts are rendered in our format, so fine-tune
 before chatting. Code in a checkpoint is never run.
@@ -211,6 +211,7 @@ BEGINS = ("<|beginoftext|>", "<|startoftext|>")  # before a text; never predicte
 PADS = ("<|pad|>",)
 TURN_ENDS = ("<|im_end|>", "<|eot_id|>")
 END_OF_TEXT = "<|endoftext|>"  # fills a canvas
+PUBLISHED = ("Dream", "llada")  # model types
 Value = TypeVar("Value")
 
 
@@ -223,7 +224,7 @@ class PublishedConfig:
     ids: dict[str, int | None]  # mask, eos, pad, bos
 
 
-def load(folder: Path) -> tuple[Denoiser, Tokenizer]:
+def load_published(folder: Path) -> tuple[Denoiser, Tokenizer]:
     """The model in float32 and its tokenizer, with rows for added control tokens.
 
     Raises ModelError for another family, a missing or unknown tensor, and ids that the tokenizer does not have.
@@ -255,10 +256,7 @@ def read(folder: Path) -> PublishedConfig:
         return PublishedConfig(replace(shape, attention="bidirectional"), True, ids)
     if kind == "llada":
         return PublishedConfig(_llada_shape(values, path), False, ids)
-    raise ModelError(
-        f"{path}: model_type {kind!r}; expected Dream (Dream, DiffuCoder) or llada. A causal checkpoint goes into"
-        " stage_language: language.start=pretrained"
-    )
+    raise ModelError(f"{path}: model_type {kind!r}; expected Dream (Dream, DiffuCoder) or llada")
 
 
 def _llada_shape(values: JsonObject, path: Path) -> ModelConfig:

@@ -5,8 +5,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pipeline.evaluation.suites import OwnSuites
     from pipeline.export.smoke import OwnFormat
+    from pipeline.model.checkpoint import BaseKind
     from pipeline.report.metrics import Section, WingModel
     from pipeline.serve.models import OwnKind
+
+
+def base() -> "BaseKind":
+    """The checkpoints that stage base takes in."""
+    from pipeline.diffusion import files
+
+    return files
 
 
 def export() -> "OwnFormat":

@@ -29,6 +29,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from huggingface_hub import save_torch_state_dict
@@ -56,7 +57,20 @@ KEYS = {  # fields of ModelConfig under Hugging Face's names
     "head_dim": "head_dim",
     "d_ff": "intermediate_size",
 }
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Shape = tuple[int, ...]
+
+
+class BaseKind(Protocol):
+    """What a wing offers as `base`: its own kind of checkpoint, for stage base."""
+
+    def is_masked(self, folder: Path) -> bool:
+        """Whether a directory holds such a checkpoint."""
+        ...
+
+    def take_in(self, folder: Path, out: Path, lineage: JsonObject, precision: str) -> None:
+        """Write it as the model directory `out`. Raises ModelError."""
+        ...
 
 
 def files(folder: Path) -> tuple[list[str], dict[str, str]]:
@@ -179,12 +193,16 @@ def load_causal(folder: Path, *, dtype: torch.dtype = torch.float32) -> Transfor
     """The model of a Hugging Face directory, weights cast to `dtype`. Raises ModelError naming file or key."""
     config = read_config(folder)
     check(config, folder, headers(folder))
-    with torch.device("meta"):
-        model = Transformer(config)
-    model.to_empty(device="cpu")
-    model.to(dtype)
+    model = empty(config, dtype)
     load_weights(model, folder)
     return model
+
+
+def empty(config: ModelConfig, dtype: torch.dtype) -> Transformer:
+    """A model whose weights have no values yet."""
+    with torch.device("meta"):
+        model = Transformer(config)
+    return model.to(dtype).to_empty(device="cpu")
 
 
 def load_weights(model: Transformer, folder: Path) -> None:
@@ -195,6 +213,26 @@ def load_weights(model: Transformer, folder: Path) -> None:
 def read_weights(folder: Path) -> dict[str, Tensor]:
     """All tensors of `model.safetensors`, or of the shards of its index. Raises ModelError."""
     return {key: file.get_tensor(key) for key, file in _open_tensors(folder)}
+
+
+def require_finite(folder: Path) -> str:
+    """The precision of the weights: fp32, bf16 or fp16, the widest if they differ.
+
+    Raises ModelError naming the first tensor with numbers that are not finite, or with another type.
+    """
+    found: set[torch.dtype] = set()
+    for name, file in _open_tensors(folder):
+        tensor = file.get_tensor(name)
+        if tensor.dtype not in DTYPES.values():
+            raise ModelError(f"{folder}: {name} is {tensor.dtype}; expected weights in float32, bfloat16 or float16")
+        if not tensor.isfinite().all():
+            number = int((~tensor.isfinite()).sum())
+            raise ModelError(
+                f"{folder}: {name} ({str(tensor.dtype).removeprefix('torch.')}) has {number} of {tensor.numel()}"
+                " numbers that are not finite, so no loss would be; use the checkpoint in bfloat16 or float32"
+            )
+        found.add(tensor.dtype)
+    return next(name for name, dtype in DTYPES.items() if dtype in found or len(found) > 1)
 
 
 def load_state(model: Transformer, state: Mapping[str, Tensor], *, source: str = "the weights") -> None:
@@ -230,9 +268,6 @@ def _drop_derived(state: Mapping[str, Tensor], config: ModelConfig, source: str)
 
 
 # -- model directories -------------------------------------------------------------------------------------------------
-
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def save(
@@ -317,7 +352,7 @@ def load(folder: Path) -> tuple[Transformer, Tokenizer]:
     if read_config(folder).attention != "causal":
         raise ModelError(
             f"{folder}: expected a causal model, found a masked-diffusion one; take models/code, models/tools or one"
-            " that was trained from them"
+            " that was trained from them (the stages diffusion, diffusion_dpo and diffusion_grpo train this one)"
         )
     return load_any(folder)
 

@@ -1,4 +1,4 @@
-"""The shape of a model, with its `config.json` under Hugging Face's keys; and where the first model comes from.
+"""The shape of a model, with its `config.json` under Hugging Face's keys; and where the user's checkpoint comes from.
 
 In: a file of `conf/model/`, or the `config.json` of a model directory. Out: `ModelConfig`, or the dict to write.
 The shapes are Qwen3's (Yang et al. 2025, arXiv:2505.09388): RMSNorm before each block, half-split RoPE, SwiGLU,
@@ -10,17 +10,15 @@ transformers 5's keys alone, transformers 4 and mlx-lm silently take a RoPE base
 
 Not promised: scaled RoPE, sliding windows, MoE, biases elsewhere. `from_hf` refuses them by name.
 
-**The first model** has fresh weights, those of a local model directory, or a model of the Hugging Face hub.
+**A checkpoint of the user** is a local model directory or a model of the Hugging Face hub, which stage base takes in.
 
-    language.{start,pretrained,hub} -> Start;  located(start, ...) -> Checkpoint: a folder, and the commit of the hub
+    base.folder, base.hub -> BaseConfig;  fetched("owner/name@revision") -> Checkpoint: a folder and its commit
 
-`stage_tokenizer` takes the tokenizer from there and `stage_language` the weights. A directory is an input of both
-stages, so DVC and the work key depend on its contents. For the hub, `stage_tokenizer` resolves the revision to a commit
-once, prints it, and writes it to `data/tokenizer/pretrained.json`; `stage_language` reads that commit, so both use one
-checkpoint, and adds it to the lineage. Only config.json, tokenizer.json and safetensors are fetched, into
+A directory is an input of the stage, so DVC and the work key depend on its contents. A revision of the hub is resolved
+to a commit once, printed, and added to the lineage. Only config.json, tokenizer.json and safetensors are fetched, into
 huggingface_hub's cache; its variables HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE apply.
 
-Nothing here needs torch, so the tokenizer's stage does not depend on the model's code.
+Nothing here needs torch.
 """
 
 import json
@@ -210,7 +208,7 @@ def read_values(folder: Path) -> JsonObject:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise ModelError(f"{path} is missing: {folder} is not a model directory") from error
+        raise ModelError(f"{path} is missing: {folder} is not a model directory{_reason(folder)}") from error
     except OSError as error:
         raise ModelError(f"{path}: cannot be read ({error.strerror or error})") from error
     except (ValueError, RecursionError) as error:
@@ -218,6 +216,12 @@ def read_values(folder: Path) -> JsonObject:
     if not isinstance(values, dict):
         raise ModelError(f"{path}: expected a JSON object, found {type(values).__name__}; fetch it again")
     return values
+
+
+def _reason(folder: Path) -> str:
+    """Why there is no model in a directory that has a README for one."""
+    readme = folder / "README.md"
+    return f". {readme.read_text(encoding='utf-8', errors='replace').strip():.400}" if readme.is_file() else ""
 
 
 def positive_int(config: JsonObject, key: str, default: int | None = None) -> int:
@@ -280,109 +284,71 @@ def _check_supported(config: JsonObject, family: str) -> None:
             )
 
 
-# -- where the first model comes from ----------------------------------------------------------------------------------
+# -- a checkpoint of the user ----------------------------------------------------------------------------------
 
 
-STARTS = ("scratch", "pretrained", "hub")
-RECORD = "pretrained.json"  # beside the tokenizer: the commit that it is from
+SCRATCH = "scratch"  # models/scratch: no model
+PLACEHOLDER = "data/pretrained"  # stands in git, without a model
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 HUB_ID = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class StartConfig:
-    """Where `stage_language` starts: keys of its block, which `stage_tokenizer` reads too. Raises ValueError."""
+class BaseConfig:
+    """The block `base`: the user's checkpoint. Raises ValueError."""
 
-    start: str = "scratch"
-    """scratch; pretrained: from the folder below; hub: from the id below."""
-    pretrained: str = "data/pretrained"
-    """A directory with Qwen3, Qwen2 or LLaMA weights and their tokenizer.json."""
+    folder: str = PLACEHOLDER
+    """A directory with safetensors, config.json and tokenizer.json of Qwen3, Qwen2, LLaMA, Dream, DiffuCoder, LLaDA."""
     hub: str | None = None
-    """Owner/name@revision on the Hugging Face hub; best 40 hex digits, else resolved once."""
+    """Owner/name@revision on the Hugging Face hub, instead of the folder; best 40 hex digits, else resolved once."""
 
     def __post_init__(self) -> None:
-        if self.start not in STARTS:
-            raise ValueError(f"start: expected {', '.join(STARTS)}, got {self.start!r}")
-        if self.start == "hub" and not HUB_ID.fullmatch(self.hub or ""):
+        if self.hub is not None and not HUB_ID.fullmatch(self.hub):
             raise ValueError(f"hub: expected owner/name or owner/name@revision, got {self.hub!r}")
 
     @property
-    def scratch(self) -> bool:
-        """Whether the weights are fresh."""
-        return self.start == "scratch"
+    def absent(self) -> bool:
+        """Whether no checkpoint is named: the folder is the one of the repository, and holds none."""
+        return self.hub is None and self.folder == PLACEHOLDER and not (Path(self.folder) / "config.json").exists()
 
     def inputs(self) -> dict[str, str]:
-        """The inputs of a stage for this start, by the names of its `Wiring` (run/stage.py). Raises ModelError."""
-        if self.start != "pretrained":
+        """The inputs of stage base, by the names of its `Wiring` (run/stage.py). Raises ModelError."""
+        if self.hub is not None:
             return {}
-        if not Path(self.pretrained).is_dir():
-            hint = " For a model of the hub set language.start=hub and language.hub=" + self.pretrained
+        if not Path(self.folder).is_dir():
+            hint = f" For a model of the hub set base.hub={self.folder}"
             raise ModelError(
-                f"language.pretrained: expected a model directory, {self.pretrained} is none."
-                f"{hint if HUB_ID.fullmatch(self.pretrained) else ' Give its path'}"
+                f"base.folder: expected a model directory, {self.folder} is none."
+                f"{hint if HUB_ID.fullmatch(self.folder) else ' Give its path'}"
             )
-        return {"checkpoint": self.pretrained}
+        return {"folder": self.folder}
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint on disk."""
+    """A checkpoint of the hub on disk."""
 
     folder: Path
-    commit: str | None  # of the hub; None: a local folder
+    name: str  # owner/name
+    commit: str
 
 
-def located(start: StartConfig, folder: Path | None, *, weights: bool, tokenizer: Path | None = None) -> Checkpoint:
-    """The checkpoint: in `folder`, an input of the stage, or fetched from the hub, with or without its weights.
-
-    `tokenizer` is the folder whose record names the commit to take; None resolves `start.hub`. Raises ModelError.
-    """
-    if folder is not None:
-        return Checkpoint(folder, None)
-    match = HUB_ID.fullmatch(start.hub or "")
-    assert match is not None  # Start has checked it
-    name, revision = match[1], match[2] or "main"
-    commit = _resolve_commit(name, revision) if tokenizer is None else recorded(tokenizer, start)
+def fetched(hub: str) -> Checkpoint:
+    """The checkpoint `owner/name@revision` in huggingface_hub's cache, fetched if missing. Raises ModelError."""
+    match = HUB_ID.fullmatch(hub)
+    assert match is not None  # BaseConfig has checked it
+    name, commit = match[1], _resolve_commit(match[1], match[2] or "main")
     files = [_fetch(name, commit, file) for file in ("config.json", "tokenizer.json")]
-    if weights:
-        _fetch_weights(name, commit)
-    return Checkpoint(files[0].parent, commit)
-
-
-def record(folder: Path, start: StartConfig, commit: str | None) -> None:
-    """Write the commit beside the tokenizer taken from it; nothing for a local folder, whose contents are hashed."""
-    if commit is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / RECORD).write_text(
-            json.dumps({"hub": start.hub, "commit": commit}, indent=2) + "\n", encoding="utf-8"
-        )
-
-
-def recorded(folder: Path, start: StartConfig) -> str:
-    """The commit that `record` wrote. Raises ModelError where the tokenizer is from another checkpoint."""
-    path = folder / RECORD
-    values = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    if values.get("hub") != start.hub:
-        raise ModelError(
-            f"{folder}: expected the tokenizer of {start.hub}, found {values.get('hub', 'another')}; run dvc repro "
-            "stage_tokenizer"
-        )
-    return values["commit"]
-
-
-def lineage(start: StartConfig, commit: str | None) -> JsonObject:
-    """An entry of the lineage besides its inputs: the model of the hub with its commit."""
-    return {} if commit is None else {"pretrained": f"{(start.hub or '').partition('@')[0]}@{commit}"}
+    _fetch_weights(name, commit)
+    return Checkpoint(files[0].parent, name, commit)
 
 
 def _resolve_commit(name: str, revision: str) -> str:
     """The commit of a revision: huggingface_hub puts it into the path of the files that it fetches."""
     commit = _fetch(name, revision, "config.json").parent.name
     if not COMMIT.fullmatch(commit):
-        raise ModelError(
-            f"{name}: the hub names no commit for {revision}; write one: language.hub={name}@<40 hex digits>"
-        )
+        raise ModelError(f"{name}: the hub names no commit for {revision}; write one: base.hub={name}@<40 hex digits>")
     if commit != revision:
         say(f"{name}: revision {commit}")
     return commit
@@ -438,8 +404,7 @@ def _fetch(name: str, revision: str, file: str, *, optional: bool = False) -> Pa
     except (RepositoryNotFoundError, RevisionNotFoundError) as error:
         what = "such model" if isinstance(error, RepositoryNotFoundError) else f"revision {revision}"
         raise ModelError(
-            f"{name}: the hub has no {what}, or HF_TOKEN does not open it; check language.hub, expected"
-            " owner/name@revision"
+            f"{name}: the hub has no {what}, or HF_TOKEN does not open it; check base.hub, expected owner/name@revision"
         ) from error
     except (LocalEntryNotFoundError, OfflineModeIsEnabled, OSError, httpx.HTTPError) as error:
         offline = isinstance(error, OfflineModeIsEnabled) or isinstance(error.__cause__, OfflineModeIsEnabled)
@@ -448,8 +413,7 @@ def _fetch(name: str, revision: str, file: str, *, optional: bool = False) -> Pa
         why = "HF_HUB_OFFLINE is set" if offline else f"the hub could not be reached ({_cause(error)})"
         raise ModelError(
             f"{name}@{revision}: {why}, and {file} is not in the cache of huggingface_hub. Run again with a network"
-            " (what was fetched is kept), or copy the model to this machine and set language.start=pretrained,"
-            " language.pretrained=<folder>"
+            " (what was fetched is kept), or copy the model to this machine and set base.folder=<folder>"
         ) from error
 
 

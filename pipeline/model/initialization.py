@@ -21,7 +21,7 @@ first layer drowns the tokens. The last norm compensates for the size, so fresh 
 
 **A pretrained checkpoint** (`load`): its weights, with rows for added control tokens.
 
-    folder of a Qwen3, Qwen2 or LLaMA checkpoint + the tokenizer taken from it -> Transformer
+    folder of a Qwen3, Qwen2 or LLaMA checkpoint -> Transformer, Tokenizer
 
 The architecture is the checkpoint's; only the number of rows may grow (`text/tokenizer.py` determines to what). A new
 control token's row is the mean of the rows of all tokens known to the checkpoint, in the embedding and in an untied
@@ -143,28 +143,24 @@ def _head(model: Transformer, layer: int) -> tuple[Tensor, Tensor, Tensor, Tenso
 TABLES = ("model.embed_tokens.weight", "lm_head.weight")
 
 
-def load(folder: Path, tokenizer: Tokenizer) -> Transformer:
-    """The checkpoint's weights in float32, with a row for each id of `tokenizer`.
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Transformer, Tokenizer]:
+    """The checkpoint's weights as `dtype`, with a row for each id of its tokenizer, and that tokenizer, completed.
 
-    Raises ModelError for a checkpoint that cannot be read, is not causal, or has another tokenizer.
+    Raises ModelError for a checkpoint that cannot be read, or is not causal.
     """
     config = read_config(folder)
     if config.attention != "causal":
-        raise ModelError(f"{folder}: expected a causal model to continue, found a {config.attention} one")
+        raise ModelError(f"{folder}: expected a causal model, found a {config.attention} one")
     checkpoint.check(config, folder, checkpoint.headers(folder))
     adopted = adopt(folder, config.vocab_size)
-    if adopted.tokenizer.hash != tokenizer.hash:
-        raise ModelError(
-            f"{folder}: its tokenizer, taken in, is {adopted.tokenizer.hash[:12]}; {tokenizer.source} is "
-            f"{tokenizer.hash[:12]}. Run dvc repro stage_tokenizer stage_encode"
-        )
     state = checkpoint.read_weights(folder)
+    rows = adopted.tokenizer.vocab_size
     for name in TABLES:
         if name in state:
-            state[name] = grown(state[name], tokenizer.vocab_size, adopted.known, adopted.fresh)
-    model = Transformer(replace(config, vocab_size=tokenizer.vocab_size))
+            state[name] = grown(state[name], rows, adopted.known, adopted.fresh)
+    model = checkpoint.empty(replace(config, vocab_size=rows), dtype)
     checkpoint.load_state(model, state, source=str(folder))
-    return model
+    return model, adopted.tokenizer
 
 
 def grown(table: Tensor, rows: int, known: Sequence[int], fresh: Sequence[int]) -> Tensor:

@@ -136,7 +136,7 @@ class Tokenizer:
         self.control_ids = {content: entry["id"] for content, entry in added.items()}  # every added token by its text
         for role, content in (SPECIAL | ADDED).items():
             if content not in self.control_ids:
-                raise ModelError(f"{source}: has no {content} ({role}); take it in with language.start=pretrained")
+                raise ModelError(f"{source}: has no {content} ({role}); take it in as `base` (stage base)")
             setattr(self, role, self.control_ids[content])
         self._check_distinct()
         self.vocab_size = 1 + max(*vocab.values(), *self.control_ids.values())

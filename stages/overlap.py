@@ -1,0 +1,64 @@
+"""Stage overlap: which test items the training data contain. They are measured by nobody.
+
+    data/raw/{text,code} + data/{dialogues,problems} -> data/overlap.json    {"dialogues": [id, ...], "problems": ...}
+
+An item counts as contained if a training document, or what a user says in a training dialogue, hits it
+(ingest/duplicates.py, `Index.hits`): the opening request of a dialogue, the reference answer of a problem. It stands
+apart from stage tasks so that fine-tuning a checkpoint of your own needs no corpus, and no key of the tasks retrains
+the language model.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.ingest import duplicates
+from pipeline.ingest.records import Dialogue, Problem, read
+from pipeline.run.stage import main
+from pipeline.run.workdir import Job
+from pipeline.synthetic import programs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Params:
+    """The stage has no keys."""
+
+
+def run(params: Params, job: Job, *, text: Path, code: Path, dialogues: Path, problems: Path, out: Path) -> None:
+    """Write the ids of the test items that are contained, by kind."""
+    items = [
+        (f"dialogues {d.id}", next((m["content"] for m in d.messages if m["role"] == "user"), ""))
+        for d in read(dialogues / "test.jsonl", Dialogue)
+        if d.kind != "story"  # its answer is sampled, and its request names what the story is about
+    ]
+    items += [
+        (f"problems {p.id}", programs.unfenced(p.answer)) for p in read(problems / "test.jsonl", Problem) if p.answer
+    ]
+    said = (
+        message["content"]
+        for dialogue in read(dialogues / "train.jsonl", Dialogue)
+        if dialogue.kind != "code"  # their requests are those of the problems
+        for message in dialogue.messages
+        if message["role"] == "user"
+    )
+    hits = duplicates.found_in(items, [text, code], said, job.workers)
+    contained = {
+        kind: [name.removeprefix(f"{kind} ") for name, _ in items if name in hits and name.startswith(f"{kind} ")]
+        for kind in ("dialogues", "problems")
+    }
+    out.write_text(json.dumps(contained, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+    job.report(contained={kind: len(ids) for kind, ids in contained.items()}, items=len(items))
+
+
+if __name__ == "__main__":
+    main(
+        run,
+        inputs={
+            "text": "data/raw/text",
+            "code": "data/raw/code",
+            "dialogues": "data/dialogues",
+            "problems": "data/problems",
+        },
+        outs={"out": "data/overlap.json"},
+        seed="data_seed",
+    )
