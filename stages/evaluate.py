@@ -21,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import pyarrow.parquet
 
@@ -43,6 +44,7 @@ from pipeline.synthetic import drills, stories
 from pipeline.synthetic import tools as synthetic_tools
 
 FAMILIES = frozenset(stories.FAMILIES)
+Item = TypeVar("Item", Dialogue, Problem)
 BENCHMARKS = Path("data/benchmarks")
 DATA = {
     "text": "data/raw/text",
@@ -141,9 +143,7 @@ def measurements(
     """The suites of a model that generates text, their settings, and the hardware they run on."""
     settings = params.settings
     sets = [evaluation_benchmarks.load(benchmarks / Path(name).relative_to(BENCHMARKS)) for name in params.benchmarks]
-    contained = {kind: set(ids) for kind, ids in json.loads(overlap.read_text(encoding="utf-8")).items()}
-    sources = held_out(code)
-    problem_records = [p for p in read(problems / "test.jsonl", Problem) if p.id not in contained["problems"]]
+    sources, problem_records = held_out(code), clean_items(problems, Problem, overlap)
     sandbox = partial(Judge, params.sandbox, job.workers, url=job.runtime.sandbox_url)
     if own := next((own for own in own_suites() if own.opens(model)), None):
         hardware = device.hardware(job.runtime.precision)
@@ -165,7 +165,7 @@ def measurements(
         return plan, settings_used | {"precision": hardware.precision}, hardware
     loaded, tokenizer = checkpoint.load(model)
     subject = Subject(loaded.train(False), tokenizer, settings, job.seed)
-    dialogue_records = [d for d in read(dialogues / "test.jsonl", Dialogue) if d.id not in contained["dialogues"]]
+    dialogue_records = clean_items(dialogues, Dialogue, overlap)
     plan = causal_plan(subject, held_out(text), sources, dialogue_records, problem_records, sandbox)
     for offer in wings.each("causal_suites"):
         plan |= offer(subject, facts=facts)
@@ -205,6 +205,12 @@ def causal_plan(
         "tools": lambda: evaluation_tools.called(subject, [d for d in dialogues if d.kind == "tools"]),
         "answers": lambda: suites.answered(subject, dialogues),
     }
+
+
+def clean_items(folder: Path, kind: type[Item], overlap: Path) -> list[Item]:
+    """The test items of data/dialogues or data/problems that the training data do not contain."""
+    contained = set(json.loads(overlap.read_text(encoding="utf-8"))[folder.name])
+    return [item for item in read(folder / "test.jsonl", kind) if item.id not in contained]
 
 
 def held_out(corpus: Path) -> list[Text]:

@@ -2,12 +2,10 @@
 
 import json
 import random
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet
 import pytest
 
 from pipeline.ingest import sources
@@ -145,14 +143,10 @@ KINDS = {"dialogues": Dialogue, "problems": Problem, "preferences": Pair, "facts
 Made = dict[str, Any]  # kind -> split -> records, and "report"
 
 
-def made(folder: Path, params: Params = TASKS, *, code: Iterable[str] = (), seed: int = 1, workers: int = 1) -> Made:
+def made(folder: Path, params: Params = TASKS, *, seed: int = 1, workers: int = 1) -> Made:
     """What the stage writes into `folder`/out, and its report under "report"."""
-    for name in ("own", "text", "code", "feedback", "work", "out"):
+    for name in ("own", "feedback", "work", "out"):
         (folder / name).mkdir(parents=True, exist_ok=True)
-    rows = list(code) or ["nothing here"]
-    for name, texts in (("text", ["nothing there"]), ("code", rows)):
-        table = pyarrow.table({"text": texts, "source": ["s"] * len(texts)})
-        pyarrow.parquet.write_table(table, folder / name / "train-0.parquet")
     job = Job(
         stage="tasks",
         item=None,
@@ -171,15 +165,7 @@ def made(folder: Path, params: Params = TASKS, *, code: Iterable[str] = (), seed
         "pairs": folder / "out/preferences",
         "known": folder / "out/facts",
     }
-    tasks.run(
-        params,
-        job,
-        own=folder / "own",
-        text=folder / "text",
-        code=folder / "code",
-        feedback=folder / "feedback",
-        **outs,
-    )
+    tasks.run(params, job, own=folder / "own", feedback=folder / "feedback", **outs)
     found: Made = {
         kind: {
             p.stem: list(read(p, shape))

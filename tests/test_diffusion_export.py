@@ -70,7 +70,7 @@ def test_a_published_checkpoint_is_compared_with_its_weights_before_a_model_is_b
     path.write_text(json.dumps(json.loads(path.read_text()) | changes | {"mask_token_id": 3}))
     monkeypatch.setattr(diffusion_model, "Transformer", None)
     with pytest.raises(ModelError, match=r"num_hidden_layers is 100000000"):
-        diffusion_model.load(tmp_path)
+        diffusion_model.load_published(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["[]", "3", "not json"])

@@ -148,11 +148,11 @@ def test_only_the_models_that_are_named_are_measured_against_passes(
 ) -> None:
     files.save(tmp_path / name, subject.denoiser, subject.tokenizer, {})
     monkeypatch.setattr(evaluate, "held_out", lambda corpus: [])
-    monkeypatch.setattr(evaluate, "read", lambda path, kind: [])
+    monkeypatch.setattr(evaluate, "clean_items", lambda folder, kind, overlap: [])
     own = evaluate.WingSettings(**asdict(subject.canvas))
     params = evaluate.Params(settings=subject.settings, wings=own, sandbox=SandboxConfig())
     job = SimpleNamespace(seed=1, workers=1, runtime=Runtime())
-    data = dict.fromkeys(("text", "code", "dialogues", "problems", "facts", "benchmarks"), tmp_path)
+    data = dict.fromkeys(("text", "code", "dialogues", "problems", "facts", "overlap", "benchmarks"), tmp_path)
     plan, used, _ = evaluate.measurements(params, job, tmp_path / name, **data)  # type: ignore[arg-type]
     assert ("quality" in plan) == curve
     assert used == asdict(FEW) | {"samples": 1} | asdict(subject.canvas) | {"precision": used["precision"]}

@@ -87,7 +87,7 @@ def test_logits_are_those_of_a_plain_reference(
     values: dict[str, Any], plain: Any, shift: bool, tmp_path: Path, byte_tokenizer: Tokenizer
 ) -> None:
     weights = checkpoint(tmp_path / "model", byte_tokenizer, values)
-    own, tokenizer = model.load(tmp_path / "model")
+    own, tokenizer = model.load_published(tmp_path / "model")
     assert own.traits.shift is shift and tokenizer.vocab_size == byte_tokenizer.vocab_size
     ids = torch.randint(20, 300, (1, 20), generator=torch.Generator().manual_seed(1))
     masks = torch.zeros(1, 20, dtype=torch.bool)
@@ -118,7 +118,7 @@ def test_the_tokenizer_wins_where_config_json_names_another_id(tmp_path: Path, b
     checkpoint(tmp_path / "model", byte_tokenizer, DREAM)
     path = tmp_path / "model/config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"mask_token_id": 30, "pad_token_id": 31}))
-    own, tokenizer = model.load(tmp_path / "model")
+    own, tokenizer = model.load_published(tmp_path / "model")
     assert own.traits.mask == tokenizer.mask and own.traits.fill == tokenizer.end_of_text
     assert set(own.traits.banned) == {tokenizer.mask, tokenizer.pad} and own.traits.ends == (tokenizer.turn_end,)
 
@@ -128,12 +128,12 @@ def test_a_checkpoint_without_a_mask_is_refused(tmp_path: Path, byte_tokenizer: 
     path = tmp_path / "model/config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"mask_token_id": 40}))
     with pytest.raises(ModelError, match="expected a mask token in the tokenizer"):
-        model.load(tmp_path / "model")
+        model.load_published(tmp_path / "model")
 
 
 def test_a_mask_under_another_name_is_taken_from_config_json(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
     checkpoint(tmp_path / "model", byte_tokenizer, LLADA, mask="<|mdm_mask|>")
-    own, tokenizer = model.load(tmp_path / "model")
+    own, tokenizer = model.load_published(tmp_path / "model")
     assert own.traits.mask == byte_tokenizer.mask != tokenizer.mask
     assert {own.traits.mask, tokenizer.mask} <= set(own.traits.banned)  # the one that was added too
 
@@ -163,4 +163,4 @@ def test_a_tensor_too_many_or_too_few_is_named(tmp_path: Path, byte_tokenizer: T
     weights.pop("model.layers.1.self_attn.k_proj.bias")
     save_file(weights, tmp_path / "model/model.safetensors")
     with pytest.raises(ModelError, match=r"1 keys missing \(model.layers.1.self_attn.k_proj.bias\)"):
-        model.load(tmp_path / "model")
+        model.load_published(tmp_path / "model")

@@ -16,8 +16,6 @@ from pipeline.ingest import records
 from pipeline.learning import fit
 from pipeline.model import checkpoint
 from pipeline.run.errors import ModelError
-from tests.diffusion_models import DREAM, LLADA
-from tests.diffusion_models import checkpoint as checkpoint_of
 from tests.diffusion_workspace import STAGES, arguments
 from tests.diffusion_workspace import masked_workspace as masked_workspace
 from tests.stopping import Stopped, hooked, killed
@@ -111,19 +109,6 @@ def test_from_scratch_nothing_is_shifted_and_blocks_stand_in_the_configuration(m
     for stage in ("diffusion_dpo", "diffusion_grpo"):
         ended = run(stage)
         assert ended.code == 2 and "is a block-diffusion model (block_size 32)" in ended.said
-
-
-@pytest.mark.parametrize("values", [DREAM, LLADA], ids=["dream", "llada"])
-@pytest.mark.full
-def test_a_published_checkpoint_is_fine_tuned_with_its_own_tokenizer(masked: Workspace, values: dict[str, Any]) -> None:
-    """The control stays the causal model of the graph."""
-    name = "<|mask|>" if values is DREAM else "<|mdm_mask|>"
-    long = {"max_position_embeddings": 256} if values is DREAM else {"max_sequence_length": 256}
-    checkpoint_of(Path("published"), masked.tokenizer, values | long, mask=name)
-    finished(masked, "diffusion", init="pretrained", pretrained="published", adapt_steps=0)
-    model, tokenizer = files.load(Path("models/diffusion"))
-    assert model.traits.shift is (values is DREAM) and model.traits.ends == (tokenizer.turn_end,)
-    assert checkpoint.load(Path("models/diffusion_control"))[1].hash == masked.tokenizer.hash
 
 
 def test_dpo_and_grpo_publish_masked_models_that_moved(masked: Workspace) -> None:
@@ -272,9 +257,8 @@ def test_a_masked_model_is_refused_where_a_causal_one_is_needed(masked: Workspac
             "difficulty: expected frontier, all, or a group of the problems (easy), got 'odd'",
         ),
         ("diffusion_grpo", {"ref_sync": 2, "beta": 0.0}, "ref_sync: expected 0 with an adapter"),
-        ("diffusion", {"init": "model"}, "init: expected one of code, scratch"),
-        ("diffusion", {"init": "pretrained", "pretrained": "nowhere"}, "nowhere does not exist"),
-        ("diffusion", {"block_size": 32}, "block_size: expected 0 with init code"),
+        ("diffusion", {"init": "model"}, "init: expected one of base, scratch"),
+        ("diffusion", {"block_size": 32}, "block_size: expected 0 with init base"),
         (
             "diffusion",
             {"init": "scratch", "block_size": 36},

@@ -160,15 +160,33 @@ def test_the_selected_model_file_concerns_language_and_another_one_nobody(reposi
 def test_a_checkpoint_to_start_from_is_followed_by_its_contents(repository: Repository, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     checkpoints.write(tmp_path / "base", "qwen3")
-    repository.edit("params.yaml", "start: scratch", "start: pretrained")
-    repository.edit("params.yaml", "pretrained: data/pretrained", f"pretrained: {tmp_path / 'base'}")
+    repository.edit("params.yaml", "base: scratch", "base: base")
+    repository.edit("params.yaml", "folder: data/pretrained", f"folder: {tmp_path / 'base'}")
     before = repository.sha("language")
-    assert repository.repro("stage_language") == {"stage_tokenizer", "stage_encode@text", "stage_language"}
+    assert repository.repro("stage_language") == {
+        "stage_base",
+        "stage_tokenizer",
+        "stage_encode@text",
+        "stage_language",
+    }
     assert repository.sha("language") != before
-    assert not {"stage_tokenizer", "stage_language"} & repository.changed()
+    assert not {"stage_base", "stage_tokenizer", "stage_language"} & repository.changed()
     checkpoints.write(tmp_path / "base", "qwen3", initializer_range=0.05)
-    assert {"stage_tokenizer", "stage_language"} <= repository.changed()
-    assert repository.repro("stage_language") == {"stage_tokenizer", "stage_language"}
+    assert repository.changed() == {"stage_base"}
+    assert repository.repro("stage_language") == {"stage_base", "stage_tokenizer", "stage_language"}
+
+
+def test_fine_tuning_a_checkpoint_builds_nothing_before_it(repository: Repository, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    checkpoints.write(tmp_path / "base", "qwen2")
+    repository.edit("params.yaml", "tools:\n  base: code", "tools:\n  base: base")
+    repository.edit("params.yaml", "folder: data/pretrained", f"folder: {tmp_path / 'base'}")
+    repository.edit("conf/scale/smoke.yaml", "code:\n  steps: ", "code:\n  steps: 1")
+    assert repository.repro("stage_dpo") == {"stage_base", "stage_tools", "stage_dpo"}
+    assert repository.repro("stage_dpo") == set()
+    checkpoints.write(tmp_path / "base", "qwen3")
+    assert repository.repro("stage_dpo") == {"stage_base", "stage_tools", "stage_dpo"}
+    assert "stage_code" in repository.changed()  # of another branch: it was not asked for
 
 
 def test_another_seed_trains_on_the_data_of_before_and_another_data_seed_makes_new_data(repository: Repository) -> None:

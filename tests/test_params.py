@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import shutil
-import typing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -242,7 +241,7 @@ def read_blocks(stage: str) -> set[str]:
             continue
         which, _, key = source.partition(".")
         if which in stage_names(Path()):
-            names |= {f"{which}.{key}" for key in shared_keys(stage, field.name)}
+            names |= {source}
         elif which in ("model", "data"):
             names |= {which, f"{which}:{key or '*'}"}
         else:
@@ -257,32 +256,21 @@ def in_a_scale_file(name: str) -> bool:
     return any(name in yaml.safe_load(path.read_text()) for path in Path("conf/scale").glob("*.yaml"))
 
 
-def shared_keys(stage: str, field: str) -> set[str]:
-    """The keys of another stage's block that a field of a stage's parameters takes."""
-    import importlib
-
-    kind = typing.get_type_hints(importlib.import_module(f"stages.{stage}").Params)[field]
-    return {inner.name for inner in dataclasses.fields(kind)}
-
-
-def test_keys_that_two_stages_share_stand_in_params_yaml_alone(in_repository: Path) -> None:
-    """A scale file or preset that set one would not be tracked by the stage that reads it from the other's block."""
-    keys = shared_keys("tokenizer", "base")
-    assert keys == {"start", "pretrained", "hub"}
-    own = yaml.safe_load(Path("params.yaml").read_text())["language"]
-    assert keys <= own.keys() and own["pretrained"] is not None  # it is a path in dvc.yaml
-    for path in [*Path("conf/scale").glob("*.yaml"), *Path("conf").glob("preset/language/*.yaml")]:
-        found = yaml.safe_load(path.read_text())
-        assert not keys & found.get("language", found).keys(), path
+def test_where_training_begins_stands_in_params_yaml_alone(in_repository: Path) -> None:
+    """It is a path in dvc.yaml; a scale file or preset that set one would not be followed there."""
+    blocks = yaml.safe_load(Path("params.yaml").read_text())
+    for stage in stage_names(Path()):
+        settings = Settings(Path(), [])
+        if "base" in {field.name for field in dataclasses.fields(stage_params(stage, settings))} - {"tokenizer"}:
+            assert stage == "tokenizer" or isinstance(blocks[stage]["base"], str), stage
+    for path in [*Path("conf/scale").glob("*.yaml"), *Path("conf").glob("preset/*/*.yaml")]:
+        content = yaml.safe_load(path.read_text())
+        assert not any("base" in block for block in [content, *content.values()] if isinstance(block, dict)), path
 
 
-def test_a_stage_takes_of_anothers_block_the_keys_of_its_dataclass_alone(in_repository: Path) -> None:
-    settings = Settings(Path(), ["language.start=pretrained", "language.pretrained=/models/a", "language.steps=7"])
-    found = stage_params("tokenizer", settings).base
-    assert (found.start, found.pretrained, found.hub) == ("pretrained", "/models/a", None)
-    assert found == stage_params("language", settings).base
-    with pytest.raises(ConfigError, match=r"language: start: expected scratch, pretrained, hub, got 'folder'"):
-        stage_params("tokenizer", Settings(Path(), ["language.start=folder"]))
+def test_the_tokenizer_takes_its_base_from_the_language_model(in_repository: Path) -> None:
+    assert stage_params("tokenizer", Settings(Path(), [])).base == "scratch"
+    assert stage_params("tokenizer", Settings(Path(), ["language.base=base", "language.steps=7"])).base == "base"
 
 
 def test_the_address_of_the_sandbox_service_is_a_nested_key_of_the_runtime_block(repository: Path) -> None:

@@ -27,8 +27,8 @@ def plan(
     monkeypatch.setattr(evaluate, "own_suites", list)
     monkeypatch.setattr(evaluate.checkpoint, "load", lambda _: (tiny_model, byte_tokenizer))
     monkeypatch.setattr(evaluate, "held_out", lambda corpus: [])
-    monkeypatch.setattr(evaluate, "read", lambda path, kind: [])
-    data = dict.fromkeys(("text", "code", "dialogues", "problems", "facts", "benchmarks"), tmp_path)
+    monkeypatch.setattr(evaluate, "clean_items", lambda folder, kind, overlap: [])
+    data = dict.fromkeys(("text", "code", "dialogues", "problems", "facts", "overlap", "benchmarks"), tmp_path)
 
     def suites_of(model: str, every_suite: bool = False) -> list[str]:
         params = evaluate.Params(settings=FEW, sandbox=SandboxConfig(), every_suite=every_suite)

@@ -124,6 +124,7 @@ def test_evaluate_judges_problems_and_test_sets_where_the_address_says(
     empty = workspace.folder / "empty"
     write(empty / "dialogues/test.jsonl", list[Dialogue]())
     write(empty / "problems/test.jsonl", list[Problem]())
+    (empty / "overlap.json").write_text('{"dialogues": [], "problems": []}')
     write_set(empty / "benchmarks/h.jsonl", [DOUBLE])
     evaluate.run(
         replace(EVALUATE, benchmarks=["data/benchmarks/h.jsonl"]),
@@ -134,6 +135,7 @@ def test_evaluate_judges_problems_and_test_sets_where_the_address_says(
         dialogues=empty / "dialogues",
         problems=empty / "problems",
         facts=Path("data/facts"),
+        overlap=empty / "overlap.json",
         benchmarks=empty / "benchmarks",
         summary=empty / "m.json",
         items=empty / "m.jsonl",
@@ -168,22 +170,16 @@ class Pools:
         return map(function, items)
 
 
-def test_tasks_generates_and_searches_in_so_many_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pools, searches = Pools(), []
-
-    def found_in(items: Any, corpora: Any, texts: Any, workers: int) -> set[str]:
-        searches.append(workers)
-        return set()
-
+def test_tasks_generates_in_so_many_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pools = Pools()
     monkeypatch.setattr(tasks, "Judge", LengthJudge)
     monkeypatch.setattr(tasks, "pool_map", pools)
     monkeypatch.setattr(tasks, "WORTH_A_WORKER", 1)
     monkeypatch.setattr(tasks, "CHUNK", 5)  # no more is made than is taken
-    monkeypatch.setattr(tasks.duplicates, "found_in", found_in)
     small = replace(TASKS, dialogues=20, problems=10, pairs=6, test_items=4)
     made(tmp_path, small, workers=WORKERS)
     assert len(pools.workers) == 3 + 3 * 3  # problems, dialogues, choices, and of each split the three kinds of pairs
-    assert {*pools.workers} == {WORKERS} and searches == [WORKERS]
+    assert {*pools.workers} == {WORKERS}
 
 
 def test_encode_and_corpus_work_in_so_many_workers(

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from pipeline.learning.pair_losses import PairLoss
 from pipeline.learning.settings import FitConfig, FullTraining, PairConfig
 from pipeline.model import checkpoint
-from pipeline.model.config import ModelConfig, StartConfig
+from pipeline.model.config import ModelConfig
 from pipeline.model.initialization import induction_heads, relate_variants
 from pipeline.model.lora import AdaptedLinear, AdapterConfig
 from pipeline.model.transformer import Transformer
@@ -60,10 +60,11 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def fresh(tokens: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Handed:
     """What stage language hands to `fit`; its model directory is `folder`/model."""
     found = handed(language, monkeypatch)
-    values: dict[str, Any] = {"base": StartConfig(), "induction_heads": False, "model": SHAPE, "fit": fitting()}
+    values: dict[str, Any] = {"induction_heads": False, "model": SHAPE, "fit": fitting()}
     language.run(
         language.Params(**(values | changes)),
         job(folder / "work/key"),
+        base=tokens / "scratch",
         tokenizer=tokens / "text/tokenizer",
         tokens=tokens / "text/tokens",
         out=folder / "model",

@@ -8,7 +8,6 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from pipeline.model.config import StartConfig
 from pipeline.text.tokenizer import Tokenizer
 from stages import tokenizer
 
@@ -29,9 +28,7 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def params(**changes: Any) -> tokenizer.Params:
-    return tokenizer.Params(
-        **({"vocab_size": 320, "sample_mb": 0.04, "text_share": 0.5, "base": StartConfig()} | changes)
-    )
+    return tokenizer.Params(**({"vocab_size": 320, "sample_mb": 0.04, "text_share": 0.5, "base": "scratch"} | changes))
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-"""From a pretrained checkpoint through the stages: tokenizer, encode, language, code, in a working directory of their
-own.
+"""From a checkpoint of the user through the stages: base, tokenizer, encode, language, code, in a working directory of
+their own.
 
 The graph's own view, what DVC reruns, is in test_graph.py.
 """
@@ -19,7 +19,6 @@ from pipeline.model import checkpoint
 from pipeline.text.tokenizer import Tokenizer
 from tests import checkpoints
 from tests.conftest import ROOT
-from tests.hubserver import REVISION, HubServer
 from tests.workspace import Ended, command
 
 pytestmark = [pytest.mark.full, pytest.mark.slow, pytest.mark.oracle]
@@ -44,10 +43,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     home.mkdir()
     for name in ("conf", "stages", "pipeline"):
         (home / name).symlink_to(ROOT / name)
-    (home / "params.yaml").write_text("seed: 1\ndata_seed: 1\nmodel: nano\nscale: smoke\ndata: machine\n")
+    (home / "params.yaml").write_text(
+        "seed: 1\ndata_seed: 1\nmodel: nano\nscale: smoke\ndata: machine\nlanguage: {base: scratch}\n"
+    )
     documents = [
         path.read_text(encoding="utf-8")[:2000] for path in sorted((ROOT / "pipeline/ingest").glob("[a-z]*.py"))
     ]
+    (home / "models/scratch").mkdir(parents=True)
     for corpus, first in (("text", 0), ("code", 1)):
         (home / "data/raw" / corpus).mkdir(parents=True)
         for split, texts in (("train", documents[first:-4:2]), ("val", documents[-4 + first :: 2])):
@@ -70,8 +72,11 @@ def run(stage: str, *argv: str, **changes: Any) -> Ended:
     return command(stage, [*argv, *settings, "runtime.precision=fp32", "runtime.workers=1"])
 
 
-def start(folder: Path) -> list[str]:
-    return ["language.start=pretrained", f"language.pretrained={folder}"]
+def begin(folder: Path) -> None:
+    """Take the checkpoint in, and go from it to the language model."""
+    ended = run("base", f"base.folder={folder}")
+    assert ended.code == 0, ended.said
+    through("language.base=base")
 
 
 def key(stage: str) -> str:
@@ -90,7 +95,7 @@ def test_a_checkpoint_goes_through_the_stages_and_comes_out_in_transformers(shap
     import transformers
 
     checkpoints.write(folder, shape)
-    through(*start(folder))
+    begin(folder)
     assert run("encode", "code").code == 0 and run("code").code == 0
     model, tokenizer = checkpoint.load(Path("models/code"))
     assert model.config.family == shape and model.config.layers == 2  # nano has four
@@ -114,72 +119,40 @@ def test_a_checkpoint_goes_through_the_stages_and_comes_out_in_transformers(shap
         assert float((saved(ids).logits - model.train(False)(ids)).abs().max()) <= 1e-5
     assert transformers.AutoTokenizer.from_pretrained("models/code")(first.replace("<", "("))["input_ids"] == kept
     lineage = json.loads(Path("models/language/lineage.json").read_text())
-    assert lineage["inputs"].keys() == {"data/tokenizer", "data/tokens/text", "base"}
+    assert lineage["inputs"].keys() == {"data/tokenizer", "data/tokens/text", "models/base"}
 
 
 def test_other_weights_train_anew_and_from_scratch_the_checkpoint_concerns_nobody(folder: Path) -> None:
     checkpoints.write(folder, "qwen3")
-    pretrained = start(folder)
-    through("language.start=scratch", pretrained[1])
+    through()
     scratch = {stage: key(stage) for stage in ("tokenizer", "language")}
-    assert run("language", "language.start=scratch", pretrained[1]).said.count("already computed") == 1
     assert checkpoint.load(Path("models/language"))[0].config.layers == 4
-    through(*pretrained)
+    begin(folder)
     first = {stage: key(stage) for stage in scratch}
     assert all(first[stage] != scratch[stage] for stage in scratch)
-    checkpoints.write(folder, "qwen3", initializer_range=0.05)
-    assert "already computed" not in run("language", *pretrained).said
-    assert key("language") != first["language"]
     tokenizer = Path("data/tokenizer/tokenizer.json").read_bytes()
-    run("tokenizer", *pretrained)
+    checkpoints.write(folder, "qwen3", initializer_range=0.05)
+    begin(folder)
+    assert key("language") != first["language"]
     assert Path("data/tokenizer/tokenizer.json").read_bytes() == tokenizer  # so nothing is encoded again
-    through("language.start=scratch", pretrained[1])
+    through()
     assert {stage: key(stage) for stage in scratch} == scratch
 
 
-def test_a_checkpoint_that_cannot_be_continued_stops_the_tokenizers_stage_and_leaves_nothing(folder: Path) -> None:
+def test_a_checkpoint_that_cannot_be_continued_stops_its_stage_and_leaves_nothing(folder: Path) -> None:
     checkpoints.write(folder, "llama")
     checkpoints.edit(folder / "config.json", rope_scaling={"rope_type": "llama3", "factor": 8.0})
-    ended = run("tokenizer", *start(folder))
-    assert ended.code == 2 and "stage_tokenizer: config.json: rope_type = 'llama3' is not supported" in ended.said
-    ended = run("tokenizer", "language.start=pretrained", "language.pretrained=Qwen/Qwen3-0.6B")
-    assert ended.code == 2 and "set language.start=hub and language.hub=Qwen/Qwen3-0.6B" in ended.said
-    assert not Path("data/tokenizer").exists()
+    ended = run("base", f"base.folder={folder}")
+    assert ended.code == 2 and "stage_base: config.json: rope_type = 'llama3' is not supported" in ended.said
+    ended = run("base", "base.folder=Qwen/Qwen3-0.6B")
+    assert ended.code == 2 and "set base.hub=Qwen/Qwen3-0.6B" in ended.said
+    assert not Path("models/base").exists()
 
 
 def test_a_tokenizer_that_was_not_taken_from_the_checkpoint_stops_the_stage(folder: Path) -> None:
     checkpoints.write(folder, "qwen3")
     assert run("tokenizer").code == 0 and run("encode", "text").code == 0
-    ended = run("language", *start(folder))
-    assert ended.code == 2 and "Run dvc repro stage_tokenizer stage_encode" in ended.said
+    assert run("base", f"base.folder={folder}").code == 0
+    ended = run("language", "language.base=base")
+    assert ended.code == 2 and "models/base and data/tokenizer have different tokenizers" in ended.said
     assert not Path("models/language").exists()
-
-
-def test_a_model_of_the_hub_stays_at_its_commit_and_the_lineage_names_it(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from huggingface_hub import constants
-
-    checkpoints.write(folder, "qwen3-untied")
-    server = HubServer()
-    server.files["me/base"] = {path.name: path.read_bytes() for path in folder.iterdir()}
-    monkeypatch.setattr(constants, "ENDPOINT", server.url)
-    monkeypatch.setattr(
-        constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.url + "/{repo_id}/resolve/{revision}/{filename}"
-    )
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder.parent / "cache"))
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    base = ("language.start=hub", "language.hub=me/base")
-    try:
-        assert run("tokenizer", *base).code == 0 and run("encode", "text").code == 0
-        assert not [name for name in server.gets if name.endswith(".safetensors")]  # a tokenizer needs no weights
-        server.commits.append("f" * 40)  # main moves on
-        ended = run("language", *base)
-        assert ended.code == 0, ended.said
-    finally:
-        server.shutdown()
-        server.server_close()
-    lineage = json.loads(Path("models/language/lineage.json").read_text())
-    assert lineage["pretrained"] == f"me/base@{REVISION}"
-    assert not checkpoint.load(Path("models/language"))[0].config.tied
-    assert set(server.gets) == {"config.json", "tokenizer.json", "model.safetensors"}

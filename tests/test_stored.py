@@ -90,7 +90,7 @@ def test_a_pretrained_checkpoint_is_compared_before_its_tokenizer_grows(
 ) -> None:
     rewrite(folder, vocab_size=HUGE)
     with pytest.raises(ModelError, match=r"config\.json asks for \[100000000, 32\]"):
-        initialization.load(folder, byte_tokenizer)
+        initialization.load(folder)
 
 
 def test_a_reward_model_is_compared_too(

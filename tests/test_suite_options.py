@@ -218,6 +218,7 @@ def measured(
         "dialogues": tmp_path / "dialogues",
         "problems": tmp_path / "problems",
         "facts": tmp_path / "facts",
+        "overlap": tmp_path / "overlap.json",
         "text": corpus(tmp_path / "text", [(source, f"{path}/{n}") for source, path in sources for n in range(5)]),
         "code": corpus(tmp_path / "code", [("package", f"code/{n}") for n in range(5)]),
         "benchmarks": tmp_path / "benchmarks",
@@ -225,6 +226,7 @@ def measured(
         "items": tmp_path / "m.jsonl",
         "curves": tmp_path / "m.csv",
     }
+    (tmp_path / "overlap.json").write_text('{"dialogues": [], "problems": []}')
     write(tmp_path / "dialogues/test.jsonl", [talk(n) for n in range(3)])
     write(tmp_path / "problems/test.jsonl", [problem("a", "easy")])
 

@@ -2,6 +2,7 @@
 nothing.
 """
 
+import re
 import runpy
 from pathlib import Path
 from typing import Any
@@ -37,11 +38,9 @@ def test_dvc_tracks_what_a_stage_reads_and_writes(stage: str, monkeypatch: pytes
     wiring, node = wiring_of(stage, monkeypatch), GRAPH[f"stage_{stage}"]
     deps = paths(node["deps"]) - {f"build/code/{stage}.txt"}
     assert f"build/code/{stage}.txt" in paths(node["deps"])
-    known = {dep.replace("${deploy.model}", "{model}") for dep in deps}
+    known = {re.sub(r"/\$\{\w+\.(\w+)\}", r"/{\1}", dep) for dep in deps}  # models/${deploy.model}
     chosen = {dep for dep in known if dep.startswith("${")}  # an input that only some parameters ask for
-    assert chosen == (
-        {"${" + f"{'language' if stage != 'diffusion' else stage}.pretrained" + "}"} if wiring.get("chosen") else set()
-    )
+    assert chosen == ({"${base.folder}"} if wiring.get("chosen") else set())
     inputs = set(wiring["inputs"].values())
     if stage == "evaluate":  # its items read different inputs; the reward model's has a stage of its own
         mine = {key for key in wiring["inputs"] if key in wiring["of_item"]("tools")}

@@ -219,7 +219,9 @@ def read_values(folder: Path) -> JsonObject:
 
 
 def _reason(folder: Path) -> str:
-    """Why there is no model in a directory that has a README for one."""
+    """Why there is no model in a directory, if it is an adapter's, or has a README for one."""
+    if (folder / "adapter_config.json").is_file():
+        return " but an adapter of peft; merge it into its model first (merge_and_unload, save_pretrained)"
     readme = folder / "README.md"
     return f". {readme.read_text(encoding='utf-8', errors='replace').strip():.400}" if readme.is_file() else ""
 

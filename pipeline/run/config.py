@@ -372,7 +372,8 @@ def _value_of_source(source: str, kind: object, settings: Settings) -> object:
             values = {inner: value for inner, value in values.items() if inner in _valid_keys(kind)}
         return build(kind, values, name)
     if key not in values:
-        raise ConfigError(f"conf/{name}/{settings.name(name)}.yaml: {key}: missing: expected {type_name(kind)}")
+        file = f"conf/{name}/{settings.name(name)}.yaml: {key}" if name in GROUPS else f"params.yaml: {source}"
+        raise ConfigError(f"{file}: missing: expected {type_name(kind)}")
     return convert(values[key], kind, source)
 
 
