@@ -6,7 +6,7 @@ A share of the code pieces is cut in three and reordered, so that the model lear
 share of the batches is the language stage's text, so that the stories are not forgotten.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pipeline.batches.corpus import CorpusStream, MixtureStream
@@ -59,8 +59,12 @@ def run(params: Params, job: Job, *, base: Path, code: Path, text: Path, out: Pa
     if params.text_weight:
         stream = MixtureStream([(params.code_weight, stream), (params.text_weight, corpus(text, 0.0))])
     batches, loss, watchers = next_tokens(model, stream, params.weights, job, tokens=params.fit.validation.eval_tokens)
-    fit(model, batches, loss, params.fit, job, watchers=watchers)
-    checkpoint.save(out, model, tokenizer, job.lineage, precision=params.full.save_precision)
+
+    def save(folder: Path) -> None:
+        checkpoint.save(folder, model, tokenizer, job.lineage, precision=params.full.save_precision)
+
+    fit(model, batches, loss, params.fit, job, watchers=replace(watchers, save=save))
+    save(out)
 
 
 if __name__ == "__main__":

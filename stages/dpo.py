@@ -8,6 +8,7 @@ adapter switched off.
 """
 
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from pipeline.batches.pairs import PairBatch, PairSplit, PairStream
@@ -72,7 +73,14 @@ def run(params: Params, job: Job, *, base: Path, pairs: Path, out: Path) -> None
     test = PairSplit(pairs / "test.jsonl", start.tokenizer, config.max_prompt, config.max_length)
     before = preferences.likelihoods(start.policy, test, start.tokenizer.pad, hardware.device)
     gate = gates.first_dpo(losses.at_start, hardware.precision, losses.beta)
-    fit(start.policy, stream, loss, config, job, watchers=Watchers(first=gate))
+    fit(
+        start.policy,
+        stream,
+        loss,
+        config,
+        job,
+        watchers=Watchers(first=gate, save=partial(reference.save_merged, start.policy, start.tokenizer, job)),
+    )
     job.report(**reference.finish(start), dropped={"train": dict(stream.train.dropped), "test": dict(test.dropped)})
     after = preferences.likelihoods(start.policy, test, start.tokenizer.pad, hardware.device)
     job.report(test=preferences.measure_pairs(test, before, after, job.seed))

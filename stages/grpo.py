@@ -119,7 +119,13 @@ def run(params: Params, job: Job, *, base: Path, problems: Path, out: Path, samp
             params.held_out,
         )
         gate = gates.first_policy("ratio", "approxkl", "clip_ratio/region_mean", setting.precision)
-        watchers = Watchers(first=gate, evaluate=held_out.row, logged=watch_alarms(job.name), gradients_at=None)
+        watchers = Watchers(
+            first=gate,
+            evaluate=held_out.row,
+            logged=watch_alarms(job.name),
+            gradients_at=None,
+            save=partial(reference.save_merged, start.policy, start.tokenizer, job),
+        )
         fit(start.policy, stream, partial(loss, method=method, config=config), config, job, watchers=watchers)
         held_out_report = held_out.report()  # before `finish`, which merges an adapter into the reference too
         held_out.write_samples(samples)

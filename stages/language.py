@@ -7,7 +7,7 @@ the model's size is a file of conf/model/ (`model: nano` in params.yaml). `base:
 whose tokenizer stage tokenizer has adopted; learning rates for such a model are those of scale `full`.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pipeline.batches.corpus import CorpusStream
@@ -57,9 +57,13 @@ def run(params: Params, job: Job, *, base: Path, tokenizer: Path, tokens: Path, 
         cache=job.folder.parent,
     )
     batches, loss, watchers = next_tokens(model, stream, params.weights, job, tokens=params.fit.validation.eval_tokens)
-    fit(model, batches, loss, params.fit, job, from_scratch=from_scratch, watchers=watchers)
+
+    def save(folder: Path) -> None:
+        checkpoint.save(folder, model, text, job.lineage, precision=params.full.save_precision)
+
+    fit(model, batches, loss, params.fit, job, from_scratch=from_scratch, watchers=replace(watchers, save=save))
     job.report(parameters=model.num_parameters())
-    checkpoint.save(out, model, text, job.lineage, precision=params.full.save_precision)
+    save(out)
 
 
 def fresh(params: Params, text: Tokenizer, seed: int) -> Transformer:

@@ -7,12 +7,13 @@ merged model's logits equal those of the model with its adapter.
 """
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from pipeline.batches.batch import TokenBatch
 from pipeline.batches.dialogues import DialogueStream
 from pipeline.learning import gates, losses, reference
-from pipeline.learning.fit import fit
+from pipeline.learning.fit import Watchers, fit
 from pipeline.learning.losses import Loss, Term
 from pipeline.learning.settings import FitConfig, Neftune
 from pipeline.model import checkpoint, lora
@@ -57,7 +58,14 @@ def run(params: Params, job: Job, *, base: Path, dialogues: Path, out: Path) -> 
         return Loss([Term("loss", losses.read_out(model, batch, losses.next_token))])
 
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    fit(model, stream, loss, params.fit, job)
+    fit(
+        model,
+        stream,
+        loss,
+        params.fit,
+        job,
+        watchers=Watchers(save=partial(reference.save_merged, model, tokenizer, job)),
+    )
     lora.export_peft(out / "adapter", model, adapter, base_name=str(base))
     difference = lora.merged_with_gate(model, reference.gate_rows(model))
     job.report(trained_parameters=trained, parameters=model.num_parameters(), merge_difference=difference)

@@ -104,6 +104,7 @@ def run(params: Params, job: Job, *, base: Path, reward: Path, pairs: Path, out:
             logged=watch_alarms(job.name, target_kl=params.ppo.target_kl),
             # the first gate sees that the losses are alive; equal scores give no gradient to the actor
             gradients_at=None,
+            save=partial(reference.save_merged, start.policy, start.tokenizer, job),
         )
         fit(
             model, stream, partial(loss, temperature=config.temperature, ppo=params.ppo), config, job, watchers=watchers

@@ -11,7 +11,7 @@ from pathlib import Path
 from pipeline.batches.batch import TokenBatch
 from pipeline.batches.dialogues import DialogueStream
 from pipeline.learning import gates, losses
-from pipeline.learning.fit import fit
+from pipeline.learning.fit import Watchers, fit
 from pipeline.learning.losses import Loss, Term
 from pipeline.learning.settings import FitConfig, FullTraining, Neftune
 from pipeline.model import checkpoint
@@ -44,8 +44,11 @@ def run(params: Params, job: Job, *, base: Path, dialogues: Path, out: Path) -> 
     def loss(model: Transformer, batch: TokenBatch) -> Loss:
         return Loss([Term("loss", losses.read_out(model, batch, losses.next_token))])
 
-    fit(model, stream, loss, params.fit, job)
-    checkpoint.save(out, model, tokenizer, job.lineage, precision=params.full.save_precision)
+    def save(folder: Path) -> None:
+        checkpoint.save(folder, model, tokenizer, job.lineage, precision=params.full.save_precision)
+
+    fit(model, stream, loss, params.fit, job, watchers=Watchers(save=save))
+    save(out)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeGuard
 
 import numpy as np
@@ -37,10 +38,10 @@ from pipeline.learning.settings import TrainingConfig
 from pipeline.learning.states import Keeper
 from pipeline.learning.update import Averages, Course, LoggingWindow, Scaler, Totals
 from pipeline.run import device
-from pipeline.run.errors import GateError
+from pipeline.run.errors import ConfigError, GateError
 from pipeline.run.tracking import progress, say
 from pipeline.run.types import JsonObject
-from pipeline.run.workdir import Job
+from pipeline.run.workdir import Job, remove
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +53,7 @@ class Watchers:
     evaluate: Callable[[int], dict[str, float]] | None = None  # at step 0, every eval_steps, and at the end
     logged: Callable[[list[JsonObject]], None] | None = None  # the curve, after each new row
     micro: Callable[[int, bool], None] | None = None  # before each micro-batch: its number, and whether it counts
+    save: Callable[[Path], None] | None = None  # write the model as it is now: for runtime.keep_models
     gradients_at: int | None = 0  # the step whose gradients must reach every group; a zero head lets none through at 0
 
 
@@ -101,6 +103,8 @@ class Run:
         self.ranks = Ranks(job.runtime.precision, str(job.folder))
         config.check_context(model)
         self.steps = config.resolve_steps(stream.tokens_per_epoch)
+        free = config.free_steps(self.steps)
+        self.free = free - free % self.rolling.steps_per_rollout if self.rolling else free
         compiled = prepared(model, job, config, self.steps, self.hardware)
         self.plain = self.ranks.place(model, self.hardware.device)
         self.model = self.ranks.wrap(self.plain)
@@ -132,7 +136,11 @@ class Run:
                 "compile": compiled,
             },
             config,
+            self.free,
         )
+        if job.runtime.keep_models and (watchers.save is None or self.ranks.sharding):
+            why = "has cut its model (FSDP2)" if self.ranks.sharding else "makes a model at its end alone"
+            raise ConfigError(f"runtime.keep_models: expected [], because stage_{job.stage} {why}")
 
     def go(self, *, last: bool = True) -> None:
         """Resume or start, train to the end, load the weights to publish."""
@@ -154,6 +162,7 @@ class Run:
                     row = self.job.tracker.rows[-1]
                     bar.note(" ".join(f"{k} {row[k]:.3f}" for k in ("loss", "val/loss", "reward") if k in row))
         self.keeper.wait()
+        self.keeper.keep_for_longer_runs(self.course)
         self.instruments.end(self.course.step, self.course.tokens)
         self._publish()
         self.ranks.finish(self.plain, self.hardware.device, last=last)
@@ -322,7 +331,9 @@ class Run:
         every = self.rolling.steps_per_rollout if self.rolling else runtime.logging_steps
         if course.step % every == 0 or last or course.step == 1:
             self._log()
-        self.save_due |= save or course.step % runtime.save_steps == 0
+        self.save_due |= save or course.step % runtime.save_steps == 0 or course.step == self.free
+        if course.step in runtime.keep_models:
+            self._keep_model()
         self._finish_step(evaluate=course.step % self.config.eval_steps == 0 or last)
 
     def _finish_step(self, *, evaluate: bool) -> None:
@@ -415,6 +426,20 @@ class Run:
         self.last_save, self.save_due, self.saved_step = time.monotonic(), False, self.course.step
         stream = self.unfilled or (self.rolling.state() if self.rolling else {})
         self.keeper.save(self.course, self.window, {"stream": stream, "scaler": self.scaler.state()})
+
+    def _keep_model(self) -> None:
+        """Write the model after this step beside the stage's own, with its averaged weights where there are some."""
+        if self.ranks.rank == 0 and self.watchers.save:
+            name = f"{self.job.name.replace('@', '_')}-{self.course.step}"
+            target = self.job.folder / "out/models" / name
+            part = target.with_name(f".{name}.part")
+            remove(part)
+            with self.averages.in_place() if self.averages else contextlib.nullcontext():
+                self.watchers.save(part)
+            remove(target)
+            part.rename(target)
+            say(f"{self.job.name}: models/{name} is kept")
+        self.ranks.barrier()
 
     def _resume(self) -> None:
         state = self.keeper.resume()

@@ -78,7 +78,7 @@ class Phases:
         folder = self._job.folder / "parts" / name
         folder.mkdir(parents=True, exist_ok=True)
         item = f"{self._job.item}.{name}" if self._job.item else name
-        return replace(self._job, item=item, folder=folder, tracker=tracker)
+        return replace(self._job, item=item, folder=folder, tracker=tracker, family="")
 
 
 class PhaseTracker:

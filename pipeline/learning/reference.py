@@ -32,6 +32,7 @@ from pipeline.model.transformer import Transformer
 from pipeline.run import device
 from pipeline.run.device import Hardware
 from pipeline.run.errors import ConfigError
+from pipeline.run.workdir import Job
 from pipeline.text.tokenizer import Tokenizer
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -124,6 +125,14 @@ def finish(start: Start) -> dict[str, float | str]:
         start.policy.float()
         report["merge_difference"] = lora.merged_with_gate(start.policy, gate_rows(start.policy))
     return report
+
+
+def save_merged(policy: Transformer, tokenizer: Tokenizer, job: Job, folder: Path) -> None:
+    """Write the policy as it is now: for `Watchers.save`. An adapter is merged into a copy. Raises GateError."""
+    if lora.adapters(policy):
+        policy = copy.deepcopy(policy).float()
+        lora.merged_with_gate(policy, gate_rows(policy))
+    checkpoint.save(folder, policy, tokenizer, job.lineage)
 
 
 def gate_rows(model: Transformer) -> torch.Tensor:

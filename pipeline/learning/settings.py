@@ -79,6 +79,7 @@ class TrainingConfig(OptimizerConfig):
     on_spike: str = "skip"
     """One far above the last 128 steps: skip, stop, rollback, or ignore."""
 
+    length_keys: ClassVar[tuple[str, ...]] = ()  # that set nothing but the number of steps
     length_key: ClassVar[str] = "context"  # the key that sets the longest row, for error messages
     even_rows: ClassVar[bool] = False  # all rows have one length, so that every batch has the same shape
 
@@ -150,6 +151,16 @@ class TrainingConfig(OptimizerConfig):
     def resolve_steps(self, tokens_per_epoch: int) -> int:
         """The number of steps. `tokens_per_epoch` counts the positions of the data, with padding."""
         raise NotImplementedError
+
+    def free_steps(self, steps: int) -> int:
+        """The number of first steps whose learning rates are the same in every longer run.
+
+        All under `constant`, those before the decay under `wsd`, none under another schedule or a `warmup_ratio`. A
+        longer run goes on from the state after them and ends with the bits that it would have had from the start.
+        """
+        if self.warmup_ratio or self.schedule not in ("constant", "wsd"):
+            return 0
+        return steps if self.schedule == "constant" else max(0, steps - decay_steps(steps, self.decay_ratio))
 
     def factor(self, step: int, steps: int) -> float:
         """The schedule at `step` of `steps`."""
@@ -232,6 +243,7 @@ class FitConfig(TrainingConfig):
     curriculum: Curriculum | None = None
     """{start, end, steps}: rows grow."""
     validation: Validation = field(default_factory=Validation)
+    length_keys: ClassVar[tuple[str, ...]] = ("steps", "tokens", "epochs")
     even_rows: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -287,6 +299,7 @@ class PairConfig(TrainingConfig):
     """Tokens of prompt and answer; a cut answer would lose its end, so longer pairs are dropped."""
     validation: Validation = field(default_factory=Validation)
 
+    length_keys: ClassVar[tuple[str, ...]] = ("steps", "epochs")
     length_key: ClassVar[str] = "max_length"
 
     def __post_init__(self) -> None:
@@ -360,6 +373,11 @@ def _exactly_one(**lengths: float | None) -> None:
 # -- schedule ----------------------------------------------------------------------------------------------------------
 
 
+def decay_steps(steps: int, decay_ratio: float) -> int:
+    """The number of last steps in which `wsd` lowers the rate."""
+    return max(1, round(decay_ratio * steps))
+
+
 def factor(
     step: int, *, name: str, steps: int, warmup: int, min_ratio: float, cycles: int = 1, decay_ratio: float = 0.2
 ) -> float:
@@ -372,7 +390,7 @@ def factor(
     if name == "linear":
         return 1 - (1 - min_ratio) * p
     if name == "wsd":
-        decay = max(1, round(decay_ratio * steps))
+        decay = decay_steps(steps, decay_ratio)
         return min(1.0, 1 - (1 - min_ratio) * (step - steps + decay + 1) / decay)
     if name == "cosine_with_restarts":
         p = 1.0 if p >= 1 else math.modf(cycles * p)[0]

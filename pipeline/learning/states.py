@@ -44,10 +44,21 @@ from pipeline.learning.optim import Optimizers
 from pipeline.learning.processes import Ranks
 from pipeline.learning.settings import TrainingConfig
 from pipeline.learning.update import Averages, Course, LoggingWindow
+from pipeline.run import workdir
 from pipeline.run.errors import ConfigError, StagecoachError
 from pipeline.run.tracking import say
 from pipeline.run.types import JsonObject
-from pipeline.run.workdir import Job, need_space, remove, sha256, sync_folder
+from pipeline.run.workdir import (
+    FAMILY,
+    KEPT,
+    Job,
+    link_or_copy,
+    need_space,
+    remove,
+    sha256,
+    sync_folder,
+    write_atomically,
+)
 
 AVERAGE = "average"  # `<parameter>/average` among the optimizer's states
 OLD = ".old"  # the ending of a state while another takes its place
@@ -68,9 +79,12 @@ class Keeper:
         fingerprint: str,
         settings: JsonObject,
         config: TrainingConfig,
+        free: int,
     ) -> None:
+        """`free`: the step up to which every longer run makes the same steps; 0: none."""
         self.job, self.ranks, self.model, self.optimizers, self.averages = job, ranks, model, optimizers, averages
-        self.fingerprint, self.settings = fingerprint, settings
+        self.fingerprint, self.settings, self.config = fingerprint, settings, config
+        self.free = free if job.family else 0
         self.publishes_best = config.validated.publish == "best"
         self.rolls_back = "rollback" in (config.on_nonfinite, config.on_spike)
         if job.runtime.async_save and ranks.sharding:
@@ -88,7 +102,8 @@ class Keeper:
         """
         self.wait()
         optimizer = self.optimizers.state_tensors()
-        meta = {**vars(course), **self.settings, "window": window.state(), "fingerprint": self.fingerprint, **extra}
+        own = {"window": window.state(), "fingerprint": self.fingerprint, "free": self.free}
+        meta = {**vars(course), **self.settings, **own, **extra}
         if self.averages:
             optimizer |= {f"{name}/{AVERAGE}": value for name, value in self.averages.values.items()}
             meta["averaged"] = self.averages.updates
@@ -105,7 +120,7 @@ class Keeper:
 
     def _protected_steps(self, course: Course) -> list[int]:
         """The steps whose states retention must not drop."""
-        targets = update.rollback_targets(course) if self.rolls_back else []
+        targets = [*(update.rollback_targets(course) if self.rolls_back else []), *([self.free] if self.free else [])]
         if not self.publishes_best:
             return targets
         return [course.best_step, *(update.best_before(course, step) for step in targets), *targets]
@@ -129,9 +144,51 @@ class Keeper:
         if first:
             files = {name: facts for rank_files in files_by_rank for name, facts in rank_files.items()}
             complete(part, step, files, meta=meta, curve=rows)
+            if self.job.family:
+                write_atomically(folder / FAMILY, self.job.family)
             retain(folder, keep=self.job.runtime.keep, protect=protect)
         if not alone:
             ranks.barrier()
+
+    def keep_for_longer_runs(self, course: Course) -> None:
+        """Name the states that a longer run goes on from, which then outlive this one."""
+        if not self.free or course.step < self.free or self.ranks.rank:
+            return
+        best = update.best_before(course, self.free) if self.publishes_best else -1
+        names = [name_of(step) for step in (self.free, best) if step >= 0]
+        write_atomically(self.job.folder / KEPT, json.dumps(names))
+
+    def _go_on_from_a_relative(self) -> None:
+        """Take over the newest state of another run whose steps so far are this run's too, if this one has none."""
+        folder, job = self.job.folder, self.job
+        relatives = workdir.relatives(folder, job.family) if job.family else []
+        if not relatives or job.runtime.fresh or next(folder.glob("step-????????"), None):
+            return
+        shared = []
+        for relative in relatives:
+            for path in relative.glob("step-????????"):
+                meta = {} if fault(path) else read_state(path).meta
+                if 0 < meta.get("step", 0) <= min(self.free, meta["free"]) and self._has_best(path, meta):
+                    shared.append((meta["step"], path, meta["best_step"]))
+        if not shared:
+            why = (
+                "its states are gone"
+                if self.free
+                else f"the rates of schedule {self.config.schedule} depend on the length; wsd and constant would go on"
+            )
+            say(f"{job.name}: run {relatives[0].name} differs in its length alone, but this one starts at 0: {why}")
+            return
+        step, path, best = max(shared)
+        for name in {name_of(best), path.name} if self.publishes_best and best >= 0 else {path.name}:
+            remove(folder / f"{name}.part")
+            shutil.copytree(path.with_name(name), folder / f"{name}.part", copy_function=link_or_copy)
+            (folder / f"{name}.part").rename(folder / name)
+        say(f"{job.name}: goes on from step {step} of run {path.parent.name}: so far the two are the same run")
+
+    def _has_best(self, path: Path, meta: JsonObject) -> bool:
+        """Whether the best state that a state speaks of is there too, where it may be published."""
+        best = path.with_name(name_of(meta["best_step"])) if meta["best_step"] >= 0 else path
+        return not self.publishes_best or not fault(best)
 
     def wait(self) -> None:
         """Wait until the thread has written its state. Raises what the thread raised."""
@@ -165,6 +222,7 @@ class Keeper:
         """The newest good state, the same one on all ranks. Rank 0 alone checks the hashes."""
         state = None
         if self.ranks.rank == 0:
+            self._go_on_from_a_relative()
             state = newest(self.job.folder)
             last = state.step if state else -1
             drop_after(self.job.folder, last)  # damaged ones: they would count as the newest

@@ -70,6 +70,7 @@ class RolloutConfig(TrainingConfig):
     on_spike: str = "ignore"
     """skip, stop, or ignore: norms of policies are heavy-tailed, six deviations are nothing rare."""
 
+    length_keys: ClassVar[tuple[str, ...]] = ("iterations", "passes")
     length_key: ClassVar[str] = "max_prompt + max_new_tokens"
 
     def __post_init__(self) -> None:

@@ -85,6 +85,8 @@ class Runtime:
     """Minutes after which a resumable state is saved in any case."""
     keep: int = 3
     """Number of states to keep besides the best."""
+    keep_models: tuple[int, ...] = ()
+    """Steps after which the model is written too, as models/<stage>-<step>."""
     async_save: bool = False
     """Write states in a thread, from a copy in memory, while training goes on."""
     profile: bool = False

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 ANY = ("*",)
-# Models that a stage makes beside its own
+RESUME = "--resume"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -122,7 +122,7 @@ def _run(
         return
     if "DVC_STAGE" in os.environ or "LOCAL_RANK" in os.environ:  # dvc, or the launcher of this worker
         processes.die_with_parent(os.getppid())
-    item, overrides = split_arguments(argv, stage, wiring)
+    item, overrides, resumed = split_arguments(argv, stage, wiring)
     settings = Settings(Path(), overrides)
     parameters, runtime = resolve(module.Params, settings, stage)
     if runtime.device != "auto":
@@ -149,6 +149,8 @@ def _run(
     with workdir.locked(folder):
         if runtime.fresh and device.rank() == 0 and "STAGECOACH_LOCKED" not in os.environ:
             workdir.start_over(folder)
+        elif resumed is not None and device.rank() == 0 and "STAGECOACH_LOCKED" not in os.environ:
+            workdir.back_to(folder, resumed)
         if workdir.is_finished(folder):
             tracking.say(f"{name}: already computed (key {lineage['key']}); exported")
         else:
@@ -156,11 +158,23 @@ def _run(
                 os.environ["STAGECOACH_LOCKED"] = str(folder)
                 _exit(processes.run_workers(plan, f"stages.{stage}", argv))
             job = _make_job(stage, item, seed, resolved, runtime, folder, lineage)
+            job = dataclasses.replace(job, family=_family(stage, item, seed, parameters, lineage))
             _compute(run, job, parameters, inputs, wiring, names, start)
         if device.rank() == 0 and not is_follower:
             for target, source in out_paths(folder, wiring, names):
                 workdir.publish(source, target)
             workdir.prune_finished(folder.parent, lineage["key"])
+
+
+def _family(stage: str, item: str | None, seed: int, parameters: DataclassInstance, lineage: JsonObject) -> str:
+    """The key without what sets nothing but the number of steps; empty where no key is of that kind."""
+    fit = getattr(parameters, "fit", None)
+    lengths = getattr(fit, "length_keys", ())
+    if fit is None or not lengths:
+        return ""
+    values = dataclasses.asdict(parameters)
+    values["fit"] = {key: value for key, value in values["fit"].items() if key not in lengths}
+    return workdir.canonical_hash([stage, item, seed, values, lineage["inputs"], lineage["code"]])
 
 
 def _finder_folder(folder: Path, stage: str, wiring: Wiring) -> Path:
@@ -236,22 +250,31 @@ def out_paths(folder: Path, wiring: Wiring, names: dict[str, str]) -> list[tuple
         paths.append(wiring.metrics.format(**names))
     if wiring.trains:
         paths += [f"metrics/{names['name']}.csv", f"metrics/training/{names['name']}.json"]
+        kept = (folder / "out/models").glob(f"{names['name']}-*")  # of runtime.keep_models
+        paths += sorted(f"models/{path.name}" for path in kept if path.name.rpartition("-")[2].isdecimal())
     return [(Path(path), folder / "out" / path) for path in paths]
 
 
-def split_arguments(argv: list[str], stage: str, wiring: Wiring) -> tuple[str | None, list[str]]:
-    """The matrix item and the key=value overrides. Raises ConfigError for anything else."""
+def split_arguments(argv: list[str], stage: str, wiring: Wiring) -> tuple[str | None, list[str], int | None]:
+    """The matrix item, the key=value overrides, the step of `--resume STEP`. Raises ConfigError for anything else."""
+    resumed = None
+    if RESUME in argv:
+        place = argv.index(RESUME)
+        argv, step = [*argv[:place], *argv[place + 2 :]], "".join(argv[place + 1 : place + 2])
+        if not wiring.trains or not step.isdecimal():
+            raise ConfigError(f"usage: python -m stages.{stage} {RESUME} STEP, of a stage that trains; got {step!r}")
+        resumed = int(step)
     items = [text for text in argv if "=" not in text]
     overrides = [text for text in argv if "=" in text]
     if wiring.items:
         if len(items) != 1 or not (items[0] in wiring.items or (wiring.items == ANY and items[0].isidentifier())):
             raise ConfigError(f"usage: python -m stages.{stage} {_item_choices(wiring)} [key=value ...]; got {items}")
-        return items[0], overrides
+        return items[0], overrides, resumed
     if items:
         raise ConfigError(f"usage: python -m stages.{stage} [key=value ...]; got {items[0]!r}")
     for text in overrides:
         parse_override(text)
-    return None, overrides
+    return None, overrides, resumed
 
 
 def _item_choices(wiring: Wiring) -> str:
@@ -352,7 +375,9 @@ def help_text(module: ModuleType, stage: str, wiring: Wiring) -> str:
     """The text of `--help`: the module's docstring, usage, every key."""
     settings = Settings(Path(), [])
     item = f" {_item_choices(wiring)}" if wiring.items else ""
-    lines = [inspect.cleandoc(module.__doc__ or ""), "", f"usage: python -m stages.{stage}{item} [key=value ...]", ""]
+    resume = f" [{RESUME} STEP]" if wiring.trains else ""
+    usage = f"usage: python -m stages.{stage}{item}{resume} [key=value ...]"
+    lines = [inspect.cleandoc(module.__doc__ or ""), "", usage, ""]
     lines += ["inputs:", *(f"  {path}" for path in wiring.inputs.values())]
     lines += [
         "outs:",

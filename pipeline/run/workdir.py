@@ -6,8 +6,9 @@
         step-00000400/  states of training stages (learning/states.py)
         out/            what is published; complete once finished.json exists
         finished.json   sizes and sha256 of everything in out/
+    family          the key without the length of the run: a longer run goes on from a state of this one
 
-    python -m pipeline.run.workdir prune        remove unfinished work that no process holds
+    python -m pipeline.run.workdir prune        remove unfinished work that no process holds; states of finished runs
 
 key = 16 hex of sha256 over canonical JSON of [format, stage, item, seed, resolved parameters, digest of each input,
 code closure]. Device, dtype, process and worker counts are not part of it: they change no result that is promised.
@@ -48,6 +49,7 @@ from pipeline.run.types import JsonObject
 T = TypeVar("T")
 FORMAT = 1
 KEEP_NEWEST, KEEP_SECONDS = 4, 30 * 24 * 3600
+KEPT, FAMILY = "kept.json", "family"  # files of a key: the states that outlive the run, and `Job.family`
 COMPUTING = ("numpy", "safetensors", "tokenizers", "torch")  # packages that may change a result
 
 
@@ -111,6 +113,7 @@ class Job:
     tracker: Tracker
     lineage: JsonObject
     stop: StopRequest
+    family: str = ""  # the key without what sets the length of the run; empty where that sets more
 
     @property
     def name(self) -> str:
@@ -312,9 +315,37 @@ def mark_finished(folder: Path) -> None:
 
 
 def drop_states(folder: Path) -> None:
-    """Remove what only an unfinished run needs: training states and parts."""
+    """Remove what only an unfinished run needs: parts, and training states but those in KEPT, for a longer run."""
     for entry in (*folder.glob("step-*"), folder / "parts"):
-        remove(entry)
+        if entry.name not in kept_states(folder):
+            remove(entry)
+
+
+def kept_states(folder: Path) -> list[str]:
+    """The states that stay after the end of the run."""
+    path = folder / KEPT
+    return json.loads(path.read_text()) if path.is_file() else []
+
+
+def back_to(folder: Path, step: int) -> None:
+    """Remove the states after `step`, and the result if the run is finished. Raises ConfigError without that state."""
+    steps = sorted(int(path.name.removeprefix("step-")) for path in folder.glob("step-????????"))
+    if step not in steps:
+        listed = ", ".join(map(str, steps)) or "none"
+        raise ConfigError(
+            f"--resume {step}: there is no such state of this run; the states in {folder} are of the steps: {listed}."
+            " Without --resume the run resumes at the last one, runtime.fresh=true starts over"
+        )
+    remove(folder / "finished.json")
+    for late in steps:
+        if late > step:
+            remove(folder / f"step-{late:08d}")
+
+
+def relatives(folder: Path, family: str) -> list[Path]:
+    """The work folders of runs that differ from the one of `folder` in their length alone."""
+    marks = sorted(folder.parent.glob(f"*/{FAMILY}"))
+    return [mark.parent for mark in marks if mark.parent != folder and mark.read_text() == family]
 
 
 def publish(source: Path, target: Path) -> None:
@@ -323,10 +354,10 @@ def publish(source: Path, target: Path) -> None:
     _clear_leftovers(target)
     part = target.with_name(f".{target.name}.{os.getpid()}.part")
     if source.is_dir():
-        shutil.copytree(source, part, copy_function=_link_or_copy)
+        shutil.copytree(source, part, copy_function=link_or_copy)
         part.chmod(0o755)
     else:
-        _link_or_copy(str(source), str(part))
+        link_or_copy(str(source), str(part))
     old = target.with_name(f".{target.name}.{os.getpid()}.old.part")
     if target.exists() or target.is_symlink():
         target.rename(old)
@@ -334,7 +365,8 @@ def publish(source: Path, target: Path) -> None:
     remove(old)
 
 
-def _link_or_copy(source: str, target: str) -> str:
+def link_or_copy(source: str, target: str) -> str:
+    """Make `target` a hard link of `source`, or a copy where it cannot be one; for `shutil.copytree`."""
     try:
         os.link(source, target)
     except OSError:  # another file system, or one without hard links
@@ -386,7 +418,9 @@ def prune_finished(stage_folder: Path, current: str) -> None:
 
 
 def prune_unfinished() -> list[Path]:
-    """Remove every key that is neither finished nor locked by a living process; return what was removed."""
+    """Remove every key that is neither finished nor locked by a living process, and the states that finished runs have
+    kept for longer ones; return what was removed.
+    """
     removed = []
     for lock in sorted(root().glob("*/*/lock")):
         with lock.open("a+") as file:
@@ -397,6 +431,10 @@ def prune_unfinished() -> list[Path]:
             if not (lock.parent / "finished.json").is_file():
                 shutil.rmtree(lock.parent)
                 removed.append(lock.parent)
+                continue
+            for state in lock.parent.glob("step-*"):
+                remove(state)
+                removed.append(state)
     return removed
 
 
