@@ -25,7 +25,8 @@ import yaml
 
 from pipeline.ingest import conversations, hub, shapes
 from pipeline.ingest.records import Dialogue, Pair, Problem, Text
-from pipeline.ingest.sources import DataConfig, HubSet
+from pipeline.ingest.entries import HubSet
+from pipeline.ingest.sources import DataConfig
 from pipeline.run.errors import DataError
 from tests.hubserver import REVISION, HubServer
 
@@ -176,7 +177,8 @@ waits = []
 time.sleep = waits.append  # the waits of every retry, theirs and ours
 from pipeline.run.errors import DataError
 from pipeline.ingest import hub
-from pipeline.ingest.sources import DataConfig, HubSet
+from pipeline.ingest.entries import HubSet
+from pipeline.ingest.sources import DataConfig
 for line in sys.stdin:
     kind, entry, parts = json.loads(line)
     config = DataConfig(source="hub", hub={kind: [HubSet(**entry)]}, max_rejected=0.0)

@@ -46,6 +46,7 @@ CHUNK_BYTES = 1024 * 1024
 UNZIPPED_BYTES = 256 * 1024 * 1024  # the most that a gzip file may expand to
 
 TABLES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
+OBJECTS = (".jsonl", ".ndjson", ".json")  # each row has columns of its own
 NOTEBOOK = ".ipynb"
 DELIMITERS = ",;\t|"
 _MARKS = (  # UTF-32 before UTF-16: the mark of the one begins with the mark of the other
