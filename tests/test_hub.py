@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,8 +24,9 @@ import pytest
 import yaml
 
 from pipeline.ingest import conversations, hub, shapes
-from pipeline.ingest.records import Dialogue, Pair, Problem, Text
 from pipeline.ingest.entries import HubSet
+from pipeline.ingest.own_files import Accepted
+from pipeline.ingest.records import Dialogue, Pair, Problem, SourceRecord, Text
 from pipeline.ingest.sources import DataConfig
 from pipeline.run.errors import DataError
 from tests.hubserver import REVISION, HubServer
@@ -87,13 +88,17 @@ ROWS: dict[str, dict[str, Any]] = {
 KIND_OF_RECORD = {"text": Text, "code": Text, "dialogues": Dialogue, "preferences": Pair, "problems": Problem}
 
 
+def pairs_of(rows: Iterable[Accepted]) -> list[tuple[str, SourceRecord]]:
+    return [(row.split, row.record) for row in rows]
+
+
 def test_every_set_of_the_config_file_has_a_row_that_becomes_its_kind_of_record(tmp_path: Path) -> None:
     seen = set()
     for kind, entries in hub_yaml().hub.items():
         for written in entries:
             entry = HubSet(**{**asdict(written), "enabled": True})
             lay(tmp_path, kind, entry, **{split: [ROWS[entry.id]] for split in (entry.train, entry.val or entry.train)})
-            found = list(hub.read_hub(config(kind, entry), kind, tmp_path))
+            found = pairs_of(hub.read_hub(config(kind, entry), kind, tmp_path))
             assert found and all(type(record) is KIND_OF_RECORD[kind] for _, record in found), entry.id
             seen.add(entry.id)
     assert seen == set(ROWS)
@@ -109,7 +114,7 @@ def test_gated_sets_are_off(tmp_path: Path) -> None:
 def test_splits_licences_and_ids_come_from_the_entry(tmp_path: Path) -> None:
     entry = HubSet(id="a/b", train="tr", val="va", text_field="content", licence_field="license", licence="unknown")
     lay(tmp_path, "code", entry, tr=[{"content": "x", "license": "MIT", "id": 1}], va=[{"content": "y"}])
-    found = list(hub.read_hub(config("code", entry), "code", tmp_path))
+    found = pairs_of(hub.read_hub(config("code", entry), "code", tmp_path))
     assert found == [
         ("train", Text(text="x", source="a/b", path="a/b/1", licence="MIT")),
         ("val", Text(text="y", source="a/b", path="a/b/va/part-0", licence="unknown")),
@@ -122,10 +127,10 @@ def test_columns_of_a_set_are_joined_and_the_last_answers(tmp_path: Path) -> Non
     row = {"instruction": "Add", "input": "1 2", "output": "3"}
     for kind in ("dialogues", "text"):
         lay(tmp_path / kind, kind, entry, train=[row])
-    ((_, dialogue),) = hub.read_hub(config("dialogues", entry), "dialogues", tmp_path / "dialogues")
+    ((_, dialogue),) = pairs_of(hub.read_hub(config("dialogues", entry), "dialogues", tmp_path / "dialogues"))
     assert isinstance(dialogue, Dialogue)
     assert [message["content"] for message in dialogue.messages] == ["Add\n\n1 2", "3"]
-    ((_, text),) = hub.read_hub(config("text", entry), "text", tmp_path / "text")
+    ((_, text),) = pairs_of(hub.read_hub(config("text", entry), "text", tmp_path / "text"))
     assert isinstance(text, Text) and text.text == "Add\n\n1 2\n\n3"
 
 
@@ -133,7 +138,7 @@ def test_ids_of_two_sets_never_meet(tmp_path: Path) -> None:
     entries = [HubSet(id=name, shape="question") for name in ("a/b", "a/c")]
     for entry in entries:
         lay(tmp_path, "dialogues", entry, train=[{"id": 1, "question": entry.id, "answer": "A"}])
-    found = [record for _, record in hub.read_hub(config("dialogues", *entries), "dialogues", tmp_path)]
+    found = [row.record for row in hub.read_hub(config("dialogues", *entries), "dialogues", tmp_path)]
     assert [record.id for record in found if isinstance(record, Dialogue)] == ["a/b/1", "a/c/1"]
 
 
@@ -184,7 +189,8 @@ for line in sys.stdin:
     config = DataConfig(source="hub", hub={kind: [HubSet(**entry)]}, max_rejected=0.0)
     waits.clear()
     try:
-        found = [[split, dataclasses.asdict(record)] for split, record in hub.read_hub(config, kind, Path(parts))]
+        rows = hub.read_hub(config, kind, Path(parts))
+        found = [[row.split, dataclasses.asdict(row.record)] for row in rows]
         reply = {"found": found, "waits": len(waits)}
     except DataError as error:
         reply = {"error": str(error), "waits": len(waits)}

@@ -2,9 +2,9 @@
 
 `Intake` decides about each row, of the user's files and of the hub. Rejected rows go to a JSONL file (file, line,
 field, reason), and the first five are printed as `file:line: field: reason`. A row without an id gets the blake2b hash
-of its content as its id. The same id with the same content is a duplicate, with other content it is rejected. Where a source
-holds out nothing by name, `shares` of the rows are held out by blake2b(id), so that new rows move no others. A problem
-goes by its key, so that two versions of one problem stay together. A text over 1 MB is cut at blank lines.
+of its content as its id. The same id with the same content is a duplicate, with other content it is rejected. Where a
+source holds out nothing by name, `shares` of the rows are held out by blake2b(id), so that new rows move no others. A
+problem goes by its key, so that two versions of one problem stay together. A text over 1 MB is cut at blank lines.
 
 `RowCounts` holds the counts of a kind by file: accepted + duplicates + rejected + dropped are the rows that were read.
 Dropped are rows that were read well and left later: cleaned away in `stage_corpus`, test items that stand in the
