@@ -31,6 +31,7 @@ QUOTAS = {
     "shell_mb": 0.01,
     "generated_mb": 0.006,
 }
+LIKENESS: dict[str, Any] = {"cap_mb": 2.0, "near_duplicates": 0.7, "package_names": []}
 
 
 def source(seed: int, num_functions: int = 8) -> str:
@@ -84,7 +85,7 @@ class Machine:
     scripts: list[Found]
 
     def build(self, name: str, workers: int = 1, **changes: Any) -> Path:
-        base: dict[str, Any] = {**QUOTAS, "cap_mb": 2.0, "near_duplicates": 0.7, "data": DataConfig(source="machine")}
+        base: dict[str, Any] = {**LIKENESS, **QUOTAS, "data": DataConfig(source="machine")}
         out = self.tmp / name
         out.mkdir()
         job: Any = FakeJob(out / "work", workers)

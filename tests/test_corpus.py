@@ -25,7 +25,7 @@ from pipeline.ingest.sources import DataConfig
 from pipeline.run.errors import DataError
 from pipeline.synthetic import stories
 from stages import corpus
-from tests.data_stages import PLANTED, QUOTAS, Machine, source
+from tests.data_stages import LIKENESS, PLANTED, QUOTAS, Machine, source
 from tests.data_stages import planted_machine as planted_machine
 
 ROOT = Path(__file__).parents[1]
@@ -156,7 +156,7 @@ def test_a_package_gives_no_more_than_its_cap(machine: Machine) -> None:
 
 def test_every_part_has_the_quota_of_its_key(tmp_path: Path) -> None:
     quotas: dict[str, Any] = {name: (n + 1) / 100 for n, name in enumerate(QUOTAS)}
-    params = corpus.Params(**quotas, cap_mb=2.0, near_duplicates=0.7, data=DataConfig(source="machine"))
+    params = corpus.Params(**quotas, **LIKENESS, data=DataConfig(source="machine"))
     found: dict[str, float] = {}
     for name in corpus.PARTS:
         found |= corpus._selection(name, params, Index([]), tmp_path).quotas
@@ -169,7 +169,7 @@ def test_prose_repeats_no_paragraph(machine: Machine) -> None:
     assert len(spoken) > 100 and len(spoken) == len(set(spoken))
 
 
-def test_own_files_become_the_corpus_and_a_forgotten_kind_is_an_error(machine: Machine) -> None:
+def test_own_files_become_the_corpus_and_a_single_document_is_an_error(machine: Machine) -> None:
     own = machine.tmp / "own"
     (own / "code").mkdir()
     (own / "text").mkdir()
@@ -184,8 +184,12 @@ def test_own_files_become_the_corpus_and_a_forgotten_kind_is_an_error(machine: M
     assert sorted(row["text"] for row in rows(out / "code")) == sorted(source(300 + n) for n in range(6))
     assert manifest(out, "text")["documents"]["val"] >= 1  # even where chance holds none out
     assert manifest(out, "code")["data"] == "files"
-    assert manifest(out, "text")["rows"] == {"accepted": 6, "duplicates": 0, "rejected": 1}
-    assert manifest(out, "text")["rows_by_file"]["text/t0.txt"] == {"accepted": 1, "duplicates": 0, "rejected": 0}
+    num_bytes = sum((own / "text" / f"t{number}.txt").stat().st_size for number in range(6))
+    told = {"accepted": 6, "duplicates": 0, "rejected": 1, "dropped": 0, "bytes": num_bytes}
+    assert manifest(out, "text")["rows"] == told
+    assert manifest(out, "code")["rows"]["dropped"] == 2
+    told = {"accepted": 0, "duplicates": 0, "rejected": 0, "dropped": 1, "bytes": 6}
+    assert manifest(out, "code")["rows_by_file"]["code/short.py"] == told
     dropped = [json.loads(line) for line in (out / "code" / "dropped.jsonl").read_text().splitlines()]
     named = {(row["path"], row["reason"]) for row in dropped}
     assert {path for path, _ in named} == {"code/short.py", "code/odd.py"} and len(dropped) == 2
@@ -193,12 +197,26 @@ def test_own_files_become_the_corpus_and_a_forgotten_kind_is_an_error(machine: M
     assert {reason for _, reason in named} == manifest(out, "code")["dropped"].keys()
     (rejected,) = map(json.loads, (out / "text" / "rejected.jsonl").read_text().splitlines())
     assert rejected["file"] == "text/broken.txt" and not (out / "code" / "rejected.jsonl").exists()
+    (own / "one").mkdir()
+    (own / "one" / "a.py").write_text(source(500))
     with pytest.raises(DataError, match="code: expected at least two documents"):
-        machine.build("none", data=dataclasses.replace(data, code=[]))
+        machine.build("few", data=dataclasses.replace(data, code=["one/*"]))
+
+
+def test_a_kind_without_entries_is_a_corpus_without_documents(machine: Machine) -> None:
+    (machine.tmp / "own" / "t.jsonl").write_text("".join(json.dumps({"text": source(n)}) + "\n" for n in range(9)))
+    out = machine.build("out", data=DataConfig(source="files", text=["t.jsonl"]))
+    empty = manifest(out, "code")
+    assert empty["documents"] == empty["bytes"] == {"train": 0, "val": 0} and empty["rows"] == {}
+    assert rows(out / "code") == [] and {p.name for p in (out / "code").glob("*.parquet")} == {
+        "train-00000.parquet",
+        "val-00000.parquet",
+    }
+    assert manifest(out, "text")["documents"]["train"] == 8
 
 
 def test_wrong_parameters_name_their_key() -> None:
-    base: dict[str, Any] = {**QUOTAS, "cap_mb": 2.0, "near_duplicates": 0.7, "data": DataConfig(source="machine")}
+    base: dict[str, Any] = {**QUOTAS, **LIKENESS, "data": DataConfig(source="machine")}
     for change, message in (({"shell_mb": -1.0}, "shell_mb"), ({"near_duplicates": 0.0}, "near_duplicates")):
         with pytest.raises(ValueError, match=message):
             corpus.Params(**(base | change))
@@ -305,10 +323,10 @@ def test_locale_and_hash_seed_change_no_byte(tmp_path: Path) -> None:
 import sys
 from pathlib import Path
 from pipeline.ingest.sources import DataConfig
-from tests.data_stages import FakeJob, QUOTAS, corpus
+from tests.data_stages import LIKENESS, QUOTAS, FakeJob, corpus
 if __name__ == "__main__":
     out = Path(sys.argv[1])
-    params = corpus.Params(**QUOTAS, cap_mb=2.0, near_duplicates=0.7, data=DataConfig(source="machine"))
+    params = corpus.Params(**QUOTAS, **LIKENESS, data=DataConfig(source="machine"))
     corpus.run(params, FakeJob(out / "work", 2), own=out, benchmarks=out / "none", text=out / "text", code=out / "code")
 """
     script = tmp_path / "script.py"
