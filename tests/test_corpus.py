@@ -19,6 +19,7 @@ from pipeline.ingest import selection as ingest_selection
 from pipeline.ingest import sources
 from pipeline.ingest.cleaning import Document
 from pipeline.ingest.duplicates import Index, fingerprint, signature
+from pipeline.ingest.entries import FileEntry, PackagesEntry
 from pipeline.ingest.records import Text
 from pipeline.ingest.selection import PartWriter, Selection
 from pipeline.ingest.sources import DataConfig
@@ -213,6 +214,63 @@ def test_a_kind_without_entries_is_a_corpus_without_documents(machine: Machine) 
         "val-00000.parquet",
     }
     assert manifest(out, "text")["documents"]["train"] == 8
+
+
+def weighted(machine: Machine, *weights: float) -> DataConfig:
+    """Entries a/*, b/*, ... of code, of 4, 8, 12, ... documents."""
+    for number in range(len(weights)):
+        folder = machine.tmp / "own" / "abc"[number]
+        folder.mkdir(exist_ok=True)
+        for n in range(4 * (number + 1)):
+            (folder / f"f{n}.py").write_text(source(1000 * number + 700 + n))
+    entries = [FileEntry(files=f"{name}/*", weight=weight) for name, weight in zip("abc", weights, strict=False)]
+    return DataConfig(source="files", code=list(entries))
+
+
+def test_weights_give_each_entry_its_share_of_the_training_bytes_and_no_text_is_in_both_splits(
+    machine: Machine,
+) -> None:
+    data = weighted(machine, 3.0, 1.0)
+    out = machine.build("out", data=data)
+    train, val = rows(out / "code", "train"), rows(out / "code", "val")
+    assert len(val) == 1 and not {row["text"] for row in val} & {row["text"] for row in train}
+    by_entry = {name: sum(len(row["text"]) for row in train if row["path"].startswith(name)) for name in "ab"}
+    largest = max(len(row["text"]) for row in train)
+    assert abs(by_entry["a"] - 0.75 * sum(by_entry.values())) < largest
+    whole = manifest(out, "code")["rows"]["bytes"] - sum(len(row["text"]) for row in val)
+    assert abs(whole - sum(by_entry.values())) < largest, "what is drawn is as much as there is"
+    assert len({row["path"] for row in train}) == len(train) and any("#pass2" in row["path"] for row in train)
+    told = manifest(out, "code")["mixture"]
+    assert [row["entry"] for row in told] == ["a/*", "b/*"] and told[0]["times"] > 1 > told[1]["times"]
+    assert told[0]["wanted"] == 0.75 and told[0]["drawn"] == pytest.approx(0.75, abs=0.05)
+    assert manifest(out, "code")["documents"] == {"train": len(train), "val": 1}
+    assert contents(out) == contents(machine.build("again", workers=2, data=data))
+
+
+def test_packages_and_files_are_entries_of_one_corpus(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "packages", lambda names: [])
+    monkeypatch.setattr(sources, "checked", lambda files: files)
+    monkeypatch.setattr(sources, "package_files", lambda packages: machine.files)
+    own = machine.tmp / "own"
+    for number in range(6):
+        (own / f"t{number}.txt").write_text(f"{number}: " + source(400 + number))
+    mixed = [FileEntry(files="*.txt", weight=1.0), PackagesEntry(source="packages", weight=1.0)]
+    out = machine.build("out", data=DataConfig(source="files", text=list(mixed), code=["packages"]))
+    assert set(manifest(out, "code")["parts"]) == {"python", "generated"}
+    assert set(manifest(out, "text")["parts"]) == {"own text 1", "prose", "stories", "drills", "transcripts"}
+    assert {row["source"] for row in rows(out / "code")} >= {"plain", "aa"}
+    train = rows(out / "text", "train")
+    mine = sum(len(row["text"].encode()) for row in train if ".txt" in row["path"])
+    assert mine / sum(len(row["text"].encode()) for row in train) == pytest.approx(0.5, abs=0.02)
+    assert not any("#pass" in row["path"] for row in rows(out / "text", "val"))
+
+
+def test_a_weight_for_documents_that_cleaning_drops_is_an_error(machine: Machine) -> None:
+    data = weighted(machine, 1.0, 1.0)
+    for path in (machine.tmp / "own/a").iterdir():
+        path.write_text("x = 1\n")
+    with pytest.raises(DataError, match=r"code: a/\*: nothing to train on"):
+        machine.build("out", data=data)
 
 
 def test_wrong_parameters_name_their_key() -> None:
