@@ -324,7 +324,7 @@ class _Renamed:
         if not self._columns or not isinstance(row, dict):
             return line, row
         self._found |= dict.fromkeys(row)
-        ours = set(self._columns.values())  # a column of theirs that has the name already gives way
+        ours = {self._columns[name] for name in row if name in self._columns}  # who has the name already gives way
         kept = {name: value for name, value in row.items() if name in self._columns or name not in ours}
         return line, {self._columns.get(name, name): value for name, value in kept.items()}
 
