@@ -24,7 +24,7 @@ from pathlib import Path
 
 from pipeline.ingest import hub, mixture, own_files, sources
 from pipeline.ingest import selection as ingest_selection
-from pipeline.ingest.cleaning import Document, SuppliedText, made_record
+from pipeline.ingest.cleaning import Document, Origin, SuppliedText, made_record
 from pipeline.ingest.duplicates import Index, benchmark_files, benchmark_items
 from pipeline.ingest.entries import HubSet, PackagesEntry, weight_of
 from pipeline.ingest.intake import RowCounts
@@ -276,7 +276,7 @@ def _supplied_batches(
                 part=parts_of[row.entry][0],
                 split=row.split,
                 record=row.record,
-                origin=(row.file, row.line),
+                origin=Origin(row.file, row.line, row.number),
                 foreign=isinstance(entries[row.entry], HubSet),
             )
             for row in rows_read

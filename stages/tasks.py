@@ -133,6 +133,9 @@ def run(
         pair_splits, tables["preferences"] = mixture.combine("preferences", pair_lots, job.seed, tallies)
         problem_splits.setdefault("rl", [])
         contaminated = _drop_contaminated(dialogue_splits, problem_splits, text, code, job.workers)
+        mixture.tell_small("dialogues", dialogue_lots, len(dialogue_splits["test"]))
+        mixture.tell_small("problems", problem_lots, len(problem_splits["test"]))
+        mixture.tell_small("preferences", pair_lots, len(pair_splits["test"]))
         feedback_counts: JsonObject = {}
         if params.feedback is not None:
             file, rejected = feedback / "preferences.jsonl", parts / "feedback-rejected.jsonl"

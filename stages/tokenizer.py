@@ -71,8 +71,8 @@ def learnt(params: Params, text: Path, code: Path) -> Tokenizer:
     if first is None:
         raise DataError(
             "there is no text to train a tokenizer on: text and code are both empty. Name files for one of them in "
-            "conf/data/files.yaml, or `packages` (dvc exp run -S 'conf/data/files.yaml:code=[packages]'), or start from "
-            "a checkpoint, which brings its tokenizer (language.start)"
+            "conf/data/files.yaml, or `packages` (dvc exp run -S 'conf/data/files.yaml:code=[packages]'), or start "
+            "from a checkpoint, which brings its tokenizer (language.start)"
         )
     return Tokenizer.train(itertools.chain([first], sample), params.vocab_size)
 

@@ -185,7 +185,7 @@ def made(folder: Path, params: Params = TASKS, *, code: Iterable[str] = (), seed
         kind: {
             p.stem: list(read(p, shape))
             for p in sorted((folder / "out" / kind).glob("*.jsonl"))
-            if "rejected" not in p.stem
+            if "rejected" not in p.stem and p.stem != "dropped"
         }
         for kind, shape in KINDS.items()
     }

@@ -144,6 +144,7 @@ def test_a_row_each_is_held_out_where_rows_allow_and_a_small_test_is_told(
     hold_out("dialogues", [one], DATA)
     assert (len(one.splits["val"]), len(one.splits["test"])) == held
     assert len(one.splits["train"]) == num_rows - sum(held) >= 1
+    mixture.tell_small("dialogues", [one], held[1])
     assert f"the test has {held[1]} of the rows: too few for a verdict, which takes 20" in capsys.readouterr().err
 
 

@@ -23,6 +23,15 @@ from pipeline.ingest.sources import DataConfig, Found, split_of
 from pipeline.run.errors import DataError
 
 
+@dataclass(frozen=True)
+class Origin:
+    """The row that a text comes from."""
+
+    file: str
+    line: int
+    number: int  # among the accepted rows; a line may hold several
+
+
 @dataclass(frozen=True, kw_only=True)
 class Document:
     """What a worker returns for one file or record; `paragraphs` only for prose, which `Selection` joins later."""
@@ -35,7 +44,7 @@ class Document:
     paragraphs: tuple[str, ...] = ()
     fingerprint: int = 0  # of the text without whitespace
     signature: bytes = b""  # MinHash; empty: near duplicates are not searched
-    origin: tuple[str, int] | None = None  # file and line of a row of a person's; a long one gives several documents
+    origin: Origin | None = None  # of a person's row; a long one gives several documents
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +54,7 @@ class SuppliedText:
     part: str  # that it belongs to
     split: str
     record: Text
-    origin: tuple[str, int] | None = None  # file and line
+    origin: Origin | None = None
     foreign: bool = False  # of the hub, with a licence of its author's
 
 

@@ -16,10 +16,10 @@ number, zeros and nulls are stored as a count, and compression does the rest. So
 dictionary until a single row is made of them, whose size is added up before; and a row group whose footer lists columns
 that expand like a bomb is not read at all.
 
-Not promised: little memory for `.json`, which is read whole and refused over 256 MB (use `.jsonl`); rows after the first error inside a `.json`
-list, in UTF-16 or UTF-32, or after 64 MB of CSV without the end of a row: these become one rejected row. For parquet,
-neither protection from a footer that lies about the sizes of pages (2 GB a page is the format's maximum), nor speed:
-texts through dictionaries are read at about 100 MB/s.
+Not promised: little memory for `.json`, which is read whole and refused over 256 MB (use `.jsonl`); rows after the
+first error inside a `.json` list, in UTF-16 or UTF-32, or after 64 MB of CSV without the end of a row: these become one
+rejected row. For parquet, neither protection from a footer that lies about the sizes of pages (2 GB a page is the
+format's maximum), nor speed: texts through dictionaries are read at about 100 MB/s.
 """
 
 import codecs

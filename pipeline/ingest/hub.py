@@ -246,7 +246,7 @@ def _read_set(
                         for record in convert(row):
                             with intake.rejecting(name, line):
                                 for chosen, piece in intake.accept(record, name, line, split if entry.val else None):
-                                    yield Accepted(number, name, line, chosen, piece)
+                                    yield Accepted(number, name, line, intake.num_accepted, chosen, piece)
         intake.add_to(tally)
 
 

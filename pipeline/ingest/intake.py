@@ -52,10 +52,13 @@ class RowCounts:
             counts["dropped"] += num_rows
 
     def shown(self, title: str) -> str:
-        """A table with a line for each file, and one for all."""
-        rows = [(title, "rows", *COUNTS, "bytes"), *(self._line(name, counts) for name, counts in self.files.items())]
-        if len(rows) > MOST_LINES:
-            rows = [*rows[:MOST_LINES], (f"and {len(rows) - MOST_LINES} more files", *[""] * (len(COUNTS) + 2))]
+        """A table with a line for each file, of very many for those with most rows, and one for all."""
+        sizes = {name: sum(counts[count] for count in COUNTS) for name, counts in self.files.items()}
+        largest = set(sorted(sizes, key=lambda name: -sizes[name])[:MOST_LINES])
+        rows = [(title, "rows", *COUNTS, "bytes")]
+        rows += [self._line(name, counts) for name, counts in self.files.items() if name in largest]
+        if len(sizes) > MOST_LINES:
+            rows.append((f"and {len(sizes) - MOST_LINES:,} more files",))
         rows.append(self._line("all", self.totals))
         width = max(len(row[0]) for row in rows)
         lines = ["  ".join([row[0].ljust(width), *(cell.rjust(10) for cell in row[1:])]).rstrip() for row in rows]

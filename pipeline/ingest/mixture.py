@@ -87,7 +87,7 @@ def read_lots(
 def hold_out(kind: str, lots: Sequence[Lot[R]], data: DataConfig) -> None:
     """Move a row each from the training rows to `val` and `test` where these have none, as long as rows are left.
 
-    Of problems all versions of one key move. Nothing moves where a share of 0 asks for none. Says what is too small.
+    Of problems all versions of one key move. Nothing moves where a share of 0 asks for none.
     """
     supplied = [lot for lot in lots if lot.source != PACKAGES]
     if not supplied:
@@ -101,8 +101,11 @@ def hold_out(kind: str, lots: Sequence[Lot[R]], data: DataConfig) -> None:
             records = groups[group].splits["train"]
             groups[group].splits[split] = [record for record in records if _group(record) == group]
             groups[group].splits["train"] = [record for record in records if _group(record) != group]
-    num_test = sum(len(lot.splits["test"]) for lot in lots)
-    if num_test < FEWEST and all(lot.source != PACKAGES for lot in lots):
+
+
+def tell_small(kind: str, lots: Sequence[Lot[R]], num_test: int) -> None:
+    """Say so where a test of supplied rows alone is too small for a verdict."""
+    if lots and num_test < FEWEST and all(lot.source != PACKAGES for lot in lots):
         say(
             f"{kind}: the test has {num_test} of the rows: too few for a verdict, which takes {FEWEST}; "
             "bring more rows, or raise test_share"

@@ -82,6 +82,7 @@ class Accepted:
     entry: int  # number among the entries of the kind
     file: str
     line: int
+    number: int  # of the row among the accepted ones of its file's source; a line may hold several rows
     split: str
     record: SourceRecord
 
@@ -306,7 +307,7 @@ def _read_table(source: Source, kind: str, intake: Intake) -> Iterator[Accepted]
 
 def _accept(record: SourceRecord, source: Source, line: int, intake: Intake) -> Iterator[Accepted]:
     for split, piece in intake.accept(record, source.name, line, source.split):
-        yield Accepted(source.entry, source.name, line, split, piece)
+        yield Accepted(source.entry, source.name, line, intake.num_accepted, split, piece)
 
 
 class _Renamed:

@@ -36,7 +36,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from pipeline.ingest import cleaning, mixture
-from pipeline.ingest.cleaning import Document, SuppliedText
+from pipeline.ingest.cleaning import Document, Origin, SuppliedText
 from pipeline.ingest.duplicates import Index, NearDuplicates, fingerprint, signature
 from pipeline.ingest.records import Text
 from pipeline.ingest.sources import DataConfig, Found
@@ -101,7 +101,7 @@ class Selection:
         self.dropped_file = folder / "dropped.jsonl"  # path, source, reason, bytes, file and line of each of a person's
         self._dropped_writer: TextIO | None = None
         self.dropped_rows: Counter[str] = Counter()  # file of a person's -> rows of which no document was kept
-        self._row: tuple[str, int] | None = None  # the row whose documents are being offered
+        self._row: Origin | None = None  # the row whose documents are being offered
         self._row_kept = False
 
     def is_open(self, part: str) -> bool:
@@ -134,11 +134,11 @@ class Selection:
         self.licences.setdefault(record.licence, Tally()).add(num_bytes)
         return num_bytes
 
-    def _count_row(self, origin: tuple[str, int] | None, *, kept: bool) -> None:
+    def _count_row(self, origin: Origin | None, *, kept: bool) -> None:
         """Count the row before, of which all documents are known when the next begins, if none of them was kept."""
         if origin != self._row:
             if self._row is not None and not self._row_kept:
-                self.dropped_rows[self._row[0]] += 1
+                self.dropped_rows[self._row.file] += 1
             self._row, self._row_kept = origin, False
         self._row_kept |= kept
 
@@ -149,7 +149,7 @@ class Selection:
         record = document.record
         entry = {"path": record.path, "source": record.source, "reason": reason, "bytes": document.num_bytes}
         if document.origin is not None:
-            entry |= {"file": document.origin[0], "line": document.origin[1]}
+            entry |= {"file": document.origin.file, "line": document.origin.line}
         self._dropped_writer.write(json.dumps(entry) + "\n")
 
     def _decide(self, document: Document) -> tuple[str | None, Document]:
