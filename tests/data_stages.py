@@ -131,6 +131,18 @@ def planted_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     return Machine(tmp_path, files, scripts)
 
 
+def manifest(out: Path, name: str) -> dict[str, Any]:
+    return json.loads((out / name / "manifest.json").read_text())
+
+
+def rows(folder: Path, split: str = "*") -> list[dict[str, str]]:
+    return [
+        row
+        for path in sorted(folder.glob(f"{split}-*.parquet"))
+        for row in pyarrow.parquet.read_table(path).to_pylist()
+    ]
+
+
 TASKS = Params(
     dialogues=100,
     problems=60,

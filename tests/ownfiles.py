@@ -43,6 +43,11 @@ def jsonl(*rows: Any) -> str:
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
+def notebook(*cells: tuple[str, str]) -> str:
+    made = [{"cell_type": kind, "source": source.splitlines(keepends=True), "outputs": []} for kind, source in cells]
+    return json.dumps({"nbformat": 4, "cells": made})
+
+
 def call(number: int, name: str, arguments: str) -> dict[str, Any]:
     return {"id": f"call_{number}", "type": "function", "function": {"name": name, "arguments": arguments}}
 

@@ -12,7 +12,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
 import pytest
 
 from pipeline.ingest import selection as ingest_selection
@@ -26,21 +25,13 @@ from pipeline.ingest.sources import DataConfig
 from pipeline.run.errors import DataError
 from pipeline.synthetic import stories
 from stages import corpus
-from tests.data_stages import LIKENESS, PLANTED, QUOTAS, Machine, source
+from tests.data_stages import LIKENESS, PLANTED, QUOTAS, Machine, manifest, rows, source
 from tests.data_stages import planted_machine as planted_machine
 
 ROOT = Path(__file__).parents[1]
 
 
 REASONS = {"duplicate": 1, "near duplicate": 1, "secret": 1, "benchmark": 1, "generated": 1, "syntax": 1, "size": 1}
-
-
-def manifest(out: Path, name: str) -> dict[str, Any]:
-    return json.loads((out / name / "manifest.json").read_text())
-
-
-def rows(folder: Path, split: str = "*") -> list[dict[str, str]]:
-    return [row for path in sorted(folder.glob(f"{split}-*.parquet")) for row in pq.read_table(path).to_pylist()]
 
 
 def contents(out: Path) -> dict[str, bytes]:

@@ -14,7 +14,7 @@ from pipeline.ingest.intake import RowCounts, cut, split_of
 from pipeline.ingest.records import Text
 from pipeline.ingest.sources import DataConfig
 from pipeline.run.errors import DataError
-from tests.ownfiles import jsonl, read, texts
+from tests.ownfiles import jsonl, notebook, read, texts
 
 
 def test_too_many_rejected_rows_fail_after_the_last_record(own: Path) -> None:
@@ -121,11 +121,6 @@ def test_a_file_called_test_is_the_test_and_one_called_val_leaves_no_shares(own:
 
 
 # --- notebooks and delimiters ----------------------------------------------------------------------------------------
-
-
-def notebook(*cells: tuple[str, str]) -> str:
-    made = [{"cell_type": kind, "source": source.splitlines(keepends=True), "outputs": []} for kind, source in cells]
-    return json.dumps({"nbformat": 4, "cells": made})
 
 
 def test_of_a_notebook_the_cells_are_read_as_code_or_as_prose(own: Path) -> None:

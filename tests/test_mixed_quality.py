@@ -17,11 +17,10 @@ import pytest
 from pipeline.ingest.intake import COUNTS
 from pipeline.ingest.sources import DataConfig
 from stages import tasks
-from tests.data_stages import TASKS, Machine, made, source
+from tests.data_stages import TASKS, Machine, made, manifest, rows, source
 from tests.data_stages import planted_machine as planted_machine
 from tests.judges import LengthJudge
-from tests.test_corpus import manifest, rows
-from tests.test_intake import notebook
+from tests.ownfiles import notebook
 
 TABLES = ("jsonl", "ndjson", "json", "csv", "tsv", "parquet")
 SINGLE = {"txt": 40, "md": 25, "ipynb": 15}  # formats of which a file is a row, and how many of them
