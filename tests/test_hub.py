@@ -23,8 +23,9 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from pipeline.ingest import conversations, hub, shapes
-from pipeline.ingest.entries import HubSet
+from pipeline.ingest import conversations, hub, mixture, shapes
+from pipeline.ingest.entries import FileEntry, HubEntry, HubSet, PackagesEntry
+from pipeline.ingest.intake import RowCounts
 from pipeline.ingest.own_files import Accepted
 from pipeline.ingest.records import Dialogue, Pair, Problem, SourceRecord, Text
 from pipeline.ingest.sources import DataConfig
@@ -140,6 +141,21 @@ def test_ids_of_two_sets_never_meet(tmp_path: Path) -> None:
         lay(tmp_path, "dialogues", entry, train=[{"id": 1, "question": entry.id, "answer": "A"}])
     found = [row.record for row in hub.read_hub(config("dialogues", *entries), "dialogues", tmp_path)]
     assert [record.id for record in found if isinstance(record, Dialogue)] == ["a/b/1", "a/c/1"]
+
+
+def test_a_set_is_an_entry_beside_files_and_packages(tmp_path: Path) -> None:
+    entry = HubEntry(source="hub", id="a/b", shape="question", weight=3.0)
+    lay(tmp_path / "parts/hub", "dialogues", entry, train=[{"question": f"Q{n}", "answer": "A"} for n in range(30)])
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own/a.jsonl").write_text('{"prompt": "P", "completion": "C"}\n')
+    entries = [FileEntry(files="*", weight=1.0), entry, PackagesEntry(source="packages", weight=1.0)]
+    data = DataConfig(source="files", dialogues=list(entries), val_share=0.0, test_share=0.0)
+    tallies: dict[str, RowCounts] = {}
+    lots = mixture.read_lots("dialogues", Dialogue, data, tmp_path / "own", tmp_path / "parts", tallies)
+    told = [(lot.name, lot.source, lot.weight, len(lot.splits["train"])) for lot in lots]
+    assert told == [("*", "files", 1.0, 1), ("a/b", "hub", 3.0, 30), ("packages", "packages", 1.0, 0)]
+    assert tallies["dialogues"].files.keys() == {"a.jsonl", "a/b/train/part-0"}
+    assert tallies["dialogues"].totals["accepted"] == 31
 
 
 def test_rows_that_break_are_rejected_by_place_and_too_many_fail(tmp_path: Path) -> None:
