@@ -4,7 +4,9 @@
 
 `data=packages` gives text (stories, drills and transcripts from generators; prose from READMEs and docstrings) and code
 (Python, generated functions), each until its quota is met, the same bytes on every machine. `machine` reads installed
-packages instead, and shell scripts too. `files` and `hub` give everything that they contain. Worker processes read and
+packages instead, and shell scripts too. `files` and `hub` give everything that they contain; among the entries of
+`files` (`ingest/entries.py`), `packages` stands for what the first gives, and with weights each entry has its share of
+the training bytes. A corpus with an empty list is written without documents. Worker processes read and
 clean batches; this process takes the results in order (`ingest/selection.py`), so the corpus is the same for any number
 of workers, any locale and any hash seed, on machines with the same packages.
 
@@ -20,18 +22,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.ingest import hub, own_files, sources
+from pipeline.ingest import hub, mixture, own_files, sources
 from pipeline.ingest import selection as ingest_selection
-from pipeline.ingest.cleaning import Document, made_record
+from pipeline.ingest.cleaning import Document, Origin, SuppliedText, made_record
 from pipeline.ingest.duplicates import Index, benchmark_files, benchmark_items
-from pipeline.ingest.own_files import RowCounts
+from pipeline.ingest.entries import HubSet, PackagesEntry, weight_of
+from pipeline.ingest.intake import RowCounts
 from pipeline.ingest.records import Text
-from pipeline.ingest.selection import FileBatch, RecordBatch, Selection
-from pipeline.run.config import group
+from pipeline.ingest.selection import FileBatch, RecordBatch, Selection, WeightedParts
+from pipeline.run.config import group, key_of
 from pipeline.run.device import stable_hash
 from pipeline.run.processes import pool_map
 from pipeline.run.stage import main
-from pipeline.run.tracking import progress, write_json
+from pipeline.run.tracking import progress, say, write_json
 from pipeline.run.types import JsonObject
 from pipeline.run.workdir import Job, sha256
 from pipeline.synthetic import drills, programs, stories, tools
@@ -70,6 +73,8 @@ class Params:
     """Maximum 10^6 bytes of one package in each of these (packages, machine)."""
     near_duplicates: float
     """Estimated Jaccard similarity from which the later document is dropped."""
+    package_names: list[str] = key_of("conf/data/packages.yaml", "packages")
+    """The packages that an entry `packages` harvests."""
     data: sources.DataConfig = group("data")
 
     def __post_init__(self) -> None:
@@ -84,7 +89,7 @@ class Params:
 
     def preflight(self, root: Path) -> list[str]:
         """What is wrong before anything is read: globs of text and code that match nothing."""
-        return own_files.missing_globs(root / "data/own", self.data, own_files.TEXT_KINDS)
+        return own_files.missing_globs(root / "data/own", self.data, sources.TEXT_KINDS)
 
 
 @dataclass(frozen=True)
@@ -115,25 +120,33 @@ Batch = FileBatch | RecordBatch | StoryBatch | WrittenBatch | CodeBatch
 
 
 def run(params: Params, job: Job, *, own: Path, benchmarks: Path, text: Path, code: Path) -> None:
-    """Build both corpora. Raises DataError for files that cannot be read, and for an empty corpus."""
+    """Build both corpora. Raises DataError for files that cannot be read, and for a corpus that entries
+    leave empty."""
     parts = job.folder / "parts"
     shutil.rmtree(parts / "kept", ignore_errors=True)  # but not what a killed run fetched from the hub
     index = Index(benchmark_items(benchmarks))
     corpora = {name: _selection(name, params, index, parts / "kept" / name) for name in PARTS}
     versions = {} if params.data.source == "packages" else {"python": platform.python_version()}
     tallies = {name: RowCounts() for name in PARTS}  # of data=files and data=hub
-    if params.data.source in sources.HARVESTS:
-        batches = _harvest_batches(params, job.seed, corpora, versions)
-    else:
-        batches = _supplied_batches(params.data, own, parts, versions, tallies)
+    batches = itertools.chain(
+        _supplied_batches(params.data, own, parts, versions, tallies),
+        _harvest_batches(params, job.seed, corpora, versions),
+    )
     selections = {part: selection for selection in corpora.values() for part in selection.quotas}
     total = sum(quota for selection in corpora.values() for quota in selection.quotas.values())
     with progress(total=None if math.isinf(total) else total, desc="corpus", unit="B") as bar:
         for document in itertools.chain.from_iterable(pool_map(prepare, batches, job.workers)):
             bar.update(selections[document.part].offer(document))
     for name, out in (("text", text), ("code", code)):
-        manifest = _write_corpus(name, corpora[name], out) | {"data": params.data.source, "versions": versions}
+        manifest = _write_corpus(name, corpora[name], params.data, job.seed, out) | {
+            "data": params.data.source,
+            "versions": versions,
+        }
         if params.data.source not in sources.HARVESTS:
+            for file, num_rows in corpora[name].dropped_rows.items():
+                tallies[name].drop(file, num_rows)
+            if tallies[name].files:
+                say(tallies[name].shown(name))
             manifest |= {"rows": tallies[name].totals, "rows_by_file": tallies[name].files}
             _write_rejected(params.data, name, parts, out)
             if corpora[name].dropped_file.is_file():
@@ -181,11 +194,9 @@ def _story_document(path: str) -> Document:
 
 def _selection(name: str, params: Params, index: Index, folder: Path) -> Selection:
     """An empty corpus with the quotas and caps of its parts."""
-    quotas = {f"own {name}": math.inf}
-    if params.data.source in sources.HARVESTS:
-        quotas = {part: getattr(params, f"{part}_mb") * 1e6 for part in PARTS[name]}
-    if params.data.source == "packages":
-        quotas.pop("shell", None)  # no package of the lock file has any
+    quotas: dict[str, float] = {}
+    for parts in _parts_of_entries(name, params.data):
+        quotas |= {part: getattr(params, f"{part}_mb") * 1e6 if part in PARTS[name] else math.inf for part in parts}
     return Selection(
         quotas=quotas,
         caps=dict.fromkeys(HARVESTED, params.cap_mb * 1e6),
@@ -196,13 +207,28 @@ def _selection(name: str, params: Params, index: Index, folder: Path) -> Selecti
     )
 
 
+def _parts_of_entries(name: str, data: sources.DataConfig) -> list[tuple[str, ...]]:
+    """The parts of a corpus that each entry's documents go to: with weights, every entry has parts of its own."""
+    harvested = tuple(part for part in PARTS[name] if part != "shell" or data.source == "machine")
+    return [  # of `packages` all but shell scripts, which no package of the lock file has
+        harvested if isinstance(entry, PackagesEntry) else (_own_part(name, number, weight_of(entry)),)
+        for number, entry in enumerate(data.entries(name), start=1)
+    ]
+
+
+def _own_part(name: str, number: int, weight: float | None) -> str:
+    return f"own {name}" if weight is None else f"own {name} {number}"
+
+
 def _harvest_batches(
     params: Params, seed: int, corpora: dict[str, Selection], versions: dict[str, str]
 ) -> Iterator[Batch]:
     """Batches until every quota is met. Files first: they are what may run out."""
     text, code, data = corpora["text"], corpora["code"], params.data
-    if data.source == "packages":
-        packages = sources.packages(data.packages)
+    if not any(part in corpora[name].quotas for name in PARTS for part in PARTS[name]):
+        return
+    if data.source != "machine":
+        packages = sources.packages(data.packages or params.package_names)
         readmes, python = (sources.checked(of(packages)) for of in (sources.readmes, sources.package_files))
     else:
         packages = sources.closure(Path("pyproject.toml"))
@@ -239,31 +265,57 @@ def _supplied_batches(
 ) -> Iterator[Batch]:
     """Everything in the user's files or the hub's data sets, in order. Adds the numbers of rows to `tallies`."""
     for kind in PARTS:
-        if data.source == "files":
-            rows_read = own_files.read_files(own, data, kind, parts / f"{kind}-rejected.jsonl", tallies[kind])
-        else:
-            versions |= hub.revisions(data, kind, parts / "hub")
-            rows_read = hub.read_hub(data, kind, parts / "hub", tallies[kind])
-        records = ((split, record) for split, record in rows_read if isinstance(record, Text))
-        yield from ingest_selection.record_batches(records, kind, data)
+        entries, parts_of = data.entries(kind), _parts_of_entries(kind, data)
+        versions |= hub.revisions(data, kind, parts / "hub")
+        rows_read = itertools.chain(
+            own_files.read_files(own, data, kind, parts / f"{kind}-rejected.jsonl", tallies[kind]),
+            hub.read_hub(data, kind, parts / "hub", tallies[kind]),
+        )
+        texts = (
+            SuppliedText(
+                part=parts_of[row.entry][0],
+                split=row.split,
+                record=row.record,
+                origin=Origin(row.file, row.line, row.number),
+                foreign=isinstance(entries[row.entry], HubSet),
+            )
+            for row in rows_read
+            if isinstance(row.record, Text)
+        )
+        yield from ingest_selection.record_batches(texts, kind, data)
 
 
 def _write_rejected(data: sources.DataConfig, kind: str, parts: Path, out: Path) -> None:
     """Write the rejected rows beside the corpus."""
-    own_file = parts / f"{kind}-rejected.jsonl"
-    files = [own_file] if data.source == "files" else hub.rejected_files(data, kind, parts / "hub")
+    files = [parts / f"{kind}-rejected.jsonl", *hub.rejected_files(data, kind, parts / "hub")]
     rejected = [path.read_bytes() for path in files if path.is_file()]
     if any(rejected):
         (out / hub.REJECTED).write_bytes(b"".join(rejected))
 
 
-def _write_corpus(name: str, selection: Selection, out: Path) -> JsonObject:
+def _write_corpus(name: str, selection: Selection, data: sources.DataConfig, seed: int, out: Path) -> JsonObject:
     """Write a corpus from its parts; returns the first part of its manifest."""
-    files = ingest_selection.mix(selection.close(), out)
+    parts, entries = selection.close(), data.entries(name)
+    weighted = [
+        WeightedParts(entry.name, weight, of_entry)
+        for entry, of_entry in zip(entries, _parts_of_entries(name, data), strict=True)
+        if (weight := weight_of(entry)) is not None
+    ]
+    table: list[JsonObject] = []
+    if not entries:
+        files = ingest_selection.write_empty(out)
+    elif weighted:
+        draws, table = ingest_selection.drawn(name, parts, weighted, seed)
+        files = ingest_selection.mix(parts, out, draws)
+        say(mixture.shown(name, table))
+    else:
+        files = ingest_selection.mix(parts, out)
     totals = {
         key: {split: sum(file[key] for file in files[split]) for split in files} for key in ("documents", "bytes")
     }
     manifest = {"corpus": name, **totals, "files": files, **selection.books()}
+    if table:
+        manifest["mixture"] = table
     if name == "text":
         held_out = {family: manifest["sources"][family] for family in stories.HELD_OUT if family in manifest["sources"]}
         manifest["held_out_families"] = held_out

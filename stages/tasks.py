@@ -3,25 +3,31 @@
     data/own, feedback/preferences.jsonl -> data/{dialogues,problems,preferences}/{train,val,test}.jsonl
                                                    -> data/facts/{train,val,test,control}.jsonl
 
-`data: machine` and `data: packages` generate all of them. `data: files` and `data: hub` supply the kinds that they
-name; the rest is generated. Supplied problems are run in the sandbox. If the tests of one cannot be judged, or its own
-solution fails them, a problem of the user's files stops the stage, and one of the hub's sets is left out (up to
-`max_rejected` of all). Pairs that people gave on the web page join the training pairs, as far as `tasks.feedback`
-allows. Facts are always invented.
+`data: machine` and `data: packages` generate all of them, and `data: hub` what it does not name. `data: files` lists
+the entries of each kind (`ingest/entries.py`): files, sets of the hub, `packages` for the generated ones, with weights
+or without; an empty list gives empty files. Supplied problems are run in the sandbox. If the tests of one cannot be
+judged, or its own solution fails them, a problem of the user's files stops the stage, and one of the hub's sets is left
+out (up to `max_rejected` of all). Pairs that people gave on the web page join the training pairs, as far as
+`tasks.feedback` allows. Facts are always invented.
+
+Generated dialogues show problems with their answers: those of `problems`, or generated ones where these have no answer.
 """
 
 import itertools
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pipeline.evaluation import code as evaluation_code
-from pipeline.ingest import hub, own_files
+from pipeline.ingest import hub, mixture, own_files
 from pipeline.ingest import sources as ingest_sources
-from pipeline.ingest.own_files import FeedbackConfig, RowCounts
+from pipeline.ingest.entries import PACKAGES
+from pipeline.ingest.intake import RowCounts
+from pipeline.ingest.mixture import Lot, Splits
+from pipeline.ingest.own_files import FeedbackConfig
 from pipeline.ingest.records import Dialogue, Pair, Problem, write
 from pipeline.run.config import block, group
 from pipeline.run.errors import DataError
@@ -86,7 +92,6 @@ class Chunk:
 
 
 R = TypeVar("R", Dialogue, Problem, Pair)
-Splits = dict[str, list[R]]  # train, val, test (and rl) -> records
 
 
 def run(
@@ -95,22 +100,30 @@ def run(
     """Write the four folders."""
     parts = job.folder / "parts"
     tallies: dict[str, RowCounts] = {}  # kind -> numbers of supplied rows
-    with progress(total=4, desc="tasks", unit="step") as bar:
-        dialogue_splits = _read_supplied("dialogues", Dialogue, params.data, own, parts, tallies)
-        problem_splits = _read_supplied("problems", Problem, params.data, own, parts, tallies)
-        pair_splits = _read_supplied("preferences", Pair, params.data, own, parts, tallies)
-        if problem_splits is not None:
-            _separate_rl(problem_splits)
-            _try_out(problem_splits, params, job, parts, tallies["problems"].totals)
+    with progress(total=5, desc="tasks", unit="step") as bar:
+        dialogue_lots = mixture.read_lots("dialogues", Dialogue, params.data, own, parts, tallies)
+        problem_lots = mixture.read_lots("problems", Problem, params.data, own, parts, tallies)
+        pair_lots = mixture.read_lots("preferences", Pair, params.data, own, parts, tallies)
+        _try_out(problem_lots, params, job, parts, tallies)
         bar.update()
-        if problem_splits is None:
-            problem_splits = _generate_problems(params, job)
+        mixture.hold_out("problems", problem_lots, params.data)
+        _fill(problem_lots, lambda: _generate_problems(params, job))
+        problem_splits = mixture.join(problem_lots)  # each once, whatever their weights: they make the dialogues
         bar.update()
-        if dialogue_splits is None:
-            dialogue_splits = _generate_dialogues(params, job, problem_splits)
+        mixture.hold_out("dialogues", dialogue_lots, params.data)
+        _fill(dialogue_lots, lambda: _generate_dialogues(params, job, _with_answers(problem_splits, params, job)))
         bar.update()
-        if pair_splits is None:
-            pair_splits = _pairs(params, job)
+        mixture.hold_out("preferences", pair_lots, params.data)
+        _fill(pair_lots, lambda: _pairs(params, job))
+        bar.update()
+        tables: dict[str, list[JsonObject]] = {}
+        dialogue_splits, tables["dialogues"] = mixture.combine("dialogues", dialogue_lots, job.seed, tallies)
+        problem_splits, tables["problems"] = mixture.combine("problems", problem_lots, job.seed, tallies)
+        pair_splits, tables["preferences"] = mixture.combine("preferences", pair_lots, job.seed, tallies)
+        problem_splits.setdefault("rl", [])
+        mixture.tell_small("dialogues", dialogue_lots, len(dialogue_splits["test"]))
+        mixture.tell_small("problems", problem_lots, len(problem_splits["test"]))
+        mixture.tell_small("preferences", pair_lots, len(pair_splits["test"]))
         feedback_counts: JsonObject = {}
         if params.feedback is not None:
             file, rejected = feedback / "preferences.jsonl", parts / "feedback-rejected.jsonl"
@@ -131,6 +144,9 @@ def run(
             write(folder / f"{split}.jsonl", records)
     folders = {"dialogues": dialogues, "problems": problems, "preferences": pairs, "feedback": pairs}
     _write_rejected(params.data, parts, folders)
+    if any(tables.values()):
+        job.report(mixture={kind: table for kind, table in tables.items() if table})
+        say("\n".join(mixture.shown(kind, table) for kind, table in tables.items() if table))
     if tallies:
         job.report(
             rows={kind: tally.totals for kind, tally in tallies.items()},
@@ -152,7 +168,9 @@ def run(
 def _write_rejected(data: ingest_sources.DataConfig, parts: Path, folders: dict[str, Path]) -> None:
     """Write the rejected rows of each kind into the folder of its records."""
     for kind, folder in folders.items():
-        files = [parts / f"{kind}-rejected.jsonl", *hub.rejected_files(data, kind, parts / "hub")]
+        files = [parts / f"{kind}-rejected.jsonl", parts / f"{kind}-wrong.jsonl"]
+        if kind != "feedback":  # whose rows come from one file
+            files += hub.rejected_files(data, kind, parts / "hub")
         rows = b"".join(path.read_bytes() for path in files if path.is_file())
         if rows:
             (folder / ("feedback-rejected.jsonl" if kind == "feedback" else hub.REJECTED)).write_bytes(rows)
@@ -162,69 +180,54 @@ def _counts(splits: Mapping[str, Sized]) -> dict[str, int]:
     return {split: len(records) for split, records in splits.items()}
 
 
-def _read_supplied(
-    kind: str,
-    record_type: type[R],
-    data: ingest_sources.DataConfig,
-    own: Path,
-    parts: Path,
-    tallies: dict[str, RowCounts],
-) -> Splits[R] | None:
-    """The records of a kind from the user's files or the hub; None if `data` names none. Where no row is for the
-    test, every second held-out row is.
-    """
-    if data.source == "files" and getattr(data, kind):
-        parts.mkdir(parents=True, exist_ok=True)
-        rejected = parts / f"{kind}-rejected.jsonl"
-        rows = own_files.read_files(own, data, kind, rejected, tallies.setdefault(kind, RowCounts()))
-    elif data.source == "hub" and any(entry.enabled for entry in data.hub.get(kind, [])):
-        rows = hub.read_hub(data, kind, parts / "hub", tallies.setdefault(kind, RowCounts()))
-    else:
-        return None
-    splits: Splits[R] = {"train": [], "val": [], "test": []}
-    for split, record in rows:
-        assert isinstance(record, record_type)
-        splits[split].append(record)
-    if not splits["test"]:  # the source has held-out rows of its own
-        held_out = splits["val"]
-        splits["val"], splits["test"] = held_out[::2], held_out[1::2]
-    return splits
+def _fill(lots: Sequence[Lot[R]], generate: Callable[[], Splits[R]]) -> None:
+    """Give the lot of `packages` its records, if there is one."""
+    for lot in lots:
+        if lot.source == PACKAGES:
+            lot.splits = generate()
 
 
-def _separate_rl(splits: Splits[Problem]) -> None:
-    """Move training problems without a reference answer to the split `rl`: only their tests can be learned from."""
-    splits["rl"] = [p for p in splits["train"] if p.answer is None]
-    splits["train"] = [p for p in splits["train"] if p.answer is not None]
-
-
-def _try_out(splits: Splits[Problem], params: Params, job: Job, parts: Path, counts: dict[str, int]) -> None:
-    """Judge every supplied problem's own solution by its tests. Raises DataError, or ConfigError without a sandbox.
+def _try_out(
+    lots: Sequence[Lot[Problem]], params: Params, job: Job, parts: Path, tallies: dict[str, RowCounts]
+) -> None:
+    """Judge every supplied problem's own solution by its tests, and move problems of which only the tests are known to
+    the split `rl`. Raises DataError, or ConfigError without a sandbox.
 
     Users can repair their own files, so one wrong problem stops the stage. They cannot repair a set of the hub: its
     wrong problems are listed, written to a file and left out, up to `max_rejected` of all.
     """
-    problems = [problem for records in splits.values() for problem in records]
-    with Judge(params.sandbox, job.workers, url=job.runtime.sandbox_url) as judge:
-        faults = evaluation_code.faults(judge, ((problem, evaluation_code.solution(problem)) for problem in problems))
-        wrong = {p.id: fault for p, fault in zip(problems, faults, strict=True) if fault[1]}
-    if not wrong:
+    supplied = [(lot, [p for records in lot.splits.values() for p in records]) for lot in lots]
+    supplied = [(lot, problems) for lot, problems in supplied if problems]
+    if not supplied:
         return
+    with (
+        Judge(params.sandbox, job.workers, url=job.runtime.sandbox_url) as judge,
+        (parts / "problems-wrong.jsonl").open("w", encoding="utf-8", newline="\n") as file,
+    ):
+        for lot, problems in supplied:
+            solved = ((problem, evaluation_code.solution(problem)) for problem in problems)
+            faults = evaluation_code.faults(judge, solved)
+            wrong = {p.id: fault for p, fault in zip(problems, faults, strict=True) if fault[1]}
+            _check_wrong(wrong, len(problems), params.data.max_rejected if lot.source == "hub" else 0.0)
+            for id_, (field, reason) in wrong.items():
+                tallies["problems"].drop(lot.files[id_])
+                file.write(json.dumps({"id": id_, "field": field, "reason": reason}) + "\n")
+            lot.splits = {split: [p for p in ps if p.id not in wrong] for split, ps in lot.splits.items()}
+            lot.splits["rl"] = [p for p in lot.splits["train"] if p.answer is None]
+            lot.splits["train"] = [p for p in lot.splits["train"] if p.answer is not None]
+
+
+def _check_wrong(wrong: dict[str, tuple[str, str]], num_problems: int, allowed: float) -> None:
+    """Raise DataError where more than the allowed share of the problems is wrong; say which ones are left out."""
     lines = [f"problem {id_!r}: {field}: {reason}" for id_, (field, reason) in wrong.items()]
     shown = "\n  ".join(lines[:SHOWN])
-    allowed = params.data.max_rejected if params.data.source == "hub" else 0.0
-    if len(wrong) > allowed * len(problems):
+    if len(wrong) > allowed * num_problems:
         raise DataError(
-            f"{len(wrong)} of {len(problems)} problems are wrong; repair them or take them out. "
+            f"{len(wrong)} of {num_problems} problems are wrong; repair them or take them out. "
             f"{'All of them' if len(wrong) <= SHOWN else f'The first {SHOWN}'}:\n  {shown}"
         )
-    say(f"{len(wrong)} of {len(problems)} problems are left out:\n  {shown}")
-    with (parts / "problems-rejected.jsonl").open("w", encoding="utf-8", newline="\n") as file:
-        for id_, (field, reason) in wrong.items():
-            file.write(json.dumps({"id": id_, "field": field, "reason": reason}) + "\n")
-    for split, records in splits.items():
-        splits[split] = [problem for problem in records if problem.id not in wrong]
-    counts["rejected"] += len(wrong)
-    counts["accepted"] -= len(wrong)
+    if wrong:
+        say(f"{len(wrong)} of {num_problems} problems are left out:\n  {shown}")
 
 
 def generate(chunk: Chunk) -> list[Any]:
@@ -267,6 +270,11 @@ def _generate_problems(params: Params, job: Job) -> Splits[Problem]:
     return _generated("problems", counts, job.seed, job.workers)
 
 
+def _with_answers(problems: Splits[Problem], params: Params, job: Job) -> Splits[Problem]:
+    """Problems to make dialogues of: these, or generated ones where these have no answer to show."""
+    return problems if any(p.answer is not None for p in problems["train"]) else _generate_problems(params, job)
+
+
 def _generate_dialogues(params: Params, job: Job, problems: Splits[Problem]) -> Splits[Dialogue]:
     """Tools, choices, code, drills, stories and talk in their shares, evenly interleaved."""
     splits: Splits[Dialogue] = {}
@@ -286,13 +294,8 @@ def _generate_dialogues(params: Params, job: Job, problems: Splits[Problem]) -> 
             [preferences.story_dialogue(path) for path in _paths(split, number["story"])],
             [tools.talk_dialogue(split, job.seed, n) for n in range(number["talk"])],
         ]
-        splits[split] = _interleave(kinds)
+        splits[split] = mixture.interleaved(kinds)
     return splits
-
-
-def _interleave(lists: list[list[Dialogue]]) -> list[Dialogue]:
-    positioned = [((n + 0.5) / len(ds), k, d) for k, ds in enumerate(lists) for n, d in enumerate(ds)]
-    return [d for _, _, d in sorted(positioned, key=lambda entry: entry[:2])]
 
 
 def _paths(split: str, count: int) -> list[str]:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from pipeline.ingest import shards
 from pipeline.model.config import SCRATCH
+from pipeline.run.errors import DataError
 from pipeline.run.stage import main
 from pipeline.run.workdir import Job
 from pipeline.text.tokenizer import Tokenizer
@@ -48,30 +49,38 @@ def run(params: Params, job: Job, *, base: Path, text: Path, code: Path, out: Pa
     """Train on a sample of both corpora, or take the tokenizer of `base`; write the folder `out`."""
     tokenizer = learnt(params, text, code) if params.base == SCRATCH else Tokenizer.load(base)
     tokenizer.save(out)
+    ratios = {name: bytes_per_token(tokenizer, folder) for name, folder in (("text", text), ("code", code))}
     job.report(
         vocab_size=tokenizer.vocab_size,
         spare_tokens=sum(not literal for literal in tokenizer.token_bytes),
-        bytes_per_token={name: bytes_per_token(tokenizer, folder) for name, folder in (("text", text), ("code", code))},
+        bytes_per_token={name: ratio for name, ratio in ratios.items() if ratio is not None},
     )
 
 
 def learnt(params: Params, text: Path, code: Path) -> Tokenizer:
-    """A new tokenizer, from a sample of both corpora."""
+    """A new tokenizer, from a sample of both corpora. Raises DataError where both are empty."""
     size = params.sample_mb * 1e6
     sample = itertools.chain(
         shards.texts(text, "train", int(size * params.text_share), CHARACTERS),
         shards.texts(code, "train", int(size * (1 - params.text_share)), CHARACTERS),
     )
-    return Tokenizer.train(sample, params.vocab_size)
+    first = next(sample, None)
+    if first is None:
+        raise DataError(
+            "there is no text to train a tokenizer on: text and code are both empty. Name files for one of them in "
+            "conf/data/files.yaml, or `packages` (dvc exp run -S 'conf/data/files.yaml:code=[packages]'), or start "
+            "from a checkpoint, which brings its tokenizer (language.base=base)"
+        )
+    return Tokenizer.train(itertools.chain([first], sample), params.vocab_size)
 
 
-def bytes_per_token(tokenizer: Tokenizer, corpus: Path) -> float:
-    """UTF-8 bytes per token over (the beginning of) the corpus's val split."""
+def bytes_per_token(tokenizer: Tokenizer, corpus: Path) -> float | None:
+    """UTF-8 bytes per token over (the beginning of) the corpus's val split; None where it is empty."""
     num_bytes = num_tokens = 0
     for text in shards.texts(corpus, "val", HELD_OUT_BYTES, CHARACTERS):
         num_bytes += len(text.encode())
         num_tokens += len(tokenizer.encode(text))
-    return num_bytes / max(1, num_tokens)
+    return num_bytes / num_tokens if num_tokens else None
 
 
 if __name__ == "__main__":

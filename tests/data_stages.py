@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet
 import pytest
 
 from pipeline.ingest import sources
@@ -29,6 +30,7 @@ QUOTAS = {
     "shell_mb": 0.01,
     "generated_mb": 0.006,
 }
+LIKENESS: dict[str, Any] = {"cap_mb": 2.0, "near_duplicates": 0.7, "package_names": []}
 
 
 def source(seed: int, num_functions: int = 8) -> str:
@@ -82,7 +84,7 @@ class Machine:
     scripts: list[Found]
 
     def build(self, name: str, workers: int = 1, **changes: Any) -> Path:
-        base: dict[str, Any] = {**QUOTAS, "cap_mb": 2.0, "near_duplicates": 0.7, "data": DataConfig(source="machine")}
+        base: dict[str, Any] = {**LIKENESS, **QUOTAS, "data": DataConfig(source="machine")}
         out = self.tmp / name
         out.mkdir()
         job: Any = FakeJob(out / "work", workers)
@@ -128,6 +130,18 @@ def planted_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     return Machine(tmp_path, files, scripts)
 
 
+def manifest(out: Path, name: str) -> dict[str, Any]:
+    return json.loads((out / name / "manifest.json").read_text())
+
+
+def rows(folder: Path, split: str = "*") -> list[dict[str, str]]:
+    return [
+        row
+        for path in sorted(folder.glob(f"{split}-*.parquet"))
+        for row in pyarrow.parquet.read_table(path).to_pylist()
+    ]
+
+
 TASKS = Params(
     dialogues=100,
     problems=60,
@@ -170,7 +184,7 @@ def made(folder: Path, params: Params = TASKS, *, seed: int = 1, workers: int = 
         kind: {
             p.stem: list(read(p, shape))
             for p in sorted((folder / "out" / kind).glob("*.jsonl"))
-            if "rejected" not in p.stem
+            if "rejected" not in p.stem and p.stem != "dropped"
         }
         for kind, shape in KINDS.items()
     }

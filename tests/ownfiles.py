@@ -30,7 +30,8 @@ def read(
     root: Path, kind: str = "text", globs: Sequence[str] = ("*",), max_rejected: float = 1.0, **options: Any
 ) -> Books:
     path = root.parent / f"{root.name}-rejected.jsonl"
-    found = list(own_files.read_files(root, config(kind, globs, max_rejected, **options), kind, path))
+    rows = own_files.read_files(root, config(kind, globs, max_rejected, **options), kind, path)
+    found = [(row.split, row.record) for row in rows]
     return Books(found, [json.loads(line) for line in path.read_text().splitlines()])
 
 
@@ -40,6 +41,11 @@ def texts(books: Books) -> list[str]:
 
 def jsonl(*rows: Any) -> str:
     return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def notebook(*cells: tuple[str, str]) -> str:
+    made = [{"cell_type": kind, "source": source.splitlines(keepends=True), "outputs": []} for kind, source in cells]
+    return json.dumps({"nbformat": 4, "cells": made})
 
 
 def call(number: int, name: str, arguments: str) -> dict[str, Any]:

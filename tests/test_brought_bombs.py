@@ -212,3 +212,58 @@ def test_a_pipe_is_no_file(own: Path) -> None:
     os.mkfifo(own / "pipe.txt")
     (own / "a.txt").write_text("one\n")
     assert texts(read(own)) == ["one\n"]
+
+
+# --- large files -----------------------------------------------------------------------------------------------------
+
+HUGE = 3 << 30  # a file of 3 GB that takes no place: nothing but zeros after its head
+HEADS = {
+    "jsonl": b'{"text": "a"}\n',
+    "json": b'[{"text": "a"},\n',
+    "csv": b"text\na\n",
+    "parquet": b"PAR1",
+    "txt": b"a\n",
+}
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="reads the peak of memory from /proc")
+@pytest.mark.parametrize("suffix", HEADS)
+def test_a_file_of_three_gigabytes_is_read_in_little_memory_or_refused(own: Path, suffix: str) -> None:
+    path = own / f"huge.{suffix}"
+    with path.open("wb") as file:
+        file.write(HEADS[suffix])
+        file.truncate(HUGE)
+    (own / "small.txt").write_text("small\n")
+    code = PEAK.replace('for _ in files.rows(Path(sys.argv[1]), "utf-8"):', READ).replace("    pass\n", "")
+    told = subprocess.run([sys.executable, "-c", code, own], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert int(told.stdout) < 2 * MOST, "kB"
+    if suffix == "txt":
+        assert "1 binary files are skipped, the first huge.txt" in told.stderr
+        return
+    reasons = {"json": "write it as .jsonl", "parquet": "not parquet", "csv": "over 64 MB", "jsonl": "over 64 MB"}
+    assert f"huge.{suffix}:" in told.stderr and reasons[suffix] in told.stderr
+
+
+READ = """
+from pipeline.ingest import own_files
+from pipeline.ingest.sources import DataConfig
+config, own = DataConfig(source="files", text=["*"], max_rejected=1.0), Path(sys.argv[1])
+list(own_files.read_files(own, config, "text", own.parent / "r.jsonl"))
+"""
+
+
+def test_a_text_without_blank_lines_is_cut_at_a_line(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "DOCUMENT_BYTES", 100)
+    (own / "log.txt").write_text("".join(f"line {number}\n" for number in range(200)))
+    found = texts(read(own))
+    assert len(found) > 5 and max(map(len, found)) < 220
+    assert "".join(found) == (own / "log.txt").read_text()
+
+
+def test_a_row_of_ten_megabytes_is_read_and_a_text_of_that_size_is_cut(own: Path) -> None:
+    long = "word " * 2_000_000
+    (own / "a.jsonl").write_text(jsonl({"question": "Long?", "answer": long}, {"text": long, "id": 1}))
+    (dialogue,) = [record for _, record in read(own, "dialogues").records]
+    assert dialogue.messages[1]["content"].strip() == long.strip()
+    pieces = texts(read(own))
+    assert "".join(pieces) == long and len(pieces) == 10 and max(map(len, pieces)) <= 1_000_000

@@ -178,9 +178,10 @@ def test_a_missing_file_and_a_forbidden_licence_are_drop_reasons(tmp_path: Path)
 
 def test_own_text_keeps_long_lines_but_own_code_does_not() -> None:
     record = Text(text="word " * 400, source="own", path="a.txt", licence="own")
+    row = cleaning.SuppliedText(part="own text", split="train", record=record)
     config = DataConfig(source="files")
-    assert cleaning.own_record(record, "train", "text", config).reason is None
-    assert cleaning.own_record(record, "train", "code", config).reason == "long lines"
+    assert cleaning.own_record(row, "text", config).reason is None
+    assert cleaning.own_record(row, "code", config).reason == "long lines"
 
 
 def test_half_a_surrogate_pair_never_reaches_a_corpus() -> None:

@@ -12,34 +12,26 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
 import pytest
 
 from pipeline.ingest import selection as ingest_selection
 from pipeline.ingest import sources
 from pipeline.ingest.cleaning import Document
 from pipeline.ingest.duplicates import Index, fingerprint, signature
+from pipeline.ingest.entries import FileEntry, PackagesEntry
 from pipeline.ingest.records import Text
 from pipeline.ingest.selection import PartWriter, Selection
 from pipeline.ingest.sources import DataConfig
 from pipeline.run.errors import DataError
 from pipeline.synthetic import stories
 from stages import corpus
-from tests.data_stages import PLANTED, QUOTAS, Machine, source
+from tests.data_stages import LIKENESS, PLANTED, QUOTAS, Machine, manifest, rows, source
 from tests.data_stages import planted_machine as planted_machine
 
 ROOT = Path(__file__).parents[1]
 
 
 REASONS = {"duplicate": 1, "near duplicate": 1, "secret": 1, "benchmark": 1, "generated": 1, "syntax": 1, "size": 1}
-
-
-def manifest(out: Path, name: str) -> dict[str, Any]:
-    return json.loads((out / name / "manifest.json").read_text())
-
-
-def rows(folder: Path, split: str = "*") -> list[dict[str, str]]:
-    return [row for path in sorted(folder.glob(f"{split}-*.parquet")) for row in pq.read_table(path).to_pylist()]
 
 
 def contents(out: Path) -> dict[str, bytes]:
@@ -156,7 +148,7 @@ def test_a_package_gives_no_more_than_its_cap(machine: Machine) -> None:
 
 def test_every_part_has_the_quota_of_its_key(tmp_path: Path) -> None:
     quotas: dict[str, Any] = {name: (n + 1) / 100 for n, name in enumerate(QUOTAS)}
-    params = corpus.Params(**quotas, cap_mb=2.0, near_duplicates=0.7, data=DataConfig(source="machine"))
+    params = corpus.Params(**quotas, **LIKENESS, data=DataConfig(source="machine"))
     found: dict[str, float] = {}
     for name in corpus.PARTS:
         found |= corpus._selection(name, params, Index([]), tmp_path).quotas
@@ -169,7 +161,7 @@ def test_prose_repeats_no_paragraph(machine: Machine) -> None:
     assert len(spoken) > 100 and len(spoken) == len(set(spoken))
 
 
-def test_own_files_become_the_corpus_and_a_forgotten_kind_is_an_error(machine: Machine) -> None:
+def test_own_files_become_the_corpus_and_a_single_document_is_an_error(machine: Machine) -> None:
     own = machine.tmp / "own"
     (own / "code").mkdir()
     (own / "text").mkdir()
@@ -184,8 +176,12 @@ def test_own_files_become_the_corpus_and_a_forgotten_kind_is_an_error(machine: M
     assert sorted(row["text"] for row in rows(out / "code")) == sorted(source(300 + n) for n in range(6))
     assert manifest(out, "text")["documents"]["val"] >= 1  # even where chance holds none out
     assert manifest(out, "code")["data"] == "files"
-    assert manifest(out, "text")["rows"] == {"accepted": 6, "duplicates": 0, "rejected": 1}
-    assert manifest(out, "text")["rows_by_file"]["text/t0.txt"] == {"accepted": 1, "duplicates": 0, "rejected": 0}
+    num_bytes = sum((own / "text" / f"t{number}.txt").stat().st_size for number in range(6))
+    told = {"accepted": 6, "duplicates": 0, "rejected": 1, "dropped": 0, "bytes": num_bytes}
+    assert manifest(out, "text")["rows"] == told
+    assert manifest(out, "code")["rows"]["dropped"] == 2
+    told = {"accepted": 0, "duplicates": 0, "rejected": 0, "dropped": 1, "bytes": 6}
+    assert manifest(out, "code")["rows_by_file"]["code/short.py"] == told
     dropped = [json.loads(line) for line in (out / "code" / "dropped.jsonl").read_text().splitlines()]
     named = {(row["path"], row["reason"]) for row in dropped}
     assert {path for path, _ in named} == {"code/short.py", "code/odd.py"} and len(dropped) == 2
@@ -193,12 +189,83 @@ def test_own_files_become_the_corpus_and_a_forgotten_kind_is_an_error(machine: M
     assert {reason for _, reason in named} == manifest(out, "code")["dropped"].keys()
     (rejected,) = map(json.loads, (out / "text" / "rejected.jsonl").read_text().splitlines())
     assert rejected["file"] == "text/broken.txt" and not (out / "code" / "rejected.jsonl").exists()
+    (own / "one").mkdir()
+    (own / "one" / "a.py").write_text(source(500))
     with pytest.raises(DataError, match="code: expected at least two documents"):
-        machine.build("none", data=dataclasses.replace(data, code=[]))
+        machine.build("few", data=dataclasses.replace(data, code=["one/*"]))
+
+
+def test_a_kind_without_entries_is_a_corpus_without_documents(machine: Machine) -> None:
+    (machine.tmp / "own" / "t.jsonl").write_text("".join(json.dumps({"text": source(n)}) + "\n" for n in range(9)))
+    out = machine.build("out", data=DataConfig(source="files", text=["t.jsonl"]))
+    empty = manifest(out, "code")
+    assert empty["documents"] == empty["bytes"] == {"train": 0, "val": 0} and empty["rows"] == {}
+    assert rows(out / "code") == [] and {p.name for p in (out / "code").glob("*.parquet")} == {
+        "train-00000.parquet",
+        "val-00000.parquet",
+    }
+    assert manifest(out, "text")["documents"]["train"] == 8
+
+
+def weighted(machine: Machine, *weights: float) -> DataConfig:
+    """Entries a/*, b/*, ... of code, of 4, 8, 12, ... documents."""
+    for number in range(len(weights)):
+        folder = machine.tmp / "own" / "abc"[number]
+        folder.mkdir(exist_ok=True)
+        for n in range(4 * (number + 1)):
+            (folder / f"f{n}.py").write_text(source(1000 * number + 700 + n))
+    entries = [FileEntry(files=f"{name}/*", weight=weight) for name, weight in zip("abc", weights, strict=False)]
+    return DataConfig(source="files", code=list(entries))
+
+
+def test_weights_give_each_entry_its_share_of_the_training_bytes_and_no_text_is_in_both_splits(
+    machine: Machine,
+) -> None:
+    data = weighted(machine, 3.0, 1.0)
+    out = machine.build("out", data=data)
+    train, val = rows(out / "code", "train"), rows(out / "code", "val")
+    assert len(val) == 1 and not {row["text"] for row in val} & {row["text"] for row in train}
+    by_entry = {name: sum(len(row["text"]) for row in train if row["path"].startswith(name)) for name in "ab"}
+    largest = max(len(row["text"]) for row in train)
+    assert abs(by_entry["a"] - 0.75 * sum(by_entry.values())) < largest
+    whole = manifest(out, "code")["rows"]["bytes"] - sum(len(row["text"]) for row in val)
+    assert abs(whole - sum(by_entry.values())) < largest, "what is drawn is as much as there is"
+    assert len({row["path"] for row in train}) == len(train) and any("#pass2" in row["path"] for row in train)
+    told = manifest(out, "code")["mixture"]
+    assert [row["entry"] for row in told] == ["a/*", "b/*"] and told[0]["times"] > 1 > told[1]["times"]
+    assert told[0]["wanted"] == 0.75 and told[0]["drawn"] == pytest.approx(0.75, abs=0.05)
+    assert manifest(out, "code")["documents"] == {"train": len(train), "val": 1}
+    assert contents(out) == contents(machine.build("again", workers=2, data=data))
+
+
+def test_packages_and_files_are_entries_of_one_corpus(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "packages", lambda names: [])
+    monkeypatch.setattr(sources, "checked", lambda files: files)
+    monkeypatch.setattr(sources, "package_files", lambda packages: machine.files)
+    own = machine.tmp / "own"
+    for number in range(6):
+        (own / f"t{number}.txt").write_text(f"{number}: " + source(400 + number))
+    mixed = [FileEntry(files="*.txt", weight=1.0), PackagesEntry(source="packages", weight=1.0)]
+    out = machine.build("out", data=DataConfig(source="files", text=list(mixed), code=["packages"]))
+    assert set(manifest(out, "code")["parts"]) == {"python", "generated"}
+    assert set(manifest(out, "text")["parts"]) == {"own text 1", "prose", "stories", "drills", "transcripts"}
+    assert {row["source"] for row in rows(out / "code")} >= {"plain", "aa"}
+    train = rows(out / "text", "train")
+    mine = sum(len(row["text"].encode()) for row in train if ".txt" in row["path"])
+    assert mine / sum(len(row["text"].encode()) for row in train) == pytest.approx(0.5, abs=0.02)
+    assert not any("#pass" in row["path"] for row in rows(out / "text", "val"))
+
+
+def test_a_weight_for_documents_that_cleaning_drops_is_an_error(machine: Machine) -> None:
+    data = weighted(machine, 1.0, 1.0)
+    for path in (machine.tmp / "own/a").iterdir():
+        path.write_text("x = 1\n")
+    with pytest.raises(DataError, match=r"code: a/\*: nothing to train on"):
+        machine.build("out", data=data)
 
 
 def test_wrong_parameters_name_their_key() -> None:
-    base: dict[str, Any] = {**QUOTAS, "cap_mb": 2.0, "near_duplicates": 0.7, "data": DataConfig(source="machine")}
+    base: dict[str, Any] = {**QUOTAS, **LIKENESS, "data": DataConfig(source="machine")}
     for change, message in (({"shell_mb": -1.0}, "shell_mb"), ({"near_duplicates": 0.0}, "near_duplicates")):
         with pytest.raises(ValueError, match=message):
             corpus.Params(**(base | change))
@@ -305,10 +372,10 @@ def test_locale_and_hash_seed_change_no_byte(tmp_path: Path) -> None:
 import sys
 from pathlib import Path
 from pipeline.ingest.sources import DataConfig
-from tests.data_stages import FakeJob, QUOTAS, corpus
+from tests.data_stages import LIKENESS, QUOTAS, FakeJob, corpus
 if __name__ == "__main__":
     out = Path(sys.argv[1])
-    params = corpus.Params(**QUOTAS, cap_mb=2.0, near_duplicates=0.7, data=DataConfig(source="machine"))
+    params = corpus.Params(**QUOTAS, **LIKENESS, data=DataConfig(source="machine"))
     corpus.run(params, FakeJob(out / "work", 2), own=out, benchmarks=out / "none", text=out / "text", code=out / "code")
 """
     script = tmp_path / "script.py"

@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,9 +23,12 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from pipeline.ingest import conversations, hub, shapes
-from pipeline.ingest.records import Dialogue, Pair, Problem, Text
-from pipeline.ingest.sources import DataConfig, HubSet
+from pipeline.ingest import conversations, hub, mixture, shapes
+from pipeline.ingest.entries import FileEntry, HubEntry, HubSet, PackagesEntry
+from pipeline.ingest.intake import RowCounts
+from pipeline.ingest.own_files import Accepted
+from pipeline.ingest.records import Dialogue, Pair, Problem, SourceRecord, Text
+from pipeline.ingest.sources import DataConfig
 from pipeline.run.errors import DataError
 from tests.hubserver import REVISION, HubServer
 
@@ -86,13 +89,17 @@ ROWS: dict[str, dict[str, Any]] = {
 KIND_OF_RECORD = {"text": Text, "code": Text, "dialogues": Dialogue, "preferences": Pair, "problems": Problem}
 
 
+def pairs_of(rows: Iterable[Accepted]) -> list[tuple[str, SourceRecord]]:
+    return [(row.split, row.record) for row in rows]
+
+
 def test_every_set_of_the_config_file_has_a_row_that_becomes_its_kind_of_record(tmp_path: Path) -> None:
     seen = set()
     for kind, entries in hub_yaml().hub.items():
         for written in entries:
             entry = HubSet(**{**asdict(written), "enabled": True})
             lay(tmp_path, kind, entry, **{split: [ROWS[entry.id]] for split in (entry.train, entry.val or entry.train)})
-            found = list(hub.read_hub(config(kind, entry), kind, tmp_path))
+            found = pairs_of(hub.read_hub(config(kind, entry), kind, tmp_path))
             assert found and all(type(record) is KIND_OF_RECORD[kind] for _, record in found), entry.id
             seen.add(entry.id)
     assert seen == set(ROWS)
@@ -108,7 +115,7 @@ def test_gated_sets_are_off(tmp_path: Path) -> None:
 def test_splits_licences_and_ids_come_from_the_entry(tmp_path: Path) -> None:
     entry = HubSet(id="a/b", train="tr", val="va", text_field="content", licence_field="license", licence="unknown")
     lay(tmp_path, "code", entry, tr=[{"content": "x", "license": "MIT", "id": 1}], va=[{"content": "y"}])
-    found = list(hub.read_hub(config("code", entry), "code", tmp_path))
+    found = pairs_of(hub.read_hub(config("code", entry), "code", tmp_path))
     assert found == [
         ("train", Text(text="x", source="a/b", path="a/b/1", licence="MIT")),
         ("val", Text(text="y", source="a/b", path="a/b/va/part-0", licence="unknown")),
@@ -121,10 +128,10 @@ def test_columns_of_a_set_are_joined_and_the_last_answers(tmp_path: Path) -> Non
     row = {"instruction": "Add", "input": "1 2", "output": "3"}
     for kind in ("dialogues", "text"):
         lay(tmp_path / kind, kind, entry, train=[row])
-    ((_, dialogue),) = hub.read_hub(config("dialogues", entry), "dialogues", tmp_path / "dialogues")
+    ((_, dialogue),) = pairs_of(hub.read_hub(config("dialogues", entry), "dialogues", tmp_path / "dialogues"))
     assert isinstance(dialogue, Dialogue)
     assert [message["content"] for message in dialogue.messages] == ["Add\n\n1 2", "3"]
-    ((_, text),) = hub.read_hub(config("text", entry), "text", tmp_path / "text")
+    ((_, text),) = pairs_of(hub.read_hub(config("text", entry), "text", tmp_path / "text"))
     assert isinstance(text, Text) and text.text == "Add\n\n1 2\n\n3"
 
 
@@ -132,8 +139,23 @@ def test_ids_of_two_sets_never_meet(tmp_path: Path) -> None:
     entries = [HubSet(id=name, shape="question") for name in ("a/b", "a/c")]
     for entry in entries:
         lay(tmp_path, "dialogues", entry, train=[{"id": 1, "question": entry.id, "answer": "A"}])
-    found = [record for _, record in hub.read_hub(config("dialogues", *entries), "dialogues", tmp_path)]
+    found = [row.record for row in hub.read_hub(config("dialogues", *entries), "dialogues", tmp_path)]
     assert [record.id for record in found if isinstance(record, Dialogue)] == ["a/b/1", "a/c/1"]
+
+
+def test_a_set_is_an_entry_beside_files_and_packages(tmp_path: Path) -> None:
+    entry = HubEntry(source="hub", id="a/b", shape="question", weight=3.0)
+    lay(tmp_path / "parts/hub", "dialogues", entry, train=[{"question": f"Q{n}", "answer": "A"} for n in range(30)])
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own/a.jsonl").write_text('{"prompt": "P", "completion": "C"}\n')
+    entries = [FileEntry(files="*", weight=1.0), entry, PackagesEntry(source="packages", weight=1.0)]
+    data = DataConfig(source="files", dialogues=list(entries), val_share=0.0, test_share=0.0)
+    tallies: dict[str, RowCounts] = {}
+    lots = mixture.read_lots("dialogues", Dialogue, data, tmp_path / "own", tmp_path / "parts", tallies)
+    told = [(lot.name, lot.source, lot.weight, len(lot.splits["train"])) for lot in lots]
+    assert told == [("*", "files", 1.0, 1), ("a/b", "hub", 3.0, 30), ("packages", "packages", 1.0, 0)]
+    assert tallies["dialogues"].files.keys() == {"a.jsonl", "a/b/train/part-0"}
+    assert tallies["dialogues"].totals["accepted"] == 31
 
 
 def test_rows_that_break_are_rejected_by_place_and_too_many_fail(tmp_path: Path) -> None:
@@ -176,13 +198,15 @@ waits = []
 time.sleep = waits.append  # the waits of every retry, theirs and ours
 from pipeline.run.errors import DataError
 from pipeline.ingest import hub
-from pipeline.ingest.sources import DataConfig, HubSet
+from pipeline.ingest.entries import HubSet
+from pipeline.ingest.sources import DataConfig
 for line in sys.stdin:
     kind, entry, parts = json.loads(line)
     config = DataConfig(source="hub", hub={kind: [HubSet(**entry)]}, max_rejected=0.0)
     waits.clear()
     try:
-        found = [[split, dataclasses.asdict(record)] for split, record in hub.read_hub(config, kind, Path(parts))]
+        rows = hub.read_hub(config, kind, Path(parts))
+        found = [[row.split, dataclasses.asdict(row.record)] for row in rows]
         reply = {"found": found, "waits": len(waits)}
     except DataError as error:
         reply = {"error": str(error), "waits": len(waits)}

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeline.ingest import files, own_files
-from pipeline.ingest.own_files import cut, split_of
+from pipeline.ingest import files, intake, own_files
+from pipeline.ingest.intake import RowCounts, cut, split_of
 from pipeline.ingest.records import Text
 from pipeline.ingest.sources import DataConfig
 from pipeline.run.errors import DataError
-from tests.ownfiles import jsonl, read, texts
+from tests.ownfiles import jsonl, notebook, read, texts
 
 
 def test_too_many_rejected_rows_fail_after_the_last_record(own: Path) -> None:
@@ -123,11 +123,6 @@ def test_a_file_called_test_is_the_test_and_one_called_val_leaves_no_shares(own:
 # --- notebooks and delimiters ----------------------------------------------------------------------------------------
 
 
-def notebook(*cells: tuple[str, str]) -> str:
-    made = [{"cell_type": kind, "source": source.splitlines(keepends=True), "outputs": []} for kind, source in cells]
-    return json.dumps({"nbformat": 4, "cells": made})
-
-
 def test_of_a_notebook_the_cells_are_read_as_code_or_as_prose(own: Path) -> None:
     cells = (("markdown", "# Sums\nAdd."), ("code", "x = 1\nx + 1"), ("raw", "?"), ("code", ""))
     (own / "a.ipynb").write_text(notebook(*cells))
@@ -195,7 +190,7 @@ def test_a_document_longer_than_the_window_becomes_rows_cut_at_blank_lines(
 def test_pieces_join_to_the_text_and_none_is_over_the_limit(
     parts: list[str], limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(own_files, "TEXT_BYTES", limit)
+    monkeypatch.setattr(intake, "TEXT_BYTES", limit)
     document = Text(text="".join(parts), source="s", path="p", licence="l")
     pieces = cut(document)
     assert "".join(piece.text for piece in pieces) == document.text
@@ -213,15 +208,18 @@ def test_a_long_text_is_cut_at_blank_lines_where_it_has_them() -> None:
 def test_the_rows_of_each_file_add_up_to_what_it_holds(own: Path) -> None:
     (own / "a.jsonl").write_text(jsonl({"text": "x"}, {"text": "x"}, {"text": "y", "id": 1}, {"text": 2}))
     (own / "b.jsonl").write_text(jsonl({"text": "z", "id": 1}, {"text": "w"}))
-    tally = own_files.RowCounts()
+    tally = RowCounts()
     rejected = own.parent / "rejected.jsonl"
     list(own_files.read_files(own, DataConfig(source="files", text=["*"], max_rejected=1.0), "text", rejected, tally))
     assert tally.files == {
-        "a.jsonl": {"accepted": 2, "duplicates": 1, "rejected": 1},
-        "b.jsonl": {"accepted": 1, "duplicates": 0, "rejected": 1},
+        "a.jsonl": {"accepted": 2, "duplicates": 1, "rejected": 1, "dropped": 0, "bytes": 2},
+        "b.jsonl": {"accepted": 1, "duplicates": 0, "rejected": 1, "dropped": 0, "bytes": 1},
     }
-    assert tally.totals == {"accepted": 3, "duplicates": 1, "rejected": 2}
-    assert [line.split() for line in tally.shown("text").splitlines()][1:] == [
-        ["a.jsonl", "2", "1", "1"],
-        ["b.jsonl", "1", "0", "1"],
+    assert tally.totals == {"accepted": 3, "duplicates": 1, "rejected": 2, "dropped": 0, "bytes": 3}
+    tally.drop("b.jsonl")
+    assert [line.split() for line in tally.shown("text").splitlines()] == [
+        ["text", "rows", "accepted", "duplicates", "rejected", "dropped", "bytes"],
+        ["a.jsonl", "4", "2", "1", "1", "0", "2"],
+        ["b.jsonl", "2", "0", "0", "1", "1", "1"],
+        ["all", "6", "2", "1", "2", "1", "3"],
     ]

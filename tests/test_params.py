@@ -11,6 +11,7 @@ import yaml
 from omegaconf import OmegaConf
 from ruamel.yaml import YAML
 
+from pipeline.ingest.sources import DataConfig
 from pipeline.run.config import (
     Runtime,
     Settings,
@@ -239,6 +240,10 @@ def read_blocks(stage: str) -> set[str]:
             names |= {stage, "scale", f"scale:{stage}"} if in_a_scale_file(stage) else {stage}
             names |= {"preset:*"} if Path("conf/preset", stage).is_dir() else set()
             continue
+        if source.startswith("conf/"):  # one key of a certain file
+            path, _, key = source.partition(":")
+            names.add(f"{path.split('/')[1]}:{key}")
+            continue
         which, _, key = source.partition(".")
         if which in stage_names(Path()):
             names |= {source}
@@ -271,6 +276,30 @@ def test_where_training_begins_stands_in_params_yaml_alone(in_repository: Path) 
 def test_the_tokenizer_takes_its_base_from_the_language_model(in_repository: Path) -> None:
     assert stage_params("tokenizer", Settings(Path(), [])).base == "scratch"
     assert stage_params("tokenizer", Settings(Path(), ["language.base=base", "language.steps=7"])).base == "base"
+
+
+def test_the_names_of_the_packages_come_from_their_file_whatever_data_is_selected(in_repository: Path) -> None:
+    names = yaml.safe_load(Path("conf/data/packages.yaml").read_text())["packages"]
+    for data in ("files", "packages"):
+        assert stage_params("corpus", Settings(Path(), [f"data={data}"])).package_names == names
+
+
+def test_a_mapping_is_the_dataclass_that_knows_its_keys(repository: Path) -> None:
+    def told(**entry: object) -> str:
+        values = {"source": Value("files", "f.yaml"), "text": Value([entry], "f.yaml")}
+        with pytest.raises(ConfigError) as caught:
+            build(DataConfig, values, "data")
+        return str(caught.value)
+
+    assert "unknown key 'wieght' (did you mean 'weight'?); valid keys: columns, encoding, files," in told(
+        files="a", wieght=1
+    )
+    assert "did you mean 'files'" in told(file="a")
+    assert 'text[0].source: expected packages, got "pakages"' in told(source="pakages")
+    assert "unknown key 'idd' (did you mean 'id'?); valid keys: config, data_dir, enabled" in told(
+        source="hub", idd="a/b"
+    )
+    assert "unknown key 'id'; valid keys: source, weight" in told(source="packages", id="a/b")
 
 
 def test_the_address_of_the_sandbox_service_is_a_nested_key_of_the_runtime_block(repository: Path) -> None:

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.ingest import files, own_files
-from pipeline.ingest.own_files import Intake
+from pipeline.ingest.intake import Intake
 from pipeline.ingest.sources import DataConfig
 from pipeline.run.errors import DataError
 from tests.ownfiles import ROOT, config, jsonl, read, texts
@@ -249,7 +249,7 @@ def test_accepted_and_duplicates_and_rejected_are_all_rows(lines: list[str], kin
         with Intake(Path(folder) / "r.jsonl", 1.0, "test") as books:
             books.num_accepted = 1  # so that leaving does not complain of nothing
             source = own_files.Source(path=path, name="a.jsonl", group="a.jsonl", is_table=True, split=None)
-            records = list(own_files._read(source, config(kind), kind, books))
+            records = list(own_files._read(source, kind, books))
         assert books.num_rows - 1 == num_rows
         assert len(records) == books.num_accepted - 1
         assert len((Path(folder) / "r.jsonl").read_text().splitlines()) == books.num_rejected

@@ -10,6 +10,7 @@ import pytest
 
 from pipeline.evaluation import benchmarks
 from pipeline.evaluation.suites import SuiteResult
+from pipeline.ingest.mixture import Lot
 from pipeline.ingest.records import Dialogue, Problem, write
 from pipeline.learning.settings import PairConfig
 from pipeline.model.transformer import Transformer
@@ -19,6 +20,7 @@ from pipeline.run.config import SandboxAddress
 from pipeline.run.errors import ConfigError
 from pipeline.run.workdir import Job
 from pipeline.sandbox.judge import SandboxConfig
+from pipeline.synthetic import programs
 from pipeline.text.tokenizer import Tokenizer
 from stages import corpus, encode, evaluate, reward, tasks
 from tests.corpora import documents, write_corpus
@@ -106,8 +108,9 @@ def test_tasks_tries_problems_and_labels_pairs_where_the_address_says(
 ) -> None:
     judges = Judges()
     monkeypatch.setattr(tasks, "Judge", judges)
+    lot = Lot("files", "files", splits={"train": list(programs.problems("train", 1, 0, 0))})
     with pytest.raises(NotHere):
-        tasks._try_out({"train": []}, TASKS, at_work(tmp_path), tmp_path, {})
+        tasks._try_out([lot], TASKS, at_work(tmp_path), tmp_path, {})
     with pytest.raises(NotHere):
         tasks._pairs(TASKS, at_work(tmp_path))
     assert judges.made == [ASKED, ASKED]

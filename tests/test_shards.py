@@ -4,16 +4,19 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.ingest import shards
+from pipeline.ingest import selection, shards
 from pipeline.run.errors import DataError, GateError
 from pipeline.run.processes import pool_map
 from pipeline.text.tokenizer import Tokenizer
+from stages import encode as stage_encode
+from tests.data_stages import FakeJob
 
 ROOT = Path(__file__).parents[1]
 SOURCE = (ROOT / "pipeline/ingest/shards.py").read_text(encoding="utf-8")
@@ -142,3 +145,15 @@ def test_a_document_in_both_splits_is_refused(raw: Path) -> None:
         GateError, match=r"train-1.parquet: p/123 stands in the val split too \(val-1.parquet: p/2001\)"
     ):
         shards.check_apart(raw)
+
+
+def test_a_corpus_without_documents_is_encoded_as_no_tokens(tmp_path: Path) -> None:
+    selection.write_empty(tmp_path / "raw")
+    TOKENIZER.save(tmp_path / "tokenizer")
+    job: Any = FakeJob(tmp_path / "work")
+    out = tmp_path / "tokens"
+    stage_encode.run(stage_encode.Params(), job, tokenizer=tmp_path / "tokenizer", corpus=tmp_path / "raw", out=out)
+    meta = json.loads((out / "meta.json").read_text())
+    assert {split: entry["tokens"] for split, entry in meta["splits"].items()} == {"train": 0, "val": 0}
+    assert (out / "train.bin").read_bytes() == b"" and (out / "train.idx").stat().st_size == 8
+    assert job.reported["train"]["documents"] == 0

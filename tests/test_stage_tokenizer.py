@@ -8,6 +8,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from pipeline.ingest import selection
+from pipeline.run.errors import DataError
 from pipeline.text.tokenizer import Tokenizer
 from stages import tokenizer
 
@@ -53,3 +55,15 @@ def test_the_sample_is_so_large_and_so_much_of_it_text(
 @pytest.mark.parametrize("size", [320, 384])
 def test_the_tokenizer_has_so_many_ids(size: int, corpora: dict[str, Path]) -> None:
     assert tokenizer.learnt(params(vocab_size=size), **corpora).vocab_size == size
+
+
+def test_without_any_text_there_is_no_tokenizer_and_of_an_empty_corpus_no_ratio(
+    tmp_path: Path, corpora: dict[str, Path]
+) -> None:
+    for name in ("text", "code"):
+        selection.write_empty(tmp_path / name)
+    with pytest.raises(DataError, match=r"no text to train a tokenizer on: text and code are both empty"):
+        tokenizer.learnt(params(), text=tmp_path / "text", code=tmp_path / "code")
+    made = tokenizer.learnt(params(), text=corpora["text"], code=tmp_path / "code")
+    assert tokenizer.bytes_per_token(made, tmp_path / "code") is None
+    assert (tokenizer.bytes_per_token(made, corpora["text"]) or 0) > 1

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from pipeline.ingest import own_files
+from pipeline.ingest.intake import RowCounts
+from pipeline.ingest.mixture import Lot
 from pipeline.ingest.records import Problem
 from pipeline.ingest.sources import DataConfig
 from pipeline.run.config import Runtime
@@ -198,11 +200,13 @@ def test_problems_of_the_user_take_the_place_of_generated_ones(tmp_path: Path) -
     train = [row(n, **answers[n]) for n in range(4)] + [row(8)]
     (tmp_path / "own/train.jsonl").write_text("".join(json.dumps(r) + "\n" for r in train) + "{broken\n")
     (tmp_path / "own/val.jsonl").write_text("".join(json.dumps(row(n, **answers[n])) + "\n" for n in range(4, 8)))
-    data = DataConfig(source="files", problems=["*.jsonl"], max_rejected=0.5)
+    data = DataConfig(
+        source="files", problems=["*.jsonl"], dialogues=["packages"], preferences=["packages"], max_rejected=0.5
+    )
     found = made(tmp_path, replace(TASKS, data=data, dialogues=20, pairs=6, test_items=2))
     read_again: Any = own_files.read_files(tmp_path / "own", data, "problems", tmp_path / "again.jsonl")
     held_out = [
-        p.entry_point for split, p in read_again if split == "val"
+        row.record.entry_point for row in read_again if row.split == "val"
     ]  # a hash of the id holds out rows of train, too
     assert {"f4", "f5", "f6", "f7"} <= set(held_out)
     assert {split: [p.entry_point for p in rows] for split, rows in found["problems"].items()} == {
@@ -239,7 +243,7 @@ def own_problems(folder: Path, rows: dict[str, dict[str, Any]]) -> Params:
     (folder / "own").mkdir(parents=True)
     text = "".join(json.dumps(row | {"id": name}) + "\n" for name, row in rows.items())
     (folder / "own/problems.jsonl").write_text(text)
-    data = DataConfig(source="files", problems=["problems.jsonl"], max_rejected=0.9)
+    data = DataConfig(source="files", problems=["problems.jsonl"], dialogues=["packages"], max_rejected=0.9)
     return replace(TASKS, data=data, dialogues=20, pairs=3, test_items=2)
 
 
@@ -290,16 +294,18 @@ def test_wrong_problems_of_the_hub_leave_up_to_max_rejected_and_are_written_down
 
     def tried(bad: int) -> tuple[dict[str, list[Any]], dict[str, int]]:
         splits = {"train": [problem(n, n + (n < bad)) for n in range(20)], "test": [problem(99, 99)]}
-        counts = {"accepted": 21, "duplicates": 0, "rejected": 3}
+        lot = Lot("a/b", "hub", None, splits, {p.id: "part" for ps in splits.values() for p in ps})
+        counts = {"accepted": 21, "duplicates": 0, "rejected": 3, "dropped": 0}
+        tallies = {"problems": RowCounts(dict(counts), {"part": counts})}
         data = DataConfig(source="hub", max_rejected=0.05)
         job: Any = SimpleNamespace(workers=1, runtime=Runtime())
-        tasks._try_out(splits, replace(TASKS, data=data), job, tmp_path, counts)
-        return splits, counts
+        tasks._try_out([lot], replace(TASKS, data=data), job, tmp_path, tallies)
+        return lot.splits, tallies["problems"].totals
 
     splits, counts = tried(1)
     assert [p.id for p in splits["train"]] == [f"p{n}" for n in range(1, 20)] and len(splits["test"]) == 1
-    assert counts == {"accepted": 20, "duplicates": 0, "rejected": 4}
-    (row,) = map(json.loads, (tmp_path / "problems-rejected.jsonl").read_text().splitlines())
+    assert counts == {"accepted": 20, "duplicates": 0, "rejected": 3, "dropped": 1}
+    (row,) = map(json.loads, (tmp_path / "problems-wrong.jsonl").read_text().splitlines())
     assert (row["id"], row["field"]) == ("p0", "answer") and "0 of 1 tests pass" in row["reason"]
     assert "problem 'p0': answer: its own solution fails" in capsys.readouterr().err
     with pytest.raises(DataError, match="2 of 21 problems are wrong"):

@@ -14,13 +14,22 @@ from __future__ import annotations
 import ast
 import re
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pipeline.ingest import sources
 from pipeline.ingest.duplicates import fingerprint, signature
 from pipeline.ingest.records import Text
 from pipeline.ingest.sources import DataConfig, Found, split_of
 from pipeline.run.errors import DataError
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The row that a text comes from."""
+
+    file: str
+    line: int
+    number: int  # among the accepted rows; a line may hold several
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +44,18 @@ class Document:
     paragraphs: tuple[str, ...] = ()
     fingerprint: int = 0  # of the text without whitespace
     signature: bytes = b""  # MinHash; empty: near duplicates are not searched
+    origin: Origin | None = None  # of a person's row; a long one gives several documents
+
+
+@dataclass(frozen=True, kw_only=True)
+class SuppliedText:
+    """A text of a person's files or of the hub, before it is cleaned."""
+
+    part: str  # that it belongs to
+    split: str
+    record: Text
+    origin: Origin | None = None
+    foreign: bool = False  # of the hub, with a licence of its author's
 
 
 class Dropped(Exception):
@@ -102,14 +123,15 @@ def shell_file(file: Found, config: DataConfig) -> Document:
     return _clean_document("shell", split_of(file.package), _text_record(file, text), len(raw), near=True)
 
 
-def own_record(record: Text, split: str, kind: str, config: DataConfig) -> Document:
+def own_record(row: SuppliedText, kind: str, config: DataConfig) -> Document:
     """Clean a record of the user's files or of the hub. Text goes through encoding, size and secrets, code through all
     checks, syntax only for `.py`.
     """
+    record = row.record
     num_bytes = len(record.text.encode("utf-8", "surrogatepass"))
     try:
         # What a user brings is the user's to train on; the hub's rows carry their authors' licences.
-        if config.source == "hub" and config.licences == "permissive" and not sources.is_permissive(record.licence):
+        if row.foreign and config.licences == "permissive" and not sources.is_permissive(record.licence):
             raise Dropped("licence")
         text = normalise(record.text)
         check_size(text, config)
@@ -120,10 +142,12 @@ def own_record(record: Text, split: str, kind: str, config: DataConfig) -> Docum
                 parse(text)
         text = without_secrets(text)
     except Dropped as dropped:
-        empty = Text(text="", source=record.source, path=record.path, licence=record.licence)
-        return Document(part=f"own {kind}", split=split, record=empty, num_bytes=num_bytes, reason=str(dropped))
-    cleaned = Text(text=text, source=record.source, path=record.path, licence=record.licence)
-    return _clean_document(f"own {kind}", split, cleaned, num_bytes, near=True)
+        empty, reason = replace(record, text=""), str(dropped)
+        return Document(
+            part=row.part, split=row.split, record=empty, num_bytes=num_bytes, reason=reason, origin=row.origin
+        )
+    document = _clean_document(row.part, row.split, replace(record, text=text), num_bytes, near=True)
+    return replace(document, origin=row.origin)
 
 
 def made_record(record: Text, part: str, split: str) -> Document:

@@ -16,10 +16,10 @@ number, zeros and nulls are stored as a count, and compression does the rest. So
 dictionary until a single row is made of them, whose size is added up before; and a row group whose footer lists columns
 that expand like a bomb is not read at all.
 
-Not promised: little memory for `.json`, which is read whole (use `.jsonl`); rows after the first error inside a `.json`
-list, in UTF-16 or UTF-32, or after 64 MB of CSV without the end of a row: these become one rejected row. For parquet,
-neither protection from a footer that lies about the sizes of pages (2 GB a page is the format's maximum), nor speed:
-texts through dictionaries are read at about 100 MB/s.
+Not promised: little memory for `.json`, which is read whole and refused over 256 MB (use `.jsonl`); rows after the
+first error inside a `.json` list, in UTF-16 or UTF-32, or after 64 MB of CSV without the end of a row: these become one
+rejected row. For parquet, neither protection from a footer that lies about the sizes of pages (2 GB a page is the
+format's maximum), nor speed: texts through dictionaries are read at about 100 MB/s.
 """
 
 import codecs
@@ -42,10 +42,12 @@ Rows = Iterator[tuple[int, object]]  # (line, row)
 
 ROW_BYTES = 64 * 1024 * 1024  # a longer row is a mistake (a quote left open, a file without line feeds)
 DOCUMENT_BYTES = 32 * 1024 * 1024  # a longer plain text is read as several rows, cut where lines are blank
+JSON_BYTES = 256 * 1024 * 1024  # the longest file that is read whole: a list of rows, a notebook
 CHUNK_BYTES = 1024 * 1024
 UNZIPPED_BYTES = 256 * 1024 * 1024  # the most that a gzip file may expand to
 
 TABLES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
+OBJECTS = (".jsonl", ".ndjson", ".json")  # each row has columns of its own
 NOTEBOOK = ".ipynb"
 DELIMITERS = ",;\t|"
 _MARKS = (  # UTF-32 before UTF-16: the mark of the one begins with the mark of the other
@@ -78,14 +80,16 @@ def rows(path: Path, encoding: str) -> Rows:
 
 
 def document(path: Path, encoding: str) -> Iterator[tuple[int, dict[str, str] | RowError]]:
-    """A plain text as one row, or several where it is longer than 32 MB; Windows line ends become line feeds."""
+    """A plain text as one row, or several where it is longer than 32 MB: cut at the next blank line, after 64 MB at any
+    line. Windows line ends become line feeds.
+    """
     first, size, parts = 1, 0, []
     failure: RowError | None = None
     for number, text in lines(path, encoding):
         if isinstance(text, RowError):
             failure = failure or text
             continue
-        if size > DOCUMENT_BYTES and not text.strip():
+        if size > DOCUMENT_BYTES and (not text.strip() or size > 2 * DOCUMENT_BYTES):
             yield first, failure or {"text": "".join(parts)}
             first, size, parts, failure = number, 0, [], None
         parts.append(text)
@@ -251,6 +255,9 @@ def _parse_json(text: str) -> object:
 
 def _json(path: Path, encoding: str) -> Rows:
     """A list of rows, one object, or a row on each line (as in many sets that are called .json)."""
+    if path.stat().st_size > JSON_BYTES:
+        yield 1, RowError("row", f"a file of over {JSON_BYTES >> 20} MB, which would be read whole; write it as .jsonl")
+        return
     codec, start = _detect_codec(path, encoding)
     raw = path.read_bytes()[start:]
     try:

@@ -2,8 +2,8 @@
 
 In: the data sets of one kind, and a folder that survives a kill. `datasets` streams each file of a data set into
 <set>/<split>/part-N.parquet.tmp (one column, the row as JSON), which is renamed when it is complete: a restart skips
-the complete parts and ends with the same bytes. Out: (split, record). `shapes` reads the rows, or the section on
-AceCode below; `own_files.Intake` accepts and rejects them, and writes the rejected ones to <set>/rejected.jsonl.
+the complete parts and ends with the same bytes. Out: `Accepted` rows. `shapes` reads the rows, or the section on
+AceCode below; `intake.Intake` accepts and rejects them, and writes the rejected ones to <set>/rejected.jsonl.
 
 A revision is 40 hex digits; where none is given, `main` is resolved once, printed, and stored in <set>/revision.txt. A
 file whose download breaks off is tried again from its beginning, five times, besides the retries of huggingface_hub
@@ -41,9 +41,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.ingest import shapes
-from pipeline.ingest.own_files import Intake, RowCounts, test_share
+from pipeline.ingest.entries import HubSet
+from pipeline.ingest.intake import Intake, RowCounts
+from pipeline.ingest.own_files import Accepted, test_share
 from pipeline.ingest.records import Problem, SourceRecord, Text
-from pipeline.ingest.sources import DataConfig, HubSet
+from pipeline.ingest.sources import DataConfig
 from pipeline.ingest.tool_calls import RowError
 from pipeline.run.errors import DataError
 from pipeline.run.tracking import progress, say
@@ -67,17 +69,19 @@ class _Shards(Protocol):
     def shard(self, num_shards: int, index: int) -> Iterable[JsonObject]: ...
 
 
-def read_hub(
-    config: DataConfig, kind: str, parts: Path, tally: RowCounts | None = None
-) -> Iterator[tuple[str, SourceRecord]]:
-    """(split, record) of every data set of `kind` that is enabled, in the order of the file, fetched into `parts`.
+def read_hub(config: DataConfig, kind: str, parts: Path, tally: RowCounts | None = None) -> Iterator[Accepted]:
+    """The rows of every data set of `kind` that is enabled, in the order of the entries, fetched into `parts`.
 
     Adds the numbers of rows to `tally`; rejected rows are in `rejected_files(...)`.
     Raises DataError: a set that does not exist or is gated, a network that stays away, rows that no shape reads.
     """
-    for entry in config.hub.get(kind, []):
-        if entry.enabled:
-            yield from _read_set(entry, config, kind, parts, tally or RowCounts())
+    for number, entry in sets_of(config, kind).items():
+        yield from _read_set(number, entry, config, kind, parts, tally or RowCounts())
+
+
+def sets_of(config: DataConfig, kind: str) -> dict[int, HubSet]:
+    """Number of the entry -> the data set, of the entries of a kind that name one."""
+    return {number: entry for number, entry in enumerate(config.entries(kind)) if isinstance(entry, HubSet)}
 
 
 def folder_of(entry: HubSet, kind: str, parts: Path) -> Path:
@@ -88,12 +92,12 @@ def folder_of(entry: HubSet, kind: str, parts: Path) -> Path:
 
 def rejected_files(config: DataConfig, kind: str, parts: Path) -> list[Path]:
     """The files of rejected rows of `kind`, in the order of the data sets."""
-    return [folder_of(e, kind, parts) / REJECTED for e in config.hub.get(kind, []) if e.enabled]
+    return [folder_of(entry, kind, parts) / REJECTED for entry in sets_of(config, kind).values()]
 
 
 def revisions(config: DataConfig, kind: str, parts: Path) -> dict[str, str]:
     """Data set -> the revision that was read: 40 hex digits, for the manifest. Resolves what is not resolved yet."""
-    return {e.id: _revision(e, folder_of(e, kind, parts)) for e in config.hub.get(kind, []) if e.enabled}
+    return {entry.id: _revision(entry, folder_of(entry, kind, parts)) for entry in sets_of(config, kind).values()}
 
 
 # --- fetching --------------------------------------------------------------------------------------------------------
@@ -222,8 +226,8 @@ def _first_line(error: Exception) -> str:
 
 
 def _read_set(
-    entry: HubSet, config: DataConfig, kind: str, parts: Path, tally: RowCounts
-) -> Iterator[tuple[str, SourceRecord]]:
+    number: int, entry: HubSet, config: DataConfig, kind: str, parts: Path, tally: RowCounts
+) -> Iterator[Accepted]:
     folder = folder_of(entry, kind, parts)
     parts_by_split = [("train", fetch(entry, entry.train, folder))]
     if entry.val is not None:
@@ -236,12 +240,13 @@ def _read_set(
     with Intake(folder / REJECTED, config.max_rejected, entry.id, shares) as intake:
         for split, paths in parts_by_split:
             for path in paths:
-                name = f"{entry.id}/{path.parent.name}/{path.stem}"
+                name = f"{entry.name}/{path.parent.name}/{path.stem}"
                 for line, row in enumerate(_rows(path), start=1):
                     with intake.rejecting(name, line):
                         for record in convert(row):
                             with intake.rejecting(name, line):
-                                yield from intake.accept(record, name, line, split if entry.val else None)
+                                for chosen, piece in intake.accept(record, name, line, split if entry.val else None):
+                                    yield Accepted(number, name, line, intake.num_accepted, chosen, piece)
         intake.add_to(tally)
 
 

@@ -1,21 +1,20 @@
-"""The user's own files (`data=files`) in `data/own/` -> records of text, code, dialogues, problems and preferences.
+"""The user's own files in `data/own/` (`data=files`) -> records of text, code, dialogues, problems and preferences.
 
-In: globs below a root folder, one list per kind. A `.jsonl`, `.json`, `.csv` or `.parquet` file is a table: `files`
-reads it and `shapes` turns its rows into records; its shape is the one that fits most of its first 100 rows. Any other
-file is one text. A folder that a glob matches is a folder of sources: every text file in it is one document, whatever
-its suffix. Out: (split, record) for each accepted row.
+In: the entries of a kind that name files (`ingest/entries.py`), globs below a root folder. A `.jsonl`, `.json`, `.csv`
+or `.parquet` file is a table: `files` reads it and `shapes` turns its rows into records; its shape is the one that fits
+most of its first 100 rows, unless the entry names one. Any other file is one text. A folder that a glob matches is a
+folder of sources: every text file in it is one document, whatever its suffix. Out: an `Accepted` for each accepted row.
+
+An option without effect is an error: `columns` of a file that is no table or that no row of the file has, an `encoding`
+of parquet. A file that two entries match is an error where one of them has options.
 
 Hidden files and `__pycache__` are never read. A link is followed as long as it stays below the root; one that leaves it
 is an error, because a repository from elsewhere may link to anything on this machine. Links that lead nowhere or to a
 folder above them are left out, and so are binary files; a message gives their number. An empty file gets a warning; a
 glob that matches nothing is an error.
 
-`Intake` decides about each row, here and in `hub`: accepted, a duplicate, or rejected. Rejected rows go
-to a JSONL file (file, line, field, reason), and the first five are printed as `file:line: field: reason`; the three
-counts add up to the number of rows. A row without an id gets the blake2b hash of its content as its id. The same id
-with the same content is a duplicate, with other content it is rejected. Held out are files with `val` or `test` in
-their names; where a source has none, `val_share` and `test_share` of the rows by blake2b(id), so that new rows move no
-others. A problem goes by its key, so that two versions of one problem stay together. Text and code have no test split.
+`Intake` (`ingest/intake.py`) decides about each row. Held out are files with `val` or `test` in their names; where a
+kind has none, `val_share` and `test_share` of its rows. Text and code have no test split.
 
 `feedback_pairs` reads the preference pairs that people gave on the web page, and selects those to train on.
 
@@ -24,39 +23,43 @@ Not promised: cleaning. Secrets, generated files and near duplicates leave later
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import itertools
-import json
 import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
 
 from pipeline.ingest import files as ingest_files
 from pipeline.ingest import shapes
-from pipeline.ingest.records import Pair, Problem, SourceRecord, Text
-from pipeline.ingest.sources import DataConfig
-from pipeline.ingest.tool_calls import RowError, to_json
+from pipeline.ingest.entries import FileEntry
+from pipeline.ingest.intake import Intake, RowCounts
+from pipeline.ingest.records import Pair, SourceRecord, Text
+from pipeline.ingest.sources import TEXT_KINDS, DataConfig
+from pipeline.ingest.tool_calls import RowError
+from pipeline.run.config import suggest
 from pipeline.run.device import stable_hash
 from pipeline.run.errors import DataError
 from pipeline.run.tracking import say
 from pipeline.run.types import JsonObject
 
-TEXT_BYTES = 1_000_000  # a longer text is cut at blank lines
-NUM_PRINTED = 5
-COUNTS = ("accepted", "duplicates", "rejected")
-_BLANK_LINES = re.compile(r"\n(?:[ \t]*\n)+")
-_LINE_FEED = re.compile(r"\n")
-TEXT_KINDS = ("text", "code")
+MOST_COLUMNS = 20  # that a message lists
 OWN_LICENCE = "own"  # what a user brings without naming a licence
 _HELD_OUT = {
     "val": re.compile(r"(?:^|[-_.])(?:val|valid|validation)(?:[-_.]|$)"),
     "test": re.compile(r"(?:^|[-_.])test(?:[-_.]|$)"),
 }
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How the files of an entry are read."""
+
+    encoding: str = "utf-8"
+    shape: str = "auto"
+    text_field: tuple[str, ...] = ()
+    columns: Mapping[str, str] = field(default_factory=dict)  # theirs -> ours
 
 
 @dataclass(frozen=True)
@@ -68,41 +71,41 @@ class Source:
     group: str  # the folder that a glob matched, or the file: the `source` of its texts
     is_table: bool
     split: str | None  # val or test for a file so named; None: train, or by the id of each row
+    entry: int = 0  # number of the entry of the kind that names it
+    reading: Reading = field(default_factory=Reading)
 
 
 @dataclass(frozen=True)
-class RowCounts:
-    """Numbers of rows of one kind: accepted, duplicates, rejected. They add up to the rows that were read."""
+class Accepted:
+    """A record, and where it comes from; a long text gives several."""
 
-    totals: dict[str, int] = field(default_factory=dict)
-    files: dict[str, dict[str, int]] = field(default_factory=dict)  # by file
-
-    def shown(self, title: str) -> str:
-        """A table with a line for each file."""
-        rows = [(title, *COUNTS), *((name, *(str(counts[n]) for n in COUNTS)) for name, counts in self.files.items())]
-        width = max(len(row[0]) for row in rows)
-        return "\n".join("  ".join([row[0].ljust(width), *(cell.rjust(10) for cell in row[1:])]) for row in rows)
+    entry: int  # number among the entries of the kind
+    file: str
+    line: int
+    number: int  # of the row among the accepted ones of its file's source; a line may hold several rows
+    split: str
+    record: SourceRecord
 
 
 def read_files(
     root: Path, config: DataConfig, kind: str, rejected: Path, tally: RowCounts | None = None
-) -> Iterator[tuple[str, SourceRecord]]:
-    """(split, record) for every accepted row of `kind` below `root`, files in order of name, rows in order.
+) -> Iterator[Accepted]:
+    """Every accepted row of the files of `kind` below `root`, files in order of name, rows in order.
 
     kind: text, code (Text), dialogues (Dialogue), problems (Problem), preferences (Pair). `rejected`: the JSONL file to
-    write. Adds the numbers of rows to `tally`. No globs, no records.
-    Raises DataError: a glob without a match, more rejected than `max_rejected` of all rows,
-    or no row left; the last two after the last record.
+    write. Adds the numbers of rows to `tally`. No entry with files, no records.
+    Raises DataError: a glob without a match, an option without effect, columns that a file lacks, more rejected than
+    `max_rejected` of all rows, or no row left; the last two after the last record.
     """
-    patterns = _globs(config, kind)
-    if not patterns:
+    entries = _file_entries(config, kind)
+    if not entries:
         return
-    sources = find_sources(root, patterns, kind)
+    sources = find_sources(root, entries, config, kind)
     named = {source.split for source in sources}
     shares = (0.0 if "val" in named else config.val_share, 0.0 if named & {"val", "test"} else test_share(config, kind))
     with Intake(rejected, config.max_rejected, f"{kind} of {root}", shares) as intake:
         for source in sources:
-            yield from _read(source, config, kind, intake)
+            yield from _read(source, kind, intake)
         intake.add_to(tally or RowCounts())
         say(
             f"{kind}: {intake.num_accepted} rows accepted, {intake.num_duplicates} duplicates, "
@@ -115,36 +118,45 @@ def test_share(config: DataConfig, kind: str) -> float:
     return 0.0 if kind in TEXT_KINDS else config.test_share
 
 
-def _globs(config: DataConfig, kind: str) -> Sequence[str]:
-    by_kind = {
-        "text": config.text,
-        "code": config.code,
-        "dialogues": config.dialogues,
-        "problems": config.problems,
-        "preferences": config.preferences,
-    }
-    return by_kind[kind]
+def _file_entries(config: DataConfig, kind: str) -> dict[int, FileEntry]:
+    """Number of the entry -> the entry, of those that name files."""
+    return {number: entry for number, entry in enumerate(config.entries(kind)) if isinstance(entry, FileEntry)}
+
+
+def reading_of(entry: FileEntry, config: DataConfig) -> Reading:
+    """How an entry's files are read: as it says, else as the keys for all entries say."""
+    return Reading(
+        encoding=entry.encoding or config.encoding,
+        shape=entry.shape or config.shape,
+        text_field=tuple(config.text_field if entry.text_field is None else entry.text_field),
+        columns=entry.columns,
+    )
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
 
 
-def find_sources(root: Path, patterns: Sequence[str], kind: str) -> list[Source]:
-    """The files that the globs match, each once, in order of name. Raises DataError for a glob that matches none."""
+def find_sources(root: Path, entries: Mapping[int, FileEntry], config: DataConfig, kind: str) -> list[Source]:
+    """The files that the globs match, each once, in order of name. Raises DataError for a glob that matches none, for
+    options without effect, and for a file of two entries of which one has options.
+    """
     sources: dict[str, Source] = {}
     links = _Links(root)
-    for pattern in patterns:
-        matched = _match_glob(root, pattern, links)
+    for number, entry in entries.items():
+        matched = _match_glob(root, entry.files, links)
         if not matched:
-            raise DataError(missing(root, kind, pattern))
+            raise DataError(missing(root, kind, entry.files))
+        reading = reading_of(entry, config)
         for path in matched:
             name = path.relative_to(root).as_posix()
-            if path.is_dir():
-                for file in _walk(path, links):
-                    inner = file.relative_to(root).as_posix()
-                    sources.setdefault(inner, _make_source(file, inner, name, kind, direct=False))
-            else:
-                sources[name] = _make_source(path, name, name, kind, direct=True)
+            inner = [(file, file.relative_to(root).as_posix()) for file in _walk(path, links)] if path.is_dir() else []
+            for file, inner_name in inner or [(path, name)]:
+                earlier = sources.get(inner_name)
+                if earlier is not None:
+                    _check_owner(inner_name, entries[earlier.entry], entry, kind)
+                if earlier is None or not inner:  # by itself before in a folder: only so is it read as a table
+                    source = _make_source(file, inner_name, name, kind, direct=not inner)
+                    sources[inner_name] = replace(source, entry=number, reading=reading)
     if links.skipped:
         say(
             f"{kind}: {len(links.skipped)} links lead nowhere or to a folder above them, "
@@ -153,27 +165,49 @@ def find_sources(root: Path, patterns: Sequence[str], kind: str) -> list[Source]
     binary = [name for name, source in sources.items() if not source.is_table and ingest_files.is_binary(source.path)]
     if binary:
         say(f"{kind}: {len(binary)} binary files are skipped, the first {binary[0]}")
-    return [sources[name] for name in sorted(sources.keys() - set(binary))]
+    found = [sources[name] for name in sorted(sources.keys() - set(binary))]
+    for number, entry in entries.items():
+        _check_options(kind, entry, [source for source in found if source.entry == number])
+    return found
+
+
+def _check_owner(name: str, first: FileEntry, second: FileEntry, kind: str) -> None:
+    if first != second and (first != FileEntry(files=first.files) or second != FileEntry(files=second.files)):
+        raise DataError(
+            f"{kind}: {name} is matched by two entries, {first.files} and {second.files}, and one of them has options: "
+            "write globs that have no file in common"
+        )
+
+
+def _check_options(kind: str, entry: FileEntry, sources: Sequence[Source]) -> None:
+    """Raise DataError for an option that the files of its entry cannot have."""
+    plain = next((source.name for source in sources if not source.is_table), None)
+    if entry.table_keys and plain is not None:
+        raise DataError(
+            f"{kind}: {entry.files}: {entry.table_keys[0]}: has no effect on {plain}, which is one text; only "
+            f"{', '.join(ingest_files.TABLES)} have rows: name those by a glob of their own"
+        )
+    if entry.encoding is not None and sources and all(s.path.suffix.lower() == ".parquet" for s in sources):
+        raise DataError(f"{kind}: {entry.files}: encoding: has no effect on parquet, which is UTF-8; take it away")
 
 
 def missing(root: Path, kind: str, pattern: str) -> str:
     """What to do about a glob that matches nothing."""
     return (
-        f"no file matches {root / pattern}: put files there, or write `{kind}: []` in conf/data/files.yaml (of one "
-        f"experiment: dvc exp run -S 'conf/data/files.yaml:{kind}=[]') if there are none of this kind"
+        f"no file matches {root / pattern}: put files there, or write `{kind}: []` in conf/data/files.yaml if you have "
+        f"none, or `{kind}: [packages]` for generated ones (of one experiment: "
+        f"dvc exp run -S 'conf/data/files.yaml:{kind}=[packages]')"
     )
 
 
 def missing_globs(root: Path, config: DataConfig, kinds: Sequence[str]) -> list[str]:
     """A line for each glob of these kinds that matches nothing below `root`, before anything is read."""
-    if config.source != "files":
-        return []
     links = _Links(root)
     return [
-        missing(root, kind, pattern)
+        missing(root, kind, entry.files)
         for kind in kinds
-        for pattern in _globs(config, kind)
-        if not _match_glob(root, pattern, links)
+        for entry in _file_entries(config, kind).values()
+        if not _match_glob(root, entry.files, links)
     ]
 
 
@@ -231,29 +265,32 @@ def _make_source(path: Path, name: str, group: str, kind: str, *, direct: bool) 
 # --- rows ------------------------------------------------------------------------------------------------------------
 
 
-def _read(source: Source, config: DataConfig, kind: str, intake: Intake) -> Iterator[tuple[str, SourceRecord]]:
+def _read(source: Source, kind: str, intake: Intake) -> Iterator[Accepted]:
     try:
         if source.path.stat().st_size == 0:
             say(f"{source.name}: warning: the file is empty")
             return
         if source.is_table:
-            yield from _read_table(source, config, kind, intake)
+            yield from _read_table(source, kind, intake)
         elif kind in TEXT_KINDS:
-            yield from _read_document(source, config, kind, intake)
+            yield from _read_document(source, kind, intake)
         else:
             intake.reject(source.name, 1, RowError("file", f"expected {', '.join(ingest_files.TABLES)}"))
     except OSError as error:
         raise DataError(f"{source.name}: cannot be read ({error.strerror or error})") from error
 
 
-def _read_table(source: Source, config: DataConfig, kind: str, intake: Intake) -> Iterator[tuple[str, SourceRecord]]:
-    columns = shapes.Columns(tuple(config.text_field))
+def _read_table(source: Source, kind: str, intake: Intake) -> Iterator[Accepted]:
+    reading = source.reading
+    columns = shapes.Columns(reading.text_field)
     try:
-        shape = shapes.named(config.shape, kind)
+        shape = shapes.named(reading.shape, kind)
     except RowError as error:
         raise DataError(str(error)) from error
-    rows = ingest_files.rows(source.path, config.encoding)
+    rows = _Renamed(source, ingest_files.rows(source.path, reading.encoding))
     head = list(itertools.islice(rows, shapes.SAMPLE_ROWS))
+    if len(head) < shapes.SAMPLE_ROWS or source.path.suffix.lower() not in ingest_files.OBJECTS:
+        rows.check_columns()  # before any row is rejected for what it lacks
     if shape is None:
         shape = shapes.detect([row for _, row in head if isinstance(row, dict)], kind, columns)
     for line, row in itertools.chain(head, rows):
@@ -264,7 +301,44 @@ def _read_table(source: Source, config: DataConfig, kind: str, intake: Intake) -
             if isinstance(record, Text):
                 licence = record.licence or OWN_LICENCE
                 record = replace(record, source=record.source or source.name, licence=licence)
-            yield from intake.accept(record, source.name, line, source.split)
+            yield from _accept(record, source, line, intake)
+    rows.check_columns()
+
+
+def _accept(record: SourceRecord, source: Source, line: int, intake: Intake) -> Iterator[Accepted]:
+    for split, piece in intake.accept(record, source.name, line, source.split):
+        yield Accepted(source.entry, source.name, line, intake.num_accepted, split, piece)
+
+
+class _Renamed:
+    """The rows of a table under our names for its columns; keeps the names that the table has."""
+
+    def __init__(self, source: Source, rows: ingest_files.Rows) -> None:
+        self._source, self._rows, self._columns = source, rows, source.reading.columns
+        self._found: dict[str, None] = {}
+
+    def __iter__(self) -> _Renamed:
+        return self
+
+    def __next__(self) -> tuple[int, object]:
+        line, row = next(self._rows)
+        if not self._columns or not isinstance(row, dict):
+            return line, row
+        self._found |= dict.fromkeys(row)
+        ours = {self._columns[name] for name in row if name in self._columns}  # who has the name already gives way
+        kept = {name: value for name, value in row.items() if name in self._columns or name not in ours}
+        return line, {self._columns.get(name, name): value for name, value in kept.items()}
+
+    def check_columns(self) -> None:
+        """Raise DataError for a column that no row so far has."""
+        absent = [name for name in self._columns if name not in self._found]
+        if absent and self._found:
+            shown = ", ".join(map(str, itertools.islice(self._found, MOST_COLUMNS)))
+            more = ", ..." if len(self._found) > MOST_COLUMNS else ""
+            raise DataError(
+                f"{self._source.name}: columns: no row has {absent[0]!r}{suggest(absent[0], map(str, self._found))}; "
+                f"the file has the columns {shown}{more}"
+            )
 
 
 def _convert(shape: shapes.Shape | None, row: object, columns: shapes.Columns, kind: str) -> SourceRecord:
@@ -274,11 +348,11 @@ def _convert(shape: shapes.Shape | None, row: object, columns: shapes.Columns, k
     return shapes.convert(shape, row, columns)
 
 
-def _read_document(source: Source, config: DataConfig, kind: str, intake: Intake) -> Iterator[tuple[str, SourceRecord]]:
+def _read_document(source: Source, kind: str, intake: Intake) -> Iterator[Accepted]:
     if source.path.suffix.lower() == ingest_files.NOTEBOOK:
-        rows = iter([ingest_files.notebook(source.path, config.encoding, code=kind == "code")])
+        rows = iter([ingest_files.notebook(source.path, source.reading.encoding, code=kind == "code")])
     else:
-        rows = ingest_files.document(source.path, config.encoding)
+        rows = ingest_files.document(source.path, source.reading.encoding)
     for line, row in rows:
         with intake.rejecting(source.name, line):
             if isinstance(row, RowError):
@@ -286,190 +360,10 @@ def _read_document(source: Source, config: DataConfig, kind: str, intake: Intake
             if not row["text"].strip():
                 raise RowError("text", "is blank")
             record = Text(text=row["text"], source=source.group, path="", licence=OWN_LICENCE)
-            yield from intake.accept(record, source.name, line, source.split)
+            yield from _accept(record, source, line, intake)
 
 
-# --- accepted and rejected rows --------------------------------------------------------------------------------------
-
-
-class Intake:
-    """Accepts and rejects the rows of one source, and counts them.
-
-    A context manager: on leaving without an error it checks the counts, else it only closes the file of rejected rows.
-    """
-
-    def __init__(
-        self, rejected: Path, max_rejected: float | None, name: str, shares: tuple[float, float] = (0.0, 0.0)
-    ) -> None:
-        """`rejected`: the JSONL file to write; `max_rejected`: share of all rows, None: any number, all of them too;
-        `name`: of the source, for messages; `shares` of the rows that go to val and test by their ids.
-        """
-        self._shares = shares
-        self.num_accepted = self.num_duplicates = self.num_rejected = 0
-        self._max_rejected = max_rejected
-        self._name = name
-        self._path = rejected
-        self._seen: dict[str, tuple[bytes, str, int]] = {}  # id -> content, file, line
-        self._first_messages: list[str] = []
-        self._by_file: dict[str, Counter[str]] = {}
-        rejected.parent.mkdir(parents=True, exist_ok=True)
-        self._file = rejected.open("w", encoding="utf-8", newline="\n")
-
-    @property
-    def num_rows(self) -> int:
-        """Rows so far."""
-        return self.num_accepted + self.num_duplicates + self.num_rejected
-
-    def __enter__(self) -> Intake:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._file.close()
-        if kind is None:
-            self._check_counts()
-
-    def add_to(self, tally: RowCounts) -> None:
-        """Add the numbers of accepted, duplicate and rejected rows."""
-        for name in COUNTS:
-            tally.totals[name] = tally.totals.get(name, 0) + getattr(self, f"num_{name}")
-        for file, counts in self._by_file.items():
-            tally.files[file] = {name: counts[name] for name in COUNTS}
-
-    def accept(self, record: SourceRecord, file: str, line: int, split: str | None) -> list[tuple[str, SourceRecord]]:
-        """(split, record), one per piece of a long text, or nothing for a duplicate. `split` None: by the id.
-
-        Raises RowError for an id that is taken and for what UTF-8 cannot encode.
-        """
-        content = _content_hash(record)
-        identity = record.path if isinstance(record, Text) else record.id
-        identity = identity or content.hex()
-        earlier = self._seen.get(identity)
-        if earlier is not None and earlier[0] == content:
-            self._count(file, "duplicates")
-            return []
-        if earlier is not None:
-            raise RowError("id", f"{identity[:80]!r} stands at {earlier[1]}:{earlier[2]} with other content")
-        self._seen[identity] = (content, file, line)
-        self._count(file, "accepted")
-        if isinstance(record, Text):
-            text_path = record.path or (f"{file}:{line}" if line > 1 else file)
-            return [(self._split(split, identity), piece) for piece in cut(replace(record, path=text_path))]
-        if isinstance(record, Problem):
-            record = replace(record, id=identity, key=record.key or identity)
-            return [(self._split(split, record.key), record)]
-        return [(self._split(split, identity), replace(record, id=identity))]
-
-    def _split(self, split: str | None, identity: str) -> str:
-        return split or split_of(identity, *self._shares)
-
-    def _count(self, file: str, name: str) -> None:
-        setattr(self, f"num_{name}", getattr(self, f"num_{name}") + 1)
-        self._by_file.setdefault(file, Counter())[name] += 1
-
-    @contextlib.contextmanager
-    def rejecting(self, file: str, line: int) -> Iterator[None]:
-        """Reject the row for a RowError in the block."""
-        try:
-            yield
-        except RowError as error:
-            self.reject(file, line, error)
-
-    def reject(self, file: str, line: int, error: RowError) -> None:
-        """Write the row to the file of rejected rows; the first five are printed too."""
-        self._count(file, "rejected")
-        entry = {"file": file, "line": line, "field": error.field, "reason": error.reason}
-        self._file.write(json.dumps(entry) + "\n")  # ASCII: a reason may quote half a surrogate pair
-        if self.num_rejected <= NUM_PRINTED:
-            self._first_messages.append(
-                f"{file}:{line}: {error.field}: {error.reason}".encode("utf-8", "replace").decode()
-            )
-            say(self._first_messages[-1])
-
-    def _check_counts(self) -> None:
-        if self._max_rejected is None:
-            return
-        if self.num_rejected > self._max_rejected * self.num_rows:
-            raise DataError(
-                f"{self._name}: {self.num_rejected} of {self.num_rows} rows are rejected, more than max_rejected = "
-                f"{self._max_rejected:g} of all. All of them: {self._path}. The first:\n  "
-                + "\n  ".join(self._first_messages)
-            )
-        if not self.num_accepted:
-            raise DataError(f"{self._name}: nothing is left of {self.num_rows} rows, {self.num_rejected} rejected")
-
-
-def split_of(identity: str, val: float, test: float) -> str:
-    """train, val or test, by the id alone: new rows do not move others between the splits."""
-    digest = hashlib.blake2b(identity.encode("utf-8"), digest_size=8).digest()
-    quotient, remainder = divmod(int.from_bytes(digest, "big"), 50)
-    number = (remainder + quotient % 1000 / 1000) / 50  # uniform in [0, 1); the first fiftieth was held out ever since
-    return "val" if number < val else "test" if number < val + test else "train"
-
-
-def _content_hash(record: SourceRecord) -> bytes:
-    """A hash of a record's content, without its id. Raises RowError for what JSON in UTF-8 cannot encode."""
-    if isinstance(record, Text):
-        text, identity = record.text, record.path + record.source + record.licence
-    else:
-        identity, text = record.id, to_json({**vars(record), "id": ""}, "row")
-    try:
-        identity.encode("utf-8")
-        return hashlib.blake2b(text.encode("utf-8"), digest_size=16).digest()
-    except UnicodeEncodeError as error:
-        raise RowError("row", "holds half a surrogate pair, which UTF-8 cannot write") from error
-
-
-# --- long texts ------------------------------------------------------------------------------------------------------
-
-
-def cut(document: Text) -> list[Text]:
-    """A text over 1 MB as pieces of at most 1 MB, which join to the text; their paths end in `#1`, `#2`, ..."""
-    if _num_bytes(document.text) <= TEXT_BYTES:
-        return [document]
-    pieces: list[list[str]] = []
-    size = TEXT_BYTES  # as if a piece were full: the first part starts one
-    for part in _text_parts(document.text):
-        length = _num_bytes(part)
-        if size + length > TEXT_BYTES:
-            pieces.append([])
-            size = 0
-        pieces[-1].append(part)
-        size += length
-    return [
-        replace(document, text="".join(piece), path=f"{document.path}#{number}")
-        for number, piece in enumerate(pieces, start=1)
-    ]
-
-
-def _text_parts(text: str) -> Iterator[str]:
-    """Paragraphs with the blank lines after them; too long a paragraph by lines, too long a line by characters (of 4
-    bytes at most).
-    """
-    for paragraph in _split_after(_BLANK_LINES, text):
-        if _num_bytes(paragraph) <= TEXT_BYTES:
-            yield paragraph
-            continue
-        for line in _split_after(_LINE_FEED, paragraph):
-            if _num_bytes(line) <= TEXT_BYTES:
-                yield line
-                continue
-            step = TEXT_BYTES // 4
-            yield from (line[start : start + step] for start in range(0, len(line), step))
-
-
-def _num_bytes(text: str) -> int:
-    return len(text) if text.isascii() else len(text.encode("utf-8"))
-
-
-def _split_after(pattern: re.Pattern[str], text: str) -> Iterator[str]:
-    start = 0
-    for match in pattern.finditer(text):
-        yield text[start : match.end()]
-        start = match.end()
-    if start < len(text):
-        yield text[start:]
+# --- feedback --------------------------------------------------------------------------------------------------------
 
 
 ACCEPT = ("all", "reviewed")

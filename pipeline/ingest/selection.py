@@ -24,19 +24,23 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
-from pipeline.ingest import cleaning
-from pipeline.ingest.cleaning import Document
+from pipeline.ingest import cleaning, mixture
+from pipeline.ingest.cleaning import Document, Origin, SuppliedText
 from pipeline.ingest.duplicates import Index, NearDuplicates, fingerprint, signature
 from pipeline.ingest.records import Text
 from pipeline.ingest.sources import DataConfig, Found
+from pipeline.run.device import stable_hash
 from pipeline.run.errors import DataError
 from pipeline.run.types import JsonObject
 from pipeline.run.workdir import sha256
@@ -94,11 +98,16 @@ class Selection:
         self._package_bytes: dict[tuple[str, str], int] = {}
         self._writers: dict[tuple[str, str], PartWriter] = {}
         self._folder = folder
-        self.dropped_file = folder / "dropped.jsonl"  # path, source, reason and bytes of each document of a person's
+        self.dropped_file = folder / "dropped.jsonl"  # path, source, reason, bytes, file and line of each of a person's
         self._dropped_writer: TextIO | None = None
+        self.dropped_rows: Counter[str] = Counter()  # file of a person's -> rows of which no document was kept
+        self._row: Origin | None = None  # the row whose documents are being offered
+        self._row_kept = False
 
     def is_open(self, part: str) -> bool:
-        """Whether the part may take more."""
+        """Whether the part belongs to the corpus and may take more."""
+        if part not in self.quotas:
+            return False
         return sum(tally.num_bytes for tally in self.kept[part].values()) < self.quotas[part]
 
     def offer(self, document: Document) -> int:
@@ -107,6 +116,8 @@ class Selection:
             return 0
         self.found[document.part].add(document.num_bytes)
         reason, document = self._decide(document)
+        if document.origin is not None:
+            self._count_row(document.origin, kept=reason is None)
         if reason is not None:
             self.dropped[document.part].setdefault(reason, Tally()).add(document.num_bytes)
             if document.part.startswith("own "):
@@ -123,12 +134,22 @@ class Selection:
         self.licences.setdefault(record.licence, Tally()).add(num_bytes)
         return num_bytes
 
+    def _count_row(self, origin: Origin | None, *, kept: bool) -> None:
+        """Count the row before, of which all documents are known when the next begins, if none of them was kept."""
+        if origin != self._row:
+            if self._row is not None and not self._row_kept:
+                self.dropped_rows[self._row.file] += 1
+            self._row, self._row_kept = origin, False
+        self._row_kept |= kept
+
     def _name_dropped(self, document: Document, reason: str) -> None:
         if self._dropped_writer is None:
             self.dropped_file.parent.mkdir(parents=True, exist_ok=True)
             self._dropped_writer = self.dropped_file.open("w", encoding="utf-8", newline="\n")
         record = document.record
         entry = {"path": record.path, "source": record.source, "reason": reason, "bytes": document.num_bytes}
+        if document.origin is not None:
+            entry |= {"file": document.origin.file, "line": document.origin.line}
         self._dropped_writer.write(json.dumps(entry) + "\n")
 
     def _decide(self, document: Document) -> tuple[str | None, Document]:
@@ -181,6 +202,7 @@ class Selection:
 
     def close(self) -> dict[str, dict[Path, Size]]:
         """Close the parts; returns for each split its files and their sizes, in the order of the quotas."""
+        self._count_row(None, kept=False)
         for writer in self._writers.values():
             writer.close()
         if self._dropped_writer is not None:
@@ -233,9 +255,9 @@ class FileBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordBatch:
-    """Records with their split, from the user's files or the hub."""
+    """Texts of the user's files or of the hub."""
 
-    records: tuple[tuple[str, Text], ...]
+    records: tuple[SuppliedText, ...]
     kind: str  # text, code
     data: DataConfig
 
@@ -244,7 +266,7 @@ def clean(batch: FileBatch | RecordBatch) -> list[Document]:
     """Every document of a batch, cleaned or with its drop reason, in the batch's order."""
     if isinstance(batch, FileBatch):
         return [document for file in batch.files for document in _clean_file(file, batch)]
-    return [cleaning.own_record(record, split, batch.kind, batch.data) for split, record in batch.records]
+    return [cleaning.own_record(row, batch.kind, batch.data) for row in batch.records]
 
 
 def _clean_file(file: Found, batch: FileBatch) -> list[Document]:
@@ -270,13 +292,13 @@ def file_batches(files: list[Found], wanted: dict[str, Selection], data: DataCon
         yield FileBatch(files=tuple(files[start : start + BATCH_FILES]), parts=parts, full=full, data=data)
 
 
-def record_batches(records: Iterable[tuple[str, Text]], kind: str, data: DataConfig) -> Iterator[RecordBatch]:
-    """Records of one kind in their order, about 250,000 characters of text at a time."""
-    batch: list[tuple[str, Text]] = []
+def record_batches(rows: Iterable[SuppliedText], kind: str, data: DataConfig) -> Iterator[RecordBatch]:
+    """Texts of one kind in their order, about 250,000 characters at a time."""
+    batch: list[SuppliedText] = []
     num_characters = 0
-    for split, record in records:
-        batch.append((split, record))
-        num_characters += len(record.text)
+    for row in rows:
+        batch.append(row)
+        num_characters += len(row.record.text)
         if num_characters >= BATCH_BYTES:
             yield RecordBatch(records=tuple(batch), kind=kind, data=data)
             batch, num_characters = [], 0
@@ -324,30 +346,119 @@ class PartWriter:
         self._rows, self._pending = [], 0
 
 
-def mix(parts: dict[str, dict[Path, Size]], out: Path) -> dict[str, list[JsonObject]]:
+# --- weights ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Draw:
+    """How often each document of a part is written, and what they come to."""
+
+    copies: NDArray[np.int64]
+    size: Size
+
+
+Parts = dict[str, dict[Path, Size]]  # split -> file of a part -> its size
+Draws = dict[str, dict[Path, Draw]]  # split -> file of a part -> how often; a file that is absent: once
+
+
+@dataclass(frozen=True)
+class WeightedParts:
+    """An entry of a corpus: its weight, and the parts that its documents went to."""
+
+    name: str
+    weight: float
+    parts: tuple[str, ...]
+
+
+def drawn(corpus: str, parts: Parts, entries: Sequence[WeightedParts], seed: int) -> tuple[Draws, list[JsonObject]]:
+    """The training bytes of each entry in the proportion of its weight (`ingest/mixture.py`): how often each document
+    of a part is written, and the table.
+
+    A corpus without val documents gives every 50th to val first, by a hash of its name, so that no text is in both.
+    Raises DataError for an entry with nothing to train on.
+    """
+    train = parts["train"]
+    sizes, names = {}, {}
+    for path in train:
+        documents = [(len(d.text.encode()), stable_hash("mixture", seed, d.source, d.path)) for d in _documents(path)]
+        sizes[path] = np.array([size for size, _ in documents], np.int64)
+        names[path] = np.array([key for _, key in documents], np.uint64)
+    held = _held_out(parts, names)
+    of_entry = [[path for path in train if path.parent.name in entry.parts] for entry in entries]
+    stocks = [
+        mixture.Stock(
+            entry.name,
+            entry.weight,
+            np.concatenate([np.empty(0, np.int64), *(sizes[path][~held[path]] for path in paths)]),
+            np.concatenate([np.empty(0, np.uint64), *(names[path][~held[path]] for path in paths)]),
+        )
+        for entry, paths in zip(entries, of_entry, strict=True)
+    ]
+    mixture.check_filled(corpus, [(stock.name, stock.total) for stock in stocks])
+    times = mixture.draw(stocks)
+    draws: Draws = {"train": {}, "val": {}}
+    for paths, copies in zip(of_entry, times, strict=True):
+        borders = np.cumsum([(~held[path]).sum() for path in paths])
+        for path, of_part in zip(paths, np.split(copies, borders[:-1]), strict=True):
+            whole = np.zeros(len(sizes[path]), np.int64)
+            whole[~held[path]] = of_part
+            draws["train"][path] = _draw_of(whole, sizes[path])
+            if held[path].any():
+                draws["val"][path] = _draw_of(held[path].astype(np.int64), sizes[path])
+    return draws, mixture.summary(stocks, times)
+
+
+def _held_out(parts: Parts, names: dict[Path, NDArray[np.uint64]]) -> dict[Path, NDArray[np.bool_]]:
+    """Which training documents of each part move to val: those with the smallest hashes, where nothing else is held
+    out.
+    """
+    keys = np.sort(np.concatenate([np.empty(0, np.uint64), *names.values()]))
+    if not len(keys) or any(size.documents for size in parts["val"].values()):
+        return {path: np.zeros(len(hashes), bool) for path, hashes in names.items()}
+    limit = keys[max(1, len(keys) // VAL_EVERY) - 1]
+    return {path: hashes <= limit for path, hashes in names.items()}
+
+
+def _draw_of(copies: NDArray[np.int64], sizes: NDArray[np.int64]) -> Draw:
+    return Draw(copies, Size(int(copies.sum()), int((copies * sizes).sum())))
+
+
+# --- mixing ----------------------------------------------------------------------------------------------------------
+
+
+def mix(parts: Parts, out: Path, draws: Draws | None = None) -> dict[str, list[JsonObject]]:
     """Spread the parts of each split evenly over files of about 4 MB; returns for each split its files for the
     manifest.
 
-    If a corpus has no val document, every 50th moves to val, at least the last, so that it can be measured. Raises
-    DataError when the corpus has fewer than two documents.
+    `draws`: how often each document of a part is written (`drawn`); None: once. If a corpus has no val document, every
+    50th moves to val, at least the last, so that it can be measured. Raises DataError when the corpus has fewer than
+    two documents.
     """
-    out.mkdir(parents=True)
-    total = sum(size.documents for split in SPLITS for size in parts[split].values())
+    draws = draws or {split: {} for split in SPLITS}
+    sizes = {split: parts[split] | {path: draw.size for path, draw in draws[split].items()} for split in SPLITS}
+    total = sum(size.documents for split in SPLITS for size in sizes[split].values())
     if total < 2:
         raise DataError(f"{out.name}: expected at least two documents to train and to validate on, {total} left")
-    num_documents = {split: sum(size.documents for size in parts[split].values()) for split in SPLITS}
+    out.mkdir(parents=True)
+    num_documents = {split: sum(size.documents for size in sizes[split].values()) for split in SPLITS}
     files = {split: _NumberedFiles(out, split) for split in SPLITS}
     for split, other in zip(SPLITS, reversed(SPLITS), strict=True):
-        for number, document in enumerate(_interleaved(parts[split]), start=1):
+        for number, document in enumerate(_interleaved(sizes[split], draws[split]), start=1):
             last = number == num_documents[split]
             moved = not num_documents[other] and (last or number % VAL_EVERY == 0 if split == "train" else not last)
             files[other if moved else split].add(document)
     return {split: numbered.close() for split, numbered in files.items()}
 
 
-def _interleaved(parts: dict[Path, Size]) -> Iterator[Text]:
+def write_empty(out: Path) -> dict[str, list[JsonObject]]:
+    """A corpus without documents: a file without rows for each split."""
+    out.mkdir(parents=True)
+    return {split: _NumberedFiles(out, split).close() for split in SPLITS}
+
+
+def _interleaved(parts: dict[Path, Size], draws: Mapping[Path, Draw]) -> Iterator[Text]:
     """All documents; the next is always from the part of which the smallest share of bytes was given."""
-    readers = [_PartReader(size, _documents(path)) for path, size in parts.items() if size.documents]
+    readers = [_PartReader(size, _drawn_documents(path, draws)) for path, size in parts.items() if size.documents]
     while readers:
         reader = min(readers, key=lambda reader: reader.share)
         document = next(reader.documents, None)
@@ -374,6 +485,19 @@ def _documents(path: Path) -> Iterator[Text]:
                 yield Text(**row)
 
 
+def _drawn_documents(path: Path, draws: Mapping[Path, Draw]) -> Iterator[Text]:
+    """The documents of a part as often as they are drawn, pass by pass."""
+    if path not in draws:
+        yield from _documents(path)
+        return
+    copies = draws[path].copies
+    for number in range(1, int(copies.max(initial=0)) + 1):
+        for document, times in zip(_documents(path), copies.tolist(), strict=True):
+            if times >= number:
+                mark = mixture.pass_mark(number) if number > 1 else ""
+                yield dataclasses.replace(document, path=f"{document.path}{mark}")
+
+
 class _NumberedFiles:
     """The numbered files of one split."""
 
@@ -390,6 +514,8 @@ class _NumberedFiles:
         self.writer.add(document)
 
     def close(self) -> list[JsonObject]:
+        if self.writer is None and not self.done:  # readers expect a file of each split
+            self.writer = PartWriter(self.folder / f"{self.split}-00000.parquet")
         self._close_file()
         return self.done
 

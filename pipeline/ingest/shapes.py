@@ -12,7 +12,7 @@
     {instruction, input, chosen, rejected}          Pair    LLaMA-Factory, Alpaca's form
     {conversations, chosen, rejected}               Pair    LLaMA-Factory, ShareGPT's form: a message each side
 
-A row becomes one record, or a `RowError` that names the field. Ids are the row's `id` or empty: `own_files.Intake`
+A row becomes one record, or a `RowError` that names the field. Ids are the row's `id` or empty: `intake.Intake`
 fills those in. Dialogues are put into the OpenAI form of `records`: call ids count from call_0, arguments are JSON
 text, results follow their calls.
 

@@ -41,49 +41,19 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
+from pipeline.ingest.entries import Entry, HubSet, PackagesEntry, Written, check_list, resolved
 from pipeline.run.errors import DataError
 
 SOURCES = ("packages", "machine", "files", "hub")
 HARVESTS = ("packages", "machine")  # collect installed files and generate the rest
 LICENCES = ("any", "permissive")
+TEXT_KINDS = ("text", "code")
 SHELL_ROOTS = (Path("/usr"), Path("/etc"), Path("/opt"))
 SHELL_SUFFIXES = ("sh", "bash", "dash", "ksh", "zsh")
 SHEBANG = re.compile(rb"#!\s*/\S*(?:/env\s+)?(?:\b(?:ba|da|k|z|a)?sh)\b")
 LETTER_SUFFIX = re.compile(r"\.([A-Za-z_][A-Za-z0-9_+]*)$")
 TEST_NAMES = ("conftest.py", "test.py", "tests.py")
 DPKG_LISTS, DEBIAN_DOCS = Path("/var/lib/dpkg/info"), Path("/usr/share/doc")
-
-
-@dataclass(frozen=True, kw_only=True)
-class HubSet:
-    """One data set of the Hugging Face hub, for one kind of record."""
-
-    id: str
-    """Owner/name."""
-    config: str | None = None
-    """The data set's configuration, where it has several."""
-    data_dir: str | None = None
-    """Folder inside the data set."""
-    revision: str | None = None
-    """40 hex digits; none: resolved once, printed and recorded."""
-    train: str = "train"
-    """The split that is trained on."""
-    val: str | None = None
-    """The split that is held out; none: val_share of the rows."""
-    shape: str = "auto"
-    """One of ingest/shapes.py."""
-    text_field: str | list[str] = "text"
-    """The column of the text; a list: columns that are joined, of which in dialogues the last answers the rest."""
-    licence: str = "unknown"
-    """The licence of every row."""
-    licence_field: str | None = None
-    """The column that names the licence of each row, instead."""
-    level: str | None = None
-    """For AceCode: easy, medium, hard."""
-    max_rows: int | None = None
-    """At most so many rows of each split."""
-    enabled: bool = True
-    """Gated sets stand here switched off."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,22 +70,22 @@ class DataConfig:
     """A longer one too."""
     packages: list[str] = field(default_factory=list)
     """packages: of requirements.lock, pure Python, permissively licensed."""
-    text: list[str] = field(default_factory=list)
-    """files: globs in data/own/, one list per kind."""
-    code: list[str] = field(default_factory=list)
+    text: list[Written] = field(default_factory=list)
+    """files: entries (ingest/entries.py), one list per kind; [] means no data of this kind."""
+    code: list[Written] = field(default_factory=list)
     """Files."""
-    dialogues: list[str] = field(default_factory=list)
+    dialogues: list[Written] = field(default_factory=list)
     """Files."""
-    problems: list[str] = field(default_factory=list)
+    problems: list[Written] = field(default_factory=list)
     """Files."""
-    preferences: list[str] = field(default_factory=list)
+    preferences: list[Written] = field(default_factory=list)
     """Files."""
     shape: str = "auto"
-    """files: the shape of the rows; auto takes what fits the first 100."""
+    """files: the shape of the rows, where an entry says nothing else; auto takes what fits the first 100."""
     encoding: str = "utf-8"
-    """files: of what is neither UTF-8 nor marked as UTF-16."""
+    """files: of what is neither UTF-8 nor marked as UTF-16, where an entry says nothing else."""
     text_field: list[str] = field(default_factory=list)
-    """files: columns that make the text, joined by blank lines."""
+    """files: columns that make the text, joined by blank lines, where an entry says nothing else."""
     max_rejected: float = 0.01
     """files: share of rejected rows above which the stage fails."""
     val_share: float = 0.02
@@ -152,6 +122,21 @@ class DataConfig:
             )
         if self.source != "hub" and self.hub:
             raise ValueError(f"hub: is read with source: hub alone, found source: {self.source}; take it away")
+        for kind in kinds:
+            check_list(kind, getattr(self, kind))
+
+    def entries(self, kind: str) -> list[Entry]:
+        """Where the records of a kind come from, in order; none: there are none.
+
+        `packages` and `machine` generate or harvest every kind; `hub` gives the kinds it names, and of dialogues,
+        problems and preferences the generated ones otherwise.
+        """
+        if self.source == "files":
+            return resolved(getattr(self, kind))
+        sets: list[Entry] = [entry for entry in self.hub.get(kind, []) if entry.enabled]
+        if sets or (self.source == "hub" and kind in TEXT_KINDS):
+            return sets
+        return [PackagesEntry(source="packages")]
 
 
 @dataclass(frozen=True, kw_only=True)

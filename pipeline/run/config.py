@@ -145,6 +145,13 @@ def block(name: str) -> Any:
     return dataclasses.field(metadata={"from": name})
 
 
+def key_of(path: str, key: str) -> Any:
+    """A field filled from one key of a certain file of conf/, whichever file of its group is selected:
+    `names: list[str] = key_of("conf/data/packages.yaml", "packages")`.
+    """
+    return dataclasses.field(metadata={"from": f"{path}:{key}"})
+
+
 @dataclass(frozen=True)
 class Value:
     """A raw YAML value, and where it was read, for messages."""
@@ -365,7 +372,13 @@ def build(kind: type[T], values: dict[str, Value], where: str, settings: Setting
 
 
 def _value_of_source(source: str, kind: object, settings: Settings) -> object:
-    """The value of a `group` or `block` field."""
+    """The value of a `group`, `block` or `key_of` field."""
+    if source.startswith("conf/"):
+        path, _, key = source.partition(":")
+        tree = read_yaml(settings.root / path)
+        if key not in tree:
+            raise ConfigError(f"{path}: {key}: missing: expected {type_name(kind)}")
+        return convert(Value(tree[key], path), kind, key)
     name, _, key = source.partition(".")
     values = settings.group_values(name) if name in GROUPS else settings.layers(name)
     if not key:
@@ -397,6 +410,10 @@ def type_name(kind: object) -> str:
         return "none"
     if isinstance(kind, types.UnionType):
         return " or ".join(type_name(k) for k in typing.get_args(kind))
+    if typing.get_origin(kind) is typing.Literal:
+        return " or ".join(map(str, typing.get_args(kind)))
+    if typing.get_origin(kind) is list:
+        return f"list[{type_name(typing.get_args(kind)[0])}]"
     return str(kind) if typing.get_args(kind) else getattr(kind, "__name__", str(kind))
 
 
@@ -404,9 +421,10 @@ def convert(value: Value, kind: object, where: str) -> Any:
     """A raw YAML value as `kind`; floats accept integers and text such as "1e-3". Raises ConfigError."""
     raw, wrong = value.raw, f'{value.origin}: {where}: expected {type_name(kind)}, got "{value.raw}"'
     if isinstance(kind, types.UnionType):
+        blocks = [option for option in typing.get_args(kind) if dataclasses.is_dataclass(option)]
+        if blocks and isinstance(raw, Mapping):  # its own message is more precise than "expected this or that"
+            return convert(value, _meant(blocks, raw), where)
         for option in typing.get_args(kind):
-            if dataclasses.is_dataclass(option) and isinstance(raw, Mapping):
-                return convert(value, option, where)  # its own message is more precise than "expected this or that"
             try:
                 return convert(value, option, where)
             except ConfigError:
@@ -428,6 +446,8 @@ def convert(value: Value, kind: object, where: str) -> Any:
             return float(raw)
         except ValueError:
             raise ConfigError(wrong) from None
+    if origin is typing.Literal and raw in inner:
+        return raw
     if kind is type(None) and raw in (None, "none"):
         return None
     if kind is Any or (kind is bool and isinstance(raw, bool)) or (kind is str and isinstance(raw, str)):
@@ -435,6 +455,19 @@ def convert(value: Value, kind: object, where: str) -> Any:
     if kind is int and isinstance(raw, int) and not isinstance(raw, bool):
         return raw
     raise ConfigError(wrong)
+
+
+def _meant(blocks: list[Any], raw: Mapping[str, object]) -> object:
+    """Of several dataclasses the one that knows most of the keys, above all a `Literal` key with its value."""
+
+    def fit(block: Any) -> tuple[int, bool]:
+        hints, valid = typing.get_type_hints(block), _valid_keys(block)
+        known = [key for key in map(str, raw) if key in valid]
+        options = {key: typing.get_args(hints[key]) for key in known if typing.get_origin(hints[key]) is typing.Literal}
+        wrong = [key for key, values in options.items() if raw[key] not in values]
+        return 2 * len(known) - len(raw) - 2 * len(wrong), bool(known)
+
+    return max(blocks, key=fit)  # at a tie the first
 
 
 def stage_params(stage: str, settings: Settings) -> Any:

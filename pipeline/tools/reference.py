@@ -154,7 +154,8 @@ def blocks(root: Path) -> list[KeyBlock]:
         preset_names = tuple(sorted(path.stem for path in (root / "conf" / "preset" / stage).glob("*.yaml")))
         sources = _sources(module.Params)
         links = tuple(text for name, kind in sources for text in _links(name, kind, stages))
-        shared |= {name: kind for name, kind in sources if name.partition(".")[0] not in (*GROUPS, *stages)}
+        shared |= {name: kind for name, kind in sources if dataclasses.is_dataclass(kind) and name not in stages}
+        shared = {name: kind for name, kind in shared.items() if name not in GROUPS}
         result.append(
             KeyBlock(
                 name=stage, kind=module.Params, says=_sentence(module.__doc__ or ""), also=links, presets=preset_names
@@ -191,6 +192,9 @@ def _links(source: str, kind: Any, stages: Sequence[str]) -> list[str]:
         return [f"the [{source} file](#{source}-files)"]
     if source in stages:
         return [f"`{source}.{field.name}`" for field in dataclasses.fields(kind)]
+    if source.startswith("conf/"):  # one key of a certain file
+        path, _, key = source.partition(":")
+        return [f"`{key}` of `{path}`"]
     return [f"`{source}`" if "." in source else f"[`{source}`](#{source})"]
 
 
@@ -242,6 +246,7 @@ def rows_of(
     Raises InputError for a field without a meaning.
     """
     hints, texts = typing.get_type_hints(kind), meanings(kind)
+    lists: list[Any] = []  # types of lists of blocks, whose keys are rows below the first field of the type
     for field in dataclasses.fields(kind):
         hint = hints[field.name]
         if field.metadata.get("from") is not None:
@@ -255,7 +260,8 @@ def rows_of(
                 " field"
             )
         raws = [] if layers is None else [layer.get(field.name) for layer in layers]
-        nested_kinds = nested(hint)
+        nested_kinds = [] if hint in lists else nested(hint)
+        lists += [hint] if typing.get_origin(hint) is list and nested_kinds else []
         values = [default(field)] if layers is None else [cell(field, raw, has_rows=bool(nested_kinds)) for raw in raws]
         yield [f"`{prefix}{field.name}`", type_of(hint), *values, escaped(texts[field.name])]
         for path, inner_kind in nested_kinds:
@@ -277,7 +283,9 @@ def type_of(hint: Any) -> str:
     if dataclasses.is_dataclass(hint):
         return "block"
     if isinstance(hint, types.UnionType):
-        return " or ".join(type_of(part) for part in parts)
+        return " or ".join(dict.fromkeys(type_of(part) for part in parts))
+    if origin is typing.Literal:
+        return " or ".join(map(str, parts))
     if origin in (list, tuple):
         return f"list of {type_of(parts[0])}"
     if origin is dict:

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from pipeline.ingest import files, own_files, shapes
 from pipeline.ingest.duplicates import Index, benchmark_items
-from pipeline.ingest.own_files import Intake
+from pipeline.ingest.intake import NUM_PRINTED, Intake
 from pipeline.ingest.records import Dialogue, Message, Pair, Problem, SourceRecord, Text
 from pipeline.ingest.sources import DataConfig
 from pipeline.ingest.tool_calls import RowError
@@ -89,7 +89,7 @@ def report(path: Path, kind: str | None, tokenizer: Tokenizer | None, benchmarks
                     _measure(record, found, tokenizer, benchmarks)
             except RowError as error:
                 found.num_rejected += 1
-                if len(found.reasons) < own_files.NUM_PRINTED:
+                if len(found.reasons) < NUM_PRINTED:
                     found.reasons.append(f"{path}:{line}: {error.field}: {error.reason}")
         found.num_accepted, found.num_duplicates = intake.num_accepted, intake.num_duplicates
     return found
