@@ -110,13 +110,10 @@ KINDS: dict[str, Callable[[int], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_rows_of_conversations_and_pairs_add_up_and_a_test_item_that_was_trained_on_is_dropped(
-    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_of_conversations_and_pairs_add_up(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tasks, "Judge", LengthJudge)
     draw, own, expected = random.Random(seed), tmp_path / "own", dict[str, int]()
     own.mkdir()
-    trained = "a question of more than thirteen words that stands in the corpus of code word for word"
     for kind, row in KINDS.items():
         for form in ("jsonl", "json", "parquet"):
             made_rows = [row(draw.randrange(60)) for _ in range(EACH)]
@@ -129,17 +126,12 @@ def test_rows_of_conversations_and_pairs_add_up_and_a_test_item_that_was_trained
                 whole = json.dumps(made_rows) if form == "json" else "\n".join(lines)
                 (own / f"{kind}.{form}").write_text(whole)
             expected[f"{kind}.{form}"] = EACH
-    (own / "dialogues-test.jsonl").write_text(json.dumps({"question": trained, "answer": "No."}) + "\n")
-    expected["dialogues-test.jsonl"] = 1
     kinds: Any = {kind: [f"{kind}*"] for kind in KINDS}
     data = DataConfig(source="files", max_rejected=0.5, **kinds)
-    found = made(tmp_path, replace(TASKS, data=data), code=[f"Here is {trained}, and more"])
+    found = made(tmp_path, replace(TASKS, data=data))
     report = found["report"]
     by_file = {file: counts for kind in KINDS for file, counts in report["rows_by_file"][kind].items()}
     assert {file: sum(counts[name] for name in COUNTS) for file, counts in by_file.items()} == expected
-    assert by_file["dialogues-test.jsonl"]["dropped"] == report["dropped_test_items"]["dialogues"] == 1
-    (dropped,) = map(json.loads, (tmp_path / "out/dialogues/dropped.jsonl").read_text().splitlines())
-    assert (dropped["file"], dropped["reason"]) == ("dialogues-test.jsonl", "in the training data")
     for kind in KINDS:
         kept = sum(len(records) for records in found[kind].values())
         assert report["rows"][kind]["accepted"] == kept and report["rows"][kind]["duplicates"] > 20
