@@ -1,14 +1,16 @@
-"""Stage tasks: conversations, programming problems and preference pairs with known answers.
+"""Stage tasks: conversations, programming problems, preference pairs and labels with known answers.
 
-    data/raw, data/own, feedback/preferences.jsonl -> data/{dialogues,problems,preferences}/{train,val,test}.jsonl
-                                                   -> data/facts/{train,val,test,control}.jsonl
+    data/raw, data/own, feedback -> data/{dialogues,problems,preferences,labels}/{train,val,test}.jsonl
+                                 -> data/facts/{train,val,test,control}.jsonl
 
 `data: machine` and `data: packages` generate all of them. `data: files` and `data: hub` supply the kinds that they
 name; the rest is generated. Supplied problems are run in the sandbox. If the tests of one cannot be judged, or its own
 solution fails them, a problem of the user's files stops the stage, and one of the hub's sets is left out (up to
 `max_rejected` of all). Test items whose text occurs in the training data are dropped here, so that no key of this stage
-retrains the language model. Pairs that people gave on the web page join the training pairs, as far as `tasks.feedback`
-allows. Facts are always invented.
+retrains the language model. Labels that nobody supplies are the preference pairs of the same split, taken apart. Pairs
+and labels that people gave on the web page (feedback/preferences.jsonl, feedback/labels.jsonl) join the training split,
+each as far as `tasks.feedback` allows; their pairs are not taken apart, so that the page's share of the labels is kept
+too. Facts are always invented.
 """
 
 import itertools
@@ -23,7 +25,7 @@ from pipeline.evaluation import code as evaluation_code
 from pipeline.ingest import duplicates, hub, own_files
 from pipeline.ingest import sources as ingest_sources
 from pipeline.ingest.own_files import FeedbackConfig, RowCounts
-from pipeline.ingest.records import Dialogue, Pair, Problem, write
+from pipeline.ingest.records import Dialogue, Label, Pair, Problem, unpaired, write
 from pipeline.run.config import block, group
 from pipeline.run.errors import DataError
 from pipeline.run.processes import pool_map
@@ -60,7 +62,7 @@ class Params:
     label_noise: float
     """Share of the training pairs whose answers are swapped."""
     feedback: FeedbackConfig | None = field(default_factory=FeedbackConfig)
-    """{accept: reviewed, share: 0.2}: pairs that people gave on the web page; none: leave them out."""
+    """{accept: reviewed, share: 0.2}: pairs and labels that people gave on the web page; none: leave them out."""
     data: ingest_sources.DataConfig = group("data")
     sandbox: SandboxConfig = block("sandbox")
 
@@ -72,7 +74,7 @@ class Params:
 
     def preflight(self, root: Path) -> list[str]:
         """What is wrong before anything is read: globs of the other kinds that match nothing."""
-        return own_files.missing_globs(root / "data/own", self.data, ("dialogues", "problems", "preferences"))
+        return own_files.missing_globs(root / "data/own", self.data, ("dialogues", "problems", "preferences", "labels"))
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ class Chunk:
     seed: int
 
 
-R = TypeVar("R", Dialogue, Problem, Pair)
+R = TypeVar("R", Dialogue, Problem, Pair, Label)
 Splits = dict[str, list[R]]  # train, val, test (and rl) -> records
 
 
@@ -101,15 +103,17 @@ def run(
     dialogues: Path,
     problems: Path,
     pairs: Path,
+    labels: Path,
     known: Path,
 ) -> None:
-    """Write the four folders."""
+    """Write the five folders."""
     parts = job.folder / "parts"
     tallies: dict[str, RowCounts] = {}  # kind -> numbers of supplied rows
     with progress(total=5, desc="tasks", unit="step") as bar:
         dialogue_splits = _read_supplied("dialogues", Dialogue, params.data, own, parts, tallies)
         problem_splits = _read_supplied("problems", Problem, params.data, own, parts, tallies)
         pair_splits = _read_supplied("preferences", Pair, params.data, own, parts, tallies)
+        label_splits = _read_supplied("labels", Label, params.data, own, parts, tallies)
         if problem_splits is not None:
             _separate_rl(problem_splits)
             _try_out(problem_splits, params, job, parts, tallies["problems"].totals)
@@ -124,25 +128,22 @@ def run(
         bar.update()
         if pair_splits is None:
             pair_splits = _pairs(params, job)
-        feedback_counts: JsonObject = {}
-        if params.feedback is not None:
-            file, rejected = feedback / "preferences.jsonl", parts / "feedback-rejected.jsonl"
-            feedback_pairs, feedback_counts = own_files.feedback_pairs(
-                file, params.feedback, len(pair_splits["train"]), rejected
-            )
-            pair_splits["train"] += feedback_pairs
+        if label_splits is None:
+            label_splits = {split: list(unpaired(records)) for split, records in pair_splits.items()}
+        feedback_counts = _add_feedback(params.feedback, feedback, parts, pair_splits["train"], label_splits["train"])
         bar.update()
     fact_splits = drills.facts(params.services, job.seed)
     for folder, splits in (
         (dialogues, dialogue_splits),
         (problems, problem_splits),
         (pairs, pair_splits),
+        (labels, label_splits),
         (known, fact_splits),
     ):
         folder.mkdir(parents=True)
         for split, records in splits.items():
             write(folder / f"{split}.jsonl", records)
-    folders = {"dialogues": dialogues, "problems": problems, "preferences": pairs, "feedback": pairs}
+    folders = {"dialogues": dialogues, "problems": problems, "preferences": pairs, "labels": labels}
     _write_rejected(params.data, parts, folders)
     if tallies:
         job.report(
@@ -150,12 +151,13 @@ def run(
             rows_by_file={kind: tally.files for kind, tally in tallies.items()},
         )
         say("\n".join(tally.shown(kind) for kind, tally in tallies.items()))
-    if feedback_counts.get("rows"):
-        job.report(feedback=feedback_counts)
     job.report(
+        **feedback_counts,
         dialogues=_counts(dialogue_splits),
         problems=_counts(problem_splits),
         preferences=_counts(pair_splits),
+        labels=_counts(label_splits),
+        good_labels={split: sum(label.desirable for label in records) for split, records in label_splits.items()},
         facts=_counts(fact_splits),
         dropped_test_items=dropped,
         kinds=dict(sorted(Counter(d.kind for d in dialogue_splits["train"]).items())),
@@ -163,13 +165,30 @@ def run(
     )
 
 
+def _add_feedback(
+    config: FeedbackConfig | None, folder: Path, parts: Path, pairs: list[Pair], labels: list[Label]
+) -> JsonObject:
+    """Add what people gave on the web page to the training records. Returns the counts of both files to report."""
+    counts: JsonObject = {}
+    if config is not None:
+        file, rejected = folder / "preferences.jsonl", parts / "feedback-preferences-rejected.jsonl"
+        more_pairs, counts["feedback"] = own_files.feedback(file, Pair, config, len(pairs), rejected)
+        file, rejected = folder / "labels.jsonl", parts / "feedback-labels-rejected.jsonl"
+        more_labels, counts["feedback_labels"] = own_files.feedback(file, Label, config, len(labels), rejected)
+        pairs += more_pairs
+        labels += more_labels
+    return {name: summary for name, summary in counts.items() if summary["rows"]}
+
+
 def _write_rejected(data: ingest_sources.DataConfig, parts: Path, folders: dict[str, Path]) -> None:
-    """Write the rejected rows of each kind into the folder of its records."""
+    """Write the rejected rows of each kind, of files and of the web page, into the folder of its records."""
     for kind, folder in folders.items():
         files = [parts / f"{kind}-rejected.jsonl", *hub.rejected_files(data, kind, parts / "hub")]
-        rows = b"".join(path.read_bytes() for path in files if path.is_file())
-        if rows:
-            (folder / ("feedback-rejected.jsonl" if kind == "feedback" else hub.REJECTED)).write_bytes(rows)
+        given = [parts / f"feedback-{kind}-rejected.jsonl"]
+        for name, sources in ((hub.REJECTED, files), ("feedback-rejected.jsonl", given)):
+            rows = b"".join(path.read_bytes() for path in sources if path.is_file())
+            if rows:
+                (folder / name).write_bytes(rows)
 
 
 def _counts(splits: Mapping[str, Sized]) -> dict[str, int]:
@@ -385,6 +404,7 @@ if __name__ == "__main__":
             "dialogues": "data/dialogues",
             "problems": "data/problems",
             "pairs": "data/preferences",
+            "labels": "data/labels",
             "known": "data/facts",
         },
         seed="data_seed",

@@ -88,7 +88,7 @@ class HubSet:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """conf/data/<name>.yaml: where text, code, dialogues, problems and preferences come from."""
+    """conf/data/<name>.yaml: where text, code, dialogues, problems, preferences and labels come from."""
 
     source: str
     """packages, machine, files, hub."""
@@ -110,6 +110,8 @@ class DataConfig:
     """Files."""
     preferences: list[str] = field(default_factory=list)
     """Files."""
+    labels: list[str] = field(default_factory=list)
+    """Files: good and bad answers; none of them: the preference pairs, taken apart."""
     shape: str = "auto"
     """files: the shape of the rows; auto takes what fits the first 100."""
     encoding: str = "utf-8"
@@ -121,7 +123,7 @@ class DataConfig:
     val_share: float = 0.02
     """files, hub: share of the rows that is held out for validation, where a source has none by name."""
     test_share: float = 0.05
-    """And for the test, of dialogues, problems and preferences."""
+    """And for the test, of dialogues, problems, preferences and labels."""
     hub: dict[str, list[HubSet]] = field(default_factory=dict)
     """hub: kind -> data sets."""
 
@@ -141,7 +143,7 @@ class DataConfig:
                 f"val_share, test_share: expected at least 0, and 0.9 together at most, got {self.val_share} and "
                 f"{self.test_share}"
             )
-        kinds = ("text", "code", "dialogues", "problems", "preferences")
+        kinds = ("text", "code", "dialogues", "problems", "preferences", "labels")
         for kind in self.hub:
             if kind not in kinds:
                 raise ValueError(f"hub: expected the kinds {', '.join(kinds)}, got {kind!r}")
