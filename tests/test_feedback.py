@@ -1,4 +1,4 @@
-"""The service's files of preferences and labels: what a full disk, a cut line, wrong bytes and a deleted file leave of it."""
+"""The service's files of preferences and labels: what a full disk, a cut line, wrong bytes, a deleted file leave."""
 
 import errno
 import json

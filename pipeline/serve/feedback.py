@@ -46,8 +46,8 @@ class Feedback:
             raise ConfigError(f"--feedback {path}: cannot be written ({error})") from error
 
     def add(self, body: PreferenceBody | LabelBody, owner: str) -> tuple[bool, int]:
-        """Store a preference or a label. Returns whether it is new, and how many the file has. `owner`: the digest of the key that
-        asked, empty without keys.
+        """Store a preference or a label. Returns whether it is new, and how many the file has. `owner`: the digest of
+        the key that asked, empty without keys.
 
         Raises ApiFault: 413 for a full file, 507 for a full disk, 503 for a file that cannot be written; nothing is
         stored then.
