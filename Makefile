@@ -82,7 +82,7 @@ $(EXTRAS)/.ready: pyproject.toml requirements.lock
 	$(EXTRAS)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,onnx,trackers,parity]' llama-cpp-python
 	touch $@
 
-# Preferences that are given on the page are read by stage_tasks: the next `dvc repro` learns from them.
+# Preferences and labels that are given on the page are read by stage_tasks: the next `dvc repro` learns from them.
 serve: setup
 	python -m pipeline.serve --feedback feedback/preferences.jsonl
 

@@ -1,14 +1,16 @@
-"""Stage tasks: conversations, programming problems and preference pairs with known answers.
+"""Stage tasks: conversations, programming problems, preference pairs and labels with known answers.
 
-    data/own, feedback/preferences.jsonl -> data/{dialogues,problems,preferences}/{train,val,test}.jsonl
-                                                   -> data/facts/{train,val,test,control}.jsonl
+    data/own, feedback -> data/{dialogues,problems,preferences,labels}/{train,val,test}.jsonl
+                       -> data/facts/{train,val,test,control}.jsonl
 
 `data: machine` and `data: packages` generate all of them, and `data: hub` what it does not name. `data: files` lists
 the entries of each kind (`ingest/entries.py`): files, sets of the hub, `packages` for the generated ones, with weights
 or without; an empty list gives empty files. Supplied problems are run in the sandbox. If the tests of one cannot be
 judged, or its own solution fails them, a problem of the user's files stops the stage, and one of the hub's sets is left
-out (up to `max_rejected` of all). Pairs that people gave on the web page join the training pairs, as far as
-`tasks.feedback` allows. Facts are always invented.
+out (up to `max_rejected` of all). Generated labels are the preference pairs of the same split, taken apart. Pairs and
+labels that people gave on the web page (feedback/preferences.jsonl, feedback/labels.jsonl) join the training split,
+each as far as `tasks.feedback` allows; their pairs are not taken apart, so that the page's share of the labels is kept
+too. Facts are always invented.
 
 Generated dialogues show problems with their answers: those of `problems`, or generated ones where these have no answer.
 """
@@ -28,7 +30,7 @@ from pipeline.ingest.entries import PACKAGES
 from pipeline.ingest.intake import RowCounts
 from pipeline.ingest.mixture import Lot, Splits
 from pipeline.ingest.own_files import FeedbackConfig
-from pipeline.ingest.records import Dialogue, Pair, Problem, write
+from pipeline.ingest.records import Dialogue, Label, Pair, Problem, unpaired, write
 from pipeline.run.config import block, group
 from pipeline.run.errors import DataError
 from pipeline.run.processes import pool_map
@@ -65,7 +67,7 @@ class Params:
     label_noise: float
     """Share of the training pairs whose answers are swapped."""
     feedback: FeedbackConfig | None = field(default_factory=FeedbackConfig)
-    """{accept: reviewed, share: 0.2}: pairs that people gave on the web page; none: leave them out."""
+    """{accept: reviewed, share: 0.2}: pairs and labels that people gave on the web page; none: leave them out."""
     data: ingest_sources.DataConfig = group("data")
     sandbox: SandboxConfig = block("sandbox")
 
@@ -77,7 +79,7 @@ class Params:
 
     def preflight(self, root: Path) -> list[str]:
         """What is wrong before anything is read: globs of the other kinds that match nothing."""
-        return own_files.missing_globs(root / "data/own", self.data, ("dialogues", "problems", "preferences"))
+        return own_files.missing_globs(root / "data/own", self.data, ("dialogues", "problems", "preferences", "labels"))
 
 
 @dataclass(frozen=True)
@@ -91,19 +93,29 @@ class Chunk:
     seed: int
 
 
-R = TypeVar("R", Dialogue, Problem, Pair)
+R = TypeVar("R", Dialogue, Problem, Pair, Label)
 
 
 def run(
-    params: Params, job: Job, *, own: Path, feedback: Path, dialogues: Path, problems: Path, pairs: Path, known: Path
+    params: Params,
+    job: Job,
+    *,
+    own: Path,
+    feedback: Path,
+    dialogues: Path,
+    problems: Path,
+    pairs: Path,
+    labels: Path,
+    known: Path,
 ) -> None:
-    """Write the four folders."""
+    """Write the five folders."""
     parts = job.folder / "parts"
     tallies: dict[str, RowCounts] = {}  # kind -> numbers of supplied rows
     with progress(total=5, desc="tasks", unit="step") as bar:
         dialogue_lots = mixture.read_lots("dialogues", Dialogue, params.data, own, parts, tallies)
         problem_lots = mixture.read_lots("problems", Problem, params.data, own, parts, tallies)
         pair_lots = mixture.read_lots("preferences", Pair, params.data, own, parts, tallies)
+        label_lots = mixture.read_lots("labels", Label, params.data, own, parts, tallies)
         _try_out(problem_lots, params, job, parts, tallies)
         bar.update()
         mixture.hold_out("problems", problem_lots, params.data)
@@ -116,33 +128,33 @@ def run(
         mixture.hold_out("preferences", pair_lots, params.data)
         _fill(pair_lots, lambda: _pairs(params, job))
         bar.update()
+        mixture.hold_out("labels", label_lots, params.data)
+        once = mixture.join(pair_lots)  # whatever their weights
+        _fill(label_lots, lambda: {split: list(unpaired(records)) for split, records in once.items()})
         tables: dict[str, list[JsonObject]] = {}
         dialogue_splits, tables["dialogues"] = mixture.combine("dialogues", dialogue_lots, job.seed, tallies)
         problem_splits, tables["problems"] = mixture.combine("problems", problem_lots, job.seed, tallies)
         pair_splits, tables["preferences"] = mixture.combine("preferences", pair_lots, job.seed, tallies)
+        label_splits, tables["labels"] = mixture.combine("labels", label_lots, job.seed, tallies)
         problem_splits.setdefault("rl", [])
         mixture.tell_small("dialogues", dialogue_lots, len(dialogue_splits["test"]))
         mixture.tell_small("problems", problem_lots, len(problem_splits["test"]))
         mixture.tell_small("preferences", pair_lots, len(pair_splits["test"]))
-        feedback_counts: JsonObject = {}
-        if params.feedback is not None:
-            file, rejected = feedback / "preferences.jsonl", parts / "feedback-rejected.jsonl"
-            feedback_pairs, feedback_counts = own_files.feedback_pairs(
-                file, params.feedback, len(pair_splits["train"]), rejected
-            )
-            pair_splits["train"] += feedback_pairs
+        mixture.tell_small("labels", label_lots, len(label_splits["test"]))
+        feedback_counts = _add_feedback(params.feedback, feedback, parts, pair_splits["train"], label_splits["train"])
         bar.update()
     fact_splits = drills.facts(params.services, job.seed)
     for folder, splits in (
         (dialogues, dialogue_splits),
         (problems, problem_splits),
         (pairs, pair_splits),
+        (labels, label_splits),
         (known, fact_splits),
     ):
         folder.mkdir(parents=True)
         for split, records in splits.items():
             write(folder / f"{split}.jsonl", records)
-    folders = {"dialogues": dialogues, "problems": problems, "preferences": pairs, "feedback": pairs}
+    folders = {"dialogues": dialogues, "problems": problems, "preferences": pairs, "labels": labels}
     _write_rejected(params.data, parts, folders)
     if any(tables.values()):
         job.report(mixture={kind: table for kind, table in tables.items() if table})
@@ -153,27 +165,47 @@ def run(
             rows_by_file={kind: tally.files for kind, tally in tallies.items()},
         )
         say("\n".join(tally.shown(kind) for kind, tally in tallies.items()))
-    if feedback_counts.get("rows"):
-        job.report(feedback=feedback_counts)
     job.report(
+        **feedback_counts,
         dialogues=_counts(dialogue_splits),
         problems=_counts(problem_splits),
         preferences=_counts(pair_splits),
+        labels=_counts(label_splits),
+        good_labels={split: sum(label.desirable for label in records) for split, records in label_splits.items()},
         facts=_counts(fact_splits),
         kinds=dict(sorted(Counter(d.kind for d in dialogue_splits["train"]).items())),
         chosen_is_longer=preferences.chosen_is_longer(pair_splits["train"]),
     )
 
 
+def _add_feedback(
+    config: FeedbackConfig | None, folder: Path, parts: Path, pairs: list[Pair], labels: list[Label]
+) -> JsonObject:
+    """Add what people gave on the web page to the training records. Returns the counts of both files to report."""
+    counts: JsonObject = {}
+    if config is not None:
+        file, rejected = folder / "preferences.jsonl", parts / "feedback-preferences-rejected.jsonl"
+        more_pairs, counts["feedback"] = own_files.feedback(file, Pair, config, len(pairs), rejected)
+        file, rejected = folder / "labels.jsonl", parts / "feedback-labels-rejected.jsonl"
+        more_labels, counts["feedback_labels"] = own_files.feedback(file, Label, config, len(labels), rejected)
+        pairs += more_pairs
+        labels += more_labels
+    return {name: summary for name, summary in counts.items() if summary["rows"]}
+
+
 def _write_rejected(data: ingest_sources.DataConfig, parts: Path, folders: dict[str, Path]) -> None:
-    """Write the rejected rows of each kind into the folder of its records."""
+    """Write the rejected rows of each kind, of files and of the web page, into the folder of its records."""
     for kind, folder in folders.items():
-        files = [parts / f"{kind}-rejected.jsonl", parts / f"{kind}-wrong.jsonl"]
-        if kind != "feedback":  # whose rows come from one file
-            files += hub.rejected_files(data, kind, parts / "hub")
-        rows = b"".join(path.read_bytes() for path in files if path.is_file())
-        if rows:
-            (folder / ("feedback-rejected.jsonl" if kind == "feedback" else hub.REJECTED)).write_bytes(rows)
+        files = [
+            parts / f"{kind}-rejected.jsonl",
+            parts / f"{kind}-wrong.jsonl",
+            *hub.rejected_files(data, kind, parts / "hub"),
+        ]
+        given = [parts / f"feedback-{kind}-rejected.jsonl"]
+        for name, sources in ((hub.REJECTED, files), ("feedback-rejected.jsonl", given)):
+            rows = b"".join(path.read_bytes() for path in sources if path.is_file())
+            if rows:
+                (folder / name).write_bytes(rows)
 
 
 def _counts(splits: Mapping[str, Sized]) -> dict[str, int]:
@@ -353,6 +385,7 @@ if __name__ == "__main__":
             "dialogues": "data/dialogues",
             "problems": "data/problems",
             "pairs": "data/preferences",
+            "labels": "data/labels",
             "known": "data/facts",
         },
         seed="data_seed",

@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 
 from pipeline.ingest import sources
-from pipeline.ingest.records import Dialogue, Fact, Pair, Problem, read
+from pipeline.ingest.records import Dialogue, Fact, Label, Pair, Problem, read
 from pipeline.ingest.sources import DataConfig, Found
 from pipeline.run.config import Runtime
 from pipeline.run.tracking import Tracker
@@ -153,7 +153,7 @@ TASKS = Params(
     data=DataConfig(source="machine"),
     sandbox=SandboxConfig(),
 )
-KINDS = {"dialogues": Dialogue, "problems": Problem, "preferences": Pair, "facts": Fact}
+KINDS = {"dialogues": Dialogue, "problems": Problem, "preferences": Pair, "labels": Label, "facts": Fact}
 Made = dict[str, Any]  # kind -> split -> records, and "report"
 
 
@@ -177,6 +177,7 @@ def made(folder: Path, params: Params = TASKS, *, seed: int = 1, workers: int = 
         "dialogues": folder / "out/dialogues",
         "problems": folder / "out/problems",
         "pairs": folder / "out/preferences",
+        "labels": folder / "out/labels",
         "known": folder / "out/facts",
     }
     tasks.run(params, job, own=folder / "own", feedback=folder / "feedback", **outs)

@@ -149,4 +149,13 @@ BROKEN = [
     ("preferences", {"chosen": "A", "rejected": "B"}, "chosen"),
     ("preferences", {"prompt": "Q", "chosen": "A", "rejected": "B", "gold_chosen": 2}, "gold_chosen"),
     ("preferences", {"prompt": [], "chosen": "A", "rejected": "B"}, "prompt"),
+    ("labels", {"prompt": "Q", "completion": "A", "label": 1}, "label"),
+    ("labels", {"prompt": "Q", "completion": "A", "label": "maybe"}, "label"),
+    ("labels", {"messages": [{"role": "user", "content": "Q"}], "kto_tag": True}, "messages"),
+    ("labels", {"prompt": "Q", "completion": " ", "label": True}, "completion"),
+    ("labels", {"prompt": "Q", "completion": [{"role": "assistant", "content": ""}], "label": True}, "completion"),
+    ("labels", {"completion": "A", "label": True}, "instruction"),
+    ("labels", {"prompt": [{"role": "system", "content": "S"}], "completion": "A", "label": True}, "prompt"),
+    ("labels", {"prompt": "Q", "completion": [{"role": "user", "content": "R"}], "label": True}, "completion"),
+    ("dialogues", {"messages": [{"role": "user", "content": "Q"}], "kto_tag": False}, "kto_tag"),
 ]

@@ -88,6 +88,17 @@ def test_no_pair_at_all_stops(workspace: Workspace) -> None:
     )
 
 
+def test_labels_of_one_kind_or_none_stop_kto(workspace: Workspace) -> None:
+    path = workspace.folder / "data/labels/train.jsonl"
+    labels = list(records.read(path, records.Label))
+    records.write(path, [label for label in labels if label.desirable])
+    assert_refused(workspace, "kto", r"train\.jsonl: expected both good and bad answers, found 20 good and 0 bad; add")
+    records.write(path, [])
+    assert_refused(workspace, "kto", r"train\.jsonl: 0 of 0 labels cannot be used \(it is empty\)")
+    path.unlink()
+    assert_refused(workspace, "kto", r"train\.jsonl: expected labels here, found none; run dvc repro stage_tasks")
+
+
 def test_prompts_without_a_short_answer_stop_rlhf(workspace: Workspace) -> None:
     assert_refused(
         workspace,
@@ -138,6 +149,7 @@ def test_a_record_that_is_wrong_is_named_by_file_line_and_field(line: Any, messa
 def test_a_field_that_is_missing_is_named(workspace: Workspace) -> None:
     for stage, path, field in (
         ("reward", "preferences/train", "rejected"),
+        ("kto", "labels/train", "desirable"),
         ("grpo", "problems/rl", "tests"),
         ("lora", "dialogues/train", "messages"),
     ):
@@ -186,6 +198,7 @@ def test_a_language_model_is_no_reward_model(workspace: Workspace, tiny_model: T
     [
         ("reward", {"max_length": 300}, "max_length: expected at most 256, the model's context, got 300"),
         ("dpo", {"max_length": 300}, "max_length: expected at most 256, the model's context, got 300"),
+        ("kto", {"max_length": 300}, "max_length: expected at most 256, the model's context, got 300"),
         ("rlhf", {"max_prompt": 240}, r"max_prompt \+ max_new_tokens: expected at most 256, .* got 264"),
         ("grpo", {"max_prompt": 240}, r"max_prompt \+ max_new_tokens: expected at most 256, .* got 264"),
         (
@@ -237,6 +250,10 @@ FIVE = "code_format, code, tool_call, length, learned"
             "label_smoothing: expected 0, because sigmoid has no label smoothing, got 0.1",
         ),
         ("dpo", {"adapter": {"rank": 2, "alpha": 4, "dropout": 0.1}}, r"adapter\.dropout: expected 0 .*, got 0\.1"),
+        ("kto", {"loss": "sigmoid"}, "kto: loss: expected one of kto, apo_zero_unpaired, got 'sigmoid'"),
+        ("kto", {"answers": 1}, "kto: answers: expected at least 2, got 1"),
+        ("kto", {"desirable_weight": 0.0}, "desirable_weight and undesirable_weight > 0, got 0.1, 0.0 and 1.0"),
+        ("kto", {"adapter": {"rank": 2, "alpha": 4, "dropout": 0.1}}, r"adapter\.dropout: expected 0 .*, got 0\.1"),
         ("grpo", {"method": "ppo"}, f"grpo: method: expected one of {OF_GROUPS}, got 'ppo'"),
         ("grpo", {"samples": 1}, "samples: grpo compares answers to one prompt; expected at least 2, got 1"),
         (

@@ -46,6 +46,7 @@ def test_a_stage_that_stopped_before_its_second_step_publishes_what_an_uninterru
 
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    ("kto", {"adapter": {"rank": 2, "alpha": 4}, "desirable_weight": 1.3}),
     ("dpo", {"adapter": {"rank": 2, "alpha": 4}, "precompute_reference": False}),
     ("rlhf", {"adapter": {"rank": 2, "alpha": 4, "dora": True}, "horizon": 10}),
     ("rlhf", {"rewards": {"learned": 1.0}, "samples": 2, "prompts": 3}),

@@ -19,6 +19,7 @@ TRAIN = {
     "rlhf",
     "lora",
     "dpo",
+    "kto",
     "grpo",
     "diffusion",
     "diffusion_dpo",

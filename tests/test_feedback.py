@@ -1,4 +1,4 @@
-"""The service's file of preferences: what a full disk, a cut line, wrong bytes and a deleted file leave of it."""
+"""The service's files of preferences and labels: what a full disk, a cut line, wrong bytes, a deleted file leave."""
 
 import errno
 import json
@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 
+from pipeline.ingest import own_files
+from pipeline.ingest.own_files import FeedbackConfig
+from pipeline.ingest.records import Label
 from pipeline.run.errors import ConfigError
 from pipeline.serve import feedback as serve_feedback
-from pipeline.serve.feedback import Feedback
-from pipeline.serve.protocol import ApiFault, PreferenceBody
+from pipeline.serve.feedback import Feedback, labels_beside
+from pipeline.serve.protocol import ApiFault, LabelBody, PreferenceBody
 
 
 def body(number: int, text: str = "left") -> PreferenceBody:
@@ -194,3 +197,56 @@ def test_a_place_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path) 
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"--feedback .*: cannot be written"):
         Feedback(tmp_path / "file/preferences.jsonl")
+
+
+def thumb(number: int, *, up: bool, text: str = "left") -> LabelBody:
+    return LabelBody.model_validate(
+        {
+            "model": "nano",
+            "prompt": [{"role": "user", "content": f"Way {number}?"}],
+            "answer": [{"role": "assistant", "content": text}],
+            "desirable": up,
+        }
+    )
+
+
+def test_a_label_is_stored_once_and_its_opposite_is_another_one(tmp_path: Path) -> None:
+    file = labels_beside(tmp_path / "feedback/preferences.jsonl")
+    feedback, owner = Feedback(file), "0123456789abcdef" * 4
+    bodies = [thumb(1, up=True), thumb(1, up=True), thumb(1, up=False), thumb(2, up=True), thumb(1, up=True, text="x")]
+    assert [feedback.add(one, owner) for one in bodies] == [(True, 1), (False, 1), (True, 2), (True, 3), (True, 4)]
+    assert file.name == "labels.jsonl" and [row["desirable"] for row in rows(file)] == [True, False, True, True]
+    assert {row["given_by"] for row in rows(file)} == {"key-01234567"}
+
+
+def test_labels_are_as_safe_on_a_full_disk_as_preferences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "labels.jsonl"
+    feedback = Feedback(file)
+    feedback.add(thumb(0, up=True), "")
+    before, original = file.read_bytes(), os.write
+
+    def write(descriptor: int, data: bytes) -> int:
+        original(descriptor, data[: len(data) // 2])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(serve_feedback.os, "write", write)
+        with pytest.raises(ApiFault, match=r"no space left for .*labels\.jsonl; nothing was stored"):
+            feedback.add(thumb(1, up=True), "")
+    assert file.read_bytes() == before and feedback.add(thumb(1, up=True), "") == (True, 2)
+
+
+def test_preferences_and_labels_are_two_files(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"labels are stored under this name; name it preferences\.jsonl"):
+        labels_beside(tmp_path / "labels.jsonl")
+
+
+def test_what_the_page_stores_is_what_the_next_build_reads(tmp_path: Path) -> None:
+    file = tmp_path / "labels.jsonl"
+    for number in range(3):
+        Feedback(file).add(thumb(number, up=number == 1), "")
+    found, told = own_files.feedback(file, Label, FeedbackConfig(), 100, tmp_path / "rejected.jsonl")
+    assert [label.desirable for label in found] == [False, True, False] and told["rejected"] == 0
+    assert [(label.prompt[0]["content"], label.answer[0]["content"]) for label in found] == [
+        (f"Way {number}?", "left") for number in range(3)
+    ]

@@ -1,4 +1,4 @@
-"""How far pairs that people gave are believed: review, share, turns; every row is counted."""
+"""How far pairs and labels that people gave are believed: review, share, turns; every row is counted."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.ingest import own_files
 from pipeline.ingest.own_files import FeedbackConfig
-from pipeline.ingest.records import Pair
+from pipeline.ingest.records import Label, Pair
 
 
 def row(number: int, **more: Any) -> dict[str, Any]:
@@ -19,7 +19,7 @@ def row(number: int, **more: Any) -> dict[str, Any]:
 def taken(folder: Path, rows: list[Any], others: int = 16, **config: Any) -> tuple[list[Pair], dict[str, Any]]:
     path = folder / "preferences.jsonl"
     path.write_text("".join(json.dumps(one) + "\n" for one in rows))
-    found, told = own_files.feedback_pairs(path, FeedbackConfig(**config), others, folder / "rejected.jsonl")
+    found, told = own_files.feedback(path, Pair, FeedbackConfig(**config), others, folder / "rejected.jsonl")
     assert (
         told["rows"]
         == len(rows)
@@ -85,7 +85,7 @@ def test_rows_that_cannot_be_read_are_named_and_counted(tmp_path: Path) -> None:
 
 
 def test_without_a_file_there_is_nothing(tmp_path: Path) -> None:
-    found, told = own_files.feedback_pairs(tmp_path / "none.jsonl", FeedbackConfig(), 10, tmp_path / "rejected.jsonl")
+    found, told = own_files.feedback(tmp_path / "none.jsonl", Pair, FeedbackConfig(), 10, tmp_path / "rejected.jsonl")
     assert found == [] and told["rows"] == 0 and not (tmp_path / "rejected.jsonl").exists()
 
 
@@ -93,3 +93,20 @@ def test_without_a_file_there_is_nothing(tmp_path: Path) -> None:
 def test_a_wrong_value_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"accept: expected all or reviewed|share: expected a share in \[0, 1\)"):
         FeedbackConfig(**wrong)
+
+
+def test_labels_are_believed_as_far_as_pairs_are(tmp_path: Path) -> None:
+    def label(number: int, **more: Any) -> dict[str, Any]:
+        asked, answer = row(number), [{"role": "assistant", "content": "Yes."}]
+        return {"id": asked["id"], "prompt": asked["prompt"], "answer": answer, "desirable": number % 2 == 0, **more}
+
+    rows = [label(n, given_by="key-a") for n in range(50)] + [label(50, given_by="key-b"), label(51, reviewed=True)]
+    path = tmp_path / "labels.jsonl"
+    path.write_text("".join(json.dumps(one) + "\n" for one in [*rows, label(60, desirable="yes"), rows[0]]))
+    found, told = own_files.feedback(path, Label, FeedbackConfig(share=0.2), 16, tmp_path / "rejected.jsonl")
+    assert len(found) == 4 and {"page-50", "page-51"} <= {one.id for one in found}
+    assert all(one.desirable == (int(one.id.removeprefix("page-")) % 2 == 0) for one in found)
+    assert {one.source for one in found} == {"feedback"}
+    assert (told["rows"], told["kept"], told["duplicates"], told["rejected"], told["over_share"]) == (54, 4, 1, 1, 48)
+    named = json.loads((tmp_path / "rejected.jsonl").read_text())
+    assert (named["line"], named["field"]) == (53, "desirable")

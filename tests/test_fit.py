@@ -60,6 +60,52 @@ def test_accumulation_changes_nothing_but_the_order_of_sums(tmp_path: Path) -> N
             torch.testing.assert_close(x, y, atol=1e-5, rtol=1e-4, equal_nan=True)
 
 
+class Told(Batch):
+    """A batch with a number of its whole step."""
+
+    greatest = 0
+
+
+def test_a_loss_may_read_what_is_known_of_the_whole_step_before_its_passes(tmp_path: Path) -> None:
+    """All micro-batches of a step pass the hook at once and before any of them is trained on, however it is cut."""
+    models = []
+    for micro in (6, 4, 1):
+        events: list[tuple[str, int]] = []
+
+        def complete(model: nn.Module, batches: list[Batch], ranks: Any, seen: Any = events) -> list[Batch]:
+            told = [Told(batch.ids, batch.targets) for batch in batches]
+            for batch in told:
+                batch.greatest = max(int(one.ids.max()) for one in batches)
+            seen.append(("step", len(batches)))
+            return list(told)
+
+        def scaled(model: nn.Module, batch: Any, seen: Any = events) -> Loss:
+            plain = loss(model, batch)
+            if not model.training:
+                return plain
+            seen.append(("pass", batch.greatest))
+            return Loss([replace(plain.terms[0], sum=plain.terms[0].sum * batch.greatest)])
+
+        model = Net()
+        settings = config(steps=3, on_spike="ignore")
+        fit(
+            model,
+            Rows(),
+            scaled,
+            settings,
+            job(tmp_path / str(micro), micro_batch=micro),
+            watchers=Watchers(complete=complete),
+        )
+        cuts = -(-6 // micro)
+        assert [name for name, _ in events] == (["step"] + ["pass"] * cuts) * 3
+        assert {number for name, number in events if name == "step"} == {cuts}
+        assert all(number > 0 for _, number in events)
+        models.append(model)
+    for other in models[1:]:
+        for x, y in zip(weights_of(models[0]).values(), weights_of(other).values(), strict=True):
+            torch.testing.assert_close(x, y, atol=1e-5, rtol=1e-4, equal_nan=True)
+
+
 def test_the_gradient_is_that_of_the_mean_over_trained_tokens(tmp_path: Path) -> None:
     """Against the obvious computation: one forward over all rows, mean over targets, one SGD-like look at the
     gradient.

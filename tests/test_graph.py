@@ -34,7 +34,7 @@ def evaluated(*models: str) -> tuple[str, ...]:
     return tuple(model for model in models if model in STAGES["stage_evaluate"]["matrix"]["model"])
 
 
-MODELS = ("language", "code", "tools", "lora", "dpo", "grpo", "rlhf")
+MODELS = ("language", "code", "tools", "lora", "dpo", "kto", "grpo", "rlhf")
 MASKED = evaluated("diffusion", "diffusion_dpo", "diffusion_grpo")
 MEMORY = evaluated("memory")
 SECOND = evaluated("diffusion_control", "memory_baseline")  # beside the model of their stage
@@ -54,7 +54,7 @@ ALL = {
     *(f"stage_{model}" for model in (*MASKED, *MEMORY)),
     *(f"stage_evaluate@{model}" for model in (*MASKED, *MEMORY, *SECOND)),
 }
-ALIGNED = {f"{stage}{model}" for model in ("dpo", "grpo", "rlhf") for stage in ("stage_", "stage_evaluate@")}
+ALIGNED = {f"{stage}{model}" for model in ("dpo", "kto", "grpo", "rlhf") for stage in ("stage_", "stage_evaluate@")}
 AFTER_RLHF = {"stage_rlhf", "stage_evaluate@rlhf", "stage_report"}
 AFTER_TOOLS = {
     "stage_tools",

@@ -20,16 +20,19 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from pipeline.batches.labels import LabelBatch, LabelStream
 from pipeline.batches.pairs import PairBatch, PairStream
 from pipeline.ingest import records
 from pipeline.ingest.records import Pair
-from pipeline.learning import pair_losses
+from pipeline.learning import label_losses, pair_losses
 from pipeline.learning.fit import Watchers, fit
+from pipeline.learning.label_losses import LabelLoss
 from pipeline.learning.losses import Loss
 from pipeline.learning.pair_losses import PairLoss, dpo
 from pipeline.learning.policy_losses import METHODS
 from pipeline.learning.processes import Ranks
-from pipeline.learning.settings import PairConfig
+from pipeline.learning.reference import Reference
+from pipeline.learning.settings import LabelConfig, PairConfig
 from pipeline.learning.states import weights_of
 from pipeline.model.config import ModelConfig
 from pipeline.model.heads import ActorCritic, GuessingModel, RewardModel
@@ -43,7 +46,7 @@ from tests.loop import job
 from tests.settings import flat
 
 ROOT = Path(__file__).parents[1]
-KINDS = ("dpo", "reward", "grpo", "ppo")
+KINDS = ("dpo", "kto", "reward", "grpo", "ppo")
 SMOOTH: dict[str, Any] = {"eps": 1e-2, "learning_rate": 1e-2}
 
 
@@ -60,14 +63,8 @@ def pair(number: int) -> Pair:
     return Pair(id=str(number), source="made", kind="story", prompt=said[0], chosen=said[1], rejected=said[2])
 
 
-def train_pairs(folder: Path, method: str, **runtime: Any) -> nn.Module:
-    """Two updates of 8 pairs; the three pairs of the val split are one batch, so a second process has none."""
-    tokenizer = Tokenizer.train(iter(SENTENCES), 320)
-    data = folder / f"data-{os.environ.get('RANK', '0')}"
-    for split, first, count in (("train", 0, 11), ("val", 100, 3)):
-        records.write(data / f"{split}.jsonl", map(pair, range(first, first + count)))
-    stream = PairStream(data, tokenizer, max_prompt=64, max_length=128, pairs=8, seed=1)
-    shape = ModelConfig(
+def shape_of(tokenizer: Tokenizer) -> ModelConfig:
+    return ModelConfig(
         vocab_size=tokenizer.vocab_size,
         width=32,
         layers=1,
@@ -79,7 +76,16 @@ def train_pairs(folder: Path, method: str, **runtime: Any) -> nn.Module:
         rope_theta=1e4,
         tied=True,
     )
-    model, frozen = (Transformer(shape, torch.Generator().manual_seed(seed)) for seed in (0, 1))
+
+
+def train_pairs(folder: Path, method: str, **runtime: Any) -> nn.Module:
+    """Two updates of 8 pairs; the three pairs of the val split are one batch, so a second process has none."""
+    tokenizer = Tokenizer.train(iter(SENTENCES), 320)
+    data = folder / f"data-{os.environ.get('RANK', '0')}"
+    for split, first, count in (("train", 0, 11), ("val", 100, 3)):
+        records.write(data / f"{split}.jsonl", map(pair, range(first, first + count)))
+    stream = PairStream(data, tokenizer, max_prompt=64, max_length=128, pairs=8, seed=1)
+    model, frozen = (Transformer(shape_of(tokenizer), torch.Generator().manual_seed(seed)) for seed in (0, 1))
     losses = PairLoss(nll_weight=0.2)
 
     def loss(trained: nn.Module, batch: PairBatch) -> Loss:
@@ -102,6 +108,38 @@ def train_pairs(folder: Path, method: str, **runtime: Any) -> nn.Module:
     )  # a zero head lets none through before
     keep_curve(one, folder)
     return trained
+
+
+def train_labels(folder: Path, **runtime: Any) -> nn.Module:
+    """Three updates of 8 answers against another model, so that the reference point is above 0 from the beginning."""
+    tokenizer = Tokenizer.train(iter(SENTENCES), 320)
+    data = folder / f"data-{os.environ.get('RANK', '0')}"
+    for split, first, count in (("train", 0, 11), ("val", 100, 3)):
+        records.write(data / f"{split}.jsonl", records.unpaired(map(pair, range(first, first + count))))
+    stream = LabelStream(data, tokenizer, max_prompt=64, max_length=128, answers=8, seed=1)
+    model, frozen = (Transformer(shape_of(tokenizer), torch.Generator().manual_seed(seed)) for seed in (1, 0))
+    with torch.no_grad():
+        for name, parameter in frozen.named_parameters():
+            parameter.copy_(dict(model.named_parameters())[name] + 0.1 * parameter)
+    reference, losses = Reference(frozen, adapted=False), LabelLoss(beta=0.5, desirable_weight=1.3)
+
+    def loss(trained: nn.Module, batch: LabelBatch) -> Loss:
+        assert not trained.training or batch.divergence is not None
+        divergence = batch.divergence
+        if divergence is None:
+            divergence = label_losses.divergence_of(trained, reference, batch)
+        sums = label_losses.likelihoods(frozen, batch.matched)
+        return label_losses.kto(label_losses.answer_logprobs(trained, batch), sums, batch.desirable, divergence, losses)
+
+    settings = flat(
+        LabelConfig, steps=3, answers=8, max_prompt=64, max_length=128, eval_steps=1, publish="last", **SMOOTH
+    )
+    complete = partial(label_losses.with_divergence, reference=reference, where=torch.device("cpu"))
+    one = job(folder, **runtime)
+    fit(model, stream, loss, settings, one, watchers=Watchers(complete=complete))
+    assert max(float(row.get("kl", 0.0)) for row in one.tracker.rows) > 0.01
+    keep_curve(one, folder)
+    return model
 
 
 def train_grpo(folder: Path, **runtime: Any) -> nn.Module:
@@ -136,6 +174,7 @@ def run(kind: str, folder: Path, **runtime: Any) -> None:
     train = {
         "dpo": partial(train_pairs, method="dpo"),
         "reward": partial(train_pairs, method="reward"),
+        "kto": train_labels,
         "grpo": train_grpo,
         "ppo": train_ppo,
     }[kind]

@@ -18,7 +18,7 @@ from pipeline.learning.fit import Run, Watchers, fit
 from pipeline.learning.footprint import Work
 from pipeline.learning.losses import Loss
 from pipeline.learning.processes import Ranks
-from pipeline.learning.settings import FitConfig, PairConfig
+from pipeline.learning.settings import FitConfig, LabelConfig, PairConfig
 from pipeline.model import checkpoint
 from pipeline.model.config import ModelConfig
 from pipeline.model.heads import RewardModel
@@ -48,16 +48,18 @@ def planned(model: nn.Module, fitting: Any, memory: int, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", ["language", "code", "tools", "lora", "reward", "dpo", "rlhf", "grpo"])
+@pytest.mark.parametrize("stage", ["language", "code", "tools", "lora", "reward", "dpo", "kto", "rlhf", "grpo"])
 def test_a_demo_step_is_one_pass_on_a_machine_of_24_gb_or_a_few(
     in_repository: Path, stage: str, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kind = {"reward": PairConfig, "dpo": PairConfig, "rlhf": RolloutConfig, "grpo": RolloutConfig}.get(stage, FitConfig)
+    of_answers = {"reward": PairConfig, "dpo": PairConfig, "kto": LabelConfig}
+    kind = (of_answers | {"rlhf": RolloutConfig, "grpo": RolloutConfig}).get(stage, FitConfig)
     settings = Settings(Path(), ["scale=demo"])
     known = {name for owner in kind.__mro__ for name in getattr(owner, "__annotations__", {})}
     values = {key: value for key, value in settings.layers(stage).items() if key in known}
     fitting = build(kind, values, stage)
-    parts = {"grpo": 4, "reward": 2, "dpo": 2} if precision == "fp32" else {"grpo": 2}  # 512 answers, 16 pairs
+    # 512 answers, 16 pairs, 32 labels
+    parts = {"grpo": 4, "reward": 2, "dpo": 2, "kto": 2} if precision == "fp32" else {"grpo": 2}
     expected = fitting.rows // parts.get(stage, 1)
     assert planned(Transformer(nano()), fitting, 24 * 10**9, monkeypatch, precision=precision) == expected
 

@@ -402,6 +402,42 @@ def test_the_best_of_the_branches_is_stored_as_a_preference(page: Any, server: R
     assert (stored[-1]["chosen"][0]["content"], stored[-1]["rejected"][0]["content"]) == (first, second)
 
 
+def test_a_thumb_is_stored_as_a_label_by_mouse_and_by_keyboard_and_stays_pressed(page: Any, server: Running) -> None:
+    page.get_by_label("System prompt").fill("Be brief.")
+    say(page, "Is it good?")
+    good, bad = (page.get_by_role("button", name=f"{name} answer") for name in ("Good", "Bad"))
+    assert [button.get_attribute("aria-pressed") for button in (good, bad)] == ["false", "false"]
+    good.click()
+    page.get_by_text("Stored: ").wait_for()
+    path = server.log.parent / "labels.jsonl"
+    stored = json.loads(path.read_text().splitlines()[-1])
+    assert [message["content"] for message in stored["prompt"]] == ["Be brief.", "Is it good?"]
+    assert (stored["answer"][0]["content"], stored["desirable"]) == (texts(page)[1], True)
+    page.locator('.verdict [aria-pressed="true"]').wait_for()
+    assert page.evaluate("document.activeElement.ariaLabel") == "Good answer"
+    count = len(path.read_text().splitlines())
+    page.keyboard.press("Enter")
+    page.get_by_text("This verdict was stored before.").wait_for()
+    page.keyboard.press("Tab")
+    page.keyboard.press("Enter")
+    page.get_by_text(f"Stored: {count + 1} ").wait_for()
+    assert json.loads(path.read_text().splitlines()[-1])["desirable"] is False
+    page.reload()
+    page.locator('.verdict [aria-pressed="true"]').wait_for()
+    assert [button.get_attribute("aria-pressed") for button in (good, bad)] == ["false", "true"]
+
+
+def test_what_a_person_wrote_has_no_verdict(page: Any) -> None:
+    say(page, "Hello")
+    turns = page.locator("article.turn")
+    assert turns.nth(0).locator(".verdict").count() == 0 and turns.nth(1).locator(".verdict").count() == 1
+    turns.nth(1).get_by_role("button", name="Edit").click()
+    page.get_by_label("Edit this turn").fill("Mine.")
+    page.get_by_role("button", name="Save as a branch").click()
+    page.get_by_text("Mine.").wait_for()
+    assert page.locator(".verdict").count() == 0
+
+
 def test_an_error_of_the_server_is_told_and_the_question_can_be_asked_again(
     page: Any, browser: Any, server: Running
 ) -> None:

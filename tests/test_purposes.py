@@ -17,7 +17,7 @@ from pipeline.text.tokenizer import Tokenizer
 from stages import evaluate
 from tests.suites import FEW
 
-CHAT = ("tools", "lora", "dpo", "grpo", "rlhf")
+CHAT = ("tools", "lora", "dpo", "kto", "grpo", "rlhf")
 
 
 @pytest.fixture

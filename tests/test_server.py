@@ -33,6 +33,7 @@ ROUTES = [
     ("POST", "/apply-template"),
     ("POST", "/score"),
     ("POST", "/preferences"),
+    ("POST", "/labels"),
     ("POST", "/render"),
 ]
 
@@ -374,6 +375,38 @@ def test_a_preference_is_stored_once_in_the_form_of_the_data(keyed: Running) -> 
     ):
         assert httpx.post(f"{keyed.url}/preferences", json=wrong, headers=headers).status_code == 400
     assert len(path.read_text().splitlines()) == 1
+
+
+def test_a_label_is_stored_once_beside_the_preferences_in_the_form_of_the_data(keyed: Running) -> None:
+    from pipeline.ingest import records
+
+    headers = {"authorization": f"Bearer {KEY}"}
+    body = {"model": "nano", "prompt": ASK, "answer": [{"role": "assistant", "content": "North."}], "desirable": False}
+    bodies = (body, body, body | {"desirable": True})
+    answers = [httpx.post(f"{keyed.url}/labels", json=one, headers=headers) for one in bodies]
+    assert [a.status_code for a in answers] == [201, 200, 201] and answers[-1].json() == {"stored": True, "count": 2}
+    path = keyed.log.parent / "feedback/labels.jsonl"
+    bad, good = records.read(path, records.Label)
+    assert (bad.source, bad.prompt, bad.answer[0]["content"]) == ("page", ASK, "North.")
+    assert (bad.desirable, good.desirable) == (False, True) and bad.id != good.id
+    assert bad.given_by == f"key-{hashlib.sha256(KEY.encode()).hexdigest()[:8]}"
+    for wrong in (
+        body | {"desirable": "yes"},
+        body | {"desirable": 1},
+        body | {"answer": ASK},
+        body | {"answer": [{"role": "assistant", "content": " "}]},
+        body | {"prompt": []},
+        body | {"prompt": body["answer"]},
+        body | {"model": "judge"},
+    ):
+        assert httpx.post(f"{keyed.url}/labels", json=wrong, headers=headers).status_code == 400
+    assert len(path.read_text().splitlines()) == 2
+
+
+def test_without_a_file_labels_are_not_collected(server: Running) -> None:
+    body = {"model": "nano", "prompt": ASK, "answer": [{"role": "assistant", "content": "a"}], "desirable": True}
+    answer = httpx.post(f"{server.url}/labels", json=body)
+    assert answer.status_code == 404 and "--feedback" in answer.json()["error"]["message"]
 
 
 def test_without_a_file_preferences_are_not_collected(server: Running) -> None:

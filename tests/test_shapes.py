@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.ingest import conversations, shapes
-from pipeline.ingest.records import Dialogue, Pair, Problem, Text
+from pipeline.ingest.records import Dialogue, Label, Pair, Problem, Text
 from pipeline.ingest.tool_calls import RowError
 from tests.ownfiles import BROKEN, GLAIVE, TOOLACE, XLAM, call
 
@@ -237,7 +237,8 @@ def test_a_shape_for_another_kind_leaves_this_kind_to_detection_and_an_unknown_o
 
 
 FIELDS = """text messages conversations system tools functions query answers chat instruction input output question
-answer prompt response tests test_cases entry_point level chosen rejected gold_chosen id kind role content from value
+answer prompt response completion label kto_tag desirable
+tests test_cases entry_point level chosen rejected gold_chosen id kind role content from value
 name arguments tool_calls function_call function parameters type properties args expected assert"""
 names = st.sampled_from(FIELDS.split())
 pieces = st.sampled_from(
@@ -270,7 +271,7 @@ def test_no_row_raises_anything_but_row_error(row: Any, shape: shapes.Shape) -> 
         except RowError as error:
             named.append(error.field)
         else:
-            assert isinstance(record, Text | Dialogue | Problem | Pair)
+            assert isinstance(record, Text | Dialogue | Problem | Pair | Label)
     assert all(named)
 
 
@@ -294,9 +295,54 @@ def test_a_question_has_the_names_of_any_trainer(row: dict[str, Any]) -> None:
     ]
 
 
-def test_a_row_with_a_label_is_no_dialogue_to_learn_from() -> None:
-    with pytest.raises(RowError, match="label: a row with a label is feedback"):
-        read({"prompt": "Q?", "completion": "A.", "label": False}, "dialogues")
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "Q?", "completion": "A.", "label": False},
+        {"messages": [{"role": "user", "content": "Q?"}, {"role": "assistant", "content": "A."}], "kto_tag": True},
+        {"instruction": "Q?", "output": "A.", "kto_tag": False},
+    ],
+)
+def test_a_row_with_a_label_is_no_dialogue_to_learn_from(row: dict[str, Any]) -> None:
+    with pytest.raises(RowError, match=r"a row with a label is feedback.*name its file under `labels`"):
+        read(row, "dialogues")
+
+
+ASKED, SAID = {"role": "user", "content": "Q?"}, {"role": "assistant", "content": "A."}
+HELPFUL = {"role": "system", "content": "Be kind."}
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt"),
+    [
+        ({"prompt": "Q?", "completion": "A.", "label": False}, [ASKED]),
+        ({"prompt": [ASKED], "completion": [SAID], "label": False}, [ASKED]),
+        ({"prompt": [HELPFUL, ASKED], "completion": [HELPFUL, ASKED, SAID], "label": False}, [HELPFUL, ASKED]),
+        ({"prompt": "Q?", "completion": "A.", "label": "False"}, [ASKED]),  # as in CSV
+        ({"messages": [ASKED, SAID, ASKED, SAID], "kto_tag": False}, [ASKED, SAID, ASKED]),
+        (
+            {
+                "system": "Be kind.",
+                "conversations": [{"from": "human", "value": "Q?"}, {"from": "gpt", "value": "A."}],
+                "label": False,
+            },
+            [HELPFUL, ASKED],
+        ),
+        ({"instruction": "Q?", "output": "A.", "kto_tag": False}, [ASKED]),
+        ({"instruction": "Q?", "input": "2 1", "output": "A.", "kto_tag": False}, [{**ASKED, "content": "Q?\n\n2 1"}]),
+        ({"prompt": [ASKED], "answer": [SAID], "desirable": False}, [ASKED]),  # ours
+    ],
+)
+def test_a_label_has_the_form_of_any_trainer(row: dict[str, Any], prompt: list[dict[str, Any]]) -> None:
+    assert read(row, "labels") == Label(id="", source="", kind="chat", prompt=prompt, answer=[SAID], desirable=False)
+
+
+def test_the_answer_that_is_judged_stands_after_the_last_result_of_a_tool() -> None:
+    called = {"role": "assistant", "content": "", "tool_calls": [call(0, "f", "{}")]}
+    result = {"role": "tool", "tool_call_id": "call_0", "name": "f", "content": "3"}
+    found = read({"messages": [ASKED, called, result, SAID], "label": True}, "labels")
+    assert (found.prompt[-1]["role"], found.answer, found.desirable) == ("tool", [SAID], True)
+    assert read({"messages": [ASKED, called], "label": False}, "labels").answer[0]["tool_calls"]
 
 
 @pytest.mark.parametrize(
@@ -319,3 +365,14 @@ def test_a_pair_has_the_form_of_any_trainer(row: dict[str, Any]) -> None:
     found = read(row, "preferences")
     assert found.prompt == [{"role": "user", "content": "Sort\n\n2 1"}]
     assert [found.chosen[0]["content"], found.rejected[0]["content"]] == ["1 2", "2 1"]
+
+
+def test_a_row_without_a_verdict_or_an_answer_in_a_file_of_labels_names_what_it_lacks() -> None:
+    (label,) = (shape for shape in shapes.SHAPES if shape.name == "label")
+    for row, field in (
+        ({"prompt": "Q?", "completion": "A."}, "label"),
+        ({"prompt": "Q?", "label": True}, "completion"),
+    ):
+        with pytest.raises(RowError) as caught:
+            shapes.convert(label, row, NONE)
+        assert caught.value.field == field

@@ -161,12 +161,14 @@ def dropping(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint, "load", with_dropout)
 
 
-@pytest.mark.parametrize("stage", ["dpo", "grpo"])
+@pytest.mark.parametrize("stage", ["dpo", "kto", "grpo"])
 def test_a_policy_with_dropout_stops(
     stage: str, workspace: Workspace, updates: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dropping(monkeypatch)
-    assert_refused(workspace, stage, r"gate (preference|sampling/sampling_logp_difference/max): .* dropout")
+    assert_refused(
+        workspace, stage, r"gate (preference|loss|rewards/chosen|sampling/sampling_logp_difference/max): .* dropout"
+    )
     assert updates == [] == workspace.states(stage)
 
 
@@ -244,7 +246,7 @@ def test_a_gate_waits_for_the_first_iteration_that_teaches_something(
 
 
 @pytest.mark.parametrize("adapter", [None, ADAPTER], ids=["copy", "adapter"])
-@pytest.mark.parametrize("stage", ["dpo", "rlhf", "grpo"])
+@pytest.mark.parametrize("stage", ["dpo", "kto", "rlhf", "grpo"])
 def test_a_reference_whose_weights_changed_is_not_compared_with(
     stage: str, adapter: dict[str, int] | None, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -265,7 +267,7 @@ def test_a_reference_whose_weights_changed_is_not_compared_with(
     )
 
 
-@pytest.mark.parametrize("stage", ["lora", "dpo", "rlhf", "grpo"])
+@pytest.mark.parametrize("stage", ["lora", "dpo", "kto", "rlhf", "grpo"])
 def test_a_merged_model_that_says_something_else_is_not_published(
     stage: str, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -285,7 +287,7 @@ def test_a_merged_model_that_says_something_else_is_not_published(
 # a rate of 0
 
 
-@pytest.mark.parametrize("stage", ["dpo", "grpo", "rlhf", "lora"])
+@pytest.mark.parametrize("stage", ["dpo", "kto", "grpo", "rlhf", "lora"])
 def test_a_rate_of_0_moves_nothing(stage: str, workspace: Workspace, updates: list[float]) -> None:
     """And in RL every later update finds the policy where it sampled, to 1e-4."""
     rates = {"learning_rate": 0.0} | ({"learning_rates": {"critic": 0.0}} if stage == "rlhf" else {})

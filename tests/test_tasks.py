@@ -89,7 +89,7 @@ def test_equal_runs_give_equal_bytes_and_another_seed_others(tmp_path: Path, fak
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         made(tmp_path / name, small, seed=seed)
     files = sorted(p.relative_to(tmp_path / "a") for p in (tmp_path / "a/out").rglob("*.jsonl"))
-    assert len(files) == 14
+    assert len(files) == 17
     assert all((tmp_path / "a" / f).read_bytes() == (tmp_path / "b" / f).read_bytes() for f in files)
     assert all(
         (tmp_path / "a" / f).read_bytes() != (tmp_path / "c" / f).read_bytes() for f in files if "problems" in str(f)
@@ -175,6 +175,52 @@ def test_feedback_in_which_no_row_can_be_read_stops_nothing(tmp_path: Path, fake
     (tmp_path / "feedback/preferences.jsonl").write_bytes(b"\x00\xff{" * 50)
     found = made(tmp_path, SMALL)
     assert len(found["preferences"]["train"]) == 20 and found["report"]["feedback"]["rejected"] == 1
+
+
+def thumb(number: int, **more: Any) -> dict[str, Any]:
+    """A label as the service appends it."""
+    answer = [{"role": "assistant", "content": "Yes."}]
+    prompt = choice(number)["prompt"]
+    return {"id": f"page-{number}", "prompt": prompt, "answer": answer, "desirable": number % 2 == 0, **more}
+
+
+def test_labels_are_the_pairs_of_their_split_taken_apart_and_the_thumbs_of_the_page(tmp_path: Path, fake: None) -> None:
+    """The page's pairs are not: they and the thumbs together would be more than its share."""
+    (tmp_path / "feedback").mkdir()
+    (tmp_path / "feedback/preferences.jsonl").write_text(json.dumps(choice(0)) + "\n")
+    (tmp_path / "feedback/labels.jsonl").write_text("".join(json.dumps(thumb(n)) + "\n" for n in range(30)) + "[1]\n")
+    found = made(tmp_path, SMALL)
+    for split, labels in found["labels"].items():
+        pairs = [pair for pair in found["preferences"][split] if pair.source != "feedback"]
+        apart = [label for label in labels if label.source != "feedback"]
+        assert [(label.prompt, label.answer, label.desirable) for label in apart] == [
+            side for p in pairs for side in ((p.prompt, p.chosen, True), (p.prompt, p.rejected, False))
+        ]
+        assert len({label.id for label in labels}) == len(labels) == 2 * len(pairs) + (10 if split == "train" else 0)
+    report = found["report"]
+    assert report["feedback_labels"]["kept"] == 10 == 0.2 * len(found["labels"]["train"])
+    assert (report["feedback"]["kept"], report["feedback_labels"]["rejected"]) == (1, 1)
+    assert report["good_labels"]["test"] == len(found["preferences"]["test"])
+    assert (tmp_path / "out/labels/feedback-rejected.jsonl").is_file()
+    assert (
+        made(tmp_path / "none", replace(SMALL, feedback=None))["report"]
+        .keys()
+        .isdisjoint({"feedback", "feedback_labels"})
+    )
+
+
+def test_labels_of_the_user_take_the_place_of_the_pairs(tmp_path: Path, fake: None) -> None:
+    (tmp_path / "own/labels").mkdir(parents=True)
+    rows = [{"prompt": f"Q{n}?", "completion": "A.", "label": n % 3 > 0} for n in range(60)]
+    wrong = {"prompt": "Q?", "completion": "A.", "label": "perhaps"}
+    (tmp_path / "own/labels/a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, wrong]))
+    own = DataConfig(source="files", labels=["labels/*"], max_rejected=0.1, val_share=0.1, test_share=0.1)
+    found = made(tmp_path, replace(SMALL, data=own))
+    asked = {label.prompt[0]["content"]: label.desirable for split in found["labels"].values() for label in split}
+    assert asked == {f"Q{n}?": n % 3 > 0 for n in range(60)}
+    assert all(found["labels"].values()) and len(found["preferences"]["train"]) == 20
+    named = json.loads((tmp_path / "out/labels/rejected.jsonl").read_text())
+    assert (named["line"], named["field"]) == (61, "label")
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """A folder in which the stages of alignment run for real within a second: tiny models, a handful of pairs and problems.
 
-    models/{code,tools,reward}   data/{preferences,dialogues,problems,facts}   params.yaml   conf -> ours
+    models/{code,tools,reward}   data/{preferences,labels,dialogues,problems,facts}   params.yaml   conf -> ours
 
 `Workspace.command` is `python -m stages.<stage> key=value ...` in this process: the same parsing, keys, gates, exit
 codes and files.
@@ -50,6 +50,7 @@ ROLLOUTS = TRAINING | {
 SETTINGS: dict[str, dict[str, Any]] = {
     "reward": PAIRS | {"calibration_answers": 4, "answer_tokens": 24, "own_prompts": 0},
     "dpo": PAIRS,
+    "kto": {key: value for key, value in PAIRS.items() if key != "pairs"} | {"answers": 6},
     "rlhf": ROLLOUTS | {"prompts": 6, "kinds": [], "eval_prompts": 2, "best_of_prompts": 0},
     "grpo": ROLLOUTS | {"prompts": 3, "samples": 4, "rewards": {"length": 1.0, "code_format": 0.5}, "eval_problems": 2},
     "lora": TRAINING | {"steps": 4, "tokens_per_step": 256, "context": 128, "eval_tokens": 64, "learning_rate": 1e-2},
@@ -144,7 +145,9 @@ def make(folder: Path, tokenizer: Tokenizer, model: Transformer) -> Workspace:
         checkpoint.save(folder / "models" / name, model, tokenizer, {})
     save_reward(folder / "models/reward", model.config, tokenizer)
     for split, first, count in (("train", 0, 20), ("val", 100, 4), ("test", 200, 6)):
-        records.write(folder / f"data/preferences/{split}.jsonl", map(pair, range(first, first + count)))
+        made = [pair(number) for number in range(first, first + count)]
+        records.write(folder / f"data/preferences/{split}.jsonl", made)
+        records.write(folder / f"data/labels/{split}.jsonl", records.unpaired(made))
         records.write(folder / f"data/dialogues/{split}.jsonl", map(dialogue, range(first, first + count)))
     for split, known in drills.facts(12, 1).items():
         records.write(folder / f"data/facts/{split}.jsonl", known)

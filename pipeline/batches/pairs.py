@@ -9,9 +9,11 @@ what exceeds the length limits (a cut answer would lose its end). More than a te
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -20,7 +22,7 @@ from torch.nn import functional
 
 from pipeline.batches.batch import Piece, answered, fingerprint_of
 from pipeline.ingest import records
-from pipeline.ingest.records import Message, Pair
+from pipeline.ingest.records import Label, Message, Pair
 from pipeline.run.device import stable_hash
 from pipeline.run.errors import DataError
 from pipeline.text import chat
@@ -28,6 +30,8 @@ from pipeline.text.tokenizer import Tokenizer
 
 MOST_DROPPED = 0.1
 EVALUATION_PAIRS = 32  # of a batch of the val split
+R = TypeVar("R", Pair, Label)
+E = TypeVar("E")
 
 
 @dataclass(frozen=True)
@@ -78,31 +82,71 @@ def encode(tokenizer: Tokenizer, pair: Pair, max_prompt: int, max_length: int) -
     """The pair as ids, or the reason why it is left out. Raises DataError naming the pair."""
     if pair.chosen == pair.rejected:
         return "chosen equals rejected"
-    if any(_is_empty(answer) for answer in (pair.chosen, pair.rejected)):
+    if any(is_empty(answer) for answer in (pair.chosen, pair.rejected)):
         return "empty answer"
-    try:
-        prompt = chat.render(tokenizer, pair.prompt, pair.tools, generation_prompt=True).ids
-        pieces = [_answer_piece(tokenizer, pair, answer, prompt) for answer in (pair.chosen, pair.rejected)]
-    except DataError as error:
-        raise DataError(f"pair {pair.id}: {error}") from error
-    if len(prompt) > max_prompt:
-        return "prompt too long"
-    if max(len(piece.ids) for piece in pieces) > max_length:
-        return "answer too long"
-    return Encoded(pair, *pieces)
+    prompt, sides = pieces(tokenizer, pair, [pair.chosen, pair.rejected])
+    return too_long(len(prompt), sides, max_prompt, max_length) or Encoded(pair, *sides)
 
 
-def _is_empty(answer: Sequence[Message]) -> bool:
+def is_empty(answer: Sequence[Message]) -> bool:
+    """Whether the assistant says and calls nothing."""
     return not any((m.get("content") or "").strip() or m.get("tool_calls") for m in answer if m["role"] == "assistant")
 
 
-def _answer_piece(tokenizer: Tokenizer, pair: Pair, answer: list[Message], prompt: list[int]) -> Piece:
+def too_long(num_prompt: int, answers: Sequence[Piece], max_prompt: int, max_length: int) -> str:
+    """Why a record of so long a prompt and such answers is left out; empty where it is not."""
+    if num_prompt > max_prompt:
+        return "prompt too long"
+    return "answer too long" if max(len(piece.ids) for piece in answers) > max_length else ""
+
+
+def pieces(
+    tokenizer: Tokenizer, record: Pair | Label, answers: Sequence[list[Message]]
+) -> tuple[list[int], list[Piece]]:
+    """The ids of the prompt, and of the prompt with each answer. Raises DataError naming the record."""
+    try:
+        prompt = chat.render(tokenizer, record.prompt, record.tools, generation_prompt=True).ids
+        return prompt, [_answer_piece(tokenizer, record, answer, prompt) for answer in answers]
+    except DataError as error:
+        raise DataError(f"{type(record).__name__.lower()} {record.id}: {error}") from error
+
+
+def _answer_piece(tokenizer: Tokenizer, record: Pair | Label, answer: list[Message], prompt: list[int]) -> Piece:
     """Prompt and answer up to the last token that the assistant says; trained after the prompt only."""
-    whole = chat.render(tokenizer, [*pair.prompt, *answer], pair.tools)
+    whole = chat.render(tokenizer, [*record.prompt, *answer], record.tools)
     trained = np.array(whole.trained, dtype=bool)
     trained[: len(prompt)] = False
     end = int(np.flatnonzero(trained)[-1]) + 1
     return Piece(np.array(whole.ids[:end], dtype=np.int64), trained[:end])
+
+
+def usable(
+    path: Path, kind: type[R], encode: Callable[[R, int, int], E | str], *, max_prompt: int, max_length: int
+) -> tuple[list[E], Counter[str]]:
+    """The records of a split as `encode` makes them, and how many are left out for each of its reasons.
+
+    Raises DataError for a missing file, a wrong record, or more than a tenth left out.
+    """
+    what = {Pair: "preference pairs", Label: "labels"}[kind]
+    if not path.is_file():
+        raise DataError(f"{path}: expected {what} here, found none; run dvc repro stage_tasks")
+    kept: list[E] = []
+    dropped: Counter[str] = Counter()
+    for record in records.read(path, kind):
+        encoded = encode(record, max_prompt, max_length)
+        if isinstance(encoded, str):
+            dropped[encoded] += 1
+        else:
+            kept.append(encoded)
+    total = len(kept) + dropped.total()
+    if not kept or dropped.total() > MOST_DROPPED * total:
+        drops = ", ".join(f"{number} {reason}" for reason, number in dropped.most_common())
+        raise DataError(
+            f"{path}: {dropped.total()} of {total} {what.split()[-1]} cannot be used ({drops or 'it is empty'}); at"
+            f" most a tenth may be left out. Mend the file, or raise max_prompt ({max_prompt}) and max_length"
+            f" ({max_length})"
+        )
+    return kept, dropped
 
 
 class PairSplit:
@@ -110,24 +154,9 @@ class PairSplit:
 
     def __init__(self, path: Path, tokenizer: Tokenizer, max_prompt: int, max_length: int) -> None:
         """Raises DataError for a missing file, a wrong record, or more than a tenth left out."""
-        if not path.is_file():
-            raise DataError(f"{path}: expected preference pairs here, found none; run dvc repro stage_tasks")
-        self.pairs: list[Encoded] = []
-        self.dropped: Counter[str] = Counter()
-        for pair in records.read(path, Pair):
-            encoded = encode(tokenizer, pair, max_prompt, max_length)
-            if isinstance(encoded, str):
-                self.dropped[encoded] += 1
-            else:
-                self.pairs.append(encoded)
-        total = len(self.pairs) + self.dropped.total()
-        if not self.pairs or self.dropped.total() > MOST_DROPPED * total:
-            drops = ", ".join(f"{number} {reason}" for reason, number in self.dropped.most_common())
-            raise DataError(
-                f"{path}: {self.dropped.total()} of {total} pairs cannot be used ({drops or 'it is empty'}); at most a"
-                f" tenth may be left out. Mend the file, or raise max_prompt ({max_prompt}) and max_length"
-                f" ({max_length})"
-            )
+        self.pairs, self.dropped = usable(
+            path, Pair, partial(encode, tokenizer), max_prompt=max_prompt, max_length=max_length
+        )
 
     def digest(self) -> str:
         """A hash of every id and mask, in order."""

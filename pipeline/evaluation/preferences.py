@@ -5,9 +5,10 @@ How well a reward model ranks held-out pairs, and what preference learning chang
     a reward model and pairs -> accuracy, by kind of pair too; calibration_error; length_correlation
                                 as a suite also margin_mean, margin_std, ties, and a row a pair with its margin
     log-probabilities before and after training -> accuracy, likelihood, gain, chosen_nats; by kind of pair too
+                                of labels -> accuracy, desirable_nats; for good answers, bad ones, by kind too
 
     accuracy       the log-ratio of the policy to the model before training is larger for the better answer (DPO's
-                   implicit reward)
+                   implicit reward); of labels: it is above 0 for a good answer, below 0 for a bad one
     likelihood     the log-probability itself is larger for the better answer, before and after: needs no reference
     chosen_nats    change of the better answers' log-probability per token: a large fall means that the policy unlearned
                    both answers
@@ -46,11 +47,13 @@ import numpy as np
 import torch
 from torch import nn
 
+from pipeline.batches.batch import Answered, answered
+from pipeline.batches.labels import LabelSplit
 from pipeline.batches.pairs import Encoded, PairSplit, batch_of
 from pipeline.evaluation.intervals import paired_difference, ratio, wilson
 from pipeline.evaluation.suites import SuiteResult
 from pipeline.ingest.records import Message, Pair, Problem
-from pipeline.learning import pair_losses
+from pipeline.learning import label_losses, pair_losses
 from pipeline.model import checkpoint
 from pipeline.model.heads import RewardModel
 from pipeline.rl import answers as rl_answers
@@ -187,6 +190,38 @@ def measure_pairs(split: PairSplit, before: np.ndarray, after: np.ndarray, seed:
         part |= change.named("gain")
         numbers |= {kind: part} if kind else part
     return numbers
+
+
+def label_likelihoods(model: nn.Module, split: LabelSplit, pad: int, where: torch.device) -> np.ndarray:
+    """Summed log-probabilities (n,) of the answers."""
+    was_training, parts = model.training, []
+    model.to(where).train(False)
+    for first in range(0, len(split.labels), 2 * PAIRS):
+        rows = answered([encoded.piece for encoded in split.labels[first : first + 2 * PAIRS]], pad)
+        rows = Answered(*(tensor.to(where) for tensor in rows))
+        parts.append(label_losses.likelihoods(model, rows).cpu().numpy())
+    model.train(was_training)
+    return np.concatenate(parts)
+
+
+def measure_labels(split: LabelSplit, before: np.ndarray, after: np.ndarray) -> JsonObject:
+    """The share of labels on their side, over all, for good and bad answers, and by kind; from `label_likelihoods`
+    before and after training.
+    """
+    desirable = np.array([encoded.label.desirable for encoded in split.labels])
+    kinds = np.array([encoded.label.kind for encoded in split.labels])
+    lengths = np.array([np.sum(encoded.piece.trained) for encoded in split.labels], dtype=np.float64)
+    change = after - before
+    right = np.where(desirable, change, -change) > 0
+
+    def share(rows: np.ndarray) -> JsonObject:
+        return {"n": int(rows.sum())} | wilson(int(right[rows].sum()), int(rows.sum())).named("accuracy")
+
+    numbers = share(np.ones_like(desirable))
+    for name, rows in (("desirable", desirable), ("undesirable", ~desirable)):
+        if rows.any():
+            numbers |= {name: share(rows), f"{name}_nats": float(change[rows].sum() / lengths[rows].sum())}
+    return numbers | {kind: share(kinds == kind) for kind in sorted(set(kinds.tolist()))}
 
 
 def is_known(record: Pair | Problem) -> bool:

@@ -456,6 +456,7 @@ SUITES: dict[str, tuple[str, ...]] = {
     "tools": ("stories sampled", "code gaps", *ANSWERS),
     "lora": ANSWERS,
     "dpo": ANSWERS,
+    "kto": ANSWERS,
     "grpo": ANSWERS,
     "rlhf": ANSWERS,
 }

@@ -1,4 +1,4 @@
-"""Entries of a kind: where the text, code, dialogues, problems or preferences of `data: files` come from.
+"""Entries of a kind: where the text, code, dialogues, problems, preferences or labels of `data: files` come from.
 
     dialogues:                                            one list for each kind; [] means no data of this kind
       - chats/*.jsonl                                     a glob below data/own/                      FileEntry

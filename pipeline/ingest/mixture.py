@@ -26,14 +26,14 @@ from numpy.typing import NDArray
 from pipeline.ingest import hub, own_files
 from pipeline.ingest.entries import PACKAGES, FileEntry, weight_of
 from pipeline.ingest.intake import RowCounts
-from pipeline.ingest.records import Dialogue, Pair, Problem
+from pipeline.ingest.records import Dialogue, Label, Pair, Problem
 from pipeline.ingest.sources import DataConfig
 from pipeline.run.device import stable_hash
 from pipeline.run.errors import DataError
 from pipeline.run.tracking import say
 from pipeline.run.types import JsonObject
 
-R = TypeVar("R", Dialogue, Problem, Pair)
+R = TypeVar("R", Dialogue, Problem, Pair, Label)
 T = TypeVar("T")
 Splits = dict[str, list[R]]  # train, val, test (and rl) -> records
 DRAWN = ("train", "rl")  # the splits that weights apply to
@@ -112,7 +112,7 @@ def tell_small(kind: str, lots: Sequence[Lot[R]], num_test: int) -> None:
         )
 
 
-def _group(record: Dialogue | Problem | Pair) -> str:
+def _group(record: Dialogue | Problem | Pair | Label) -> str:
     """What stays in one split: the versions of a problem, else the record."""
     return record.key if isinstance(record, Problem) else record.id
 

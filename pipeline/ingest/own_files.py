@@ -1,4 +1,4 @@
-"""The user's own files in `data/own/` (`data=files`) -> records of text, code, dialogues, problems and preferences.
+"""The user's own files (`data=files`) in `data/own/` -> records of text, code, dialogues, problems, pairs and labels.
 
 In: the entries of a kind that name files (`ingest/entries.py`), globs below a root folder. A `.jsonl`, `.json`, `.csv`
 or `.parquet` file is a table: `files` reads it and `shapes` turns its rows into records; its shape is the one that fits
@@ -16,7 +16,7 @@ glob that matches nothing is an error.
 `Intake` (`ingest/intake.py`) decides about each row. Held out are files with `val` or `test` in their names; where a
 kind has none, `val_share` and `test_share` of its rows. Text and code have no test split.
 
-`feedback_pairs` reads the preference pairs that people gave on the web page, and selects those to train on.
+`feedback` reads the preference pairs and the labels that people gave on the web page, and selects those to train on.
 
 Not promised: cleaning. Secrets, generated files and near duplicates leave later, in `stage_corpus`.
 """
@@ -30,12 +30,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from pipeline.ingest import files as ingest_files
 from pipeline.ingest import shapes
 from pipeline.ingest.entries import FileEntry
 from pipeline.ingest.intake import Intake, RowCounts
-from pipeline.ingest.records import Pair, SourceRecord, Text
+from pipeline.ingest.records import Label, Pair, SourceRecord, Text
 from pipeline.ingest.sources import TEXT_KINDS, DataConfig
 from pipeline.ingest.tool_calls import RowError
 from pipeline.run.config import suggest
@@ -92,8 +93,8 @@ def read_files(
 ) -> Iterator[Accepted]:
     """Every accepted row of the files of `kind` below `root`, files in order of name, rows in order.
 
-    kind: text, code (Text), dialogues (Dialogue), problems (Problem), preferences (Pair). `rejected`: the JSONL file to
-    write. Adds the numbers of rows to `tally`. No entry with files, no records.
+    kind: text, code (Text), dialogues (Dialogue), problems (Problem), preferences (Pair), labels
+    (Label). `rejected`: the JSONL file to write. Adds the numbers of rows to `tally`. No entry with files, no records.
     Raises DataError: a glob without a match, an option without effect, columns that a file lacks, more rejected than
     `max_rejected` of all rows, or no row left; the last two after the last record.
     """
@@ -367,7 +368,7 @@ def _read_document(source: Source, kind: str, intake: Intake) -> Iterator[Accept
 
 
 ACCEPT = ("all", "reviewed")
-FEEDBACK = "feedback"  # the `source` of these pairs
+FEEDBACK = "feedback"  # the `source` of these records
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -377,7 +378,7 @@ class FeedbackConfig:
     accept: str = "all"
     """all; reviewed: only rows to which somebody has added `"reviewed": true`."""
     share: float = 0.2
-    """Of the training pairs that may come from there."""
+    """Of the training pairs that may come from there, and of the training labels."""
 
     def __post_init__(self) -> None:
         if self.accept not in ACCEPT:
@@ -386,19 +387,24 @@ class FeedbackConfig:
             raise ValueError(f"share: expected a share in [0, 1), got {self.share}")
 
 
-@dataclass(frozen=True)
-class FeedbackPair:
-    """A pair, and whether somebody has reviewed it."""
+Given = TypeVar("Given", Pair, Label)
 
-    pair: Pair
+
+@dataclass(frozen=True)
+class FeedbackRow(Generic[Given]):
+    """A record, and whether somebody has reviewed it."""
+
+    record: Given
     reviewed: bool
 
 
-def feedback_pairs(path: Path, config: FeedbackConfig, others: int, rejected: Path) -> tuple[list[Pair], JsonObject]:
-    """The pairs to train on beside `others` other pairs, in the order of the file, and the counts of all rows.
+def feedback(
+    path: Path, kind: type[Given], config: FeedbackConfig, others: int, rejected: Path
+) -> tuple[list[Given], JsonObject]:
+    """The pairs or labels to train on beside `others` others, in the order of the file, and the counts of all rows.
 
-    Anybody who may ask the server may give pairs, so they are trusted only so far. A row that cannot be read is written
-    to the rejected rows and costs no other row. Of the others at most `share` of all training pairs are taken: those
+    Anybody who may ask the server may give them, so they are trusted only so far. A row that cannot be read is written
+    to the rejected rows and costs no other row. Of the others at most `share` of all training records are taken: those
     that a person reviewed first, then one of each giver in turn, so that thousands of rows of one key leave room for
     two of another. Hashes of the ids decide whose turn it is, and which of their rows: a new row displaces one at most.
     Without API keys all rows are of one giver, and who has many keys has many turns.
@@ -406,10 +412,10 @@ def feedback_pairs(path: Path, config: FeedbackConfig, others: int, rejected: Pa
     Without the file there are none. `rejected`: the JSONL file for what cannot be read (file, line, field, reason).
     """
     counts: Counter[str] = Counter()
-    rows = list(_read_feedback(path, rejected, counts)) if path.is_file() and path.stat().st_size else []
+    rows = list(_read_feedback(path, kind, rejected, counts)) if path.is_file() and path.stat().st_size else []
     accepted = [row for row in rows if row.reviewed or config.accept == "all"]
     selected = _select(accepted, int(config.share * others / (1 - config.share) + 1e-9))
-    by_giver = Counter(pair.given_by or "nobody named" for pair in selected)
+    by_giver = Counter(record.given_by or "nobody named" for record in selected)
     summary = {
         "rows": counts.total() + len(rows),
         "kept": len(selected),
@@ -421,37 +427,37 @@ def feedback_pairs(path: Path, config: FeedbackConfig, others: int, rejected: Pa
     }
     if summary["rows"]:
         say(
-            f"feedback: {summary['kept']} of {summary['rows']} rows are trained on, of {len(by_giver)} givers; "
+            f"{path.name}: {summary['kept']} of {summary['rows']} rows are trained on, of {len(by_giver)} givers; "
             f"{summary['rejected']} cannot be read, {summary['not_reviewed']} are not reviewed, "
-            f"{summary['over_share']} are over {config.share:.0%} of the pairs"
+            f"{summary['over_share']} are over {config.share:.0%} of the {kind.__name__.lower()}s"
         )
     return selected, summary
 
 
-def _read_feedback(path: Path, rejected: Path, counts: Counter[str]) -> Iterable[FeedbackPair]:
+def _read_feedback(path: Path, kind: type[Given], rejected: Path, counts: Counter[str]) -> Iterable[FeedbackRow[Given]]:
     """The rows that can be read; adds the numbers of the others to `counts`."""
-    (pair_shape,) = (shape for shape in shapes.SHAPES if "preferences" in shape.kinds)
+    (shape,) = (shape for shape in shapes.SHAPES if {Pair: "preferences", Label: "labels"}[kind] in shape.kinds)
     with Intake(rejected, None, f"{FEEDBACK} of {path}") as intake:
         for line, row in ingest_files.rows(path, "utf-8"):
             with intake.rejecting(path.name, line):
                 if isinstance(row, RowError):
                     raise row
-                pair = shapes.convert(pair_shape, row, shapes.Columns())
+                read = shapes.convert(shape, row, shapes.Columns())
                 reviewed = isinstance(row, Mapping) and row.get("reviewed") is True
-                for _, record in intake.accept(pair, path.name, line, "train"):
-                    assert isinstance(record, Pair)
-                    yield FeedbackPair(replace(record, source=FEEDBACK), reviewed)
+                for _, record in intake.accept(read, path.name, line, "train"):
+                    assert isinstance(record, kind)
+                    yield FeedbackRow(replace(record, source=FEEDBACK), reviewed)
         counts.update(duplicates=intake.num_duplicates, rejected=intake.num_rejected)
 
 
-def _select(rows: list[FeedbackPair], limit: int) -> list[Pair]:
-    """At most `limit` pairs: reviewed ones first, then one of each giver in turn."""
+def _select(rows: list[FeedbackRow[Given]], limit: int) -> list[Given]:
+    """At most `limit` records: reviewed ones first, then one of each giver in turn."""
     if len(rows) <= limit:
-        return [row.pair for row in rows]
+        return [row.record for row in rows]
     turns: Counter[tuple[bool, str]] = Counter()
     ranked: list[tuple[bool, int, int, int]] = []  # not reviewed, turn, hash of the giver, index
-    for index in sorted(range(len(rows)), key=lambda index: stable_hash("feedback", rows[index].pair.id)):
-        row, giver = rows[index], rows[index].pair.given_by or ""
+    for index in sorted(range(len(rows)), key=lambda index: stable_hash("feedback", rows[index].record.id)):
+        row, giver = rows[index], rows[index].record.given_by or ""
         ranked.append((not row.reviewed, turns[row.reviewed, giver], stable_hash("giver", giver), index))
         turns[row.reviewed, giver] += 1
-    return [rows[index].pair for index in sorted(index for *_, index in sorted(ranked)[:limit])]
+    return [rows[index].record for index in sorted(index for *_, index in sorted(ranked)[:limit])]

@@ -1,6 +1,6 @@
 """The records that a data source gives, and their JSONL form. Nothing else crosses that border.
 
-`messages`, `prompt`, `chosen`, `rejected` are lists of messages in the OpenAI form:
+`messages`, `prompt`, `chosen`, `rejected`, `answer` of a label are lists of messages in the OpenAI form:
 
     {"role": "system" | "user", "content": str}
     {"role": "assistant", "content": str, "tool_calls": [{"id": "call_0", "type": "function",
@@ -85,6 +85,20 @@ class Pair:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Label:
+    """An answer that somebody found good or bad, without another one to compare it with."""
+
+    id: str
+    source: str
+    kind: str  # as in Pair
+    prompt: list[Message]
+    answer: list[Message]
+    desirable: bool
+    tools: list[JsonObject] = field(default_factory=list)
+    given_by: str | None = None  # as in Pair
+
+
+@dataclass(frozen=True, kw_only=True)
 class Fact:
     """A question whose answer must be known by heart, with the answer."""
 
@@ -95,8 +109,24 @@ class Fact:
     answer: str
 
 
-SourceRecord = Text | Dialogue | Problem | Pair  # the records that rows of files and data sets become
-Record = TypeVar("Record", Text, Dialogue, Problem, Pair, Fact)
+SourceRecord = Text | Dialogue | Problem | Pair | Label  # the records that rows of files and data sets become
+Record = TypeVar("Record", Text, Dialogue, Problem, Pair, Label, Fact)
+
+
+def unpaired(pairs: Iterable[Pair]) -> Iterator[Label]:
+    """Two labels of each pair, side by side: its chosen answer is good, its rejected one is bad."""
+    for pair in pairs:
+        for side, answer, desirable in (("chosen", pair.chosen, True), ("rejected", pair.rejected, False)):
+            yield Label(
+                id=f"{pair.id}-{side}",
+                source=pair.source,
+                kind=pair.kind,
+                prompt=pair.prompt,
+                answer=answer,
+                desirable=desirable,
+                tools=pair.tools,
+                given_by=pair.given_by,
+            )
 
 
 def dumps(record: SourceRecord | Fact) -> str:

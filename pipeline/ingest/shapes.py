@@ -11,6 +11,9 @@
     {prompt, chosen, rejected} {chosen, rejected}   Pair    strings, messages, or transcripts with a common prefix
     {instruction, input, chosen, rejected}          Pair    LLaMA-Factory, Alpaca's form
     {conversations, chosen, rejected}               Pair    LLaMA-Factory, ShareGPT's form: a message each side
+    {prompt, completion, label}                     Label   TRL, unpaired: strings or messages; label true or false
+    {messages | conversations, kto_tag}             Label   LLaMA-Factory; the last message is the answer
+    {instruction, input, output, kto_tag}           Label   LLaMA-Factory, Alpaca's form
 
 A row becomes one record, or a `RowError` that names the field. Ids are the row's `id` or empty: `intake.Intake`
 fills those in. Dialogues are put into the OpenAI form of `records`: call ids count from call_0, arguments are JSON
@@ -38,7 +41,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeline.ingest import conversations
-from pipeline.ingest.records import Dialogue, Message, Pair, Problem, SourceRecord, Text
+from pipeline.ingest.records import Dialogue, Label, Message, Pair, Problem, SourceRecord, Text
 from pipeline.ingest.tool_calls import RowError, from_json, tools
 from pipeline.run.types import JsonObject
 from pipeline.text import literals
@@ -168,6 +171,9 @@ def _document(row: Row, text: str) -> Text:
 
 
 def _dialogue(row: Row, shape: str, messages: list[Message], tool_list: list[JsonObject]) -> Dialogue:
+    if (name := next((name for name in VERDICTS if isinstance(row.get(name), bool)), None)) is not None:
+        reason = "a row with a label is feedback, and a bad answer is none to learn from: name its file under `labels`"
+        raise RowError(name, reason)
     default = "tools" if tool_list else "chat"
     conversations.check(messages, tool_list)
     return Dialogue(
@@ -248,8 +254,6 @@ QUESTIONS = (
 def _question(row: Row, columns: Columns) -> Dialogue:
     if row.get("tests") is not None or row.get("test_cases") is not None:
         raise RowError("tests", "a row with tests is a problem: name its file under `problems`")
-    if isinstance(row.get("label"), bool):
-        raise RowError("label", "a row with a label is feedback, and a bad answer is none to learn from")
     names = next((pair for pair in QUESTIONS if _has(*pair)(row, columns)), QUESTIONS[0])
     question, answer = (_answer(row.get(name), name) for name in names)
     if isinstance(question, str) and isinstance(answer, str):
@@ -399,6 +403,75 @@ def _gold(value: object, field: str) -> float | None:
     return float(value)
 
 
+# --- labels ----------------------------------------------------------------------------------------------------------
+
+
+VERDICTS = ("desirable", "label", "kto_tag")  # ours, TRL's, LLaMA-Factory's
+ANSWERS = ("answer", "completion", "response", "output")
+WORDS = {"true": True, "false": False}  # in CSV
+
+
+def _label(row: Row, columns: Columns) -> Label:
+    desirable = _verdict(row)
+    history = next((name for name in ("messages", "conversations") if row.get(name) is not None), None)
+    if history is not None:
+        whole = conversations.from_list(_list(row[history], history), history)
+        system = _optional(row, "system")
+        if system and whole and whole[0]["role"] != "system":
+            whole.insert(0, {"role": "system", "content": system})
+        start = 1 + max((n for n, message in enumerate(whole) if message["role"] != "assistant"), default=-1)
+        prompt, answer, field = whole[:start], whole[start:], history
+    else:
+        prompt = _label_prompt(row)
+        field = next((name for name in ANSWERS if row.get(name) is not None), ANSWERS[1])
+        answer = _as_messages(_answer(row.get(field), field), "assistant")
+        answer = answer[len(prompt) :] if answer[: len(prompt)] == prompt else answer
+    if not any(message["role"] == "user" for message in prompt):
+        raise RowError("prompt" if history is None else field, "no turn of the user before the answer")
+    if not answer or answer[0]["role"] != "assistant":
+        raise RowError(field, "expected the assistant's answer after the prompt")
+    if not any(message["content"].strip() or message.get("tool_calls") for message in answer):
+        raise RowError(field, "the answer is empty")
+    return Label(
+        id=row_id(row),
+        source=_optional(row, "source"),
+        kind=_optional(row, "kind", "chat"),
+        prompt=prompt,
+        answer=answer,
+        desirable=desirable,
+        tools=tools(row.get("tools")),
+        given_by=_optional(row, "given_by") or None,
+    )
+
+
+def _verdict(row: Row) -> bool:
+    """Whether the answer is good: true or false, in CSV as a word."""
+    name = next((name for name in VERDICTS if row.get(name) is not None), VERDICTS[1])
+    value = row.get(name)
+    value = WORDS.get(value.strip().lower(), value) if isinstance(value, str) else value
+    if not isinstance(value, bool):
+        raise RowError(name, f"expected true (a good answer) or false (a bad one), found {value!r:.40}")
+    return value
+
+
+def _label_prompt(row: Row) -> list[Message]:
+    system = _optional(row, "system")
+    head: list[Message] = [{"role": "system", "content": system}] if system else []
+    if row.get("prompt") is not None:
+        prompt = _as_messages(_answer(row["prompt"], "prompt"), "user")
+    else:
+        extra = _optional(row, "input")
+        question = _string(row, "instruction", "question") + (f"\n\n{extra}" if extra else "")
+        prompt = _as_messages(question, "user")
+    return prompt if prompt and prompt[0]["role"] == "system" else [*head, *prompt]
+
+
+def _is_label(row: Row, columns: Columns) -> bool:
+    """A verdict, and something that it may be about."""
+    judged = any(row.get(name) is not None for name in VERDICTS)
+    return judged and any(row.get(name) is not None for name in ("messages", "conversations", *ANSWERS))
+
+
 # In order of precedence: a row that fits two shapes is read as the first of them.
 SHAPES = (
     Shape("columns", ("text", "code"), lambda row, columns: bool(columns.filled(row)), _columns_text),
@@ -417,6 +490,7 @@ SHAPES = (
     Shape("question", ("dialogues",), _is_question, _question),
     Shape("problem", ("problems",), _is_problem, _problem),
     Shape("pair", ("preferences",), _has("chosen", "rejected"), _pair),
+    Shape("label", ("labels",), _is_label, _label),
 )
 
 

@@ -58,7 +58,7 @@ DPKG_LISTS, DEBIAN_DOCS = Path("/var/lib/dpkg/info"), Path("/usr/share/doc")
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """conf/data/<name>.yaml: where text, code, dialogues, problems and preferences come from."""
+    """conf/data/<name>.yaml: where text, code, dialogues, problems, preferences and labels come from."""
 
     source: str
     """packages, machine, files, hub."""
@@ -80,6 +80,8 @@ class DataConfig:
     """Files."""
     preferences: list[Written] = field(default_factory=list)
     """Files."""
+    labels: list[Written] = field(default_factory=list)
+    """Files: good and bad answers; packages: the preference pairs, taken apart."""
     shape: str = "auto"
     """files: the shape of the rows, where an entry says nothing else; auto takes what fits the first 100."""
     encoding: str = "utf-8"
@@ -91,7 +93,7 @@ class DataConfig:
     val_share: float = 0.02
     """files, hub: share of the rows that is held out for validation, where a source has none by name."""
     test_share: float = 0.05
-    """And for the test, of dialogues, problems and preferences."""
+    """And for the test, of dialogues, problems, preferences and labels."""
     hub: dict[str, list[HubSet]] = field(default_factory=dict)
     """hub: kind -> data sets."""
 
@@ -111,7 +113,7 @@ class DataConfig:
                 f"val_share, test_share: expected at least 0, and 0.9 together at most, got {self.val_share} and "
                 f"{self.test_share}"
             )
-        kinds = ("text", "code", "dialogues", "problems", "preferences")
+        kinds = ("text", "code", "dialogues", "problems", "preferences", "labels")
         for kind in self.hub:
             if kind not in kinds:
                 raise ValueError(f"hub: expected the kinds {', '.join(kinds)}, got {kind!r}")
@@ -128,8 +130,8 @@ class DataConfig:
     def entries(self, kind: str) -> list[Entry]:
         """Where the records of a kind come from, in order; none: there are none.
 
-        `packages` and `machine` generate or harvest every kind; `hub` gives the kinds it names, and of dialogues,
-        problems and preferences the generated ones otherwise.
+        `packages` and `machine` generate or harvest every kind; `hub` gives the kinds it names, and of all but text and
+        code the generated ones otherwise.
         """
         if self.source == "files":
             return resolved(getattr(self, kind))

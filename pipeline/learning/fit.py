@@ -20,7 +20,7 @@ import contextlib
 import copy
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeGuard
@@ -49,6 +49,8 @@ class Watchers:
     """A stage's own measurements and checks during training. Each may raise GateError."""
 
     step: Callable[[int], None] | None = None  # before each step: how many have been made
+    # (model, this rank's micro-batches, ranks) before their passes -> the same with what a loss needs of the whole step
+    complete: Callable[..., Sequence[Batch]] | None = None
     first: Callable[[dict[str, float]], None] | None = None  # of the first fill, loss and metrics, before an update
     evaluate: Callable[[int], dict[str, float]] | None = None  # at step 0, every eval_steps, and at the end
     logged: Callable[[list[JsonObject]], None] | None = None  # the curve, after each new row
@@ -227,6 +229,9 @@ class Run:
 
     def backward(self, batches: list[Batch], counts: dict[str, int]) -> Totals:
         """Accumulate gradients of sum_k c_k S_k / G_k over all ranks. Returns this rank's sums."""
+        if self.watchers.complete:
+            with self.hardware.autocast():
+                batches = list(self.watchers.complete(self.plain, batches, self.ranks))
         totals = Totals(counts)
         passes = self.ranks.evened(batches)
         for micro, (batch, mine) in enumerate(passes):

@@ -189,6 +189,23 @@ def first_dpo(expected: float | None, precision: str, beta: float) -> Callable[[
     return check
 
 
+def first_kto(expected: float, precision: str, beta: float) -> Callable[[dict[str, float]], None]:
+    """A check that the policy equals its reference: `first_dpo` for labels, where the estimated divergence is 0 too.
+
+    A batch may have one kind of answers alone. Good and bad answers in equal numbers have the same loss at any
+    divergence, so the loss alone would not show a wrong one.
+    """
+    rewards = ("rewards/chosen", "rewards/rejected")
+    of_pairs = first_dpo(expected, precision, beta)
+
+    def check(values: dict[str, float]) -> None:
+        of_pairs(dict.fromkeys(rewards, 0.0) | values)
+        cause = "policy and reference differ on mismatched answers: other weights, dropout, another dtype"
+        value(values, "kl", 0.0, 1e-3 if precision == "fp32" else ROUNDED, cause)
+
+    return check
+
+
 def first_policy(ratio: str, divergence: str, clipped: str, precision: str) -> Callable[[dict[str, float]], None]:
     """A check that nothing has moved since the rollout: ratio 1, no divergence, no clipping, equal log-probabilities.
 

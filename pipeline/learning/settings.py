@@ -2,7 +2,9 @@
 
 TrainingConfig              optimizer, schedule, evaluation; each subclass defines its batch
 ├── FitConfig               rows of packed tokens or dialogues
-├── PairConfig              pairs of answers: reward, dpo
+├── AnswerConfig            whole answers, under length limits
+│   ├── PairConfig          pairs of them: reward, dpo
+│   └── LabelConfig         good and bad ones: kto
 └── rl/rollout.RolloutConfig    answers of the policy itself: rlhf, grpo
 
 Validation                  validation loss, early stopping, averaged weights, what to publish: part of the first two
@@ -284,19 +286,17 @@ class FitConfig(TrainingConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PairConfig(TrainingConfig):
-    """A run over pairs of answers. Exactly one of steps and epochs sets its length."""
+class AnswerConfig(TrainingConfig):
+    """A run over whole answers. Exactly one of steps and epochs sets its length. Subclasses define the batch."""
 
     steps: int | None = None
     """Batches."""
     epochs: float | None = None
-    """or: so often over the pairs."""
-    pairs: int = 32
-    """Of a step, whatever the number of processes."""
+    """or: so often over the data."""
     max_prompt: int = 512
-    """tokens; pairs with a longer prompt are dropped and counted."""
+    """Tokens; what has a longer prompt is dropped and counted."""
     max_length: int = 1024
-    """Tokens of prompt and answer; a cut answer would lose its end, so longer pairs are dropped."""
+    """Tokens of prompt and answer; a cut answer would lose its end, so what is longer is dropped."""
     validation: Validation = field(default_factory=Validation)
 
     length_keys: ClassVar[tuple[str, ...]] = ("steps", "epochs")
@@ -305,8 +305,8 @@ class PairConfig(TrainingConfig):
     def __post_init__(self) -> None:
         _exactly_one(steps=self.steps, epochs=self.epochs)
         self.check()
-        if self.pairs < 1 or not 2 <= self.max_prompt < self.max_length:
-            raise ValueError("expected pairs >= 1 and 2 <= max_prompt < max_length")
+        if not 2 <= self.max_prompt < self.max_length:
+            raise ValueError("expected 2 <= max_prompt < max_length")
 
     @property
     def validated(self) -> Validation:
@@ -314,22 +314,56 @@ class PairConfig(TrainingConfig):
 
     @property
     def row_length(self) -> int:
-        """Two answers make a row."""
-        return 2 * self.max_length
+        return self.max_length
 
     @property
     def longest(self) -> int:
         return self.max_length
-
-    @property
-    def rows(self) -> int:
-        return self.pairs
 
     def resolve_steps(self, tokens_per_epoch: int) -> int:
         """The number of steps, from whichever of steps and epochs is set."""
         if self.steps is not None:
             return self.steps
         return max(1, round((self.epochs or 0) * tokens_per_epoch / (self.rows * self.row_length)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairConfig(AnswerConfig):
+    """A run over pairs of answers."""
+
+    pairs: int = 32
+    """Of a step, whatever the number of processes."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.pairs < 1:
+            raise ValueError(f"pairs: expected at least 1, got {self.pairs}")
+
+    @property
+    def row_length(self) -> int:
+        """Two answers make a row."""
+        return 2 * self.max_length
+
+    @property
+    def rows(self) -> int:
+        return self.pairs
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelConfig(AnswerConfig):
+    """A run over good and bad answers."""
+
+    answers: int = 64
+    """Of a step, whatever the number of processes; from 2, because each prompt also gets another one's answer."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.answers < 2:
+            raise ValueError(f"answers: expected at least 2, got {self.answers}")
+
+    @property
+    def rows(self) -> int:
+        return self.answers
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -262,6 +262,7 @@ BETTER = (
 ABOVE = (
     ("The reward model ranks better than chance", "reward", ("test", "accuracy"), 0.5),
     ("DPO tells held-out pairs apart, against its start", "dpo", ("test", "accuracy"), 0.5),
+    ("KTO tells held-out pairs apart, against its start", "kto", ("pairs", "accuracy"), 0.5),
     ("PPO raises the true score of held-out answers", "rlhf", ("held_out", "gain"), 0.0),
     ("GRPO raises pass@1 on held-out problems", "grpo", ("held_out", "gain"), 0.0),
 )

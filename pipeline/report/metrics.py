@@ -32,6 +32,7 @@ BEFORE_WINGS = (
     "tools",
     "lora",
     "dpo",
+    "kto",
     "grpo",
     "reward",
     "rlhf",

@@ -92,7 +92,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "--rate", type=float, default=200.0, help="requests a second of one key, or of one address; 0: any"
     )
     parser.add_argument("--api-key-file", type=Path, help="keys, one a line")
-    parser.add_argument("--feedback", type=Path, help="where preferences from the page go: feedback/preferences.jsonl")
+    parser.add_argument(
+        "--feedback", type=Path, help="preferences from the page: feedback/preferences.jsonl; labels go beside it"
+    )
     parser.add_argument("--allow-host", action="append", default=[], help="a Host that may ask besides localhost")
     parser.add_argument("--allow-origin", action="append", default=[], help="an Origin whose pages may ask")
     arguments = parser.parse_args(argv)

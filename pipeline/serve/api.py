@@ -7,11 +7,12 @@ an engine and answered, whole or as a stream (`answers.py`). Slow work that need
 (`guard.py`), never on the event loop. Every error is OpenAI's object, and every request has passed the guard. The log
 has a request's id, counts and times, never a text or a key.
 
-Routes beside OpenAI's, for the page: how a model reads a text, what a reward model thinks of it, and preferences.
+Routes beside OpenAI's, for the page: how a model reads a text, what a reward model thinks of it, and what people do.
 
     POST /tokenize  /detokenize  /apply-template      ids, pieces, the rendered prompt
     POST /score                                       the reward of each conversation's last answer
     POST /preferences                                 one answer is better than the other (with --feedback)
+    POST /labels                                      an answer is good or bad (with --feedback)
     POST /render                                      Markdown as clean HTML
     GET  /  /page/{name}                              the page's files
 
@@ -45,7 +46,7 @@ from pipeline.serve import chat_completions as chats
 from pipeline.serve import completions
 from pipeline.serve.answers import Answers, EventStream, refuse_when_full, respond, unless_disconnected
 from pipeline.serve.chat_completions import Pools, Sender, decode_token
-from pipeline.serve.feedback import Feedback
+from pipeline.serve.feedback import Feedback, labels_beside
 from pipeline.serve.guard import Guard, Keys, Options, ParsedRoute, Rates
 from pipeline.serve.models import Catalog, Metrics, Served, load
 from pipeline.serve.protocol import (
@@ -54,6 +55,7 @@ from pipeline.serve.protocol import (
     CompletionBody,
     DetokenizeBody,
     JsonResponse,
+    LabelBody,
     PreferenceBody,
     RenderBody,
     ScoreBody,
@@ -98,7 +100,8 @@ class Service:
     def __init__(self, options: Options) -> None:
         self.options = options
         self.keys = Keys.load(options.api_key_file)
-        self.feedback = Feedback(options.feedback) if options.feedback is not None else None
+        self.preferences = Feedback(options.feedback) if options.feedback is not None else None
+        self.labels = Feedback(labels_beside(options.feedback)) if options.feedback is not None else None
         self.workshop = Workshop(options.models)
         self.pools = Pools(self.workshop)
         self.state = "loading"  # ready, failed, stopping
@@ -303,13 +306,13 @@ def _about(service: Service, app: FastAPI) -> APIRouter:
     @routes.get("/v1/models")
     async def models() -> Response:
         """All of them."""
-        cards = [served.card(service.feedback is not None) for served in service.catalogue.served.values()]
+        cards = [served.card(service.preferences is not None) for served in service.catalogue.served.values()]
         return JsonResponse({"object": "list", "data": cards})
 
     @routes.get("/v1/models/{name}")
     async def model(name: str) -> Response:
         """One of them."""
-        return JsonResponse(service.catalogue.find(name).card(service.feedback is not None))
+        return JsonResponse(service.catalogue.find(name).card(service.preferences is not None))
 
     @routes.get("/metrics")
     async def metrics() -> Response:
@@ -404,13 +407,21 @@ def _judgments(service: Service) -> APIRouter:
     @routes.post("/preferences")
     async def preferences(body: PreferenceBody, request: Request) -> Response:
         """Store a choice."""
-        if service.feedback is None:
-            raise ApiFault(
-                404, "preferences are not collected; start the server with --feedback FILE", code="no_feedback"
-            )
+        return await stored(service.preferences, "preferences", body, request)
+
+    @routes.post("/labels")
+    async def labels(body: LabelBody, request: Request) -> Response:
+        """Store that an answer is good or bad."""
+        return await stored(service.labels, "labels", body, request)
+
+    async def stored(
+        file: Feedback | None, what: str, body: PreferenceBody | LabelBody, request: Request
+    ) -> JsonResponse:
+        if file is None:
+            raise ApiFault(404, f"{what} are not collected; start the server with --feedback FILE", code="no_feedback")
         service.catalogue.find(body.model, "causal")
         sender = Sender.of(request)
-        new, count = await pools.preferences.run(sender.asker, service.feedback.add, body, sender.owner)
+        new, count = await pools.feedback.run(sender.asker, file.add, body, sender.owner)
         return JsonResponse({"stored": new, "count": count}, 201 if new else 200)
 
     return routes

@@ -70,7 +70,7 @@ class Pools:
         self.grammars = ThreadPlaces("grammars", running=1, waiting=64)
         self.texts = ThreadPlaces("texts to encode", running=2, waiting=32)
         self.scores = ThreadPlaces("conversations to score", running=1, waiting=32)
-        self.preferences = ThreadPlaces("preferences", running=1, waiting=16)
+        self.feedback = ThreadPlaces("preferences and labels", running=1, waiting=16)
 
 
 @dataclass(frozen=True)

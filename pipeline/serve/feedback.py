@@ -1,11 +1,14 @@
-"""Preferences that people give on the page: appended to a file that `stage_tasks` reads on the next `dvc repro`.
+"""What people find good on the page: appended to two files that `stage_tasks` reads on the next `dvc repro`.
 
-A line is a pair in the form of `data/preferences` (`ingest/records.py`, Pair), with the source "page" and the name of
-the API key that gave it: `key-` and the first 8 hex digits of its sha256, null where no key is needed. A line is
-written whole or not at all, also with several servers and on a full disk. The same choice is stored once. The file may
+    preferences.jsonl   one answer is better than another (`ingest/records.py`, Pair), as in `data/preferences`
+    labels.jsonl        an answer is good, or bad (Label), as in `data/labels`; it stands beside the other file
+
+A line has the source "page" and the name of the API key that gave it: `key-` and the first 8 hex digits of its sha256,
+null where no key is needed. A line is written whole or not at all, also with several servers and on a full disk. The
+same choice is stored once; who changes their mind about an answer has given both labels, which cancel out. A file may
 grow to 16 MiB.
 
-The file is only ever appended to. A line that cannot be parsed (cut by a crash, broken by an editor) stays where it is
+A file is only ever appended to. A line that cannot be parsed (cut by a crash, broken by an editor) stays where it is
 and stops nothing: `stage_tasks` reports it in `feedback-rejected.jsonl`. That stage also decides how far to trust the
 rows (`tasks.feedback`), because everybody who may ask may also give feedback.
 """
@@ -16,13 +19,14 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from pipeline.ingest import records
-from pipeline.ingest.records import Pair
+from pipeline.ingest.records import Label, Pair
 from pipeline.run.errors import ConfigError
-from pipeline.serve.protocol import ApiFault, PreferenceBody
+from pipeline.run.types import JsonObject
+from pipeline.serve.protocol import ApiFault, LabelBody, Message, PreferenceBody
 
 MOST_BYTES = 16 * 2**20
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -30,7 +34,7 @@ BOM = b"\xef\xbb\xbf"
 
 
 class Feedback:
-    """The file of preferences."""
+    """A file of preferences or of labels."""
 
     def __init__(self, path: Path) -> None:
         """Raises ConfigError where it cannot be written."""
@@ -41,17 +45,17 @@ class Feedback:
         except OSError as error:
             raise ConfigError(f"--feedback {path}: cannot be written ({error})") from error
 
-    def add(self, body: PreferenceBody, owner: str) -> tuple[bool, int]:
-        """Store a preference. Returns whether it is new, and how many the file has. `owner`: the digest of the key that
-        asked, empty without keys.
+    def add(self, body: PreferenceBody | LabelBody, owner: str) -> tuple[bool, int]:
+        """Store a preference or a label. Returns whether it is new, and how many the file has. `owner`: the digest of
+        the key that asked, empty without keys.
 
         Raises ApiFault: 413 for a full file, 507 for a full disk, 503 for a file that cannot be written; nothing is
         stored then.
         """
-        pair = _make_pair(body, owner)
+        record = _pair(body, owner) if isinstance(body, PreferenceBody) else _label(body, owner)
         try:
             with _open_locked(self.path) as descriptor:
-                return self._append(descriptor, pair)
+                return self._append(descriptor, record)
         except OSError as error:
             if error.errno in NO_SPACE:
                 raise ApiFault(
@@ -63,12 +67,12 @@ class Feedback:
                 503, f"{self.path} cannot be written ({error.strerror}); nothing was stored", code="feedback_unwritable"
             ) from error
 
-    def _append(self, descriptor: int, pair: Pair) -> tuple[bool, int]:
+    def _append(self, descriptor: int, record: Pair | Label) -> tuple[bool, int]:
         content = _read_all(descriptor)
         ids = set(_parse_ids(content))
-        if pair.id in ids:
+        if record.id in ids:
             return False, len(ids)
-        line = (records.dumps(pair) + "\n").encode()
+        line = (records.dumps(record) + "\n").encode()
         if content and not content.endswith(b"\n"):  # cut by a crash or an editor
             line = b"\n" + line
         if len(content) + len(line) > MOST_BYTES:
@@ -85,6 +89,14 @@ class Feedback:
             os.ftruncate(descriptor, len(content))
             raise
         return True, len(ids) + 1
+
+
+def labels_beside(preferences: Path) -> Path:
+    """The file of labels that belongs to a file of preferences. Raises ConfigError where both would be one."""
+    labels = preferences.with_name("labels.jsonl")
+    if labels == preferences:
+        raise ConfigError(f"--feedback {preferences}: labels are stored under this name; name it preferences.jsonl")
+    return labels
 
 
 @contextlib.contextmanager
@@ -129,19 +141,44 @@ def _parse_ids(content: bytes) -> Iterator[str]:
             yield record["id"]
 
 
-def _make_pair(body: PreferenceBody, owner: str) -> Pair:
-    prompt, chosen, rejected = (
-        [message.plain() for message in messages] for messages in (body.prompt, body.chosen, body.rejected)
-    )
+def _pair(body: PreferenceBody, owner: str) -> Pair:
+    prompt, chosen, rejected = (_plain(messages) for messages in (body.prompt, body.chosen, body.rejected))
     tools = [tool.plain() for tool in body.tools or []]
-    content = json.dumps([prompt, chosen, rejected, tools], sort_keys=True, ensure_ascii=False)
     return Pair(
-        id=f"page-{hashlib.sha256(content.encode()).hexdigest()[:16]}",
+        id=_id([prompt, chosen, rejected, tools]),
         source="page",
         kind="page",
         prompt=prompt,
         chosen=chosen,
         rejected=rejected,
         tools=tools,
-        given_by=f"key-{owner[:8]}" if owner else None,
+        given_by=_giver(owner),
     )
+
+
+def _label(body: LabelBody, owner: str) -> Label:
+    prompt, answer = _plain(body.prompt), _plain(body.answer)
+    tools = [tool.plain() for tool in body.tools or []]
+    return Label(
+        id=_id([prompt, answer, body.desirable, tools]),
+        source="page",
+        kind="page",
+        prompt=prompt,
+        answer=answer,
+        desirable=body.desirable,
+        tools=tools,
+        given_by=_giver(owner),
+    )
+
+
+def _plain(messages: Sequence[Message]) -> list[JsonObject]:
+    return [message.plain() for message in messages]
+
+
+def _id(content: list[object]) -> str:
+    text = json.dumps(content, sort_keys=True, ensure_ascii=False)
+    return f"page-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+
+def _giver(owner: str) -> str | None:
+    return f"key-{owner[:8]}" if owner else None

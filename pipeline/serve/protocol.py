@@ -390,6 +390,25 @@ class PreferenceBody(RequestBody):
         return self
 
 
+class LabelBody(RequestBody):
+    """POST /labels: an answer is good or bad."""
+
+    model: Name
+    prompt: Messages
+    answer: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=1)]
+    desirable: bool
+    tools: Tools | None = None
+
+    @model_validator(mode="after")
+    def _check_answer(self) -> "LabelBody":
+        answer = self.answer[0].plain()
+        if answer["role"] != "assistant" or not (answer["content"].strip() or answer.get("tool_calls")):
+            raise ValueError("answer: expected one assistant message that says or calls something")
+        if self.prompt[-1].role not in ("user", "tool"):
+            raise ValueError("prompt: expected to end with a user's or a tool's message")
+        return self
+
+
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 

@@ -28,7 +28,7 @@ from pathlib import Path
 from pipeline.ingest import files, own_files, shapes
 from pipeline.ingest.duplicates import Index, benchmark_items
 from pipeline.ingest.intake import NUM_PRINTED, Intake
-from pipeline.ingest.records import Dialogue, Message, Pair, Problem, SourceRecord, Text
+from pipeline.ingest.records import Dialogue, Label, Message, Pair, Problem, SourceRecord, Text
 from pipeline.ingest.sources import DataConfig
 from pipeline.ingest.tool_calls import RowError
 from pipeline.run.errors import ConfigError, StagecoachError
@@ -36,7 +36,7 @@ from pipeline.run.tracking import progress
 from pipeline.text import chat
 from pipeline.text.tokenizer import Tokenizer
 
-KINDS = ("problems", "preferences", "dialogues", "text")  # of tables; at a tie the first
+KINDS = ("problems", "preferences", "labels", "dialogues", "text")  # of tables; at a tie the first
 PROSE = (".txt", ".md", ".rst", ".adoc", ".html", "")  # suffixes of files that are text; the others are code
 COLUMNS = ("file", "kind", "shapes", "rows", "accepted", "duplicate", "rejected", "tokens", "trained", "benchmarks")
 OPEN, CLOSE = "[[", "]]"  # around what is trained on
@@ -145,7 +145,7 @@ def _measure(record: SourceRecord, found: FileReport, tokenizer: Tokenizer | Non
         found.num_tokens += num_tokens
         found.num_trained += num_tokens
         return
-    tools = record.tools if isinstance(record, Dialogue | Pair) else []
+    tools = record.tools if isinstance(record, Dialogue | Pair | Label) else []
     rendered = chat.render(tokenizer, conversation, tools)
     found.num_tokens += len(rendered.ids)
     found.num_trained += sum(rendered.trained)
@@ -159,6 +159,8 @@ def _conversation(record: SourceRecord) -> list[Message]:
         return list(record.messages)
     if isinstance(record, Pair):
         return [*record.prompt, *record.chosen]
+    if isinstance(record, Label):
+        return [*record.prompt, *record.answer]
     if isinstance(record, Problem):
         answer: list[Message] = [{"role": "assistant", "content": record.answer}] if record.answer else []
         return [{"role": "user", "content": record.question}, *answer]

@@ -1,6 +1,6 @@
 """Make the golden numbers of the alignment objectives: tests/golden/<method>.json, read by tests that need no oracle.
 
-    python tests/golden/make.py a        by trl 1.12.0: reward, dpo, grpo, rloo
+    python tests/golden/make.py a        by trl 1.12.0: reward, dpo, kto, grpo, rloo
     python tests/golden/make.py b        by trl 0.11.4: ppo, and of dpo what 1.12.0 has not
     python tests/golden/make.py hand     reinforce_pp, worked out in by_hand.py
 

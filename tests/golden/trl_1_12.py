@@ -1,4 +1,4 @@
-"""Oracle A, trl 1.12.0: reward, DPO family, GRPO family, RLOO.
+"""Oracle A, trl 1.12.0: reward, DPO family, KTO, GRPO family, RLOO.
 
 The trainers are never built. Their methods run on stubs that hold the attributes they read; the model answers with
 given logits, over a vocabulary of two where only the log-probability of the token matters. Seeds of the clipped losses
@@ -15,7 +15,7 @@ import torch
 from case import Case, draw, logprobs, near
 from stand_in import Model, metrics_of, stand_in, two_tokens
 from torch import Tensor
-from trl import DPOTrainer, GRPOTrainer, RewardTrainer, RLOOTrainer
+from trl import DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, RLOOTrainer
 
 VERSION = "1.12.0"
 NAN = float("nan")
@@ -207,6 +207,99 @@ def dpo_cases() -> list[Case]:
         plain("apo_down", 18, 0.3),
         dpo_case("sigmoid_nll", 19, {"beta": 0.1, "nll_weight": 0.2}, nll, alone=True),
         dpo_logits_case(20),
+    ]
+
+
+# ---- KTO
+
+# 4 answers of at most 7 tokens after a prompt of 1 to 4, and the same prompts with the answer before
+MATCHED = [[0, 1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 0, 0], [1, 1, 0, 0, 1, 1, 0], [0, 0, 0, 0, 1, 0, 0]]
+MISMATCHED = [[0, 1, 0, 0, 0, 0, 0], [0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0, 0], [0, 0, 0, 0, 1, 1, 1]]
+
+
+class Judged(Model):
+    """Answers mismatched rows, whose first token is 1, with other logits."""
+
+    def __init__(self, logits: Tensor, mismatched: Tensor) -> None:
+        super().__init__(logits)
+        self.mismatched = mismatched
+
+    def forward(self, input_ids: Tensor, **_: Any) -> SimpleNamespace:
+        return SimpleNamespace(logits=self.mismatched if input_ids[0, 0] else self.logits)
+
+
+def kto(given: dict[str, Tensor], policy: Tensor, settings: dict[str, Any]) -> tuple[Tensor, SimpleNamespace]:
+    """The loss of log-probabilities (B, T) of the matched answers."""
+    models = [
+        Judged(two_tokens(matched), two_tokens(given[f"{who}_mismatched"]))
+        for who, matched in (("policy", policy), ("reference", given["reference"]))
+    ]
+    stub = stand_in(
+        model=models[0],
+        ref_model=models[1],
+        args=SimpleNamespace(gradient_checkpointing_kwargs=None),
+        calculate_KL=settings["loss_type"] != "apo_zero_unpaired",
+        precompute_ref_logps=False,
+        use_liger_kernel=False,
+        **settings,
+    )
+    stub._compute_kl_logps = MethodType(KTOTrainer._compute_kl_logps, stub)
+    inputs: dict[str, Tensor] = {"label": given["desirable_mask"].bool()}
+    for prefix, mask, first in (("", given["mask"], 0), ("KL_", given["mismatched_mask"], 1)):
+        ids = torch.zeros(len(mask), mask.shape[1] + 1, dtype=torch.long)
+        ids[:, 0] = first  # which nothing predicts
+        inputs |= {f"{prefix}input_ids": ids, f"{prefix}attention_mask": torch.ones_like(ids)}
+        inputs[f"{prefix}completion_mask"] = torch.cat([torch.zeros_like(mask[:, :1]), mask], 1)
+    return KTOTrainer._compute_loss(stub, models[0], inputs, False), stub
+
+
+def kto_case(name: str, seed: int, labels: list[int], *, above: bool = True, **knobs: Any) -> Case:
+    """`above`: the mismatched answers are likelier than under the reference, so that the reference point is not 0."""
+    generator = torch.Generator().manual_seed(seed)
+    mask, mismatched = torch.tensor(MATCHED), torch.tensor(MISMATCHED)
+    reference, other = logprobs(generator, 2, *mask.shape)
+    policy = near(generator, reference, 0.8)
+    shifted = near(generator, other + (0.2 if above else -0.5), 0.1)
+    given = {
+        "mask": mask,
+        "mismatched_mask": mismatched,
+        "desirable_mask": torch.tensor(labels),
+        "policy": policy,
+        "reference": reference,
+        "policy_mismatched": shifted,
+        "reference_mismatched": other,
+    }
+    settings = {"loss_type": "kto", "desirable_weight": 1.0, "undesirable_weight": 1.0} | knobs
+    leaf = policy.clone().requires_grad_()
+    loss, stub = kto(given, leaf, settings)
+    (gradient,) = torch.autograd.grad(loss, leaf)
+    sides = [side for side, label in (("chosen", 1), ("rejected", 0)) if label in labels]
+    metrics = ["kl", "entropy", *(f"{what}/{side}" for what in ("rewards", "logps", "logits") for side in sides)]
+    return Case(
+        name=name,
+        oracle="A",
+        version=VERSION,
+        call="KTOTrainer._compute_loss",
+        seed=seed,
+        settings=settings,
+        inputs={**{key: value for key, value in settings.items() if key != "loss_type"}, **given},
+        expected={
+            "loss": loss.detach(),
+            "grad": (gradient * mask).sum(1) / mask.sum(1),  # the same at every token, because it enters as a sum
+            **metrics_of(stub, *metrics),
+        },
+    )
+
+
+def kto_cases() -> list[Case]:
+    mixed = [1, 0, 0, 1]
+    return [
+        kto_case("kto", 61, mixed, beta=0.1),
+        kto_case("kto_weights", 62, mixed, beta=0.3, desirable_weight=1.5, undesirable_weight=0.7),
+        kto_case("kto_below", 63, mixed, above=False, beta=0.3),
+        kto_case("kto_good_alone", 64, [1, 1, 1, 1], beta=0.3),
+        kto_case("kto_bad_alone", 65, [0, 0, 0, 0], beta=0.3, undesirable_weight=2.0),
+        kto_case("apo_zero_unpaired", 66, mixed, beta=0.3, loss_type="apo_zero_unpaired", desirable_weight=1.5),
     ]
 
 
@@ -461,4 +554,10 @@ def rloo_cases() -> list[Case]:
 
 
 def cases() -> dict[str, list[Case]]:
-    return {"reward": reward_cases(), "dpo": dpo_cases(), "grpo": grpo_cases(), "rloo": rloo_cases()}
+    return {
+        "reward": reward_cases(),
+        "dpo": dpo_cases(),
+        "kto": kto_cases(),
+        "grpo": grpo_cases(),
+        "rloo": rloo_cases(),
+    }

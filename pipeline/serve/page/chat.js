@@ -2,7 +2,7 @@
 
 import { button, complain, find, guarded, h, number, say, sends } from "./dom.js";
 import { answer, speed } from "./generate.js";
-import { judge, prefer, score } from "./judge.js";
+import { judge, prefer, rate, score } from "./judge.js";
 import { Growing } from "./markdown.js";
 import { hear, named, readTools, settings, tell } from "./state.js";
 import * as store from "./store.js";
@@ -150,6 +150,17 @@ class ChatPanel extends HTMLElement {
     for (const other of siblings) {
       if (JSON.stringify(other.message) !== JSON.stringify(turn.message)) await prefer(turn.meta.model, prompt, turn.message, other.message, readTools(settings.tools));
     }
+  }
+
+  async rate(turn, desirable) {
+    const { conversation } = this;
+    const prompt = conversation.messages(conversation.parent(turn), settings.system);
+    await rate(turn.meta.model, prompt, turn.message, desirable, readTools(settings.tools));
+    turn.meta.desirable = desirable;
+    await this.keep(conversation);
+    if (this.conversation !== conversation || this.running) return;
+    this.draw();
+    this.log.querySelector(`[data-turn="${turn.id}"] .verdict [aria-pressed="true"]`)?.focus();
   }
 
   // -- answering -----------------------------------------------------------------------------------------------------

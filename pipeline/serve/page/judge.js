@@ -1,4 +1,4 @@
-// What answers are worth: a reward model's score where one is served, and people's choices, which train the next model.
+// What answers are worth: a reward model's score where one is served, and people's verdicts, which train the next model.
 
 import { call } from "./api.js";
 import { number, say } from "./dom.js";
@@ -21,7 +21,15 @@ export const rewardText = (reward) => `reward ${number(reward, 2)}`;
 
 // Post that one answer is better than another. `stage_tasks` adds the pairs to data/preferences.
 export async function prefer(model, prompt, chosen, rejected, tools) {
-  const found = await call("/preferences", { model, prompt, chosen: [chosen], rejected: [rejected], tools, kind: "page" });
-  say(found.stored ? `Stored: ${found.count} ${found.count === 1 ? "choice" : "choices"}. The next dvc repro learns from them.` : "This choice was stored before.");
+  return stored(await call("/preferences", { model, prompt, chosen: [chosen], rejected: [rejected], tools, kind: "page" }), "choice");
+}
+
+// Post that an answer is good or bad. `stage_tasks` adds the labels to data/labels.
+export async function rate(model, prompt, answer, desirable, tools) {
+  return stored(await call("/labels", { model, prompt, answer: [answer], desirable, tools }), "verdict");
+}
+
+function stored(found, name) {
+  say(found.stored ? `Stored: ${found.count} ${found.count === 1 ? name : `${name}s`}. The next dvc repro learns from them.` : `This ${name} was stored before.`);
   return found;
 }

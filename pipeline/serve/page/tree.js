@@ -1,6 +1,6 @@
 // A conversation with branches: a tree of turns, and at each fork the branch that is shown.
 //
-//     turn = { id, parent, message, meta }      message as in OpenAI's API; meta: model, seed, counts, tokens, reward
+//     turn = { id, parent, message, meta }      message as in OpenAI's API; meta: model, seed, counts, tokens, reward, desirable
 //
 // Editing a turn or answering anew adds a sibling; nothing is ever overwritten.
 
@@ -98,7 +98,7 @@ function message(value, where) {
 
 // Counts and names of a turn's meta; anything else is dropped.
 function meta(value) {
-  const kinds = { model: "string", finish: "string", error: "string", seed: "number", temperature: "number", speed: "number", numPrompt: "number", numNew: "number", reward: "number" };
+  const kinds = { model: "string", finish: "string", error: "string", seed: "number", temperature: "number", speed: "number", numPrompt: "number", numNew: "number", reward: "number", desirable: "boolean" };
   return Object.fromEntries(Object.entries(kinds).filter(([name, kind]) => typeof value?.[name] === kind).map(([name]) => [name, value[name]]));
 }
 

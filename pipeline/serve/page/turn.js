@@ -38,6 +38,8 @@ export function turnElement(turn, siblings, last, chat) {
     turn.meta.tokens?.length > 0 && button("Tokens", () => chat.tokens(turn)),
     role === "assistant" && siblings.length > 1 && collects(turn.meta.model) &&
       button("Best of these", guarded(() => chat.prefer(turn, siblings)), { title: "Store that this answer is better than its other branches" }),
+    role === "assistant" && (content.trim() || called) && collects(turn.meta.model) &&
+      h("span", { class: "verdict", role: "group", "aria-label": "Verdict" }, verdict(turn, chat, true), verdict(turn, chat, false)),
   ];
   return h("article", { class: `turn ${role}`, "data-turn": turn.id, "aria-label": NAMES[role] },
     h("div", { class: "head" },
@@ -48,6 +50,16 @@ export function turnElement(turn, siblings, last, chat) {
     turn.meta.error && h("p", { class: "error" }, turn.meta.error),
     called && calls(called, last, (results) => chat.results(turn, results)),
     h("div", { class: "actions" }, actions));
+}
+
+// Thumb up or down: pressed where this person has given it.
+function verdict(turn, chat, desirable) {
+  const name = desirable ? "Good" : "Bad";
+  return button(name, guarded(() => chat.rate(turn, desirable)), {
+    title: `Store that this answer is ${name.toLowerCase()}`,
+    "aria-label": `${name} answer`,
+    "aria-pressed": String(turn.meta.desirable === desirable),
+  });
 }
 
 function edit(turn, body, chat) {

@@ -1,0 +1,102 @@
+"""Stage kto: learn from answers that people found good or bad, without pairs.
+
+    models/tools + data/labels -> models/kto        (Ethayarajh et al. 2024, arXiv:2402.01306, eq. 7)
+
+A thumb up or down is easier to get than a choice between two answers to one prompt. Where nobody gave labels they are
+the preference pairs, taken apart (`stages/tasks.py`); so the stage also reports, as stage dpo does, how well it tells
+held-out pairs apart. The reference is the model that training starts from; with an adapter it is the model with the
+adapter switched off. The reference point z0 is estimated before each step, over the whole batch of the step.
+"""
+
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from pipeline.batches.labels import LabelBatch, LabelSplit, LabelStream
+from pipeline.batches.pairs import PairSplit
+from pipeline.evaluation import preferences
+from pipeline.learning import gates, label_losses, reference
+from pipeline.learning.fit import Watchers, fit
+from pipeline.learning.label_losses import LabelLoss
+from pipeline.learning.losses import Loss
+from pipeline.learning.settings import LabelConfig
+from pipeline.model import checkpoint
+from pipeline.model.lora import AdapterConfig
+from pipeline.model.transformer import Transformer
+from pipeline.run import device
+from pipeline.run.stage import main
+from pipeline.run.tracking import say
+from pipeline.run.workdir import Job
+
+
+@dataclass(frozen=True, kw_only=True)
+class Params:
+    """The block `kto`; its training keys are those of LabelConfig."""
+
+    base: str = "tools"
+    """Where training begins: a model of models/; base: a checkpoint of your own (stage base)."""
+    loss: LabelLoss = field(default_factory=LabelLoss)
+    adapter: AdapterConfig | None = None
+    """{rank, alpha, ...}: train an adapter alone, and merge it at the end."""
+    fit: LabelConfig
+
+
+def run(params: Params, job: Job, *, base: Path, labels: Path, pairs: Path, out: Path) -> None:
+    """Align `base` with the labels and save the model directory `out`; `pairs` are for the test alone."""
+    hardware = device.hardware(job.runtime.precision)
+    start = reference.begin(base, params.adapter, job.seed, hardware)
+    config, losses, tokenizer = params.fit, params.loss, start.tokenizer
+    config.check_context(start.policy)
+    stream = LabelStream(
+        labels,
+        tokenizer,
+        max_prompt=config.max_prompt,
+        max_length=config.max_length,
+        answers=config.answers,
+        seed=job.seed,
+    )
+    num_good = stream.train.num_good
+    if advice := losses.unbalanced(num_good, len(stream.train.labels) - num_good):
+        say(f"warning: {job.name}: {advice}")
+
+    def loss(model: Transformer, batch: LabelBatch) -> Loss:
+        policy = label_losses.answer_logprobs(model, batch)
+        with start.reference.model(batch.desirable.device) as frozen:  # no gradient is recorded within
+            reference_logprobs = label_losses.likelihoods(frozen, batch.matched)
+        divergence = 0.0
+        if losses.uses_divergence:
+            divergence = batch.divergence
+            if divergence is None:  # in evaluation
+                divergence = label_losses.divergence_of(model, start.reference, batch)
+        return label_losses.kto(policy, reference_logprobs, batch.desirable, divergence, losses)
+
+    test = LabelSplit(labels / "test.jsonl", tokenizer, config.max_prompt, config.max_length)
+    test_pairs = PairSplit(pairs / "test.jsonl", tokenizer, config.max_prompt, config.max_length)
+    before = preferences.label_likelihoods(start.policy, test, tokenizer.pad, hardware.device)
+    pairs_before = preferences.likelihoods(start.policy, test_pairs, tokenizer.pad, hardware.device)
+    first = stream.batch(0, config.row_length, stream.rows(0, config.row_length)).desirable
+    gate = gates.first_kto(losses.at_start(first), hardware.precision, losses.beta)
+    divergence = partial(label_losses.with_divergence, reference=start.reference, where=hardware.device)
+    watchers = Watchers(
+        first=gate,
+        complete=divergence if losses.uses_divergence else None,
+        save=partial(reference.save_merged, start.policy, tokenizer, job),
+    )
+    fit(start.policy, stream, loss, config, job, watchers=watchers)
+    job.report(**reference.finish(start), dropped={"train": dict(stream.train.dropped), "test": dict(test.dropped)})
+    after = preferences.label_likelihoods(start.policy, test, tokenizer.pad, hardware.device)
+    pairs_after = preferences.likelihoods(start.policy, test_pairs, tokenizer.pad, hardware.device)
+    job.report(
+        test=preferences.measure_labels(test, before, after),
+        pairs=preferences.measure_pairs(test_pairs, pairs_before, pairs_after, job.seed),
+    )
+    checkpoint.save(out, start.policy, tokenizer, job.lineage)
+
+
+if __name__ == "__main__":
+    main(
+        run,
+        inputs={"base": "models/{base}", "labels": "data/labels", "pairs": "data/preferences"},
+        outs={"out": "models/kto"},
+        trains=True,
+    )
