@@ -33,11 +33,11 @@ def test_a_causal_checkpoint_is_fine_tuned_and_aligned_with_no_stage_before(
     causal_given(tmp_path_factory.mktemp("given") / shape, shape)
     ended = command("tools", [f"tools.{k}={json.dumps(v)}" for k, v in SFT.items()] + ["tools.base=base"])
     assert ended.code == 0, ended.said
-    for stage in ("lora", "reward", "dpo", "grpo"):
+    for stage in ("lora", "reward", "dpo", "kto", "grpo"):
         trained(workspace, stage)
     trained(workspace, "dpo", adapter={"rank": 2, "alpha": 4})
     base = checkpoint.load(Path("models/base"))[0].state_dict()
-    for stage in ("tools", "lora", "dpo", "grpo"):
+    for stage in ("tools", "lora", "dpo", "kto", "grpo"):
         model, tokenizer = checkpoint.load(Path(f"models/{stage}"))
         assert model.config.family == shape
         moved = [name for name, tensor in model.state_dict().items() if not torch.equal(tensor, base[name])]

@@ -214,7 +214,9 @@ def test_labels_of_the_user_take_the_place_of_the_pairs(tmp_path: Path, fake: No
     rows = [{"prompt": f"Q{n}?", "completion": "A.", "label": n % 3 > 0} for n in range(60)]
     wrong = {"prompt": "Q?", "completion": "A.", "label": "perhaps"}
     (tmp_path / "own/labels/a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, wrong]))
-    own = DataConfig(source="files", labels=["labels/*"], max_rejected=0.1, val_share=0.1, test_share=0.1)
+    own = DataConfig(
+        source="files", labels=["labels/*"], preferences=["packages"], max_rejected=0.1, val_share=0.1, test_share=0.1
+    )
     found = made(tmp_path, replace(SMALL, data=own))
     asked = {label.prompt[0]["content"]: label.desirable for split in found["labels"].values() for label in split}
     assert asked == {f"Q{n}?": n % 3 > 0 for n in range(60)}
