@@ -9,7 +9,7 @@ share of the batches is the language stage's text, so that the stories are not f
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from pipeline.batches.corpus import CorpusStream, MixtureStream
+from pipeline.batches.corpus import CorpusStream, MixtureStream, is_empty
 from pipeline.learning.fit import fit
 from pipeline.learning.pretraining import LossWeights, next_tokens
 from pipeline.learning.settings import FitConfig, FullTraining
@@ -41,6 +41,8 @@ class Params:
 
 def run(params: Params, job: Job, *, base: Path, code: Path, text: Path, out: Path) -> None:
     """Continue `base` on code and save the model directory `out`."""
+    if is_empty(code):
+        return checkpoint.pass_through(base, out, job, code)
     model, tokenizer = checkpoint.load(base)
     model.dropout = params.full.dropout
 
@@ -56,7 +58,7 @@ def run(params: Params, job: Job, *, base: Path, code: Path, text: Path, out: Pa
         )
 
     stream = corpus(code, params.fim_rate)
-    if params.text_weight:
+    if params.text_weight and not is_empty(text):
         stream = MixtureStream([(params.code_weight, stream), (params.text_weight, corpus(text, 0.0))])
     batches, loss, watchers = next_tokens(model, stream, params.weights, job, tokens=params.fit.validation.eval_tokens)
 

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from pipeline.batches.batch import TokenBatch
-from pipeline.batches.corpus import CorpusStream
+from pipeline.batches.corpus import CorpusStream, is_empty
 from pipeline.diffusion import files, sampling, training
 from pipeline.diffusion.batches import (
     ExampleSplit,
@@ -43,6 +43,7 @@ from pipeline.model.transformer import Transformer
 from pipeline.run import device
 from pipeline.run.errors import ConfigError
 from pipeline.run.stage import main
+from pipeline.run.tracking import say
 from pipeline.run.workdir import Job
 from pipeline.text.tokenizer import Tokenizer
 
@@ -90,6 +91,9 @@ def run(
         causal, tokenizer = checkpoint.load(base)
         model = _masked(params, causal, tokenizer, job.seed)
     streams = Streams.of(params, job, code, problems, tokenizer, model.traits, anneal=causal is not None)
+    if not (streams.windows or streams.examples):
+        job.report(passed_through=str(problems))
+        say(f"{job.name}: {code} and {problems} have nothing to train on; {base} is turned over as it is")
     per = "tokens" if config.sft_norm == "tokens" else "rows"
     phases = Phases(job)
     if streams.windows:
@@ -163,7 +167,7 @@ class Streams:
         tokenizer, and DataError.
         """
         config, corpus, windows, examples = params.fit, None, None, None
-        if config.adapt_steps:
+        if config.adapt_steps and not is_empty(code):
             corpus = CorpusStream(
                 code,
                 tokenizer,
@@ -181,7 +185,7 @@ class Streams:
                 anneal_steps=anneal_steps,
                 byte_lengths=tokenizer.byte_lengths,
             )
-        if config.sft_epochs:
+        if config.sft_epochs and not records.is_empty(problems / "train.jsonl"):
             lengths = {"max_prompt": config.max_prompt, "max_new": config.max_new_tokens}
             train, val = (
                 ExampleSplit(problems / f"{split}.jsonl", tokenizer, traits, **lengths) for split in ("train", "val")

@@ -20,13 +20,16 @@ from pipeline.diffusion.batches import NoisedPairs, check_texts, of_kinds
 from pipeline.diffusion.masks import Drawn
 from pipeline.diffusion.model import Denoiser
 from pipeline.diffusion.sampling import EncodedPrompt
+from pipeline.ingest import records
 from pipeline.learning import gates, reference
 from pipeline.learning.fit import Watchers, fit
 from pipeline.learning.losses import Loss
 from pipeline.learning.settings import PairConfig
+from pipeline.model import checkpoint
 from pipeline.model.lora import AdapterConfig
 from pipeline.run import device
 from pipeline.run.stage import main
+from pipeline.run.tracking import write_json
 from pipeline.run.workdir import Job
 
 
@@ -67,6 +70,9 @@ class Params:
 
 def run(params: Params, job: Job, *, base: Path, pairs: Path, out: Path, trace: Path) -> None:
     """Align `base` with the pairs and save the model directory `out`."""
+    if records.is_empty(pairs / "train.jsonl"):
+        write_json(trace, {"settings": {}, "prompts": []})
+        return checkpoint.pass_through(base, out, job, pairs)
     hardware = device.hardware(job.runtime.precision)
     model, start = training.begin(base, params.adapter, job.seed, hardware)
     config, tokenizer = params.fit, start.tokenizer

@@ -25,6 +25,7 @@ from pipeline.learning import policy_losses, reference
 from pipeline.learning.fit import Watchers, fit
 from pipeline.learning.losses import Loss
 from pipeline.learning.policy_losses import Clip, GroupMethod
+from pipeline.model import checkpoint
 from pipeline.model.lora import AdapterConfig
 from pipeline.rl import advantages, answers
 from pipeline.rl.rewards import Resources, Scorer
@@ -32,6 +33,7 @@ from pipeline.rl.rollout import Method, RolloutConfig, alarms_of, watch_alarms
 from pipeline.run import device
 from pipeline.run.config import block
 from pipeline.run.stage import main
+from pipeline.run.tracking import write_json
 from pipeline.run.workdir import Job
 from pipeline.sandbox.judge import SandboxConfig
 
@@ -134,6 +136,10 @@ class Params:
 
 def run(params: Params, job: Job, *, base: Path, problems: Path, out: Path, samples: Path, trace: Path) -> None:
     """Train the policy on the results of its code and save the model directory `out`."""
+    if records.is_empty(problems / "rl.jsonl"):
+        samples.touch()
+        write_json(trace, {"settings": {}, "prompts": []})
+        return checkpoint.pass_through(base, out, job, problems)
     config, method = params.fit, params.method
     hardware = device.hardware(job.runtime.precision)
     model, start = training.begin(base, params.adapter, job.seed, hardware)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from pipeline.batches.pairs import PairBatch, PairSplit, PairStream
 from pipeline.evaluation import preferences
+from pipeline.ingest import records
 from pipeline.learning import gates, pair_losses, reference
 from pipeline.learning.fit import Watchers, fit
 from pipeline.learning.losses import Loss
@@ -42,6 +43,8 @@ class Params:
 
 def run(params: Params, job: Job, *, base: Path, pairs: Path, out: Path) -> None:
     """Align `base` with the pairs and save the model directory `out`."""
+    if records.is_empty(pairs / "train.jsonl"):
+        return checkpoint.pass_through(base, out, job, pairs)
     hardware = device.hardware(job.runtime.precision)
     start = reference.begin(base, params.adapter, job.seed, hardware)
     config, losses = params.fit, params.loss

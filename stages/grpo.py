@@ -87,6 +87,9 @@ class Params:
 
 def run(params: Params, job: Job, *, base: Path, problems: Path, out: Path, samples: Path) -> None:
     """Train the policy on the results of its code and save the model directory `out`."""
+    if records.is_empty(problems / "rl.jsonl"):
+        samples.touch()
+        return checkpoint.pass_through(base, out, job, problems)
     config, method = params.fit, params.resolved
     start = reference.begin(base, params.adapter, job.seed, device.hardware(job.runtime.precision))
     start.reference.parked = not method.beta  # with beta 0 only evaluations read it

@@ -15,6 +15,7 @@ from pathlib import Path
 from pipeline.batches.labels import LabelBatch, LabelSplit, LabelStream
 from pipeline.batches.pairs import PairSplit
 from pipeline.evaluation import preferences
+from pipeline.ingest import records
 from pipeline.learning import gates, label_losses, reference
 from pipeline.learning.fit import Watchers, fit
 from pipeline.learning.label_losses import LabelLoss
@@ -43,6 +44,8 @@ class Params:
 
 def run(params: Params, job: Job, *, base: Path, labels: Path, pairs: Path, out: Path) -> None:
     """Align `base` with the labels and save the model directory `out`; `pairs` are for the test alone."""
+    if records.is_empty(labels / "train.jsonl"):
+        return checkpoint.pass_through(base, out, job, labels)
     hardware = device.hardware(job.runtime.precision)
     start = reference.begin(base, params.adapter, job.seed, hardware)
     config, losses, tokenizer = params.fit, params.loss, start.tokenizer

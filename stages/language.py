@@ -10,7 +10,7 @@ whose tokenizer stage tokenizer has adopted; learning rates for such a model are
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from pipeline.batches.corpus import CorpusStream
+from pipeline.batches.corpus import CorpusStream, is_empty
 from pipeline.learning.fit import fit
 from pipeline.learning.pretraining import LossWeights, next_tokens
 from pipeline.learning.settings import FitConfig, FullTraining
@@ -21,6 +21,7 @@ from pipeline.model.transformer import Transformer
 from pipeline.run.config import group
 from pipeline.run.device import generator, need_memory
 from pipeline.run.stage import main
+from pipeline.run.tracking import say
 from pipeline.run.workdir import Job
 from pipeline.text.tokenizer import Tokenizer
 
@@ -42,8 +43,14 @@ class Params:
 def run(params: Params, job: Job, *, base: Path, tokenizer: Path, tokens: Path, out: Path) -> None:
     """Train fresh weights, or those of `base`, and save the model directory `out`."""
     from_scratch, text = params.base == SCRATCH, Tokenizer.load(tokenizer)
+    if not from_scratch and is_empty(tokens):
+        return checkpoint.pass_through(base, out, job, tokens)
     if from_scratch:
         model = fresh(params, text, job.seed)
+        if is_empty(tokens):
+            say(f"{job.name}: {tokens} has nothing to train on; the weights stay random")
+            job.report(passed_through=str(tokens))
+            return checkpoint.save(out, model, text, job.lineage, precision=params.full.save_precision)
     else:
         model, own_tokenizer = checkpoint.load(base)
         checkpoint.same_tokenizer(own_tokenizer, text, str(base), str(tokenizer))

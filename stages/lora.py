@@ -12,6 +12,7 @@ from pathlib import Path
 
 from pipeline.batches.batch import TokenBatch
 from pipeline.batches.dialogues import DialogueStream
+from pipeline.ingest import records
 from pipeline.learning import gates, losses, reference
 from pipeline.learning.fit import Watchers, fit
 from pipeline.learning.losses import Loss, Term
@@ -44,6 +45,8 @@ class Params:
 
 def run(params: Params, job: Job, *, base: Path, dialogues: Path, out: Path) -> None:
     """Fine-tune an adapter of `base` on the assistant's turns; save it, and the merged model, under `out`."""
+    if records.is_empty(dialogues / "train.jsonl"):
+        return checkpoint.pass_through(base, out, job, dialogues)
     model, tokenizer = checkpoint.load(base)
     model.neftune_alpha = params.neftune.neftune_alpha
     roles = (getattr(tokenizer, role) for role in params.trained_roles)

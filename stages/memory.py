@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipeline.batches.batch import TokenBatch
-from pipeline.batches.corpus import CorpusStream, MixtureStream
+from pipeline.batches.corpus import CorpusStream, MixtureStream, is_empty
 from pipeline.batches.dialogues import FactQuestion, FactStream
 from pipeline.evaluation.intervals import paired_difference
 from pipeline.learning import pretraining, reference
@@ -83,6 +83,10 @@ def run(
     params: Params, job: Job, *, base: Path, facts: Path, code: Path, out: Path, baseline: Path, routes: Path
 ) -> None:
     """Train both, save the model directories `out` and `baseline`, and write which texts read what into `routes`."""
+    if is_empty(code):
+        write_json(routes, {})
+        checkpoint.pass_through(base, baseline, job, code)
+        return checkpoint.pass_through(base, out, job, code)
     config = params.fit
     model, tokenizer = checkpoint.load(base)
     try:

@@ -18,6 +18,7 @@ from torch import nn
 from pipeline.batches.pairs import PairBatch, PairSplit, PairStream
 from pipeline.evaluation import preferences
 from pipeline.generation.sampling import Sampling, sampler
+from pipeline.ingest import records
 from pipeline.learning import gates, losses, pair_losses
 from pipeline.learning.fit import Watchers, fit
 from pipeline.learning.losses import Loss
@@ -30,6 +31,7 @@ from pipeline.rl.models import judge_or_none
 from pipeline.run import device
 from pipeline.run.config import block
 from pipeline.run.stage import main
+from pipeline.run.tracking import say
 from pipeline.run.workdir import Job
 from pipeline.sandbox.judge import SandboxConfig
 
@@ -73,6 +75,10 @@ def run(params: Params, job: Job, *, base: Path, pairs: Path, out: Path) -> None
     """Train a reward model on `base` and save the model directory `out`."""
     trunk, tokenizer = checkpoint.load(base)
     policy, model = checkpoint.load_frozen(base), RewardModel(deepened(trunk, params.extra_layers))
+    if records.is_empty(pairs / "train.jsonl"):
+        say(f"{job.name}: {pairs} has nothing to train on; the reward of every answer is 0")
+        job.report(passed_through=str(pairs))
+        return checkpoint.save_reward(out, model, tokenizer, job.lineage)
     config = params.fit
     policy.to(device.hardware(job.runtime.precision).device)
     generate = sampler(policy, Sampling(params.answer_tokens, temperature=1.0), {tokenizer.turn_end})

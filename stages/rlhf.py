@@ -16,6 +16,7 @@ from torch import nn
 from pipeline.batches.pairs import PairSplit
 from pipeline.evaluation import preferences
 from pipeline.evaluation.tools import call_reward
+from pipeline.ingest import records
 from pipeline.learning import gates, losses, policy_losses, reference
 from pipeline.learning.fit import Watchers, fit
 from pipeline.learning.losses import Loss
@@ -63,6 +64,9 @@ class Params:
 
 def run(params: Params, job: Job, *, base: Path, reward: Path, pairs: Path, out: Path, samples: Path) -> None:
     """Train the actor, measure gold against proxy on the way, save the model directory `out`."""
+    if records.is_empty(pairs / "train.jsonl"):
+        samples.touch()
+        return checkpoint.pass_through(base, out, job, pairs)
     config = params.fit
     start = reference.begin(base, params.adapter, job.seed, device.hardware(job.runtime.precision))
     reward_model, reward_tokenizer = checkpoint.load_reward(reward)

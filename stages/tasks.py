@@ -136,7 +136,7 @@ def run(
         problem_splits, tables["problems"] = mixture.combine("problems", problem_lots, job.seed, tallies)
         pair_splits, tables["preferences"] = mixture.combine("preferences", pair_lots, job.seed, tallies)
         label_splits, tables["labels"] = mixture.combine("labels", label_lots, job.seed, tallies)
-        problem_splits.setdefault("rl", [])
+        problem_splits["rl"] = problem_splits.get("rl") or list(problem_splits["train"])  # their tests are known too
         mixture.tell_small("dialogues", dialogue_lots, len(dialogue_splits["test"]))
         mixture.tell_small("problems", problem_lots, len(problem_splits["test"]))
         mixture.tell_small("preferences", pair_lots, len(pair_splits["test"]))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from pipeline.batches.batch import TokenBatch
 from pipeline.batches.dialogues import DialogueStream
+from pipeline.ingest import records
 from pipeline.learning import gates, losses
 from pipeline.learning.fit import Watchers, fit
 from pipeline.learning.losses import Loss, Term
@@ -33,6 +34,8 @@ class Params:
 
 def run(params: Params, job: Job, *, base: Path, dialogues: Path, out: Path) -> None:
     """Fine-tune `base` on the assistant's turns and save the model directory `out`."""
+    if records.is_empty(dialogues / "train.jsonl"):
+        return checkpoint.pass_through(base, out, job, dialogues)
     model, tokenizer = checkpoint.load(base)
     model.dropout = params.full.dropout
     model.neftune_alpha = params.neftune.neftune_alpha

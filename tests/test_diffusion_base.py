@@ -59,3 +59,17 @@ def test_a_stage_refuses_a_checkpoint_of_the_other_kind(
     masked_given(tmp_path_factory.mktemp("given") / "llada", masked, "llada")
     assert "expected a causal model, found a masked-diffusion one" in said("dpo")
     assert "init: expected base" in command("diffusion", ["diffusion.base=base", "diffusion.init=scratch"]).said
+
+
+def test_a_masked_model_passes_through_without_pairs_and_problems(masked: Workspace) -> None:
+    for data in ("preferences/train", "problems/rl", "problems/train"):
+        Path(f"data/{data}.jsonl").write_text("")
+    for stage in ("diffusion_dpo", "diffusion_grpo"):
+        ended = command(stage, [])
+        assert ended.code == 0 and "has nothing to train on" in ended.said, ended.said
+        weights = (Path("models") / stage / "model.safetensors").read_bytes()
+        assert weights == Path("models/diffusion/model.safetensors").read_bytes()
+        assert files.load(Path("models") / stage)[0].traits == files.load(Path("models/diffusion"))[0].traits
+    ended = command("diffusion", ["diffusion.adapt_steps=0"])
+    assert ended.code == 0, ended.said
+    assert files.opens(Path("models/diffusion")) and not files.opens(Path("models/diffusion_control"))

@@ -94,6 +94,11 @@ def read_meta(folder: Path) -> JsonObject:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
+def is_empty(folder: Path) -> bool:
+    """Whether data/tokens/<corpus> has nothing to train on. Raises DataError as `read_meta`."""
+    return not int(read_meta(folder)["splits"]["train"]["tokens"])
+
+
 class CorpusStream(PackedStream):
     """Batches of running text or code from `data/tokens/<corpus>`; loss on every token but the very first."""
 

@@ -134,6 +134,11 @@ def dumps(record: SourceRecord | Fact) -> str:
     return json.dumps(dataclasses.asdict(record), ensure_ascii=False)
 
 
+def is_empty(path: Path) -> bool:
+    """Whether a file of records has none; also where it is missing."""
+    return not path.is_file() or not path.stat().st_size
+
+
 def write(path: Path, records: Iterable[SourceRecord | Fact]) -> int:
     """Write records as JSONL (UTF-8, `\\n`) and return their number."""
     path.parent.mkdir(parents=True, exist_ok=True)

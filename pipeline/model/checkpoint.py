@@ -26,6 +26,7 @@ import hashlib
 import json
 import math
 import re
+import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -40,9 +41,11 @@ from pipeline import wings
 from pipeline.model.config import FAMILIES, ModelConfig, read_config, read_values
 from pipeline.model.heads import RewardModel
 from pipeline.model.transformer import Transformer
+from pipeline.run import device
 from pipeline.run.errors import ModelError
+from pipeline.run.tracking import say
 from pipeline.run.types import JsonObject
-from pipeline.run.workdir import need_space
+from pipeline.run.workdir import Job, need_space
 from pipeline.text.tokenizer import Tokenizer
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -368,6 +371,18 @@ def load_any(folder: Path) -> tuple[Transformer, Tokenizer]:
     for load_hook in wings.each("load_hook"):
         load_hook(model, folder)
     return model, tokenizer
+
+
+def pass_through(base: Path, out: Path, job: Job, missing: Path) -> None:
+    """Write the model of `base` as `out`, for a stage whose data, `missing`, are empty. Its files but the lineage stay."""
+    if device.rank():
+        return
+    shutil.copytree(base, out)
+    tokenizer = {"tokenizer": Tokenizer.load(base).hash} if (base / "tokenizer.json").is_file() else {}
+    (out / "lineage.json").unlink(missing_ok=True)
+    _write(out / "lineage.json", job.lineage | tokenizer)
+    job.report(passed_through=str(missing))
+    say(f"{job.name}: {missing} has nothing to train on; {base} passes through unchanged")
 
 
 def kind(folder: Path) -> str:
