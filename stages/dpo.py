@@ -84,6 +84,7 @@ def run(params: Params, job: Job, *, base: Path, pairs: Path, out: Path) -> None
         job,
         watchers=Watchers(first=gate, save=partial(reference.save_merged, start.policy, start.tokenizer, job)),
     )
+    job.report(divergence=preferences.sequence_kl(start, base, test, hardware, job.seed))
     job.report(**reference.finish(start), dropped={"train": dict(stream.train.dropped), "test": dict(test.dropped)})
     after = preferences.likelihoods(start.policy, test, start.tokenizer.pad, hardware.device)
     job.report(test=preferences.measure_pairs(test, before, after, job.seed))

@@ -86,6 +86,7 @@ def run(params: Params, job: Job, *, base: Path, labels: Path, pairs: Path, out:
         save=partial(reference.save_merged, start.policy, tokenizer, job),
     )
     fit(start.policy, stream, loss, config, job, watchers=watchers)
+    job.report(divergence=preferences.sequence_kl(start, base, test_pairs, hardware, job.seed))
     job.report(**reference.finish(start), dropped={"train": dict(stream.train.dropped), "test": dict(test.dropped)})
     after = preferences.label_likelihoods(start.policy, test, tokenizer.pad, hardware.device)
     pairs_after = preferences.likelihoods(start.policy, test_pairs, tokenizer.pad, hardware.device)

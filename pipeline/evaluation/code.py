@@ -14,21 +14,14 @@ no part in a verdict. Random inputs are those of one seed, with which every chil
 
 Not promised: that the unprotected asserts would pass; that a check with side effects on the candidate means the same.
 
-**Measures**: pass@k, parsing, format, exact match, CodeBLEU; and a check of problems from elsewhere.
+**Measures**: pass@k, parsing, format, exact match; and a check of problems from elsewhere.
 
     Judged answers -> pass@k, rates of verdicts, of answers that parse, of answers in form
-    sources and their references -> `codebleu_py`
     Problems -> what is wrong with the tests or the solution of each
 
 Verdicts come from `sandbox/judge`, in which all code runs, solutions of problems too; nothing is executed in this
 process. `text/chat.py` extracts the code of an answer. pass@k is the unbiased estimate of Chen et al. 2021
 (arXiv:2107.03374).
-
-`codebleu_py` is the similarity of Python sources to references, after CodeBLEU (Ren et al. 2020, arXiv:2009.10297): the
-mean of four corpus scores, BLEU-4 on tokens; the same with weighted unigrams, keywords 1, others 0.2; clipped matches
-of syntax subtrees; clipped matches of def-use edges with variables renamed by first appearance. It has its own name
-because tokens (`tokenize`) and trees (`ast`) differ from the paper's, so its values cannot be compared with published
-ones. A source that does not parse gets 0 in parts 3 and 4. Without an edge in any reference it is the mean of three.
 
 `faults` checks problems that a person brings: whether a test can be judged, and whether the problem's own solution
 passes all tests. Generated problems are correct by construction (tests/test_programs.py proves it) and are not checked.
@@ -38,12 +31,8 @@ Not promised: that the tests are strong, or that a problem without a solution ha
 
 import ast
 import copy
-import io
 import json
-import keyword
-import math
 import re
-import tokenize
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -360,189 +349,6 @@ def rates(judged: Sequence[Judged]) -> dict[str, float]:
         "format_rate": sum(answer.formatted for answer in judged) / len(judged),
         **{f"verdicts/{verdict}": float(counts[verdict]) for verdict in sorted(counts)},
     }
-
-
-# -- CodeBLEU ----------------------------------------------------------------------------------------------------------
-
-
-OTHER_WEIGHT = 0.2  # of unigrams other than keywords
-SKIPPED = (tokenize.COMMENT, tokenize.NL, tokenize.ENCODING, tokenize.ENDMARKER)
-
-
-@dataclass(frozen=True)
-class CodeBleu:
-    """Scores from 0 to 1; `dataflow` is None if no reference has an edge."""
-
-    bleu: float
-    weighted_bleu: float
-    syntax: float
-    dataflow: float | None
-
-    @property
-    def parts(self) -> int:
-        """The number of scores in the mean: `codebleu_parts`."""
-        return 3 if self.dataflow is None else 4
-
-    @property
-    def score(self) -> float:
-        """`codebleu_py`."""
-        return (self.bleu + self.weighted_bleu + self.syntax + (self.dataflow or 0.0)) / self.parts
-
-
-def codebleu(sources: Sequence[str], references: Sequence[str]) -> CodeBleu:
-    """Corpus scores of sources against references in the same order. Raises ValueError for none or unequal numbers."""
-    if not sources or len(sources) != len(references):
-        raise ValueError(f"expected a source for each reference, found {len(sources)} and {len(references)}")
-    pairs = [(tokens(source), tokens(reference)) for source, reference in zip(sources, references)]
-    trees = [(tree(source), tree(reference)) for source, reference in zip(sources, references)]
-    syntax = _clipped_matches([(subtrees(a) if a else Counter(), subtrees(b) if b else Counter()) for a, b in trees])
-    dataflow = _clipped_matches([(edges(a) if a else Counter(), edges(b) if b else Counter()) for a, b in trees])
-    return CodeBleu(corpus_bleu(pairs, weighted=False), corpus_bleu(pairs, weighted=True), syntax or 0.0, dataflow)
-
-
-def tokens(source: str) -> list[str]:
-    """Python tokens without comments; indents are tokens, other layout is not. The rest from an error on is words."""
-    parsed: list[tokenize.TokenInfo] = []
-    rest = ""
-    try:
-        for token in tokenize.generate_tokens(io.StringIO(source).readline):
-            parsed.append(token)
-    except (tokenize.TokenError, SyntaxError, ValueError):
-        row, column = parsed[-1].end if parsed else (1, 0)
-        rest = "\n".join([line[column if i == 0 else 0 :] for i, line in enumerate(source.split("\n")[row - 1 :])])
-    names = {tokenize.INDENT: "<indent>", tokenize.DEDENT: "<dedent>", tokenize.NEWLINE: "<newline>"}
-    return [names.get(token.type, token.string) for token in parsed if token.type not in SKIPPED] + rest.split()
-
-
-def corpus_bleu(pairs: Sequence[tuple[list[str], list[str]]], *, weighted: bool) -> float:
-    """BLEU-4 of (candidate, reference) tokens, 0 to 1: clipped counts, brevity penalty, exponential smoothing.
-
-    As sacrebleu's `smooth_method="exp"`: the j-th order without a match counts 1 / 2^j of a match. Orders longer than
-    every candidate are left out of the mean.
-    """
-    logs: list[float] = []
-    smoothing = 1.0
-    for order in range(1, 5):
-        matched = total = 0.0
-        for candidate, reference in pairs:
-            grams, reference_counts = _ngrams(candidate, order), _ngrams(reference, order)
-            for gram, count in grams.items():
-                weight = 1.0 if not weighted or order > 1 or keyword.iskeyword(gram[0]) else OTHER_WEIGHT
-                matched += weight * min(count, reference_counts[gram])
-                total += weight * count
-        if not total:
-            break
-        if not matched:
-            smoothing *= 2
-            matched = 1 / smoothing
-        logs.append(math.log(matched / total))
-    length, reference_length = (sum(len(pair[side]) for pair in pairs) for side in (0, 1))
-    if not logs or (not length and reference_length):
-        return 0.0
-    if not any(gram in _ngrams(b, 1) for a, b in pairs for gram in _ngrams(a, 1)):
-        return 0.0  # nothing in common: smoothing alone earns nothing
-    brevity = 1.0 if length >= reference_length else math.exp(1 - reference_length / length)
-    return brevity * math.exp(sum(logs) / len(logs))
-
-
-def _ngrams(words: list[str], order: int) -> Counter[tuple[str, ...]]:
-    return Counter(tuple(words[i : i + order]) for i in range(len(words) - order + 1))
-
-
-def _clipped_matches(pairs: Sequence[tuple[Counter[str], Counter[str]]]) -> float | None:
-    """Clipped matches divided by the references' count; None if that is 0."""
-    total = sum(reference.total() for _, reference in pairs)
-    return sum((counts & reference).total() for counts, reference in pairs) / total if total else None
-
-
-def subtrees(module: ast.Module) -> Counter[str]:
-    """Counts of all subtrees with children, as nested node types without names, constants or contexts."""
-    counts: Counter[str] = Counter()
-
-    def visit(node: ast.AST) -> str:
-        children = [visit(child) for child in ast.iter_child_nodes(node) if not isinstance(child, ast.expr_context)]
-        shape = f"{type(node).__name__}({','.join(children)})"
-        if children:
-            counts[shape] += 1
-        return shape
-
-    try:
-        visit(module)
-    except RecursionError:
-        return Counter()
-    return counts
-
-
-def edges(module: ast.Module) -> Counter[str]:
-    """Def-use edges "target<-source" of each function (and of the module outside functions).
-
-    An assignment gives an edge from every variable read on its right to every variable written on its left, a use
-    elsewhere (a call, a return, a test) an edge from the variable to the kind of statement. Variables are renamed v0,
-    v1, ... by first appearance in their function, so renaming all of them changes nothing; other names (builtins,
-    functions called but never bound) are not variables.
-    """
-    counts: Counter[str] = Counter()
-    scopes = [n for n in ast.walk(module) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
-    for scope in [module, *scopes]:
-        statements = list(_statements(scope))
-        bound = _variables(scope, statements)
-        renamed: dict[str, str] = {}
-        for statement in statements:
-            writes, reads = _writes_and_reads(statement, bound)
-            for name in [*reads, *writes]:
-                renamed.setdefault(name, f"v{len(renamed)}")
-            kind = type(statement).__name__
-            for read in reads:
-                counts.update(
-                    [f"{renamed[write]}<-{renamed[read]}" for write in writes] or [f"{kind}<-{renamed[read]}"]
-                )
-    return counts
-
-
-def _statements(scope: ast.AST) -> list[ast.AST]:
-    """The statements of a scope, in order, without those of functions and classes inside it."""
-    statements: list[ast.AST] = []
-    for child in ast.iter_child_nodes(scope):
-        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            continue
-        if isinstance(child, ast.stmt | ast.ExceptHandler | ast.match_case):
-            statements.append(child)
-            statements += _statements(child)
-    return statements
-
-
-def _variables(scope: ast.AST, statements: list[ast.AST]) -> set[str]:
-    """Variables of a scope: its parameters and all names that it assigns."""
-    bound = {
-        node.id
-        for s in statements
-        for node in _own_nodes(s)
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-    }
-    if isinstance(scope, ast.FunctionDef | ast.AsyncFunctionDef):
-        bound |= {node.arg for node in ast.walk(scope.args) if isinstance(node, ast.arg)}
-    return bound
-
-
-def _own_nodes(statement: ast.AST) -> list[ast.AST]:
-    """The nodes of a statement itself, in order, without those of the statements inside it."""
-    nodes: list[ast.AST] = []
-    for child in ast.iter_child_nodes(statement):
-        if not isinstance(child, ast.stmt | ast.ExceptHandler | ast.match_case):
-            nodes += [child, *_own_nodes(child)]
-    return nodes
-
-
-def _writes_and_reads(statement: ast.AST, bound: set[str]) -> tuple[list[str], list[str]]:
-    """Variables that a statement writes and reads, each in order of appearance; `x += y` reads x too."""
-    writes: list[str] = []
-    reads: list[str] = []
-    for node in _own_nodes(statement):
-        if isinstance(node, ast.Name) and node.id in bound:
-            (writes if isinstance(node.ctx, ast.Store) else reads).append(node.id)
-    if isinstance(statement, ast.AugAssign) and isinstance(statement.target, ast.Name):
-        reads.append(statement.target.id)
-    return writes, reads
 
 
 # -- problems ----------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ Sources: Wilson 1927; Efron & Tibshirani 1993, chapter 13. Not promised: coverag
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import sqrt
+from math import exp, sqrt
 
 import numpy as np
 import torch
@@ -25,6 +25,10 @@ class Interval:
     low: float
     high: float
     n: int
+
+    def exp(self) -> "Interval":
+        """The interval of exp(value): a bound of a quantity is one of any rising function of it."""
+        return Interval(exp(self.value), exp(self.low), exp(self.high), self.n)
 
     def named(self, name: str) -> dict[str, float]:
         """The numbers as metrics store them: `name`, `name_low`, `name_high`."""
@@ -63,9 +67,9 @@ def ratio(
         raise ValueError("bootstrap: expected at least one item and a denominator above 0")
     if denominators is None and len(set(numerators)) == 1 and numerators[0] in (0, 1):
         return wilson(int(sum(numerators)), len(numerators))
-    sums = _resampled(np.stack([top, bottom], axis=1), generator, resamples)
+    sums = resampled(np.stack([top, bottom], axis=1), generator, resamples)
     usable = sums[:, 1] != 0
-    low, high = _percentiles(sums[usable, 0] / sums[usable, 1])
+    low, high = percentiles(sums[usable, 0] / sums[usable, 1])
     return Interval(float(top.sum() / bottom.sum()), low, high, len(top))
 
 
@@ -84,10 +88,10 @@ def paired_difference(
     lengths = {len(column) for column in columns}
     if len(lengths) != 1 or lengths == {0}:
         raise ValueError(f"paired bootstrap: expected the same items for both models, found {sorted(lengths)} items")
-    sums = _resampled(np.stack(columns, axis=1), generator, resamples)
+    sums = resampled(np.stack(columns, axis=1), generator, resamples)
     usable = (sums[:, 1] != 0) & (sums[:, 3] != 0)
     sums = sums[usable]
-    low, high = _percentiles(sums[:, 2] / sums[:, 3] - sums[:, 0] / sums[:, 1])
+    low, high = percentiles(sums[:, 2] / sums[:, 3] - sums[:, 0] / sums[:, 1])
     totals = [column.sum() for column in columns]
     if not totals[1] or not totals[3]:
         raise ValueError("paired bootstrap: a denominator is 0 over all items")
@@ -102,7 +106,7 @@ def _columns(numerators: Sequence[float], denominators: Sequence[float] | None) 
     return top, bottom
 
 
-def _resampled(columns: np.ndarray, generator: torch.Generator, resamples: int) -> np.ndarray:
+def resampled(columns: np.ndarray, generator: torch.Generator, resamples: int) -> np.ndarray:
     """Sums (resamples, c) of the columns (n, c) over n items drawn with replacement."""
     n = len(columns)
     step = max(1, CHUNK // n)
@@ -114,6 +118,7 @@ def _resampled(columns: np.ndarray, generator: torch.Generator, resamples: int) 
     return np.concatenate(parts)
 
 
-def _percentiles(values: np.ndarray) -> tuple[float, float]:
+def percentiles(values: np.ndarray) -> tuple[float, float]:
+    """The bounds of a 95 % interval from the values of all resamples."""
     low, high = np.quantile(values, (0.025, 0.975))
     return float(low), float(high)

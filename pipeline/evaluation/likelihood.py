@@ -182,38 +182,30 @@ def _nats(logits: Tensor, targets: Tensor) -> Tensor:
 ROUGE = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 
 
-def text_scores(answers: Sequence[str], references: Sequence[str]) -> dict[str, float | str]:
-    """`bleu`, `chrf` (0 to 100, as sacrebleu prints them), `rouge*`, `exact_match` (0 to 1), and signatures.
+def text_scores(answers: Sequence[str], references: Sequence[str], *, resamples: int) -> dict[str, float | str]:
+    """`bleu`, `chrf` (0 to 100, as sacrebleu prints them) with sacrebleu's bootstrap intervals, and signatures.
 
     One reference per answer, in the same order. Raises ValueError for none or unequal numbers.
     """
     if not answers or len(answers) != len(references):
         raise ValueError(f"expected an answer for each reference, found {len(answers)} and {len(references)}")
     bleu, chrf = sacrebleu.BLEU(), sacrebleu.CHRF()
-    scores: dict[str, float | str] = {
-        "bleu": bleu.corpus_score(list(answers), [list(references)]).score,
-        "chrf": chrf.corpus_score(list(answers), [list(references)]).score,
-    }
-    rows = rouge_rows(answers, references)
-    for name in ROUGE:
-        scores[name] = sum(row[name] for row in rows) / len(rows)
-    scores["exact_match"] = sum(map(exact_match, answers, references)) / len(answers)
+    scores: dict[str, float | str] = {}
+    for name, metric in (("bleu", bleu), ("chrf", chrf)):
+        found = metric.corpus_score(list(answers), [list(references)], n_bootstrap=resamples)
+        scores |= {name: found.score, f"{name}_low": found._mean - found._ci, f"{name}_high": found._mean + found._ci}
     scores["bleu_signature"] = str(bleu.get_signature())
     scores["chrf_signature"] = str(chrf.get_signature())
     return scores
 
 
-def bertscore(
-    answers: Sequence[str], references: Sequence[str], folder: str | None, layer: int | None
-) -> dict[str, float | str]:
-    """`bertscore_f1` (Zhang et al. 2020, arXiv:1904.09675), the mean over answers, by the package bert-score with the
-    BERT in `folder`.
+def bertscore(answers: Sequence[str], references: Sequence[str], folder: str, layer: int | None) -> list[float]:
+    """BERTScore's F1 (Zhang et al. 2020, arXiv:1904.09675) of each answer, by the package bert-score with the BERT in
+    `folder`.
 
-    Comparable only between equal weights and layers. Without a folder the value is "skipped: no local weights". Raises
-    ConfigError for a folder without a model, and if the package is missing.
+    Comparable only between equal weights and layers. Raises ConfigError for a folder without a model, and if the
+    package is missing.
     """
-    if folder is None:
-        return {"bertscore_f1": "skipped: no local weights"}
     path = Path(folder)
     if not (path / "config.json").is_file():
         raise ConfigError(
@@ -233,7 +225,7 @@ def bertscore(
     tokenizer.model_max_length = min(tokenizer.model_max_length, limit)
     *_, f1 = scorer.score(list(answers), list(references))  # precision, recall, F1 of each answer
     assert isinstance(f1, Tensor)
-    return {"bertscore_f1": float(f1.mean())}
+    return f1.tolist()
 
 
 def rouge_rows(answers: Sequence[str], references: Sequence[str]) -> list[dict[str, float]]:

@@ -10,6 +10,7 @@ How well a reward model ranks held-out pairs, and what preference learning chang
     accuracy       the log-ratio of the policy to the model before training is larger for the better answer (DPO's
                    implicit reward); of labels: it is above 0 for a good answer, below 0 for a bad one
     likelihood     the log-probability itself is larger for the better answer, before and after: needs no reference
+    kl             divergence of whole answers from the model before training, on held-out prompts, in nats
     chosen_nats    change of the better answers' log-probability per token: a large fall means that the policy unlearned
                    both answers
 
@@ -40,6 +41,7 @@ means equal use in reinforcement learning.
 import json
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -52,15 +54,17 @@ from pipeline.batches.labels import LabelSplit
 from pipeline.batches.pairs import Encoded, PairSplit, batch_of
 from pipeline.evaluation.intervals import paired_difference, ratio, wilson
 from pipeline.evaluation.suites import SuiteResult
+from pipeline.generation.sampling import Sampling, sampler
 from pipeline.ingest.records import Message, Pair, Problem
 from pipeline.learning import label_losses, pair_losses
-from pipeline.model import checkpoint
+from pipeline.learning.reference import Start
+from pipeline.model import checkpoint, lora
 from pipeline.model.heads import RewardModel
 from pipeline.rl import answers as rl_answers
 from pipeline.rl.answers import Answer, Generate, Prompt
 from pipeline.rl.models import Setting
 from pipeline.rl.rewards import Scorer, program_of
-from pipeline.run.device import generator, stable_hash
+from pipeline.run.device import Hardware, generator, stable_hash
 from pipeline.run.tracking import progress
 from pipeline.run.types import JsonObject
 from pipeline.run.workdir import canonical_hash
@@ -71,6 +75,7 @@ from pipeline.text.tokenizer import Tokenizer
 
 PAIRS = 32  # in one forward pass
 BINS = 10  # of the calibration error
+KL_PROMPTS, KL_TOKENS = 64, 128  # of `sequence_kl`
 
 
 @torch.no_grad()
@@ -190,6 +195,35 @@ def measure_pairs(split: PairSplit, before: np.ndarray, after: np.ndarray, seed:
         part |= change.named("gain")
         numbers |= {kind: part} if kind else part
     return numbers
+
+
+def sequence_kl(start: Start, base: Path, split: PairSplit, hardware: Hardware, seed: int) -> JsonObject:
+    """`kl`: KL(policy || reference) of a whole answer in nats, with its interval over held-out prompts.
+
+    The mean of log pi(y | x) - log ref(y | x) over an answer of the policy to each of KL_PROMPTS prompts, sampled at
+    temperature 1 and cut at KL_TOKENS (k1 of Schulman 2020, "Approximating KL divergence"). A released reference is
+    read from `base` again. Call it before an adapter is merged.
+    """
+    policy, pad = start.policy, start.tokenizer.pad
+    room = policy.config.max_context - KL_TOKENS
+    prompts = [p for p in rl_answers.pair_prompts(split, policy.config.max_context) if len(p.ids) <= room][:KL_PROMPTS]
+    if not prompts:
+        return {"prompts": 0}
+    was_training = policy.training
+    policy.to(hardware.device).train(False)
+    frozen = nullcontext(checkpoint.load_frozen(base).to(hardware.device)) if start.reference.released else None
+    with hardware.autocast():
+        with lora.folded_in(policy):
+            generate = sampler(policy, Sampling(KL_TOKENS, temperature=1.0), {start.tokenizer.turn_end})
+            requests = [(prompt, 0) for prompt in prompts]
+            answers = rl_answers.sample(generate, requests, start.tokenizer, stable_hash("kl", seed) % 2**62)
+        own = rl_answers.logprobs_of(policy, answers, pad, 1.0)
+        with frozen or start.reference.model(hardware.device) as reference:
+            theirs = rl_answers.logprobs_of(reference, answers, pad, 1.0)
+    policy.train(was_training)
+    nats = [float((a.astype(np.float64) - b).sum()) for a, b in zip(own, theirs, strict=True)]
+    tokens = sum(len(answer.ids) for answer in answers) / len(answers)
+    return ratio(nats, generator=generator("kl", seed)).named("kl") | {"prompts": len(prompts), "tokens": tokens}
 
 
 def label_likelihoods(model: nn.Module, split: LabelSplit, pad: int, where: torch.device) -> np.ndarray:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from pipeline import wings
-from pipeline.evaluation import code, likelihood
+from pipeline.evaluation import code, codebleu, likelihood
 from pipeline.evaluation.intervals import Interval, ratio, wilson
 from pipeline.generation.sampling import Completion, Sampling, generate, rows_within
 from pipeline.ingest.records import Dialogue, Message, Problem, Text
@@ -156,7 +156,8 @@ def documents(subject: Subject, suite: str, texts: Sequence[Text]) -> SuiteResul
     if scored.documents:
         bits = [document.nats / math.log(2) for document in scored.documents]
         result.measure("bpb", subject.bootstrap(bits, [document.bytes for document in scored.documents]))
-        result.numbers["perplexity"] = scored.perplexity
+        nats, tokens = [d.nats for d in scored.documents], [float(d.tokens) for d in scored.documents]
+        result.measure("perplexity", subject.bootstrap(nats, tokens).exp())
         result.rows += counted(suite, "bits", texts, scored)
     return result
 
@@ -320,7 +321,7 @@ def solved(subject: Subject, problems: Sequence[Problem], judge: Judge) -> Suite
     result.numbers |= code.rates(judged)
     result.measure("parse_rate", wilson(sum(j.parses for j in judged), len(judged)))
     result.measure("format_rate", wilson(sum(j.formatted for j in judged), len(judged)))
-    _compare_with_references(result, problems, judged)
+    _compare_with_references(result, problems, judged, subject)
     shares = code.pass_rows(sampled, 1)
     for problem, answer in zip(problems, judged, strict=True):
         sampled_share = {"sampled": shares[problem.id]} if problem.id in shares else {}
@@ -341,14 +342,19 @@ def solved(subject: Subject, problems: Sequence[Problem], judge: Judge) -> Suite
     return result
 
 
-def _compare_with_references(result: SuiteResult, problems: Sequence[Problem], judged: Sequence[code.Judged]) -> None:
+def _compare_with_references(
+    result: SuiteResult, problems: Sequence[Problem], judged: Sequence[code.Judged], subject: Subject
+) -> None:
     """Add the similarity of the greedy answers to the reference solutions."""
     pairs = [(j.source or "", chat.extract(p.answer) or "") for p, j in zip(problems, judged, strict=True) if p.answer]
     if not pairs:
         return
     result.measure("exact_match", wilson(sum(code.exact_match(a, b) for a, b in pairs), len(pairs)))
-    similarity = code.codebleu([a for a, _ in pairs], [b for _, b in pairs])
-    result.numbers["codebleu_py"] = asdict(similarity) | {"score": similarity.score, "parts": similarity.parts}
+    sides = [a for a, _ in pairs], [b for _, b in pairs]
+    similarity = codebleu.codebleu(*sides)
+    draws = generator("bootstrap", subject.seed, len(pairs))
+    score = codebleu.interval(*sides, generator=draws, resamples=subject.settings.bootstrap)
+    result.numbers["codebleu_py"] = asdict(similarity) | score.named("score") | {"parts": similarity.parts}
 
 
 def answered(subject: Subject, dialogues: Sequence[Dialogue]) -> SuiteResult:
@@ -382,10 +388,19 @@ def answered(subject: Subject, dialogues: Sequence[Dialogue]) -> SuiteResult:
                 reference=references[-1],
             )
     if answers:
-        result.numbers |= likelihood.text_scores(answers, references) | {"n": len(answers)}
-        result.numbers |= likelihood.bertscore(
-            answers, references, subject.settings.bertscore, subject.settings.bertscore_layer
-        )
+        result.numbers |= {"n": len(answers)}
+        result.numbers |= likelihood.text_scores(answers, references, resamples=subject.settings.bootstrap)
+        rows = likelihood.rouge_rows(answers, references)
+        for name in likelihood.ROUGE:
+            result.measure(name, subject.bootstrap([row[name] for row in rows]))
+        exact = sum(map(likelihood.exact_match, answers, references))
+        result.measure("exact_match", wilson(exact, len(answers)))
+        settings = subject.settings
+        if settings.bertscore is None:
+            result.numbers["bertscore_f1"] = "skipped: no local weights"
+        else:
+            similarities = likelihood.bertscore(answers, references, settings.bertscore, settings.bertscore_layer)
+            result.measure("bertscore_f1", subject.bootstrap(similarities))
     return result
 
 

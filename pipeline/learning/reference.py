@@ -74,6 +74,11 @@ class Reference:
         if self.parked and not self.adapted:
             model.to("cpu")
 
+    @property
+    def released(self) -> bool:
+        """Whether the copy was freed."""
+        return self._weights is None
+
     def release(self) -> None:
         """Check the weights a last time and free the copy. Raises GateError."""
         self.check()

@@ -374,7 +374,7 @@ def load_any(folder: Path) -> tuple[Transformer, Tokenizer]:
 
 
 def pass_through(base: Path, out: Path, job: Job, missing: Path) -> None:
-    """Write the model of `base` as `out`, for a stage whose data, `missing`, are empty. Its files but the lineage stay."""
+    """Write the model of `base` as `out`, for a stage whose data, `missing`, are empty; no weight changes."""
     if device.rank():
         return
     shutil.copytree(base, out)
