@@ -15,6 +15,6 @@ def test_a_change_reruns_the_stages_that_reach_it(own: Path) -> None:
     edit(wing / "report.py", "SHADES = 5", "SHADES = 6")
     assert rerun(own, before) == {"report"}
     edit(wing / "files.py", 'attention != "causal"', 'attention == "bidirectional"')
-    assert rerun(own, before) == {"deploy", "evaluate", "report"}
+    assert rerun(own, before) == {"base", "deploy", "diffusion", "evaluate", "report"}
     edit(wing / "model.py", "self.trunk, self.traits = trunk, traits", "self.traits, self.trunk = traits, trunk")
-    assert rerun(own, before) == {*OWN, "deploy", "evaluate", "report"}
+    assert rerun(own, before) == {*OWN, "base", "deploy", "evaluate", "report"}

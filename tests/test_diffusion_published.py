@@ -141,7 +141,7 @@ def test_a_mask_under_another_name_is_taken_from_config_json(tmp_path: Path, byt
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"model_type": "qwen2"}, "expected Dream .* or llada. A causal checkpoint goes into stage_language"),
+        ({"model_type": "qwen2"}, "expected Dream .* or llada"),
         ({**LLADA, "d_model": None}, "d_model"),
         ({k: v for k, v in LLADA.items() if k != "n_heads"}, "'n_heads' is missing"),
     ],

@@ -97,7 +97,8 @@ def test_test_sets_that_nobody_watches_or_that_share_a_name_are_refused(names: l
 def test_a_wrong_test_set_stops_the_stage_before_the_model_is_read(tmp_path: Path) -> None:
     write_set(tmp_path / "wrong.jsonl", [{"text": "a story"}])
     paths: dict[str, Any] = dict.fromkeys(
-        ("model", "text", "code", "dialogues", "problems", "facts", "summary", "items", "curves"), tmp_path / "missing"
+        ("model", "text", "code", "dialogues", "problems", "facts", "overlap", "summary", "items", "curves"),
+        tmp_path / "missing",
     )
     job: Any = None
     with pytest.raises(DataError, match=r"wrong\.jsonl:1: expected a row of HumanEval"):
@@ -146,7 +147,9 @@ def test_a_model_is_measured_into_three_files_the_same_each_time(
             stop=StopRequest(),
         )
         inputs: dict[str, Any] = {"model": tmp_path / "model", "text": text, "code": code}
-        inputs |= {name: tmp_path / name for name in ("dialogues", "problems", "facts")}
+        inputs |= {name: tmp_path / name for name in ("dialogues", "problems", "facts", "overlap.json")}
+        inputs["overlap"] = inputs.pop("overlap.json")
+        inputs["overlap"].write_text('{"dialogues": [], "problems": []}')
         params = replace(PARAMS, benchmarks=["data/benchmarks/own/HumanEval.jsonl.gz"])
         evaluate.run(params, job, **inputs, benchmarks=tmp_path / "benchmarks", **outs)
         return [path.read_bytes() for path in outs.values()]

@@ -179,7 +179,9 @@ def test_a_checkpoint_to_start_from_is_followed_by_its_contents(repository: Repo
 def test_fine_tuning_a_checkpoint_builds_nothing_before_it(repository: Repository, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     checkpoints.write(tmp_path / "base", "qwen2")
-    repository.edit("params.yaml", "tools:\n  base: code", "tools:\n  base: base")
+    repository.edit(
+        "params.yaml", "base: code\n  learning_rate: null\n\nreward", "base: base\n  learning_rate: null\n\nreward"
+    )
     repository.edit("params.yaml", "folder: data/pretrained", f"folder: {tmp_path / 'base'}")
     repository.edit("conf/scale/smoke.yaml", "code:\n  steps: ", "code:\n  steps: 1")
     assert repository.repro("stage_dpo") == {"stage_base", "stage_tools", "stage_dpo"}

@@ -46,11 +46,11 @@ def rebuilt(graph: tuple[dict[str, set[str]], "networkx.DiGraph[str]"], key: str
 def test_another_seed_of_training_rebuilds_no_data(graph: Any) -> None:
     found = rebuilt(graph, "seed")
     assert not DATA & found and {"stage_language", "stage_rlhf", "stage_evaluate@tools", "stage_report"} <= found
-    assert set(graph[0]) - found == {*DATA, "code_versions"}
+    assert set(graph[0]) - found == {*DATA, "stage_overlap", "stage_base", "code_versions"}
 
 
 def test_another_seed_of_the_data_rebuilds_everything(graph: Any) -> None:
-    assert rebuilt(graph, "data_seed") == set(graph[0]) - {"code_versions"}
+    assert rebuilt(graph, "data_seed") == set(graph[0]) - {"code_versions", "stage_base"}
 
 
 def test_no_stage_depends_on_both_seeds_and_measuring_depends_on_that_of_the_data(graph: Any) -> None:
@@ -98,6 +98,8 @@ def test_every_stage_is_wired_to_the_seed_that_the_graph_tracks_for_it(
         "tokenizer",
         "encode",
         "evaluate",
+        "overlap",
+        "base",
     }
     for stage, keys in graph[0].items():
         name = stage.removeprefix("stage_").partition("@")[0].replace("evaluate_reward", "evaluate")

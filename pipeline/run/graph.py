@@ -4,10 +4,12 @@
     maker(root, path)         the stage that makes a path, or a part of it
     waits()                   which stage waits for which, from DVC itself
 
-`stages` and `maker` do not follow `foreach`, `vars` and templates other than `${item.<name>}`; ours has none.
+Templates are followed to a matrix (`${item.<name>}`) and to params.yaml (`${tools.base}`). `foreach` and `vars` are
+not; ours has none.
 """
 
 import itertools
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -15,6 +17,8 @@ from pathlib import Path, PurePosixPath
 from ruamel.yaml import YAML
 
 from pipeline.run.types import JsonObject
+
+TEMPLATE = re.compile(r"\$\{([\w.]+)\}")
 
 
 @dataclass(frozen=True)
@@ -32,8 +36,11 @@ def stages(root: Path) -> dict[str, GraphStage]:
     path = root / "dvc.yaml"
     if not path.is_file():
         return {}
-    written = YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8"))["stages"]
-    found = (_stage(name, stage, item) for name, stage in written.items() for item in _items(stage))
+    written, values = (
+        YAML(typ="safe", pure=True).load(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        for file in (path, root / "params.yaml")
+    )
+    found = (_stage(name, stage, item, values) for name, stage in written["stages"].items() for item in _items(stage))
     return {stage.name: stage for stage in found}
 
 
@@ -67,12 +74,16 @@ def _items(stage: JsonObject) -> Iterable[dict[str, str]]:
     return [dict(zip(matrix, values, strict=True)) for values in itertools.product(*matrix.values())]
 
 
-def _stage(name: str, stage: JsonObject, item: dict[str, str]) -> GraphStage:
+def _stage(name: str, stage: JsonObject, item: dict[str, str], values: JsonObject) -> GraphStage:
+    def value(match: re.Match[str]) -> str:
+        found: object = {"item": item} | values
+        for key in match[1].split("."):
+            found = found.get(key, match[0]) if isinstance(found, dict) else match[0]
+        return str(found)
+
     def paths(kind: str) -> list[str]:
         names = [next(iter(entry)) if isinstance(entry, dict) else entry for entry in stage.get(kind, ())]
-        for key, value in item.items():
-            names = [entry.replace(f"${{item.{key}}}", value) for entry in names]
-        return names
+        return [TEMPLATE.sub(value, entry) for entry in names]
 
     keys = (key for entry in stage.get("params", ()) if isinstance(entry, str) for key in [entry.partition(".")[0]])
     return GraphStage(
