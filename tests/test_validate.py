@@ -113,3 +113,17 @@ def test_the_command_ends_with_1_for_rejected_rows_and_2_for_what_cannot_be_read
     (own / "a.bin").write_bytes(b"\0\1")
     with pytest.raises(ConfigError, match="found a binary file"):
         report(own / "a.bin")
+
+
+def test_columns_and_the_encoding_are_those_of_an_entry(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (own / "tickets.csv").write_bytes("frage,antwort\nWo?,Köln\nWann?,Später\n".encode("latin-1"))
+    options = ["--columns", "frage=prompt,antwort=completion", "--encoding", "latin-1"]
+    assert validate.main([str(own / "tickets.csv"), *options]) == 0
+    assert "question 2" in capsys.readouterr().out
+    assert validate.main([str(own / "tickets.csv"), "--encoding", "latin-1"]) == 1
+    assert validate.main([str(own / "tickets.csv"), "--columns", "fragen=prompt", "--encoding", "latin-1"]) == 2
+    assert "no row has 'fragen' (did you mean 'frage'?)" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        validate.main([str(own / "tickets.csv"), "--columns", "frage"])
+    (own / "a.md").write_text("prose")
+    assert validate.main([str(own / "a.md"), "--columns", "a=b"]) == 2

@@ -288,7 +288,7 @@ def _read_table(source: Source, kind: str, intake: Intake) -> Iterator[Accepted]
         shape = shapes.named(reading.shape, kind)
     except RowError as error:
         raise DataError(str(error)) from error
-    rows = _Renamed(source, ingest_files.rows(source.path, reading.encoding))
+    rows = RenamedRows(source.name, reading.columns, ingest_files.rows(source.path, reading.encoding))
     head = list(itertools.islice(rows, shapes.SAMPLE_ROWS))
     if len(head) < shapes.SAMPLE_ROWS or source.path.suffix.lower() not in ingest_files.OBJECTS:
         rows.check_columns()  # before any row is rejected for what it lacks
@@ -311,14 +311,15 @@ def _accept(record: SourceRecord, source: Source, line: int, intake: Intake) -> 
         yield Accepted(source.entry, source.name, line, intake.num_accepted, split, piece)
 
 
-class _Renamed:
+class RenamedRows:
     """The rows of a table under our names for its columns; keeps the names that the table has."""
 
-    def __init__(self, source: Source, rows: ingest_files.Rows) -> None:
-        self._source, self._rows, self._columns = source, rows, source.reading.columns
+    def __init__(self, name: str, columns: Mapping[str, str], rows: ingest_files.Rows) -> None:
+        """`columns`: theirs -> ours, in the table of this name."""
+        self._name, self._rows, self._columns = name, rows, columns
         self._found: dict[str, None] = {}
 
-    def __iter__(self) -> _Renamed:
+    def __iter__(self) -> RenamedRows:
         return self
 
     def __next__(self) -> tuple[int, object]:
@@ -337,7 +338,7 @@ class _Renamed:
             shown = ", ".join(map(str, itertools.islice(self._found, MOST_COLUMNS)))
             more = ", ..." if len(self._found) > MOST_COLUMNS else ""
             raise DataError(
-                f"{self._source.name}: columns: no row has {absent[0]!r}{suggest(absent[0], map(str, self._found))}; "
+                f"{self._name}: columns: no row has {absent[0]!r}{suggest(absent[0], map(str, self._found))}; "
                 f"the file has the columns {shown}{more}"
             )
 

@@ -2,6 +2,7 @@
 
     python -m pipeline.tools.validate data/own/dialogues/*.jsonl
     python -m pipeline.tools.validate pairs.csv --kind preferences --tokenizer models/tools
+    python -m pipeline.tools.validate tickets.csv --columns question=prompt,reply=completion --encoding latin-1
 
 A table has a line per file: its kind, the shapes of its rows, and how many rows are read, accepted, duplicates and
 rejected (the last three add up to the first), their tokens, the tokens that are trained on, and rows that share 13
@@ -28,8 +29,8 @@ from pathlib import Path
 from pipeline.ingest import files, own_files, shapes
 from pipeline.ingest.duplicates import Index, benchmark_items
 from pipeline.ingest.intake import NUM_PRINTED, Intake
+from pipeline.ingest.own_files import Reading, RenamedRows
 from pipeline.ingest.records import Dialogue, Label, Message, Pair, Problem, SourceRecord, Text
-from pipeline.ingest.sources import DataConfig
 from pipeline.ingest.tool_calls import RowError
 from pipeline.run.errors import ConfigError, StagecoachError
 from pipeline.run.tracking import progress
@@ -69,17 +70,24 @@ class FileReport:
         return [self.name, self.kind, found, *(f"{n:,}" for n in counts), *counted, f"{self.num_benchmarks:,}"]
 
 
-def report(path: Path, kind: str | None, tokenizer: Tokenizer | None, benchmarks: Index) -> FileReport:
-    """Read a file as the stages would. Raises ConfigError for one that is missing or binary, DataError for a header."""
+def report(
+    path: Path, kind: str | None, tokenizer: Tokenizer | None, benchmarks: Index, reading: Reading | None = None
+) -> FileReport:
+    """Read a file as the stages would. Raises ConfigError for one that is missing or binary, DataError for a header and
+    for columns that it lacks.
+    """
+    reading = reading or Reading()
     if not path.is_file():
         raise ConfigError(f"{path}: expected a file, found {'a folder' if path.is_dir() else 'nothing'}")
     is_table = path.suffix.lower() in files.TABLES
     if not is_table and files.is_binary(path):
         raise ConfigError(f"{path}: expected text or one of {', '.join(files.TABLES)}, found a binary file")
-    config = DataConfig(source="files")
-    found = FileReport(str(path), kind or _kind_of(path, config.encoding))
+    if reading.columns and not is_table:
+        raise ConfigError(f"{path}: --columns: expected one of {', '.join(files.TABLES)}, a table")
+    found = FileReport(str(path), kind or _kind_of(path, reading))
     with tempfile.TemporaryDirectory() as folder, Intake(Path(folder) / "rejected.jsonl", None, path.name) as intake:
-        for line, row in _rows(path, found.kind, config.encoding):
+        rows = _rows(path, found.kind, reading)
+        for line, row in rows:
             found.num_rows += 1
             try:
                 if isinstance(row, RowError):
@@ -92,14 +100,16 @@ def report(path: Path, kind: str | None, tokenizer: Tokenizer | None, benchmarks
                 if len(found.reasons) < NUM_PRINTED:
                     found.reasons.append(f"{path}:{line}: {error.field}: {error.reason}")
         found.num_accepted, found.num_duplicates = intake.num_accepted, intake.num_duplicates
+    if isinstance(rows, RenamedRows):
+        rows.check_columns()
     return found
 
 
-def _kind_of(path: Path, encoding: str) -> str:
+def _kind_of(path: Path, reading: Reading) -> str:
     """The kind whose shapes fit most of the first rows; of a file that is no table, code or text by its suffix."""
     if path.suffix.lower() not in files.TABLES:
         return "text" if path.suffix.lower() in PROSE else "code"
-    rows = [row for _, row in itertools.islice(files.rows(path, encoding), shapes.SAMPLE_ROWS)]
+    rows = [row for _, row in itertools.islice(_rows(path, "", reading), shapes.SAMPLE_ROWS)]
     objects = [row for row in rows if isinstance(row, dict)]
 
     def fitting(kind: str) -> int:
@@ -108,12 +118,20 @@ def _kind_of(path: Path, encoding: str) -> str:
     return max(KINDS, key=fitting)
 
 
-def _rows(path: Path, kind: str, encoding: str) -> Iterable[tuple[int, object]]:
+def _rows(path: Path, kind: str, reading: Reading) -> Iterable[tuple[int, object]]:
     if path.suffix.lower() in files.TABLES:
-        return files.rows(path, encoding)
+        return RenamedRows(path.name, reading.columns, files.rows(path, reading.encoding))
     if path.suffix.lower() == files.NOTEBOOK:
-        return [files.notebook(path, encoding, code=kind == "code")]
-    return files.document(path, encoding)
+        return [files.notebook(path, reading.encoding, code=kind == "code")]
+    return files.document(path, reading.encoding)
+
+
+def parse_columns(text: str) -> dict[str, str]:
+    """`question=prompt,reply=completion` -> theirs to ours. Raises ArgumentTypeError."""
+    pairs = [part.partition("=") for part in text.split(",")]
+    if not all(theirs and ours for theirs, _, ours in pairs):
+        raise argparse.ArgumentTypeError(f"expected theirs=ours,theirs=ours, got {text!r}")
+    return {theirs: ours for theirs, _, ours in pairs}
 
 
 def _record(row: object, found: FileReport, *, is_table: bool) -> SourceRecord:
@@ -194,17 +212,20 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
     parser.add_argument("--kind", choices=(*KINDS, "code"), help="of all files; without it, what fits most rows")
+    parser.add_argument("--columns", type=parse_columns, default={}, help="of tables: theirs=ours,theirs=ours")
+    parser.add_argument("--encoding", default="utf-8", help="of what is neither UTF-8 nor marked as UTF-16")
     parser.add_argument("--tokenizer", type=Path, help="a tokenizer's or a model's folder, for tokens and the example")
     parser.add_argument("--benchmarks", type=Path, default=Path("data/benchmarks"), help="files not to be trained on")
     chosen = parser.parse_args(arguments)
     try:
         folder = chosen.tokenizer or next((path for path in TOKENIZERS if path.is_dir()), None)
         tokenizer = Tokenizer.load(folder) if folder is not None else None
+        reading = Reading(encoding=chosen.encoding, columns=chosen.columns)
         index = Index(benchmark_items(chosen.benchmarks))
         with progress(total=len(chosen.files), desc="validate", unit="file") as bar:
             reports = []
             for path in chosen.files:
-                reports.append(report(path, chosen.kind, tokenizer, index))
+                reports.append(report(path, chosen.kind, tokenizer, index, reading))
                 bar.update()
     except StagecoachError as error:
         sys.stderr.write(f"{error}\n")
