@@ -95,7 +95,8 @@ def test_a_model_of_the_hub_is_taken_in_at_its_commit_which_the_lineage_names(
     assert ended.code == 0 and f"me/base: revision {REVISION}" in ended.said
     assert json.loads(Path("models/base/lineage.json").read_text())["base"] == f"me/base@{REVISION}"
     assert set(hub.gets) == {"config.json", "tokenizer.json", "model.safetensors"}
-    trained(workspace, "lora")
+    for stage in ("lora", "dpo", "kto", "grpo"):
+        trained(workspace, stage)
 
 
 def edited(folder: Path, fault: str) -> None:
