@@ -1,5 +1,6 @@
 """Code and text scores against enumeration, the libraries themselves, and cases worked out by hand."""
 
+import json
 from itertools import combinations
 
 import pytest
@@ -119,7 +120,7 @@ def test_text_scores_equal_the_libraries() -> None:
     for name in likelihood.ROUGE:
         expected = [scorer.score(r, a)[name].fmeasure for a, r in zip(answers, references)]
         assert [row[name] for row in likelihood.rouge_rows(answers, references)] == pytest.approx(expected)
-    assert "version:" in str(scores["bleu_signature"])
+    assert "version:" in str(scores["bleu_signature"]) and json.loads(json.dumps(scores)) == scores
     for name in ("bleu", "chrf"):
         low, value, high = (float(scores[f"{name}{end}"]) for end in ("_low", "", "_high"))
         assert low <= value <= high and low < high

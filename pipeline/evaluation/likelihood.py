@@ -193,7 +193,8 @@ def text_scores(answers: Sequence[str], references: Sequence[str], *, resamples:
     scores: dict[str, float | str] = {}
     for name, metric in (("bleu", bleu), ("chrf", chrf)):
         found = metric.corpus_score(list(answers), [list(references)], n_bootstrap=resamples)
-        scores |= {name: found.score, f"{name}_low": found._mean - found._ci, f"{name}_high": found._mean + found._ci}
+        mean, half_width = float(found._mean), float(found._ci)
+        scores |= {name: found.score, f"{name}_low": mean - half_width, f"{name}_high": mean + half_width}
     scores["bleu_signature"] = str(bleu.get_signature())
     scores["chrf_signature"] = str(chrf.get_signature())
     return scores
