@@ -140,7 +140,7 @@ def test_one_block_reruns_its_stage_and_what_follows_and_comes_back_from_the_run
 def test_a_stage_concerns_what_is_made_from_it(repository: Repository) -> None:
     """A dry run says the whole path; `dvc status` only what is changed now."""
     repository.edit(
-        "params.yaml", "tools:\n  steps: null\n  learning_rate: null", "tools:\n  steps: null\n  learning_rate: 1e-3"
+        "params.yaml", "base: code\n  learning_rate: null\n\nreward", "base: code\n  learning_rate: 1e-3\n\nreward"
     )
     assert ran(repository.dvc("repro", "--dry", "--force-downstream")) == AFTER_TOOLS
     repository.git("checkout", "-q", "params.yaml")
