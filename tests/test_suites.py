@@ -140,7 +140,9 @@ def test_problems_are_counted_by_group_greedy_and_sampled(scripted: Any) -> None
     assert numbers["parse_rate_low"] == pytest.approx(0.20766, abs=1e-5)  # Wilson, 2 of 3
     assert numbers["exact_match"] == pytest.approx(1 / 3)
     similarity = numbers["codebleu_py"]
-    parts = [value for name, value in similarity.items() if name not in ("score", "parts") and value is not None]
+    other = ("score", "score_low", "score_high", "parts")
+    parts = [value for name, value in similarity.items() if name not in other and value is not None]
+    assert similarity["score_low"] <= similarity["score"] <= similarity["score_high"]
     assert similarity["parts"] == len(parts) and similarity["score"] == pytest.approx(sum(parts) / len(parts))
     assert [(r["id"], r["verdict"]) for r in result.rows] == [("a", "passed"), ("b", "failed"), ("c", "failed")]
 

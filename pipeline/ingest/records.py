@@ -135,8 +135,8 @@ def dumps(record: SourceRecord | Fact) -> str:
 
 
 def is_empty(path: Path) -> bool:
-    """Whether a file of records has none; also where it is missing."""
-    return not path.is_file() or not path.stat().st_size
+    """Whether a file of records is there and has none."""
+    return path.is_file() and not path.stat().st_size
 
 
 def write(path: Path, records: Iterable[SourceRecord | Fact]) -> int:
