@@ -36,7 +36,7 @@ from pipeline.run.processes import pool_map
 from pipeline.run.stage import main
 from pipeline.run.tracking import progress, say, write_json
 from pipeline.run.types import JsonObject
-from pipeline.run.workdir import Job, sha256
+from pipeline.run.workdir import Job, remove, sha256
 from pipeline.synthetic import drills, programs, stories, tools
 
 # corpus -> its parts, of data=packages and data=machine
@@ -157,7 +157,7 @@ def run(params: Params, job: Job, *, own: Path, benchmarks: Path, text: Path, co
         }
         write_json(out / "manifest.json", manifest)
         job.report(**{name: {key: manifest[key] for key in ("documents", "bytes", "dropped")}})
-    shutil.rmtree(parts)
+    remove(parts)
 
 
 def prepare(batch: Batch) -> list[Document]:

@@ -6,7 +6,6 @@ One worker process per parquet file; a killed run resumes with the remaining fil
 a function of the corpus and the tokenizer.
 """
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from pipeline.ingest import shards
 from pipeline.run.processes import pool_map
 from pipeline.run.stage import main
 from pipeline.run.tracking import progress
-from pipeline.run.workdir import Job
+from pipeline.run.workdir import Job, remove
 from pipeline.text.tokenizer import Tokenizer
 
 
@@ -41,7 +40,7 @@ def run(params: Params, job: Job, *, tokenizer: Path, corpus: Path, out: Path) -
     splits = {split: shards.join(split, tasks[split], counts[split], out) for split in shards.SPLITS}
     shards.write_meta(out, Tokenizer.load(tokenizer), splits)
     job.report(**{split: {name: entry[name] for name in entry if name != "sha256"} for split, entry in splits.items()})
-    shutil.rmtree(parts)
+    remove(parts)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from pipeline.evaluation import preferences as evaluation_preferences
 from pipeline.evaluation import suites
 from pipeline.evaluation import tools as evaluation_tools
 from pipeline.evaluation.suites import OwnSuites, Plan, Subject, SuiteSettings, solve
-from pipeline.ingest.records import Dialogue, Problem, Text, read
+from pipeline.ingest.records import Dialogue, Problem, Text, is_empty, read
 from pipeline.model import checkpoint
 from pipeline.run import device
 from pipeline.run.config import block
@@ -107,8 +107,11 @@ def run(
     """Measure `model` and write the three files."""
     if preferences is not None:  # a reward model reads pairs and nothing else
         pairs = preferences / "test.jsonl"
-        plan: Plan = {"reward": lambda: evaluation_preferences.pairs_told(model, pairs)}
+        plan: Plan = {} if is_empty(pairs) else {"reward": lambda: evaluation_preferences.pairs_told(model, pairs)}
         settings_used, hardware = JsonObject(), device.hardware("fp32")
+    elif not (model / "config.json").is_file() and (model / "README.md").is_file():
+        say(f"{model}: not measured. {(model / 'README.md').read_text(encoding='utf-8').strip()}")
+        plan, settings_used, hardware = {}, JsonObject(), device.hardware("fp32")
     else:
         plan, settings_used, hardware = measurements(params, job, model, **data)
     limits = settings_used | {"sandbox": asdict(params.sandbox)}
