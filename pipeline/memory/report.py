@@ -89,7 +89,7 @@ def claims(run: MetricsRun) -> Iterator[Claim]:
 
 def values(files: dict[str, JsonObject]) -> JsonObject:
     """The choices of each model for the page."""
-    return {"memories": [{"model": model} | shown(routing) for model, routing in files.items()]}
+    return {"memories": [{"model": model} | shown(routing) for model, routing in files.items() if routing]}
 
 
 def shown(routing: JsonObject) -> JsonObject:
