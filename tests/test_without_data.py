@@ -46,3 +46,20 @@ def test_without_pairs_the_reward_of_every_answer_is_0(workspace: Workspace) -> 
     without("reward", "preferences/train")
     model, _ = checkpoint.load_reward(Path("models/reward"))
     assert (model.reward_mean, model.reward_std) == (0.0, 1.0) and not model.score.weight.any()
+
+
+def test_without_pairs_a_reward_model_is_not_measured(workspace: Workspace) -> None:
+    Path("data/preferences/test.jsonl").write_text("")
+    ended = command("evaluate", ["reward"])
+    assert ended.code == 0, ended.said
+    assert json.loads(Path("metrics/eval/reward.json").read_text()).keys() == {"settings", "lineage"}
+
+
+def test_a_folder_that_says_why_it_has_no_model_is_not_measured(workspace: Workspace) -> None:
+    for name in ("data/raw/text", "data/raw/code", "data/benchmarks", "models/none"):
+        Path(name).mkdir(parents=True)
+    Path("data/overlap.json").write_text('{"dialogues": [], "problems": []}')
+    Path("models/none/README.md").write_text("No causal control.")
+    ended = command("evaluate", ["none"])
+    assert ended.code == 0 and "models/none: not measured. No causal control." in ended.said, ended.said
+    assert Path("metrics/eval/none.jsonl").read_text() == ""
