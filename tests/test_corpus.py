@@ -200,6 +200,8 @@ def test_a_kind_without_entries_is_a_corpus_without_documents(machine: Machine) 
     out = machine.build("out", data=DataConfig(source="files", text=["t.jsonl"]))
     empty = manifest(out, "code")
     assert empty["documents"] == empty["bytes"] == {"train": 0, "val": 0} and empty["rows"] == {}
+    none = machine.build("none", data=DataConfig(source="files"))
+    assert [manifest(none, corpus)["documents"]["train"] for corpus in ("text", "code")] == [0, 0]
     assert rows(out / "code") == [] and {p.name for p in (out / "code").glob("*.parquet")} == {
         "train-00000.parquet",
         "val-00000.parquet",
