@@ -50,7 +50,7 @@ class LabelBatch:
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodedLabel:
     """A label as token ids."""
 
     label: Label
@@ -58,12 +58,12 @@ class Encoded:
     num_prompt: int  # tokens
 
 
-def encode(tokenizer: Tokenizer, label: Label, max_prompt: int, max_length: int) -> Encoded | str:
+def encode(tokenizer: Tokenizer, label: Label, max_prompt: int, max_length: int) -> EncodedLabel | str:
     """The label as ids, or the reason why it is left out. Raises DataError naming the label."""
     if pairs.is_empty(label.answer):
         return "empty answer"
     prompt, [piece] = pairs.pieces(tokenizer, label, [label.answer])
-    return pairs.too_long(len(prompt), [piece], max_prompt, max_length) or Encoded(label, piece, len(prompt))
+    return pairs.too_long(len(prompt), [piece], max_prompt, max_length) or EncodedLabel(label, piece, len(prompt))
 
 
 class LabelSplit:
@@ -90,7 +90,7 @@ class LabelSplit:
         return state.hexdigest()
 
 
-def batch_of(labels: Sequence[Encoded], before: Sequence[Encoded], pad: int, max_length: int) -> LabelBatch:
+def batch_of(labels: Sequence[EncodedLabel], before: Sequence[EncodedLabel], pad: int, max_length: int) -> LabelBatch:
     """Lay labels out as a batch; `before` are those whose answers the mismatched rows have."""
     matched = answered([encoded.piece for encoded in labels], pad)
     mismatched = answered([_mismatch(*both, max_length) for both in zip(labels, before, strict=True)], pad)
@@ -106,7 +106,7 @@ def batch_of(labels: Sequence[Encoded], before: Sequence[Encoded], pad: int, max
     )
 
 
-def _mismatch(prompt_of: Encoded, answer_of: Encoded, max_length: int) -> Piece:
+def _mismatch(prompt_of: EncodedLabel, answer_of: EncodedLabel, max_length: int) -> Piece:
     """The prompt of one label with the answer of another one."""
     start, end = prompt_of.num_prompt, answer_of.num_prompt
     trained = np.concatenate([np.zeros(start, dtype=bool), np.asarray(answer_of.piece.trained)[end:]])
@@ -145,7 +145,7 @@ class LabelStream:
         before = first + (rows - first - 1) % self._answers
         return batch_of(self._labels_at(rows), self._labels_at(before), self._pad, self._max_length)
 
-    def _labels_at(self, positions: np.ndarray) -> list[Encoded]:
+    def _labels_at(self, positions: np.ndarray) -> list[EncodedLabel]:
         count = len(self.train.labels)
         return [self.train.labels[self._epoch_order(int(p) // count)[int(p) % count]] for p in positions]
 

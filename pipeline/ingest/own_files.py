@@ -54,7 +54,7 @@ _HELD_OUT = {
 
 
 @dataclass(frozen=True)
-class Reading:
+class TableReading:
     """How the files of an entry are read."""
 
     encoding: str = "utf-8"
@@ -73,7 +73,7 @@ class Source:
     is_table: bool
     split: str | None  # val or test for a file so named; None: train, or by the id of each row
     entry: int = 0  # number of the entry of the kind that names it
-    reading: Reading = field(default_factory=Reading)
+    reading: TableReading = field(default_factory=TableReading)
 
 
 @dataclass(frozen=True)
@@ -124,9 +124,9 @@ def _file_entries(config: DataConfig, kind: str) -> dict[int, FileEntry]:
     return {number: entry for number, entry in enumerate(config.entries(kind)) if isinstance(entry, FileEntry)}
 
 
-def reading_of(entry: FileEntry, config: DataConfig) -> Reading:
+def reading_of(entry: FileEntry, config: DataConfig) -> TableReading:
     """How an entry's files are read: as it says, else as the keys for all entries say."""
-    return Reading(
+    return TableReading(
         encoding=entry.encoding or config.encoding,
         shape=entry.shape or config.shape,
         text_field=tuple(config.text_field if entry.text_field is None else entry.text_field),

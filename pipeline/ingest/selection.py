@@ -350,7 +350,7 @@ class PartWriter:
 
 
 @dataclass(frozen=True)
-class Draw:
+class Copies:
     """How often each document of a part is written, and what they come to."""
 
     copies: NDArray[np.int64]
@@ -358,7 +358,7 @@ class Draw:
 
 
 Parts = dict[str, dict[Path, Size]]  # split -> file of a part -> its size
-Draws = dict[str, dict[Path, Draw]]  # split -> file of a part -> how often; a file that is absent: once
+Draws = dict[str, dict[Path, Copies]]  # split -> file of a part -> how often; a file that is absent: once
 
 
 @dataclass(frozen=True)
@@ -419,8 +419,8 @@ def _held_out(parts: Parts, names: dict[Path, NDArray[np.uint64]]) -> dict[Path,
     return {path: hashes <= limit for path, hashes in names.items()}
 
 
-def _draw_of(copies: NDArray[np.int64], sizes: NDArray[np.int64]) -> Draw:
-    return Draw(copies, Size(int(copies.sum()), int((copies * sizes).sum())))
+def _draw_of(copies: NDArray[np.int64], sizes: NDArray[np.int64]) -> Copies:
+    return Copies(copies, Size(int(copies.sum()), int((copies * sizes).sum())))
 
 
 # --- mixing ----------------------------------------------------------------------------------------------------------
@@ -456,7 +456,7 @@ def write_empty(out: Path) -> dict[str, list[JsonObject]]:
     return {split: _NumberedFiles(out, split).close() for split in SPLITS}
 
 
-def _interleaved(parts: dict[Path, Size], draws: Mapping[Path, Draw]) -> Iterator[Text]:
+def _interleaved(parts: dict[Path, Size], draws: Mapping[Path, Copies]) -> Iterator[Text]:
     """All documents; the next is always from the part of which the smallest share of bytes was given."""
     readers = [_PartReader(size, _drawn_documents(path, draws)) for path, size in parts.items() if size.documents]
     while readers:
@@ -485,7 +485,7 @@ def _documents(path: Path) -> Iterator[Text]:
                 yield Text(**row)
 
 
-def _drawn_documents(path: Path, draws: Mapping[Path, Draw]) -> Iterator[Text]:
+def _drawn_documents(path: Path, draws: Mapping[Path, Copies]) -> Iterator[Text]:
     """The documents of a part as often as they are drawn, pass by pass."""
     if path not in draws:
         yield from _documents(path)

@@ -138,8 +138,8 @@ class Run:
                 "compile": compiled,
             },
             config,
-            self.free,
         )
+        self.keeper.free = self.free if job.family else 0
         if job.runtime.keep_models and (watchers.save is None or self.ranks.sharding):
             why = "has cut its model (FSDP2)" if self.ranks.sharding else "makes a model at its end alone"
             raise ConfigError(f"runtime.keep_models: expected [], because stage_{job.stage} {why}")

@@ -79,12 +79,10 @@ class Keeper:
         fingerprint: str,
         settings: JsonObject,
         config: TrainingConfig,
-        free: int,
     ) -> None:
-        """`free`: the step up to which every longer run makes the same steps; 0: none."""
         self.job, self.ranks, self.model, self.optimizers, self.averages = job, ranks, model, optimizers, averages
         self.fingerprint, self.settings, self.config = fingerprint, settings, config
-        self.free = free if job.family else 0
+        self.free = 0  # the step up to which every longer run makes the same steps
         self.publishes_best = config.validated.publish == "best"
         self.rolls_back = "rollback" in (config.on_nonfinite, config.on_spike)
         if job.runtime.async_save and ranks.sharding:

@@ -29,7 +29,7 @@ from pathlib import Path
 from pipeline.ingest import files, own_files, shapes
 from pipeline.ingest.duplicates import Index, benchmark_items
 from pipeline.ingest.intake import NUM_PRINTED, Intake
-from pipeline.ingest.own_files import Reading, RenamedRows
+from pipeline.ingest.own_files import RenamedRows, TableReading
 from pipeline.ingest.records import Dialogue, Label, Message, Pair, Problem, SourceRecord, Text
 from pipeline.ingest.tool_calls import RowError
 from pipeline.run.errors import ConfigError, StagecoachError
@@ -71,12 +71,12 @@ class FileReport:
 
 
 def report(
-    path: Path, kind: str | None, tokenizer: Tokenizer | None, benchmarks: Index, reading: Reading | None = None
+    path: Path, kind: str | None, tokenizer: Tokenizer | None, benchmarks: Index, reading: TableReading | None = None
 ) -> FileReport:
     """Read a file as the stages would. Raises ConfigError for one that is missing or binary, DataError for a header and
     for columns that it lacks.
     """
-    reading = reading or Reading()
+    reading = reading or TableReading()
     if not path.is_file():
         raise ConfigError(f"{path}: expected a file, found {'a folder' if path.is_dir() else 'nothing'}")
     is_table = path.suffix.lower() in files.TABLES
@@ -105,7 +105,7 @@ def report(
     return found
 
 
-def _kind_of(path: Path, reading: Reading) -> str:
+def _kind_of(path: Path, reading: TableReading) -> str:
     """The kind whose shapes fit most of the first rows; of a file that is no table, code or text by its suffix."""
     if path.suffix.lower() not in files.TABLES:
         return "text" if path.suffix.lower() in PROSE else "code"
@@ -118,7 +118,7 @@ def _kind_of(path: Path, reading: Reading) -> str:
     return max(KINDS, key=fitting)
 
 
-def _rows(path: Path, kind: str, reading: Reading) -> Iterable[tuple[int, object]]:
+def _rows(path: Path, kind: str, reading: TableReading) -> Iterable[tuple[int, object]]:
     if path.suffix.lower() in files.TABLES:
         return RenamedRows(path.name, reading.columns, files.rows(path, reading.encoding))
     if path.suffix.lower() == files.NOTEBOOK:
@@ -220,7 +220,7 @@ def main(arguments: list[str]) -> int:
     try:
         folder = chosen.tokenizer or next((path for path in TOKENIZERS if path.is_dir()), None)
         tokenizer = Tokenizer.load(folder) if folder is not None else None
-        reading = Reading(encoding=chosen.encoding, columns=chosen.columns)
+        reading = TableReading(encoding=chosen.encoding, columns=chosen.columns)
         index = Index(benchmark_items(chosen.benchmarks))
         with progress(total=len(chosen.files), desc="validate", unit="file") as bar:
             reports = []
