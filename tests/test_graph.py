@@ -174,7 +174,8 @@ def test_a_checkpoint_to_start_from_is_followed_by_its_contents(repository: Repo
     assert repository.sha("language") != before
     assert not {"stage_base", "stage_tokenizer", "stage_language"} & repository.changed()
     checkpoints.write(tmp_path / "base", "qwen3", initializer_range=0.05)
-    assert repository.changed() == {"stage_base"}
+    changed = repository.changed()
+    assert "stage_base" in changed and not {"stage_tokenizer", "stage_language"} & changed
     assert repository.repro("stage_language") == {"stage_base", "stage_tokenizer", "stage_language"}
 
 
