@@ -138,6 +138,20 @@ def test_an_adapter_is_merged_into_the_model_of_the_middle_and_training_goes_on(
     assert base.keys() == middle.keys() and any(not torch.equal(base[name], middle[name]) for name in base)
 
 
-def test_a_stage_without_a_model_in_the_middle_refuses_the_key(workspace: Workspace) -> None:
+def test_models_that_cannot_be_kept_are_named_and_end_no_run(workspace: Workspace) -> None:
+    """The block runtime is read by every stage of the graph."""
     ended = workspace.command("reward", **{"runtime.keep_models": [2]})
-    assert ended.code == 2 and "runtime.keep_models: expected [], because stage_reward" in ended.said
+    assert ended.code == 0 and "none is kept, because stage_reward makes a model at its end alone" in ended.said
+    ended = tools(steps=4, keep_models=[9])
+    assert ended.code == 0 and "stage_tools has 4 steps, so 9 is never reached" in ended.said
+    ended = tools(steps=4, keep_models=[2])
+    assert ended.code == 0 and "without the model of step 2: runtime.fresh=true trains again" in ended.said
+
+
+def test_a_run_that_another_process_trains_is_left_alone(workspace: Workspace) -> None:
+    assert tools(steps=20).code == 0
+    (key,) = (path.parent for path in workspace.folder.glob(".work/tools/*/finished.json"))
+    with workdir.held(key) as is_held:
+        assert is_held
+        longer = tools(steps=30)
+    assert longer.code == 0 and "starts at 0: its states are gone, or another process has them" in longer.said

@@ -38,7 +38,7 @@ from pipeline.learning.settings import TrainingConfig
 from pipeline.learning.states import Keeper
 from pipeline.learning.update import Averages, Course, LoggingWindow, Scaler, Totals
 from pipeline.run import device
-from pipeline.run.errors import ConfigError, GateError
+from pipeline.run.errors import GateError
 from pipeline.run.tracking import progress, say
 from pipeline.run.types import JsonObject
 from pipeline.run.workdir import Job, remove
@@ -142,7 +142,11 @@ class Run:
         self.keeper.free = self.free if job.family else 0
         if job.runtime.keep_models and (watchers.save is None or self.ranks.sharding):
             why = "has cut its model (FSDP2)" if self.ranks.sharding else "makes a model at its end alone"
-            raise ConfigError(f"runtime.keep_models: expected [], because stage_{job.stage} {why}")
+            say(f"warning: runtime.keep_models: none is kept, because stage_{job.stage} {why}")
+        elif late := [step for step in job.runtime.keep_models if step > self.steps]:
+            say(
+                f"warning: runtime.keep_models: stage_{job.stage} has {self.steps} steps, so {late[0]} is never reached"
+            )
 
     def go(self, *, last: bool = True) -> None:
         """Resume or start, train to the end, load the weights to publish."""
@@ -337,7 +341,7 @@ class Run:
         if course.step % every == 0 or last or course.step == 1:
             self._log()
         self.save_due |= save or course.step % runtime.save_steps == 0 or course.step == self.free
-        if course.step in runtime.keep_models:
+        if course.step in runtime.keep_models and not self.ranks.sharding:
             self._keep_model()
         self._finish_step(evaluate=course.step % self.config.eval_steps == 0 or last)
 

@@ -29,8 +29,9 @@ import copy
 import json
 import os
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -162,26 +163,30 @@ class Keeper:
         relatives = workdir.relatives(folder, job.family) if job.family else []
         if not relatives or job.runtime.fresh or next(folder.glob("step-????????"), None):
             return
-        shared = []
-        for relative in relatives:
-            for path in relative.glob("step-????????"):
-                meta = {} if fault(path) else read_state(path).meta
-                if 0 < meta.get("step", 0) <= min(self.free, meta["free"]) and self._has_best(path, meta):
-                    shared.append((meta["step"], path, meta["best_step"]))
-        if not shared:
-            why = (
-                "its states are gone"
-                if self.free
-                else f"the rates of schedule {self.config.schedule} depend on the length; wsd and constant would go on"
-            )
-            say(f"{job.name}: run {relatives[0].name} differs in its length alone, but this one starts at 0: {why}")
-            return
-        step, path, best = max(shared)
-        for name in {name_of(best), path.name} if self.publishes_best and best >= 0 else {path.name}:
-            remove(folder / f"{name}.part")
-            shutil.copytree(path.with_name(name), folder / f"{name}.part", copy_function=link_or_copy)
-            (folder / f"{name}.part").rename(folder / name)
-        say(f"{job.name}: goes on from step {step} of run {path.parent.name}: so far the two are the same run")
+        with ExitStack() as locks:  # what another process trains is left alone
+            free = [relative for relative in relatives if locks.enter_context(workdir.held(relative))]
+            shared = [found for relative in free for found in self._shared_states(relative)]
+            if shared:
+                step, path, best = max(shared)
+                for name in {name_of(best), path.name} if self.publishes_best and best >= 0 else {path.name}:
+                    remove(folder / f"{name}.part")
+                    shutil.copytree(path.with_name(name), folder / f"{name}.part", copy_function=link_or_copy)
+                    (folder / f"{name}.part").rename(folder / name)
+                say(f"{job.name}: goes on from step {step} of run {path.parent.name}: so far the two are the same run")
+                return
+        why = (
+            "its states are gone, or another process has them"
+            if self.free
+            else f"the rates of schedule {self.config.schedule} depend on the length; wsd and constant would go on"
+        )
+        say(f"{job.name}: run {relatives[0].name} differs in its length alone, but this one starts at 0: {why}")
+
+    def _shared_states(self, relative: Path) -> Iterator[tuple[int, Path, int]]:
+        """(step, state, its best step) of another run's states whose steps are this run's too."""
+        for path in relative.glob("step-????????"):
+            meta = {} if fault(path) else read_state(path).meta
+            if 0 < meta.get("step", 0) <= min(self.free, meta.get("free", 0)) and self._has_best(path, meta):
+                yield meta["step"], path, meta["best_step"]
 
     def _has_best(self, path: Path, meta: JsonObject) -> bool:
         """Whether the best state that a state speaks of is there too, where it may be published."""

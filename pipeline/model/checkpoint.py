@@ -377,7 +377,7 @@ def pass_through(base: Path, out: Path, job: Job, missing: Path) -> None:
     """Write the model of `base` as `out`, for a stage whose data, `missing`, are empty; no weight changes."""
     if device.rank():
         return
-    shutil.copytree(base, out)
+    shutil.copytree(base, out, ignore=shutil.ignore_patterns("adapter"))  # of stage lora: it is merged into the base
     tokenizer = {"tokenizer": Tokenizer.load(base).hash} if (base / "tokenizer.json").is_file() else {}
     (out / "lineage.json").unlink(missing_ok=True)
     _write(out / "lineage.json", job.lineage | tokenizer)

@@ -153,6 +153,11 @@ def _run(
             workdir.back_to(folder, resumed)
         if workdir.is_finished(folder):
             tracking.say(f"{name}: already computed (key {lineage['key']}); exported")
+            absent = [n for n in runtime.keep_models if not (folder / f"out/models/{names['name']}-{n}").is_dir()]
+            if wiring.trains and absent:
+                tracking.say(
+                    f"{name}: without the model of step {absent[0]}: runtime.fresh=true trains again and keeps it"
+                )
         else:
             if plan is not None:
                 os.environ["STAGECOACH_LOCKED"] = str(folder)

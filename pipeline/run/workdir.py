@@ -342,6 +342,20 @@ def back_to(folder: Path, step: int) -> None:
             remove(folder / f"step-{late:08d}")
 
 
+@contextmanager
+def held(folder: Path) -> Iterator[bool]:
+    """Hold a key's lock if no process has it, and tell whether it is held: then nothing in it changes meanwhile."""
+    with (folder / "lock").open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EAGAIN, errno.EACCES):
+                raise
+            yield False
+        else:
+            yield True
+
+
 def relatives(folder: Path, family: str) -> list[Path]:
     """The work folders of runs that differ from the one of `folder` in their length alone."""
     marks = sorted(folder.parent.glob(f"*/{FAMILY}"))
@@ -423,10 +437,8 @@ def prune_unfinished() -> list[Path]:
     """
     removed = []
     for lock in sorted(root().glob("*/*/lock")):
-        with lock.open("a+") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
+        with held(lock.parent) as is_held:
+            if not is_held:
                 continue
             if not (lock.parent / "finished.json").is_file():
                 shutil.rmtree(lock.parent)
