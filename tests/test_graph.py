@@ -181,7 +181,7 @@ def test_a_checkpoint_to_start_from_is_followed_by_its_contents(repository: Repo
 
 def test_fine_tuning_a_checkpoint_builds_nothing_before_it(repository: Repository, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    checkpoints.write(tmp_path / "base", "qwen2")
+    checkpoints.write(tmp_path / "base", "qwen2", max_position_embeddings=2048)
     repository.edit(
         "params.yaml", "base: code\n  learning_rate: null\n\nreward", "base: base\n  learning_rate: null\n\nreward"
     )
@@ -189,7 +189,7 @@ def test_fine_tuning_a_checkpoint_builds_nothing_before_it(repository: Repositor
     repository.edit("conf/scale/smoke.yaml", "code:\n  steps: ", "code:\n  steps: 1")
     assert repository.repro("stage_dpo") == {"stage_base", "stage_tools", "stage_dpo"}
     assert repository.repro("stage_dpo") == set()
-    checkpoints.write(tmp_path / "base", "qwen3")
+    checkpoints.write(tmp_path / "base", "qwen3", max_position_embeddings=2048)
     assert repository.repro("stage_dpo") == {"stage_base", "stage_tools", "stage_dpo"}
     assert "stage_code" in repository.changed()  # of another branch: it was not asked for
 

@@ -148,7 +148,7 @@ def test_two_users_with_other_homes_locales_packages_and_hash_seeds_make_the_sam
     found = []
     for number, variables in enumerate(({"PYTHONHASHSEED": "1"}, STRANGER)):
         folder, home = tmp_path / f"clone{number}", tmp_path / f"home{number}"
-        for part in ("conf", "pipeline", "stages", "data/own", "data/benchmarks", "feedback"):
+        for part in ("conf", "pipeline", "stages", "data/own", "data/benchmarks", "models/scratch", "feedback"):
             shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
         for name in ("params.yaml", "pyproject.toml", "requirements.lock"):
             shutil.copy(ROOT / name, folder / name)

@@ -280,6 +280,7 @@ def from_start(coded: Workspace, stage: str, shape: dict[str, Any] = SHAPE, **ch
     if not (coded.folder / "data/tokens/text").exists():
         shutil.copytree(coded.folder / "data/tokens/code", coded.folder / "data/tokens/text")
         coded.tokenizer.save(coded.folder / "data/tokenizer")
+    (coded.folder / "models/scratch").mkdir(exist_ok=True)
     values = FROM_START | ({"induction_heads": False} if stage == "language" else {"text_weight": 1}) | changes
     given = [f"{stage}.{key}={json.dumps(value)}" for key, value in values.items()]
     return command(stage, ["model=own", "runtime.precision=fp32", *given])

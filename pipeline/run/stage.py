@@ -298,7 +298,7 @@ def remedy(path: Path) -> str:
     """What to do about a missing input: the `dvc repro` that makes it, by its path."""
     if stage := graph.maker(Path(), PurePosixPath(path)):
         return f"make it with: dvc repro {stage}"
-    if path.parts[0] == "models":
+    if path.parts[0] == "models" and path.name != "scratch":  # it stands in git
         return f"models/ holds: {', '.join(sorted(p.name for p in path.parent.glob('*'))) or 'nothing'}"
     if path.parts[0] == "metrics":
         return "make it with: dvc repro"
