@@ -22,6 +22,7 @@ from pipeline.ingest import records
 from pipeline.learning import gates, losses, pair_losses
 from pipeline.learning.fit import Watchers, fit
 from pipeline.learning.losses import Loss
+from pipeline.learning.performance import load_operators
 from pipeline.learning.settings import PairConfig
 from pipeline.model import checkpoint
 from pipeline.model.heads import GuessingModel, RewardModel, deepened
@@ -80,7 +81,9 @@ def run(params: Params, job: Job, *, base: Path, pairs: Path, out: Path) -> None
         job.report(passed_through=str(pairs))
         return checkpoint.save_reward(out, model, tokenizer, job.lineage)
     config = params.fit
-    policy.to(device.hardware(job.runtime.precision).device)
+    hardware = device.hardware(job.runtime.precision)
+    policy.to(hardware.device)
+    load_operators(job.runtime.compile, hardware=hardware, name=job.name)
     generate = sampler(policy, Sampling(params.answer_tokens, temperature=1.0), {tokenizer.turn_end})
     splits = {
         name: PairSplit(pairs / f"{name}.jsonl", tokenizer, config.max_prompt, config.max_length)
@@ -90,7 +93,7 @@ def run(params: Params, job: Job, *, base: Path, pairs: Path, out: Path) -> None
         name: preferences.own_prompts(split, params.answer_tokens, limit)
         for (name, split), limit in zip(splits.items(), (params.own_prompts, params.own_prompts // 4), strict=True)
     }
-    with judge_or_none(params.sandbox, job.workers, job.runtime.sandbox_url) as judge:
+    with judge_or_none(params.sandbox, job.workers, job.runtime.sandbox_url) as judge, hardware.autocast():
         own_pairs = {
             name: preferences.own_pairs(generate, prompts, tokenizer, judge, job.seed)
             for name, prompts in own_prompts.items()
@@ -117,9 +120,9 @@ def run(params: Params, job: Job, *, base: Path, pairs: Path, out: Path) -> None
     calibration_prompts = answers.repeated(
         answers.pair_prompts(splits["train"], params.answer_tokens), params.calibration_answers
     )
-    model.calibrate(
-        answers.raw_rewards(model, answers.sample(generate, calibration_prompts, tokenizer, job.seed), tokenizer.pad)
-    )
+    with hardware.autocast():
+        calibration_answers = answers.sample(generate, calibration_prompts, tokenizer, job.seed)
+    model.calibrate(answers.raw_rewards(model, calibration_answers, tokenizer.pad))
     job.report(
         dropped={name: dict(split.dropped) for name, split in splits.items()},
         own_pairs=len(own_pairs["train"]),

@@ -15,8 +15,8 @@ Not promised: secrecy. Seeds are taken modulo 2^64.
 """
 
 import math
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -25,7 +25,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from pipeline.model.cache import Cached, KVCache
+from pipeline.model import decoding
+from pipeline.model.cache import CACHE_BLOCK, Cached, KVCache
+from pipeline.model.cpu import primitives
+from pipeline.model.decoding import DecodingStep
 from pipeline.model.transformer import Transformer
 
 PREFILL_TOKENS = 8192  # prompt tokens of one forward pass; bounds memory
@@ -133,7 +136,9 @@ class Decoder:
             raise ValueError("a bidirectional model cannot be decoded left to right; use diffusion/sampling.py")
         self.model = model
         table = model.model.embed_tokens.weight
-        self.cache = KVCache(model.config, rows, dtype=table.dtype, device=table.device)
+        self.step = DecodingStep(model) if decoding.fits(model) else None
+        dtype, block = (table.dtype, CACHE_BLOCK) if self.step is None else (torch.bfloat16, decoding.CACHE_BLOCK)
+        self.cache = KVCache(model.config, rows, dtype=dtype, device=table.device, block=block)
 
     @torch.no_grad()
     def feed(self, rows: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:
@@ -142,6 +147,8 @@ class Decoder:
         All new tokens lie on one line: the linear layers run once, attention once a row (once in all if every row gets
         one token). Raises ValueError if a row would exceed the model's context.
         """
+        if self.step is not None and all(len(row_tokens) == 1 for row_tokens in tokens):
+            return self.step.next(self.cache, rows, [row_tokens[0] for row_tokens in tokens])
         return self._feed(self.cache, rows, tokens)
 
     @torch.no_grad()
@@ -158,6 +165,8 @@ class Decoder:
         counts = [len(row_tokens) for row_tokens in tokens]
         if not all(counts):
             raise ValueError("each row needs at least one token: an empty prompt has no next token")
+        if self.step is not None and not any(cache.own[row] or cache.before(row) for row in rows):
+            return self.step.read(cache, rows, tokens)
         layout = Cached(cache, rows, counts)
         ids = torch.tensor([token for row_tokens in tokens for token in row_tokens], device=layout.positions.device)
         hidden = self.model.line(ids, layout.positions, layout)
@@ -172,16 +181,42 @@ class Decoder:
 # -- rows of a batch ---------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class _Row:
-    """A sample that is being decoded."""
+class _Rows:
+    """The samples that are being decoded, one a slot: arrays (slots, most new tokens), all but the first `lengths` of
+    a row unused.
+    """
 
-    index: int  # of its prompt
-    budget: int
-    numbers: np.ndarray  # (budget,) its uniform numbers
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    stop: Literal["stop", "length"] | None = None
+    def __init__(self, slots: int, most: int) -> None:
+        self.prompts = np.full(slots, -1)  # (slots,) the index of the prompt; -1: free
+        self.budgets, self.lengths = np.zeros(slots, dtype=np.int64), np.zeros(slots, dtype=np.int64)
+        self.numbers, self.logprobs = np.zeros((slots, most)), np.zeros((slots, most))
+        self.ids = np.zeros((slots, most), dtype=np.int64)
+
+    def begin(self, slot: int, prompt: int, numbers: NDArray[np.float64]) -> None:
+        """Let a slot sample a prompt's completion, of as many tokens as there are uniform numbers."""
+        self.prompts[slot], self.budgets[slot], self.lengths[slot] = prompt, len(numbers), 0
+        self.numbers[slot, : len(numbers)] = numbers
+
+    def select(self, slots: NDArray[np.int64]) -> None:
+        """Keep only `slots`."""
+        for name, values in vars(self).items():
+            setattr(self, name, values[slots])
+
+    def advance(
+        self, slots: NDArray[np.int64], logits: Tensor, sampling: Sampling, stop: NDArray[np.int64]
+    ) -> Iterator[tuple[int, Completion]]:
+        """Choose the next token of each of these slots; the completions that end there, with their prompts."""
+        at = self.lengths[slots]
+        chosen = choose(logits, torch.from_numpy(self.numbers[slots, at]), sampling)
+        tokens, logprobs = (values.cpu().numpy() for values in chosen)
+        self.ids[slots, at], self.logprobs[slots, at] = tokens, logprobs
+        self.lengths[slots] += 1
+        stopped = np.isin(tokens, stop)
+        for number in np.flatnonzero(stopped | (self.lengths[slots] == self.budgets[slots])):
+            slot, length = slots[number], int(at[number]) + 1
+            ids, ended = self.ids[slot, : length - stopped[number]].tolist(), "stop" if stopped[number] else "length"
+            yield int(self.prompts[slot]), Completion(ids, self.logprobs[slot, :length].tolist(), ended)
+            self.prompts[slot] = -1
 
 
 def _generate(
@@ -195,50 +230,27 @@ def _generate(
     """Finished rows make room for waiting prompts; when none wait, the cache shrinks to the live rows."""
     # The longest is last in the list and so first out; equal prompts are adjacent. Completions do not depend on it.
     waiting = sorted(range(len(prompts)), key=lambda index: (len(prompts[index]), prompts[index], -index))
-    results: list[Completion | None] = [None] * len(prompts)
-    num_slots = min(batch_rows, len(prompts))
-    decoder = Decoder(model, num_slots)
-    live: dict[int, _Row] = {}  # by slot
-
-    def advance(slots: list[int], logits: Tensor) -> None:
-        rows = [live[slot] for slot in slots]
-        numbers = torch.from_numpy(np.array([row.numbers[len(row.logprobs)] for row in rows]))
-        tokens, logprobs = choose(logits, numbers, sampling)
-        for slot, row, token, logprob in zip(slots, rows, tokens.tolist(), logprobs.tolist()):
-            _append(row, token, logprob, stop)
-            if row.stop is not None:
-                results[row.index] = Completion(row.ids, row.logprobs, row.stop)
-                del live[slot]
-
-    while waiting or live:
-        free = [slot for slot in range(num_slots) if slot not in live]
-        if waiting and (not live or len(free) >= max(1, num_slots // 4)):
+    results: dict[int, Completion] = {}
+    num_slots, ends = min(batch_rows, len(prompts)), np.array(sorted(stop), dtype=np.int64)
+    decoder, rows = Decoder(model, num_slots), _Rows(num_slots, sampling.max_new_tokens)
+    while waiting or (rows.prompts >= 0).any():
+        live, free = np.flatnonzero(rows.prompts >= 0), np.flatnonzero(rows.prompts < 0).tolist()
+        if waiting and (not len(live) or len(free) >= max(1, num_slots // 4)):
             admitted = _admit(waiting, free, prompts)
             for slot, index in admitted:
                 budget = min(sampling.max_new_tokens, model.config.max_context - len(prompts[index]))
-                live[slot] = _Row(index, budget, uniforms(seeds[index], 0, budget))
-            advance([slot for slot, _ in admitted], _prefill(decoder, admitted, prompts))
+                rows.begin(slot, index, uniforms(seeds[index], 0, budget))
+            slots, logits = np.array([slot for slot, _ in admitted]), _prefill(decoder, admitted, prompts)
+            results.update(rows.advance(slots, logits, sampling, ends))
             continue
         if not waiting and len(live) < COMPACT_BELOW * num_slots:
-            slots = sorted(live)
-            decoder.cache.select(slots)
-            live = {new: live[slot] for new, slot in enumerate(slots)}
-            num_slots = len(slots)
-        slots = sorted(live)
-        advance(slots, decoder.feed(slots, [live[slot].ids[-1:] for slot in slots]))
-    assert all(result is not None for result in results)
-    return [result for result in results if result is not None]
-
-
-def _append(row: _Row, token: int, logprob: float, stop: frozenset[int]) -> None:
-    """Append a sampled token, and end the row if it is the last one."""
-    row.logprobs.append(logprob)
-    if token in stop:
-        row.stop = "stop"
-        return
-    row.ids.append(token)
-    if len(row.ids) == row.budget:
-        row.stop = "length"
+            decoder.cache.select(live.tolist())
+            rows.select(live)
+            num_slots = len(live)
+            live = np.arange(num_slots)
+        last = rows.ids[live, rows.lengths[live] - 1, None].tolist()
+        results.update(rows.advance(live, decoder.feed(live.tolist(), last), sampling, ends))
+    return [results[index] for index in range(len(prompts))]
 
 
 def _admit(waiting: list[int], free: list[int], prompts: list[list[int]]) -> list[tuple[int, int]]:
@@ -283,11 +295,15 @@ def choose(logits: Tensor, numbers: Tensor | None, sampling: Sampling) -> tuple[
     if logits.device.type == "mps":
         tokens, logprobs = choose(logits.cpu(), numbers, sampling)
         return tokens.to(logits.device), logprobs
+    assert numbers is not None or sampling.temperature == 0, "sampling needs a uniform number a row"
+    if primitives.chooses(logits):
+        temperature = sampling.temperature and max(sampling.temperature, torch.finfo(torch.float32).tiny)
+        return primitives.choose(logits, numbers, temperature, sampling.top_p, sampling.top_k)
     if sampling.temperature == 0:
         tokens = logits.argmax(-1)
         wide = logits.double()
         return tokens, wide.gather(1, tokens[:, None]).squeeze(1) - wide.logsumexp(-1)
-    assert numbers is not None, "sampling needs a uniform number a row"
+    assert numbers is not None
     wide = logits if logits.dtype == torch.float64 else logits.float()
     largest = wide.amax(-1, keepdim=True)
     temperature = max(sampling.temperature, torch.finfo(wide.dtype).tiny)  # below it 0 / 0 is undefined

@@ -6,13 +6,13 @@ single steps, the throughput of a run, and the learning-rate finder.
     instruments.report(...)             at the end
 
 **Compilation** (`compiled`). On a CPU in bf16, where the layers are written by hand, the operations between their
-matrix products are compiled from C++ (`model/cpu/primitives.cpp`). That takes two seconds, so `auto` does it wherever
+matrix products are compiled from C++ (`model/cpu/primitives.cpp`). That takes four seconds, so `auto` does it wherever
 there is a compiler. Anywhere else, and for layers with adapters or biases, it is torch.compile: each block in place
 (`layer.compile()`), so all layers share one compilation and no name in the state dict changes. There `auto` is a rule
 without a clock, so that equal runs choose alike: a run of more than 1e14 training FLOPs on a CPU, 5e16 on a GPU, in
 rows of one length. Pairs and a policy's own answers have another shape in every batch. Sampling never runs compiled
-layers. Both are cached in `.work/compile` between runs. A compiled step rounds differently from an eager one, so a
-state records which it was.
+layers, but decodes by the same operations (`load_operators`, model/decoding.py). Both are cached in `.work/compile`
+between runs. A compiled step rounds differently from an eager one, so a state records which it was.
 
 **Profile** (`runtime.profile: true`) records a few steps with torch.profiler:
 
@@ -111,12 +111,11 @@ def prepared(model: nn.Module, job: Job, config: TrainingConfig, steps: int, har
 
 def compiled(model: nn.Module, asked: bool | str, *, flops: float, hardware: Hardware, name: str) -> bool:
     """Compile the layers if `wanted`. Returns whether they were compiled. Raises ConfigError as `wanted`."""
-    native.unload()  # an earlier run in this process may have loaded it
     layers = _layers(model)
     hand_written = all(isinstance(layer, Block) and layer.self_attn.plain and layer.mlp.plain for layer in layers)
+    loaded = load_operators(asked, hardware=hardware, name=name)
     if hardware.device.type == "cpu" and hardware.precision == "bf16" and layers and hand_written:
-        loads = wanted(asked, flops=float("inf"), device=hardware.device)
-        return loads and _load_native(required=asked is True, name=name)
+        return loaded
     if not wanted(asked, flops=flops, device=hardware.device):
         return False
     _prepare_inductor(name)
@@ -128,12 +127,21 @@ def compiled(model: nn.Module, asked: bool | str, *, flops: float, hardware: Har
     return True
 
 
-def _load_native(*, required: bool, name: str) -> bool:
-    """Compile and load the C++ operations. A compiler that fails is an error only where `required`."""
+def load_operators(asked: bool | str, *, hardware: Hardware, name: str) -> bool:
+    """Compile and load the C++ operations, for training and decoding in bf16 on a CPU; elsewhere they are unloaded, for
+    an earlier run in this process may have loaded them. Returns whether they are loaded.
+
+    Raises ConfigError for true where there is no compiler, or it fails.
+    """
+    native.unload()
+    if hardware.device.type != "cpu" or hardware.precision != "bf16":
+        return False
+    if not wanted(asked, flops=float("inf"), device=hardware.device):
+        return False
     try:
         native.load(workdir.root() / "compile")
     except ConfigError as error:
-        if required:
+        if asked is True:
             raise
         say(f"{name}: goes on with PyTorch's operators, which are slower: {error}")
         return False

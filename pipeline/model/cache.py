@@ -23,13 +23,13 @@ from pipeline import wings
 from pipeline.model.config import ModelConfig
 
 CACHE_BLOCK = 256  # positions by which a cache grows
-PROMPT_BLOCK = 64  # and by which the cache of prompts grows: it is filled once
+PROMPT_BLOCK = 64  # and by which the cache of prompts grows: it is filled once; rows have room for a multiple of it
 
 
 class KVCache:
     """Keys and values of `rows` growing rows, and the number of positions of each.
 
-    One tensor a layer for keys (R, K, h, S) and one for values (R, K, S, h); S grows by blocks up to `max_context`.
+    One tensor a layer for keys (R, K, h, S) and one for values (R, K, S, h); S grows by blocks.
     """
 
     def __init__(
@@ -69,16 +69,21 @@ class KVCache:
 
     def reserve(self, length: int) -> None:
         """Make room for `length` positions in every row. Raises ValueError beyond the model's context."""
-        most = self.config.max_context
-        if length > most:
-            raise ValueError(f"a row of {length} tokens is longer than the model's context of {most}")
+        self.check_length(length)
         if length <= self.capacity:
             return
-        more = min(-(-length // self.block) * self.block, most) - self.capacity
+        most = self.config.max_context
+        room = min(-(-length // self.block) * self.block, most + -most % PROMPT_BLOCK)
+        more = room - self.capacity
         self.keys = [pad(tensor, (0, more)) for tensor in self.keys]
         self.values = [pad(tensor, (0, 0, 0, more)) for tensor in self.values]
         if self.hook is not None:
             self.hook.reserve(more)
+
+    def check_length(self, length: int) -> None:
+        """Raises ValueError where a row of `length` tokens would be longer than the model's context."""
+        if length > (most := self.config.max_context):
+            raise ValueError(f"a row of {length} tokens is longer than the model's context of {most}")
 
     def room_for_prompts(self, count: int) -> list[int]:
         """Rows of `prompts` for `count` new prompts: those that no row continues any more, then newly added ones."""
@@ -193,10 +198,7 @@ class Cached:
         past = [cache.own[row] for row in rows]
         before = [cache.before(row) for row in rows]
         length = max(p + b + count for p, b, count in zip(past, before, counts))
-        if length > cache.config.max_context:
-            raise ValueError(
-                f"a row of {length} tokens is longer than the model's context of {cache.config.max_context}"
-            )
+        cache.check_length(length)
         self.longest = max(p + count for p, count in zip(past, counts))
         cache.reserve(self.longest)
         self.past = [p + b for p, b in zip(past, before)]
@@ -307,6 +309,6 @@ def cross(q: Tensor, k: Tensor, v: Tensor, past: int) -> Tensor:
     """Causal attention of new queries (T, H, h) of one row to its keys and values (past + T, K, h): (T, H, h)."""
     mask = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).tril(past) if past else None
     group = q.shape[1] // k.shape[1]
-    k, v = (x.transpose(0, 1)[None].repeat_interleave(group, 1) for x in (k, v))
+    k, v = (x.to(q.dtype).transpose(0, 1)[None].repeat_interleave(group, 1) for x in (k, v))
     out = scaled_dot_product_attention(q.transpose(0, 1)[None], k, v, attn_mask=mask, is_causal=mask is None)
     return out[0].transpose(0, 1)

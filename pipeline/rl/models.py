@@ -18,6 +18,7 @@ from torch import nn
 from pipeline.generation.sampling import Sampling, sampler
 from pipeline.ingest.records import Pair
 from pipeline.learning import reference
+from pipeline.learning.performance import load_operators
 from pipeline.learning.policy_losses import kl_k3
 from pipeline.learning.processes import Ranks
 from pipeline.learning.reference import Start
@@ -85,6 +86,7 @@ class CausalSetting(Setting):
 
     def __init__(self, start: Start, config: RolloutConfig, job: Job, reward_model: RewardModel | None = None) -> None:
         super().__init__(start, job)
+        load_operators(job.runtime.compile, hardware=self.hardware, name=job.name)
         self.config = config
         self.policy = start.policy.to(self.hardware.device)
         self.reward_model = None

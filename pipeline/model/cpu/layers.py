@@ -151,7 +151,8 @@ class _Attention(Function):
         plan: cpu_attention.TilePlan,
     ) -> Tensor:
         both = (x.shape[1] + heads) // 2
-        weights = _weights(queries, keys, heads, both, x.shape[2])
+        norms = None if queries is None or keys is None else (queries, keys)
+        weights = head_factors(norms, heads, both, x.shape[2])
         rotated, scale = primitives.heads(x, weights, cos, sin, None if queries is None else eps)
         out, saved = cpu_attention.forward(rotated[:, :heads], rotated[:, heads:], x[:, both:], plan)
         ctx.save_for_backward(x, cos, sin, weights, scale, out, *saved)
@@ -172,11 +173,11 @@ class _Attention(Function):
         return result, None, None, of_queries, of_weights[heads:].sum(0), None, None, None
 
 
-def _weights(queries: Tensor | None, keys: Tensor | None, heads: int, both: int, size: int) -> Tensor:
-    """Factors of queries and keys before the rotation, (H + K, h): the norms' weights, and h^-0.5 for queries."""
+def head_factors(norms: tuple[Tensor, Tensor] | None, heads: int, both: int, size: int) -> Tensor:
+    """Factors of queries and keys before the rotation, (H + K, h): the norms' weights (h,), and h^-0.5 for queries."""
     weights = torch.ones(both, size)
-    if queries is not None and keys is not None:
-        weights[:heads], weights[heads:] = queries, keys
+    if norms is not None:
+        weights[:heads], weights[heads:] = norms
     weights[:heads] *= size**-0.5
     return weights
 

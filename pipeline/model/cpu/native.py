@@ -1,7 +1,7 @@
 """Building primitives.cpp for this processor with the local C++ compiler, and calling it.
 
 It is optional: without a compiler, or until `load` is called, PyTorch's operators do the same (primitives.py). Building
-takes about two seconds; the library's name is a hash of the source, the compiler and the processor, so each of these
+takes about four seconds; the library's name is a hash of the source, the compiler and the processor, so each of these
 has its own build.
 """
 
@@ -91,8 +91,10 @@ def _processor() -> str:
     return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
 
 
-def call(name: str, *values: Tensor | float) -> None:
-    """Call a function of primitives.cpp with contiguous tensors, then sizes (int), numbers (float) and flags (bool)."""
+def call(name: str, *values: Tensor | float | None) -> None:
+    """Call a function of primitives.cpp with contiguous tensors (None: a null pointer), then sizes (int), numbers
+    (float) and flags (bool).
+    """
     assert _library is not None
     arguments: list[ctypes.c_void_p | ctypes.c_int64 | ctypes.c_float | ctypes.c_int] = []
     for value in values:
@@ -102,6 +104,8 @@ def call(name: str, *values: Tensor | float) -> None:
                     f"{name}: expected contiguous tensors, got strides {value.stride()} of {tuple(value.shape)}"
                 )
             arguments.append(ctypes.c_void_p(value.data_ptr()))
+        elif value is None:
+            arguments.append(ctypes.c_void_p(None))
         elif isinstance(value, bool):
             arguments.append(ctypes.c_int(value))
         else:

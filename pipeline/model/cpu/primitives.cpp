@@ -1,11 +1,12 @@
-// What stands between two matrix products in training in bf16 on a CPU: one pass over memory each. `pieces.py` documents the
-// formulas, builds this file and calls it. bf16 is held in 16-bit words; all sums are float32 (of losses: float64). Rows are divided
+// What stands between two matrix products in bf16 on a CPU, in training and in decoding: one pass over memory each. `primitives.py` and
+// `decoding.py` document the formulas, `native.py` builds this file. bf16 is held in 16-bit words; all sums are float32 (of losses: float64). Rows are divided
 // over threads in equal shares, so that a result depends on the number of threads at most, never on their speed.
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <vector>
 
 typedef uint16_t half;
@@ -41,6 +42,24 @@ static inline float exponential(float x) {
 }
 
 static inline float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
+
+// Sixteen numbers; the compiler splits them where registers are narrower.
+typedef float lanes __attribute__((vector_size(64)));
+typedef uint32_t words __attribute__((vector_size(64)));
+typedef half halves __attribute__((vector_size(32)));
+static const num LANE = 16;
+
+static inline lanes load(const half *from) {
+    halves x;
+    std::memcpy(&x, from, sizeof x);
+    words w = __builtin_convertvector(x, words) << 16;
+    lanes y;
+    std::memcpy(&y, &w, sizeof y);
+    return y;
+}
+
+static inline lanes load(const float *from) { lanes x; std::memcpy(&x, from, sizeof x); return x; }
+static inline void store(float *to, lanes x) { std::memcpy(to, &x, sizeof x); }
 
 #define ROWS _Pragma("omp parallel for schedule(static) num_threads(threads)")
 #define LANES _Pragma("omp simd")
@@ -230,6 +249,269 @@ void unfold(const half *part, const float *matrix, const float *weight, float *o
             }
         }
     }
+}
+
+// -- decoding ----------------------------------------------------------------------------------------------------------
+
+// The stream x (n, d) += y where there is a y; whole = x / rms(x).
+void add_unit(float *x, const half *y, half *whole, num n, num d, float eps, int threads) {
+    ROWS for (num i = 0; i < n; i++) {
+        float *row = x + i * d, sum = 0;
+        half *to = whole + i * d;
+        if (y) {
+            const half *more = y + i * d;
+            LANES for (num j = 0; j < d; j++) row[j] += wide(more[j]);
+        }
+        #pragma omp simd reduction(+ : sum)
+        for (num j = 0; j < d; j++) sum += row[j] * row[j];
+        float s = 1.0f / std::sqrt(sum / (float)d + eps);
+        LANES for (num j = 0; j < d; j++) to[j] = narrow(row[j] * s);
+    }
+}
+
+// Heads x (n, m + 2k, 2h) of one new token a row: m queries -> q (n, m, 2h) in float32; k keys -> keys (rows, k, 2h, s), k values ->
+// values (rows, k, s, 2h), at columns[i] of rows[i]. Queries and keys are normed where `normed`, times weights (m + k, 2h), and turned
+// by row positions[i] of cos, sin (., h).
+void decode_heads(const half *x, const float *weights, const float *cos, const float *sin, const num *positions, const num *rows,
+                  const num *columns, float *q, half *keys, half *values, num n, num m, num k, num h, num s, float eps, int normed,
+                  int threads) {
+    ROWS for (num i = 0; i < n; i++) {
+        const float *c = cos + positions[i] * h, *t = sin + positions[i] * h;
+        std::vector<float> room(2 * h);
+        float *turned = room.data();
+        for (num j = 0; j < m + k; j++) {
+            const half *a = x + (i * (m + 2 * k) + j) * 2 * h, *b = a + h;
+            const float *u = weights + j * 2 * h, *v = u + h;
+            float inverse = 1.0f;
+            if (normed) {
+                float sum = 0;
+                #pragma omp simd reduction(+ : sum)
+                for (num e = 0; e < 2 * h; e++) sum += wide(a[e]) * wide(a[e]);
+                inverse = 1.0f / std::sqrt(sum / (float)(2 * h) + eps);
+            }
+            float *to = j < m ? q + (i * m + j) * 2 * h : turned;
+            LANES for (num e = 0; e < h; e++) {
+                float first = wide(a[e]) * inverse * u[e], second = wide(b[e]) * inverse * v[e];
+                to[e] = first * c[e] - second * t[e];
+                to[h + e] = second * c[e] + first * t[e];
+            }
+            if (j < m) continue;
+            half *key = keys + (rows[i] * k + j - m) * 2 * h * s + columns[i];
+            for (num e = 0; e < 2 * h; e++) key[e * s] = narrow(turned[e]);
+        }
+        for (num j = 0; j < k; j++)
+            std::memcpy(values + ((rows[i] * k + j) * s + columns[i]) * 2 * h, x + (i * (m + 2 * k) + m + k + j) * 2 * h, 4 * h);
+    }
+}
+
+}  // extern "C"
+
+// scores (G, room) of G queries (G, d) and the first `length` of keys (d, s); s is a multiple of 32
+template <int G> static inline void scores_of(const float *q, const half *keys, num d, num s, num length, float *scores, num room) {
+    for (num t = 0; t < length; t += 2 * LANE) {
+        lanes left[G] = {}, right[G] = {};
+        for (num e = 0; e < d; e++) {
+            lanes first = load(keys + e * s + t), second = load(keys + e * s + t + LANE);
+            for (int g = 0; g < G; g++) {
+                left[g] += first * q[g * d + e];
+                right[g] += second * q[g * d + e];
+            }
+        }
+        for (int g = 0; g < G; g++) {
+            store(scores + g * room + t, left[g]);
+            store(scores + g * room + t + LANE, right[g]);
+        }
+    }
+}
+
+// out (G, d) += weights (G, room) times the first `length` of values (length, d), by B lanes of d at a time
+template <int G, int B> static inline void gather(const float *weights, const half *values, num d, num length, float *out, num room) {
+    for (num e = 0; e < d; e += B * LANE) {
+        lanes sums[G][B];
+        for (int g = 0; g < G; g++)
+            for (int b = 0; b < B; b++) sums[g][b] = load(out + g * d + e + b * LANE);
+        for (num t = 0; t < length; t++) {
+            const half *value = values + t * d + e;
+            lanes parts[B];
+            for (int b = 0; b < B; b++) parts[b] = load(value + b * LANE);
+            for (int g = 0; g < G; g++)
+                for (int b = 0; b < B; b++) sums[g][b] += parts[b] * weights[g * room + t];
+        }
+        for (int g = 0; g < G; g++)
+            for (int b = 0; b < B; b++) store(out + g * d + e + b * LANE, sums[g][b]);
+    }
+}
+
+template <int G> static inline void gather_all(const float *weights, const half *values, num d, num length, float *out, num room) {
+#ifdef __AVX512F__
+    const int broad = G <= 4 ? 4 : 2;
+#else
+    const int broad = 1;  // sixteen registers of eight numbers
+#endif
+    if (d % (broad * LANE)) gather<G, 1>(weights, values, d, length, out, room);
+    else gather<G, broad>(weights, values, d, length, out, room);
+}
+
+// A row's token: softmax over the keys of its prompt and its own, in one; out (G, d) in bf16.
+template <int G> static void attend_row(const float *q, const half *prompt_keys, const half *prompt_values, num before, num prompt_s,
+                                        const half *keys, const half *values, num own, num s, num d, half *out, std::vector<float> &room) {
+    num begin = (before + 31) / 32 * 32, all = begin + (own + 31) / 32 * 32;
+    if ((num)room.size() < G * (all + d)) room.resize(G * (all + d));
+    float *scores = room.data(), *sums = scores + G * all;
+    scores_of<G>(q, prompt_keys, d, prompt_s, before, scores, all);
+    scores_of<G>(q, keys, d, s, own, scores + begin, all);
+    float inverse[G];
+    for (int g = 0; g < G; g++) {
+        float *row = scores + g * all, most = -INFINITY, sum = 0;
+        for (num t = before; t < begin; t++) row[t] = -INFINITY;
+        for (num t = begin + own; t < all; t++) row[t] = -INFINITY;
+        #pragma omp simd reduction(max : most)
+        for (num t = 0; t < all; t++) most = most > row[t] ? most : row[t];
+        #pragma omp simd reduction(+ : sum)
+        for (num t = 0; t < all; t++) {
+            row[t] = exponential(row[t] - most);
+            sum += row[t];
+        }
+        inverse[g] = 1.0f / sum;
+    }
+    std::memset(sums, 0, sizeof(float) * G * d);
+    gather_all<G>(scores, prompt_values, d, before, sums, all);
+    gather_all<G>(scores + begin, values, d, own, sums, all);
+    for (int g = 0; g < G; g++)
+        LANES for (num e = 0; e < d; e++) out[g * d + e] = narrow(sums[g * d + e] * inverse[g]);
+}
+
+extern "C" {
+
+// Attention of q (n, k * group, d): own[i] tokens of rows[i] of keys (., k, d, s), values (., k, s, d), after before[i] tokens of
+// prompts[i] of prompt_keys (., k, d, prompt_s), prompt_values. out (n, k * group, d) in bf16. d is a multiple of 16.
+void decode_attention(const float *q, const half *keys, const half *values, const half *prompt_keys, const half *prompt_values,
+                      const num *rows, const num *own, const num *prompts, const num *before, half *out, num n, num k, num group, num d,
+                      num s, num prompt_s, int threads) {
+    #pragma omp parallel num_threads(threads)
+    {
+        std::vector<float> room;
+        #pragma omp for schedule(static)
+        for (num j = 0; j < n * k; j++) {
+            num i = j / k, head = j % k, first = (prompts[i] * k + head) * d * prompt_s, mine = (rows[i] * k + head) * d * s;
+#define GROUP(G) case G: attend_row<G>(q + j * G * d, prompt_keys + first, prompt_values + first, before[i], prompt_s, keys + mine, \
+                                       values + mine, own[i], s, d, out + j * G * d, room); break;
+            switch (group) { GROUP(1) GROUP(2) GROUP(3) GROUP(4) GROUP(5) GROUP(6) GROUP(7) GROUP(8) }
+#undef GROUP
+        }
+    }
+}
+
+}  // extern "C"
+
+// -- the next token ----------------------------------------------------------------------------------------------------
+
+static inline float number(const half *z, num j) { return wide(z[j]); }
+static inline float number(const float *z, num j) { return z[j]; }
+
+static inline float block_sum(const float *weights, num begin, num v, float floor) {  // of 64 weights, those that reach the floor
+    num end = begin + 64 < v ? begin + 64 : v;
+    float sum = 0;
+    #pragma omp simd reduction(+ : sum)
+    for (num j = begin; j < end; j++) sum += weights[j] >= floor ? weights[j] : 0.0f;
+    return sum;
+}
+
+static double sum_from(const float *weights, num v, float floor) {
+    double total = 0;
+    for (num begin = 0; begin < v; begin += 64) total += block_sum(weights, begin, v, floor);
+    return total;
+}
+
+// The least weight of the most likely tokens whose sum reaches `target`: bisection of the bits of a float, which rise with it, until
+// few tokens lie between; only those are sorted.
+static float nucleus_floor(const float *weights, num v, float least, double target, std::vector<float> &few) {
+    uint32_t low = word(least), high = word(1.0f) + 1;  // sum(>= low) >= target > sum(>= high)
+    for (int halving = 0; halving < 14 && high - low > 1; halving++) {
+        uint32_t middle = low + (high - low) / 2;
+        if (sum_from(weights, v, bits(middle)) >= target) low = middle;
+        else high = middle;
+    }
+    few.clear();
+    for (num j = 0; j < v; j++)
+        if (weights[j] >= bits(low) && weights[j] < bits(high)) few.push_back(weights[j]);
+    std::sort(few.begin(), few.end(), std::greater<float>());
+    double above = sum_from(weights, v, bits(high));
+    float floor = bits(low);
+    for (float weight : few) {
+        above += floor = weight;
+        if (above >= target) break;
+    }
+    return floor;
+}
+
+template <typename T> static void choose_row(const T *z, num v, double share, float temperature, float top_p, num top_k, num *token,
+                                             double *logprob, std::vector<float> &room, std::vector<float> &few) {
+    float *weights = room.data(), most = -INFINITY;
+    #pragma omp simd reduction(max : most)
+    for (num j = 0; j < v; j++) most = most > number(z, j) ? most : number(z, j);
+    if (temperature == 0.0f) {
+        LANES for (num j = 0; j < v; j++) weights[j] = exponential(number(z, j) - most);
+        num best = 0;
+        while (best < v - 1 && number(z, best) != most) best++;
+        *token = best;
+        *logprob = -std::log(sum_from(weights, v, 0.0f));
+        return;
+    }
+    LANES for (num j = 0; j < v; j++) weights[j] = exponential((number(z, j) - most) / temperature);
+    double total = sum_from(weights, v, 0.0f), kept = total;
+    float floor = 0.0f;
+    if (0 < top_k && top_k < v) {
+        few.assign(weights, weights + v);
+        std::nth_element(few.begin(), few.begin() + top_k - 1, few.end(), std::greater<float>());
+        floor = few[top_k - 1];
+        kept = sum_from(weights, v, floor);
+    }
+    if (top_p < 1.0f) {
+        floor = nucleus_floor(weights, v, floor, (double)top_p * kept, few);
+        kept = sum_from(weights, v, floor);
+    }
+    double target = share * kept, before = 0;
+    num chosen = 0;  // its block: the first whose sum exceeds the target; if rounding leaves none, the last one with a weight
+    double until = 0;
+    for (num begin = 0; begin < v; begin += 64) {
+        float sum = block_sum(weights, begin, v, floor);
+        if (sum == 0.0f) continue;
+        chosen = begin, before = until, until += sum;
+        if (until > target) break;
+    }
+    num last = chosen;
+    for (num j = chosen; j < v && j < chosen + 64; j++) {
+        if (weights[j] < floor || weights[j] == 0.0f) continue;
+        last = j, before += weights[j];
+        if (before > target) break;
+    }
+    *token = last;
+    *logprob = ((double)number(z, last) - (double)most) / (double)temperature - std::log(total);
+}
+
+template <typename T> static void choose_rows(const T *z, const double *shares, num *tokens, double *logprobs, num n, num v,
+                                              float temperature, float top_p, num top_k, int threads) {
+    #pragma omp parallel num_threads(threads)
+    {
+        std::vector<float> room(v), few;
+        #pragma omp for schedule(static)
+        for (num i = 0; i < n; i++)
+            choose_row(z + i * v, v, shares ? shares[i] : 0.0, temperature, top_p, top_k, tokens + i, logprobs + i, room, few);
+    }
+}
+
+extern "C" {
+
+// Tokens (n,) and their log-probabilities from logits z (n, v): generation/sampling.py, `choose`.
+void choose_bf16(const half *z, const double *shares, num *tokens, double *logprobs, num n, num v, float temperature, float top_p,
+                 num top_k, int threads) {
+    choose_rows(z, shares, tokens, logprobs, n, v, temperature, top_p, top_k, threads);
+}
+
+void choose_fp32(const float *z, const double *shares, num *tokens, double *logprobs, num n, num v, float temperature, float top_p,
+                 num top_k, int threads) {
+    choose_rows(z, shares, tokens, logprobs, n, v, temperature, top_p, top_k, threads);
 }
 
 }  // extern "C"

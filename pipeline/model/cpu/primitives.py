@@ -236,6 +236,25 @@ def exponentials(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tenso
     return logits, sums, total
 
 
+# -- the next token ---------------------------------------------------------------------------------------------------
+
+
+def chooses(logits: Tensor) -> bool:
+    """Whether `choose` takes these logits: primitives.cpp alone has it, generation/sampling.py what PyTorch does."""
+    return loaded() and logits.device.type == "cpu" and logits.dtype in (BF16, torch.float32)
+
+
+def choose(
+    logits: Tensor, numbers: Tensor | None, temperature: float, top_p: float, top_k: int
+) -> tuple[Tensor, Tensor]:
+    """Tokens (n,) and their log-probabilities (n,) float64 from logits (n, V), as generation/sampling.py's `choose`."""
+    tokens, logprobs = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits), dtype=torch.float64)
+    shares = None if numbers is None else numbers.double().contiguous()
+    given = logits.contiguous(), shares, tokens, logprobs, *logits.shape
+    call("choose_bf16" if logits.dtype == BF16 else "choose_fp32", *given, float(temperature), float(top_p), top_k)
+    return tokens, logprobs
+
+
 # -- attention ---------------------------------------------------------------------------------------------------------
 
 

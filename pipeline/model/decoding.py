@@ -1,0 +1,193 @@
+"""A decoding step in bf16 on a CPU: one new token for each of some rows of a cache, logits out.
+
+Under autocast PyTorch spends most of such a step of a small model outside of its products: in conversions, in attention
+over rows of different lengths, in building masks. Here the stream is float32, the cache and the operands of products
+are bf16, and what lies between two products is one pass in C++ (primitives.cpp):
+
+    add_unit           x += y, x / rms(x)                      RMSNorm (arXiv:1910.07467)
+    decode_heads       norms and RoPE of queries and keys, the new key and value into the cache
+    decode_attention   softmax over a row's shared prompt and its own tokens (cache.py) in one
+    gated              silu(g) * u
+    choose             the next token from the logits (generation/sampling.py)
+
+It computes what training in bf16 computes (layers.py), so sampled log-probabilities and those of the update agree as
+well as two orders of summation do. Used where `native.load` was called, for models without a hook; elsewhere PyTorch's
+operators decode.
+
+Shapes: n rows, D width, H query heads, K key heads, h head size, F outputs of a gate, V vocabulary.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.model.cache import KVCache
+from pipeline.model.cpu import attention, primitives
+from pipeline.model.cpu.layers import head_factors
+from pipeline.model.cpu.native import call, loaded
+from pipeline.model.layers import Block, Linear, rope_tables
+from pipeline.model.lora import AdaptedLinear
+from pipeline.model.transformer import Transformer
+
+BF16 = torch.bfloat16
+LANE = 16  # numbers of a head that primitives.cpp adds at once
+GROUPS = range(1, 9)  # queries of a key head that it is compiled for
+FEW, MANY = 8, 32  # rows are padded to multiples of the first up to 64, else of the second
+CACHE_BLOCK = 64  # positions by which a cache grows: a new key touches as many lines of memory as it has numbers
+TABLE_BLOCK = 256  # positions by which the tables of angles grow
+
+
+def fits(model: Transformer) -> bool:
+    """Whether this model is decoded here, in the present context: bf16 on a CPU, with the operations in C++."""
+    config = model.config
+    return (
+        loaded()
+        and torch.is_autocast_enabled("cpu")
+        and torch.get_autocast_dtype("cpu") == BF16
+        and model.hook is None
+        and config.head_dim % (2 * LANE) == 0
+        and config.heads // config.kv_heads in GROUPS
+        and type(model.model.embed_tokens.weight) is nn.Parameter  # not divided over processes
+        and model.table.device.type == "cpu"
+        and all(_has_matrices(layer) for layer in model.model.layers)
+    )
+
+
+def _has_matrices(layer: nn.Module) -> bool:
+    """Whether all projections are matrices in float32: not in eight bits, not divided."""
+    if not isinstance(layer, Block):
+        return False
+    attention, mlp = layer.self_attn, layer.mlp
+    of_attention = attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj
+    parts = *of_attention, mlp.gate_proj, mlp.up_proj, mlp.down_proj
+    return all(type(part) in (Linear, AdaptedLinear) and part.weight.dtype == torch.float32 for part in parts)
+
+
+class DecodingStep:
+    """The step of one model, with its matrices in bf16. Weights that change later are not seen."""
+
+    @torch.no_grad()
+    def __init__(self, model: Transformer) -> None:
+        self.config, self.embed = model.config, model.model.embed_tokens
+        self.layers = [_LayerWeights(layer) for layer in model.model.layers if isinstance(layer, Block)]
+        self.head = primitives.fold(model.model.norm.weight, model.table.detach()).t()  # (D, V)
+        self.cos = self.sin = torch.empty(0)
+
+    def next(self, cache: KVCache, rows: Sequence[int], tokens: Sequence[int]) -> Tensor:
+        """Append `tokens[i]` to row `rows[i]` of a cache in bf16: logits (n, V) in bf16.
+
+        Raises ValueError where a row would exceed the model's context; then no row has changed.
+        """
+        config, n = self.config, len(rows)
+        own, before = [cache.own[row] for row in rows], [cache.before(row) for row in rows]
+        longest = max(map(sum, zip(own, before))) + 1
+        cache.check_length(longest)
+        cache.reserve(max(own) + 1)
+        self._reserve_tables(longest)
+        for row in rows:
+            cache.own[row] += 1
+        prompts = [cache.prompt_of[row] or 0 for row in rows]
+        where, columns, prompt, past = torch.tensor([list(rows), own, prompts, before]).unbind()
+        positions, lengths = columns + past, columns + 1
+        padded = n + -n % (FEW if n <= 2 * MANY else MANY)  # oneDNN compiles a kernel for each new shape
+        x = torch.zeros(padded, config.width)
+        x[:n] = self.embed(torch.tensor(tokens))
+        unit, y = torch.empty(padded, config.width, dtype=BF16), None
+        q = torch.empty(n, config.heads, config.head_dim)
+        attended = torch.zeros(padded, config.heads * config.head_dim, dtype=BF16)
+        shared = cache if cache.prompts is None or not any(before) else cache.prompts
+        groups = n, config.kv_heads, config.heads // config.kv_heads, config.head_dim
+        for layer, keys, values, prompt_keys, prompt_values in zip(
+            self.layers, cache.keys, cache.values, shared.keys, shared.values, strict=True
+        ):
+            capacity = keys.shape[3]
+            _add_unit(x, y, unit, config.norm_eps)
+            joined = layer.joined(unit)
+            given = joined, layer.factors, self.cos, self.sin, positions, where, columns, q, keys, values
+            sizes = n, config.heads, config.kv_heads, config.head_dim // 2, capacity
+            call("decode_heads", *given, *sizes, config.norm_eps, config.head_norms)
+            given = q, keys, values, prompt_keys, prompt_values, where, lengths, prompt, past, attended
+            call("decode_attention", *given, *groups, capacity, prompt_keys.shape[3])
+            _add_unit(x, torch.mm(attended, layer.out), unit, config.norm_eps)
+            y = torch.mm(primitives.gated(torch.mm(unit, layer.widen)), layer.narrow)
+        _add_unit(x, y, unit, config.norm_eps)
+        return torch.mm(unit, self.head)[:n]
+
+    def read(self, cache: KVCache, rows: Sequence[int], texts: Sequence[Sequence[int]]) -> Tensor:
+        """Write whole texts into empty rows of a cache in bf16: logits (n, V) in bf16 after each text.
+
+        Raises ValueError where a text is longer than the model's context; then no row has changed.
+        """
+        config, lengths = self.config, [len(text) for text in texts]
+        cache.check_length(max(lengths))
+        cache.reserve(max(lengths))
+        self._reserve_tables(max(lengths))
+        for row, length in zip(rows, lengths, strict=True):
+            cache.own[row] = length
+        heads, size = config.heads, config.head_dim
+        plan = attention.plan(tuple(lengths), True, heads)
+        tokens, padded = sum(lengths), plan.tokens
+        counts = torch.tensor(lengths)
+        row_of, ends = torch.tensor(list(rows)).repeat_interleave(counts), counts.cumsum(0)
+        columns = torch.arange(tokens) - (ends - counts).repeat_interleave(counts)
+        positions = torch.nn.functional.pad(columns, (0, padded - tokens))
+        cos, sin = self.cos[positions], self.sin[positions]
+        x = torch.zeros(padded, config.width)
+        x[:tokens] = self.embed(torch.tensor([token for text in texts for token in text]))
+        unit, y = torch.empty(padded, config.width, dtype=BF16), None
+        for layer, keys, values in zip(self.layers, cache.keys, cache.values, strict=True):
+            _add_unit(x, y, unit, config.norm_eps)
+            joined = layer.joined(unit).unflatten(1, (-1, size))  # (N, H + 2K, h)
+            eps = config.norm_eps if config.head_norms else None
+            turned, _ = primitives.heads(joined, layer.factors, cos, sin, eps)
+            value = joined[:, turned.shape[1] :]
+            out, _ = attention.forward(turned[:, :heads], turned[:, heads:], value, plan)
+            keys[row_of, :, :, columns] = turned[:tokens, heads:]
+            values[row_of, :, columns] = value[:tokens]
+            _add_unit(x, torch.mm(out.flatten(1), layer.out), unit, config.norm_eps)
+            y = torch.mm(primitives.gated(torch.mm(unit, layer.widen)), layer.narrow)
+        assert y is not None, "a model has a layer"
+        last = ends - 1
+        x, unit = x[last], unit[: len(last)]
+        _add_unit(x, y[last], unit, config.norm_eps)
+        return torch.mm(unit, self.head)
+
+    def _reserve_tables(self, length: int) -> None:
+        if len(self.cos) < length:
+            positions = torch.arange(length + -length % TABLE_BLOCK)
+            self.cos, self.sin = (table.contiguous() for table in rope_tables(positions, self.config))
+
+
+class _LayerWeights:
+    """The matrices of a layer in bf16, (in, out), multiplied by the weights of the norms before them."""
+
+    def __init__(self, layer: Block) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        inputs = attention.q_proj, attention.k_proj, attention.v_proj
+        self.heads = primitives.fold(layer.input_layernorm.weight, *map(_matrix, inputs)).t()
+        biases = [part.bias.detach() for part in inputs if part.bias is not None]
+        self.bias = torch.cat(biases).to(BF16) if biases else None
+        self.out = _matrix(attention.o_proj).to(BF16).t()
+        widening = _matrix(mlp.gate_proj), _matrix(mlp.up_proj)
+        self.widen = primitives.fold(layer.post_attention_layernorm.weight, *widening).t()
+        self.narrow = _matrix(mlp.down_proj).to(BF16).t()
+        size, norms = attention.head_dim, None
+        if attention.head_norms:
+            norms = attention.q_norm.weight.detach(), attention.k_norm.weight.detach()
+        heads, both = len(attention.q_proj.weight) // size, len(self.heads[0]) // size
+        self.factors = head_factors(norms, heads, (both + heads) // 2, size)
+
+    def joined(self, unit: Tensor) -> Tensor:
+        """Queries, keys and values side by side, (n, (H + 2K) h)."""
+        return torch.mm(unit, self.heads) if self.bias is None else torch.addmm(self.bias, unit, self.heads)
+
+
+def _matrix(layer: nn.Module) -> Tensor:
+    """The weights (out, in) of a linear layer, with its adapter if it has one."""
+    assert isinstance(layer, Linear | AdaptedLinear)
+    return (layer.folded() if isinstance(layer, AdaptedLinear) and layer.enabled else layer.weight).detach()
+
+
+def _add_unit(x: Tensor, y: Tensor | None, unit: Tensor, eps: float) -> None:
+    call("add_unit", x, y, unit, *x.shape, eps)
