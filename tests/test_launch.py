@@ -365,3 +365,35 @@ def test_a_signal_to_the_launcher_ends_all_and_the_same_command_resumes_to_the_s
     repository.run(*command, OMP_NUM_THREADS="1")
     assert {model: repository.sha(model) for model in whole} == whole
     shutil.rmtree(repository.folder)
+
+
+def test_the_end_says_how_idle_the_jobs_were_and_which_chain_took_longest() -> None:
+    build = build_of(WAITS)
+    for name, took in {"a": 60.0, "b": 30.0, "c": 120.0, "d": 0.2, "e": 60.0}.items():
+        build.stages[name].took = took
+    assert build.use(240.0) == "4.0 min, 2 jobs, 44% of their time idle; longest chain 4.0 min: a > c > e\n"
+    alone = build_of({"stage_a": set()}, jobs=1)
+    alone.stages["stage_a"].took = 90.0
+    assert alone.use(90.0) == "1.5 min, 1 job; longest chain 1.5 min: a\n"
+
+
+def makespan(build: Build) -> float:
+    """Seconds of a build in which every stage takes what was estimated."""
+    now, running = 0.0, dict[str, float]()
+    while running or build.ready():
+        for name in build.ready()[: build.jobs - len(running)]:
+            build.stages[name].state, running[name] = "running", now + build.stages[name].seconds
+        first = min(running, key=lambda name: running[name])
+        now = running.pop(first)
+        build.ended(first, "built")
+    return now
+
+
+@pytest.mark.parametrize("target", ["spine", None])
+def test_two_jobs_take_hardly_longer_than_the_longest_chain_or_half_of_the_work(target: str | None) -> None:
+    """With the seconds of the demo: no order is shorter than the longer of the two."""
+    waits = launch.chosen(graph.waits(), target)
+    seconds = launch.seconds_of(list(waits), "demo")
+    build = build_of(waits, **seconds)
+    bound = max(max(build.behind.values()), sum(seconds.values()) / 2)
+    assert makespan(build) < 1.03 * bound

@@ -5,8 +5,8 @@
                                                evaluations and the report
     python -m pipeline.tools.launch stage_dpo  one stage and everything it needs
 
-If a stage fails, only the stages that need it are not built. At the end a table lists the outcome of each stage and
-the command to continue; the exit code is that of the first failure. The report reads whatever was measured, so it waits
+If a stage fails, only the stages that need it are not built. At the end a table lists the outcome of each stage, the
+idle share of the jobs and the command to continue; the exit code is that of the first failure. The report reads whatever was measured, so it waits
 for the other stages but needs none of them. SIGINT, SIGTERM and SIGHUP reach each running stage once; the stage saves
 its state, and the same command resumes. If the launcher is killed, the kernel ends DVC and its stage (Linux). The
 threads of a stage are the cores divided by the jobs, even if it runs alone: their number decides the last bits of a
@@ -132,6 +132,27 @@ class Build:
         ]
         return "\n".join(rows) + "\n"
 
+    def use(self, seconds: float) -> str:
+        """How much of the jobs' time stages took, of a build of so many seconds, and the chain that took longest: with
+        other jobs idle only a shorter chain makes a build faster.
+        """
+        busy = sum(stage.took for stage in self.stages.values())
+        idle = max(0.0, 1 - busy / (seconds * self.jobs)) if seconds else 0.0
+        ended: dict[str, float] = {}  # stage -> seconds of the longest chain that ends with it
+
+        def until(name: str) -> float:
+            if name not in ended:
+                ended[name] = self.stages[name].took + max(map(until, self.stages[name].waits), default=0.0)
+            return ended[name]
+
+        last = max(self.stages, key=until)
+        chain = [last]
+        while waits := self.stages[chain[-1]].waits:
+            chain.append(max(waits, key=until))
+        names = " > ".join(name.removeprefix("stage_") for name in reversed(chain) if self.stages[name].took >= 1)
+        jobs = f"{self.jobs} jobs, {idle:.0%} of their time idle" if self.jobs > 1 else "1 job"
+        return f"{seconds / 60:.1f} min, {jobs}; longest chain {until(last) / 60:.1f} min: {names}\n"
+
 
 def chosen(waits: dict[str, set[str]], target: str | None) -> dict[str, set[str]]:
     """The stages that `target` names, and everything they need. Raises ConfigError for an unknown name."""
@@ -226,6 +247,7 @@ class Launcher:
     def run(self) -> int:
         """Build what can be built; returns the exit code."""
         self.exit_codes.mkdir(parents=True, exist_ok=True)
+        began = time.monotonic()
         handlers = {number: signal.signal(number, self._on_signal) for number in SIGNALS if _is_handled(number)}
         try:
             while self.running or (not self.signal and self.build.ready()):
@@ -236,7 +258,7 @@ class Launcher:
                 signal.signal(number, handler)
         for name in self.build.named("waiting"):
             self.build.stages[name].state = "not built"
-        sys.stderr.write("\n" + self.build.table())
+        sys.stderr.write("\n" + self.build.table() + self.build.use(time.monotonic() - began))
         if self.signal:
             say(f"stopped by {signal.Signals(self.signal).name}; go on with: {self.command}")
             return 128 + self.signal
