@@ -6,11 +6,11 @@
     python -m pipeline.tools.launch stage_dpo  one stage and everything it needs
 
 If a stage fails, only the stages that need it are not built. At the end a table lists the outcome of each stage, the
-idle share of the jobs and the command to continue; the exit code is that of the first failure. The report reads whatever was measured, so it waits
-for the other stages but needs none of them. SIGINT, SIGTERM and SIGHUP reach each running stage once; the stage saves
-its state, and the same command resumes. If the launcher is killed, the kernel ends DVC and its stage (Linux). The
-threads of a stage are the cores divided by the jobs, even if it runs alone: their number decides the last bits of a
-result, so an interrupted stage must resume with as many.
+idle share of the jobs and the command to continue; the exit code is that of the first failure. The report reads
+whatever was measured, so it waits for the other stages but needs none of them. SIGINT, SIGTERM and SIGHUP reach each
+running stage once; the stage saves its state, and the same command resumes. If the launcher is killed, the kernel ends
+DVC and its stage (Linux). The threads of a stage are the cores divided by the jobs, even if it runs alone: their number
+decides the last bits of a result, so an interrupted stage must resume with as many.
 
 Not promised: a good estimate of the time left before the first full run; it starts from `seconds` in the scale file.
 """
