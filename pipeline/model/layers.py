@@ -289,6 +289,16 @@ class Linear(nn.Linear):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
+    @property
+    def plain(self) -> bool:
+        """Whether the layer is a product with `matrix` alone."""
+        return self.bias is None
+
+    @property
+    def matrix(self) -> Tensor:
+        """The matrix (out, in)."""
+        return self.weight
+
 
 class RMSNorm(nn.Module):
     """Root-mean-square norm over the last dimension."""
@@ -332,15 +342,15 @@ class Attention(nn.Module):
 
     @property
     def plain(self) -> bool:
-        """Whether the projections have no adapters and no biases."""
-        return all(type(x) is Linear and x.bias is None for x in (self.q_proj, self.k_proj, self.v_proj, self.o_proj))
+        """Whether each projection is one matrix product."""
+        return all(x.plain for x in (self.q_proj, self.k_proj, self.v_proj, self.o_proj))
 
     def in_bf16(self, x: Tensor, norm: "RMSNorm", cos: Tensor, sin: Tensor, plan: TilePlan) -> Tensor:
         """`forward` of norm(x), in bf16 on a CPU: (N, D) -> (N, D) in float32."""
-        matrices = (self.q_proj.weight, self.k_proj.weight, self.v_proj.weight)
+        matrices = (self.q_proj.matrix, self.k_proj.matrix, self.v_proj.matrix)
         joined = layers.normed_product(x, norm.weight, norm.eps, *matrices).unflatten(-1, (-1, self.head_dim))
         norms = (self.q_norm.weight, self.k_norm.weight) if self.head_norms else None
-        return layers.product(layers.attention(joined, cos, sin, norms, norm.eps, self.heads, plan), self.o_proj.weight)
+        return layers.product(layers.attention(joined, cos, sin, norms, norm.eps, self.heads, plan), self.o_proj.matrix)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, layout: Layout, index: int) -> Tensor:
         if self.head_norms:
@@ -363,13 +373,13 @@ class SwiGLU(nn.Module):
 
     @property
     def plain(self) -> bool:
-        """Whether the projections have no adapters."""
-        return all(type(x) is Linear for x in (self.gate_proj, self.up_proj, self.down_proj))
+        """Whether each projection is one matrix product."""
+        return all(x.plain for x in (self.gate_proj, self.up_proj, self.down_proj))
 
     def in_bf16(self, x: Tensor, norm: "RMSNorm") -> Tensor:
         """`forward` of norm(x), in bf16 on a CPU: (N, D) -> (N, D) in float32."""
-        joined = layers.normed_product(x, norm.weight, norm.eps, self.gate_proj.weight, self.up_proj.weight)
-        return layers.product(layers.gated(joined), self.down_proj.weight)
+        joined = layers.normed_product(x, norm.weight, norm.eps, self.gate_proj.matrix, self.up_proj.matrix)
+        return layers.product(layers.gated(joined), self.down_proj.matrix)
 
 
 class Block(nn.Module):
