@@ -353,7 +353,7 @@ def gradients_and_products(policy: Any, dropout: float) -> tuple[list[Tensor], i
                 ids,
                 documents=documents,
                 select=torch.ones_like(ids, dtype=torch.bool),
-                head=lambda hidden, table: next_token(hidden, table, ids.flatten()),
+                head=lambda hidden, table, _: next_token(hidden, table, ids.flatten()),
             )
         loss.backward()
     return [x.grad for x in model.parameters() if x.grad is not None], products.count

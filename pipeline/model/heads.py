@@ -15,7 +15,9 @@ published model.
 Not here: losses, advantages, the choice of the token that counts.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +28,7 @@ from pipeline.model.layers import Linear
 from pipeline.model.transformer import Checkpointing, Transformer
 from pipeline.run.errors import ConfigError
 
+T = TypeVar("T")
 MIN_STD = 1e-3  # below it normalizing would only magnify rounding
 
 
@@ -159,13 +162,14 @@ class ActorCritic(nn.Module):
         positions: Tensor | None = None,
         documents: Tensor | None = None,
         select: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+        head: Callable[[Tensor, Tensor, Tensor | None], T] | None = None,
+    ) -> tuple[Tensor | T, Tensor]:
         """Logits of the next token, and the value of the state in which it is chosen: (n, V) and (n,) at `select`.
 
-        One call for both, so that it passes through a wrapper that averages gradients over processes. Arguments as in
-        `RewardModel`.
+        One call for both, so that it passes through a wrapper that averages gradients over processes. `head` as in
+        `Transformer.forward`, the other arguments as in `RewardModel`.
         """
-        logits = self.actor(input_ids, positions=positions, documents=documents, select=select)
+        logits = self.actor(input_ids, positions=positions, documents=documents, select=select, head=head)
         rewards = self.critic(input_ids, positions=positions, documents=documents, select=select)
         return logits, self.critic.normalised(rewards)
 

@@ -6,6 +6,7 @@ their backward passes.
     heads         queries and keys: norm, weights, rotation       RoPE (arXiv:2104.09864), the half-split form
     gated         silu(g) * u
     exponentials  e = exp(z - max z), s = sum e, losses log s + max z - z_t
+    softmax       p = softmax(z / T), log sum exp(z / T), and p's entropy
     probabilities softmax(scores + mask)
     outer         a^T b, the gradient of a matrix
 
@@ -234,6 +235,24 @@ def exponentials(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tenso
             logits[rows][: len(chunk)] = wide
     logits[len(targets) :] = 0
     return logits, sums, total
+
+
+def softmax(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """softmax(z / T) in place of the logits (n, V), log sum exp(z / T) and the entropy of each row, (n,), at least
+    float32.
+    """
+    wide_type = torch.promote_types(logits.dtype, torch.float32)
+    norms, entropies = (torch.empty(len(logits), dtype=wide_type, device=logits.device) for _ in range(2))
+    if loaded() and logits.dtype == BF16 and logits.device.type == "cpu":
+        call("softmax", logits, norms, entropies, *logits.shape, temperature)
+        return logits, norms, entropies
+    for rows in _chunks(logits) if logits.device.type == "cpu" else (slice(None),):
+        wide = logits[rows].to(wide_type) / temperature
+        norms[rows] = wide.logsumexp(-1)
+        shares = wide.sub_(norms[rows, None]).exp()  # wide is the logarithm of shares
+        entropies[rows] = -torch.linalg.vecdot(shares, wide)
+        logits[rows] = shares
+    return logits, norms, entropies
 
 
 # -- attention ---------------------------------------------------------------------------------------------------------
