@@ -12,13 +12,13 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.learning.losses import next_token
-from pipeline.model import transformer
+from pipeline.model import lora, transformer
 from pipeline.model.cache import KVCache
 from pipeline.model.config import ModelConfig
 from pipeline.model.cpu import attention, layers, native, primitives
 from pipeline.model.cpu.layers import ragged_attention
 from pipeline.model.layers import Branches, Documents, Layout, Line, Masked, Padded, Rows, tile_plan
-from pipeline.model.lora import AdapterConfig, attach
+from pipeline.model.lora import AdapterConfig
 from pipeline.model.transformer import Transformer
 
 ROUNDING = 0.02  # relative, of a part in bf16
@@ -299,8 +299,16 @@ def test_all_of_plain_projections_in_bf16_goes_by_hand(monkeypatch: pytest.Monke
         with torch.autocast("cpu", torch.bfloat16):
             model(ids, cache=KVCache(CONFIG, 1, dtype=torch.float32, device=ids.device))
         assert not calls
-    attach(model, AdapterConfig(rank=2, alpha=4.0), torch.Generator().manual_seed(0))
-    assert called(model, ids, alone) == {"gated"}
+    lora.attach(model, AdapterConfig(rank=2, alpha=4.0), torch.Generator().manual_seed(0))
+    assert called(model, ids, alone) == {"attention", "gated"}
+    with lora.disabled(model):
+        assert called(model, ids, alone) == {"attention", "gated"}
+    lora.detach(model)
+    lora.attach(model, AdapterConfig(rank=2, alpha=4.0, dropout=0.5), torch.Generator().manual_seed(0))
+    assert called(model, ids, alone) == {"gated"}  # its adapters are on the projections of attention alone
+    lora.detach(model)
+    lora.attach(model, AdapterConfig(rank=2, alpha=4.0, dora=True), torch.Generator().manual_seed(0))
+    assert called(model.eval(), ids, alone) == {"gated"}
 
 
 def test_the_plan_of_a_layout_is_that_of_its_documents() -> None:

@@ -229,18 +229,17 @@ class _TargetLogprobs(Function):
         places, place_of = (index * len(head) + targets).unique(return_inverse=True)  # of the targets among the logits
         of_targets = grad.new_zeros(len(places)).index_add_(0, place_of, grad)
         of_targets[place_of] -= sums[index] * logprobs.exp()  # equal where targets are
-        size = len(kept[0])
+        size = len(kept[0]) if kept else 1
         bounds = torch.searchsorted(places, torch.arange(0, len(kept) + 1, device=places.device) * size * len(head))
         grad_states = torch.empty(states.shape, dtype=grad.dtype, device=grad.device)
-        grad_head: Tensor | None = None
+        grad_head = grad.new_zeros(head.shape) if ctx.needs_input_grad[1] else None
         for number, (begin, end) in enumerate(pairwise(bounds.tolist())):
             rows = slice(number * size, number * size + len(kept[number]))
             grad_logits = kept[number] * -sums[rows, None].to(kept[number].dtype)
             grad_logits.view(-1)[places[begin:end] - number * size * len(head)] = of_targets[begin:end].to(head.dtype)
             grad_states[rows] = torch.mm(grad_logits, head).to(grad.dtype)
-            if ctx.needs_input_grad[1]:
-                part = outer(grad_logits, states[rows]).to(grad.dtype)
-                grad_head = part if grad_head is None else grad_head.add_(part)
+            if grad_head is not None:
+                grad_head += outer(grad_logits, states[rows])
         of_states, of_head = ctx.dtypes
         return (
             grad_states[: ctx.rows].to(of_states),

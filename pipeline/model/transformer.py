@@ -111,19 +111,38 @@ class Transformer(nn.Module):
         compute. With `head`, returns `head(states, matrix, index)` instead: of the distinct selected states (U, D), the
         head's matrix (V, D), and the state of each position (n,), None where each has its own.
         """
-        x, line = self._encode(input_ids, positions, documents, cache, reading)
         if select is None:
-            return self.logits(_spread(x, line, input_ids))
-        selected = select.flatten() if line is None or line.kept is None else select.flatten()[line.kept]
-        index = None
-        if line is not None and line.source is not None:
-            states, index = line.source[selected].unique(return_inverse=True)
-            x = x.index_select(0, states)
-        elif not bool(selected.all()):
-            x = x.index_select(0, selected.nonzero().squeeze(1))
+            return self.logits(
+                self.hidden(input_ids, positions=positions, documents=documents, cache=cache, reading=reading)
+            )
+        x, index = self.selected(
+            input_ids, select, positions=positions, documents=documents, cache=cache, reading=reading
+        )
         if head is not None:
             return head(x, self.table, index)
         return self.logits(x if index is None else x.index_select(0, index))
+
+    def selected(
+        self,
+        input_ids: Tensor,
+        select: Tensor,
+        *,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+        cache: KVCache | None = None,
+        reading: object = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The distinct ones (U, D) among the head's inputs at the n positions where `select` (B, T) is True.
+
+        And which of them each position has, (n,), row by row; None: each has its own. The other arguments and errors
+        are those of `hidden`.
+        """
+        x, line = self._encode(input_ids, positions, documents, cache, reading)
+        selected = select.flatten() if line is None or line.kept is None else select.flatten()[line.kept]
+        if line is not None and line.source is not None:
+            states, index = line.source[selected].unique(return_inverse=True)
+            return x.index_select(0, states), index
+        return x if bool(selected.all()) else x.index_select(0, selected.nonzero().squeeze(1)), None
 
     def hidden(
         self,

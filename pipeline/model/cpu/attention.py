@@ -191,7 +191,8 @@ def _group_rows(x: Tensor, where: Where) -> Tensor:
 def _group_keys(x: Tensor, keys: tuple[Where, ...] | Tensor) -> Tensor:
     """A group's keys from all tiles, or blocks, (n, K, 128, 1, h): (m * K, S, h)."""
     if isinstance(keys, Tensor):
-        return x[keys].transpose(1, 2).flatten(2, 4).flatten(0, 1)
+        chosen = x.flatten(1).index_select(0, keys.flatten()).view(*keys.shape, *x.shape[1:])
+        return chosen.transpose(1, 2).flatten(2, 4).flatten(0, 1)
     return torch.stack([x[where] for where in keys], dim=2).flatten(2, 4).flatten(0, 1)
 
 
@@ -202,7 +203,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, plan: TilePlan) -> tuple[Tensor, li
     """
     (_, heads, size), kv_heads = q.shape, k.shape[1]
     q = _split_tiles(q, plan.tokens, kv_heads)
-    k, v = (_split_tiles(x, plan.tokens, kv_heads, plan.key_tile) for x in (k, v))
+    k, v = (_split_tiles(x, plan.tokens, kv_heads, plan.key_tile).contiguous() for x in (k, v))
     out = q.new_empty(plan.tokens, heads, size)
     result = _split_tiles(out, plan.tokens, kv_heads)
     saved: list[Tensor] = []
@@ -234,10 +235,9 @@ def backward(grad: Tensor, out: Tensor, saved: Sequence[Tensor], plan: TilePlan,
     inner = torch.linalg.vecdot(grad.float(), out[:tokens].float()).neg_()[..., None]
     above, inner = (_split_tiles(x, plan.tokens, kv_heads) for x in (grad, inner))
     grads = torch.empty(plan.tokens, heads + 2 * kv_heads, size)
-    grads[:, heads:] = 0
-    parts = grads.split([heads, kv_heads, kv_heads], dim=1)
-    grad_q = _split_tiles(parts[0], plan.tokens, kv_heads)
-    grad_k, grad_v = (_split_tiles(x, plan.tokens, kv_heads, plan.key_tile) for x in parts[1:])
+    grad_q = _split_tiles(grads[:, :heads], plan.tokens, kv_heads)
+    shape = plan.tokens // plan.key_tile, kv_heads, plan.key_tile, 1, size
+    grad_k, grad_v = grads.new_zeros(shape), grads.new_zeros(shape)
     for number, group in enumerate(plan.groups):
         rows, keys, values, probabilities = saved[4 * number : 4 * number + 4]
         if not len(probabilities):
@@ -250,6 +250,8 @@ def backward(grad: Tensor, out: Tensor, saved: Sequence[Tensor], plan: TilePlan,
         grad_q[group.tiles] = torch.bmm(grad_scores, keys).view(-1, *grad_q.shape[1:]).float()
         _add_to_tiles(grad_v, group.keys, torch.bmm(probabilities.transpose(1, 2), upper[..., :size]))
         _add_to_tiles(grad_k, group.keys, torch.bmm(grad_scores.transpose(1, 2), rows))
+    for part, total in zip(grads[:, heads:].split(kv_heads, dim=1), (grad_k, grad_v), strict=True):
+        part.copy_(total.transpose(1, 2).reshape(part.shape))
     return grads[:tokens]
 
 
@@ -266,7 +268,7 @@ def _add_to_tiles(total: Tensor, keys: tuple[Where, ...] | Tensor, part: Tensor)
     """Add gradients (m * K, S, h) to their tiles, or blocks, (n, K, 128, 1, h)."""
     if isinstance(keys, Tensor):
         part = part.view(len(keys), total.shape[1], -1, KEY_BLOCK, 1, part.shape[-1]).transpose(1, 2)
-        total.index_add_(0, keys.flatten(), part.flatten(0, 1).to(total.dtype))
+        primitives.add_rows(total.flatten(1), keys.flatten(), part.flatten(0, 1).flatten(1))
         return
     part = part.view(-1, total.shape[1], len(keys), TILE, 1, part.shape[-1])
     for number, where in enumerate(keys):

@@ -236,6 +236,17 @@ void probabilities(half *scores, const half *mask, num batch, num kv, num tile, 
     }
 }
 
+// total[index] += rows (m, w); a row of the total belongs to one thread
+void add_rows(float *total, const num *index, const half *rows, num m, num w, int threads) {
+    ROWS for (int share = 0; share < threads; share++)
+        for (num i = 0; i < m; i++) {
+            if (index[i] % threads != share) continue;
+            float *to = total + index[i] * w;
+            const half *from = rows + i * w;
+            LANES for (num j = 0; j < w; j++) to[j] += wide(from[j]);
+        }
+}
+
 // matrix (f, d) times weight (d,), in bf16
 void fold(const float *matrix, const float *weight, half *result, num f, num d, int threads) {
     ROWS for (num i = 0; i < f; i++)

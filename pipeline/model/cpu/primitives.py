@@ -9,6 +9,7 @@ their backward passes.
     softmax       p = softmax(z / T), log sum exp(z / T), and p's entropy
     probabilities softmax(scores + mask)
     outer         a^T b, the gradient of a matrix
+    add_rows      x[index] += rows, the gradient of a choice of rows
 
 Each exists twice: in C++ (primitives.cpp, if native.py has loaded it), one pass over memory, 2 to 5 times as fast; and
 as PyTorch's operators one by one, over chunks of rows that fit a core's second-level cache. Both compute in float32 and
@@ -122,6 +123,14 @@ def outer(left: Tensor, right: Tensor) -> Tensor:
     if left.shape[1] == narrow:
         return torch.mm(left.t().contiguous(), right)
     return torch.mm(right.t().contiguous(), left).t().contiguous()
+
+
+def add_rows(total: Tensor, index: Tensor, rows: Tensor) -> None:
+    """Add rows (m, w) in bf16 to those rows of `total` (n, w), in float32, which `index` (m,) names, one by one."""
+    if loaded():
+        call("add_rows", total, index, rows, *rows.shape)
+    else:
+        total.index_add_(0, index, rows.to(total.dtype))
 
 
 # -- queries and keys --------------------------------------------------------------------------------------------------
