@@ -101,7 +101,7 @@ class GPT(nn.Module):
             x = x[select]
         table = words.weight
         assert isinstance(table, Tensor)
-        return functional.linear(x, table) if head is None else head(x, table)
+        return functional.linear(x, table) if head is None else head(x, table, None)
 
     def num_parameters(self) -> int:
         """All weights; the tied table counts once, that of positions is counted."""

@@ -106,9 +106,12 @@ class Given(nn.Module):
         super().__init__()
         self.logits = logits
 
-    def forward(self, input_ids: Tensor, *, positions: Tensor, documents: Tensor, select: Tensor) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, *, positions: Tensor, documents: Tensor, select: Tensor, head: Any = None
+    ) -> Any:
         assert input_ids.shape == positions.shape == documents.shape == select.shape == self.logits.shape[:2]
-        return self.logits[select]
+        states = self.logits[select]
+        return states if head is None else head(states, torch.eye(states.shape[-1], dtype=states.dtype), None)
 
 
 def rows_of(ids: Tensor, mask: Tensor) -> Answered:

@@ -61,7 +61,7 @@ def trained(
                     model(
                         batch.ids,
                         select=chosen,
-                        head=lambda hidden, table: learning_losses.next_token(hidden, table, batch.targets[chosen]),
+                        head=lambda hidden, table, _: learning_losses.next_token(hidden, table, batch.targets[chosen]),
                     ),
                 )
             ]

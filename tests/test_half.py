@@ -12,12 +12,13 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.learning.losses import next_token
-from pipeline.model import transformer
+from pipeline.model import lora, transformer
+from pipeline.model.cache import KVCache
 from pipeline.model.config import ModelConfig
 from pipeline.model.cpu import attention, layers, native, primitives
 from pipeline.model.cpu.layers import ragged_attention
-from pipeline.model.layers import Branches, Documents, Masked, Padded, Rows, documents_of
-from pipeline.model.lora import AdapterConfig, attach
+from pipeline.model.layers import Branches, Documents, Layout, Line, Masked, Padded, Rows, tile_plan
+from pipeline.model.lora import AdapterConfig
 from pipeline.model.transformer import Transformer
 
 ROUNDING = 0.02  # relative, of a part in bf16
@@ -130,6 +131,51 @@ def test_attention_in_tiles_is_that_within_each_document(
     close(found, plain, inputs, [layers.BF16, torch.float32, torch.float32])
 
 
+TREES = {  # lengths, before, parents
+    "a pair": ((300, 40), (0, 250), (0, 0)),
+    "groups": ((150, 40, 1, 60, 90, 30, 2), (0, 140, 149, 100, 0, 88, 30), (0, 0, 1, 0, 3, 4, 5)),
+    "prompts that begin alike": ((20, 200, 50, 180, 50, 50), (0, 20, 190, 20, 170, 180), (0, 0, 1, 0, 3, 4)),
+    "longer than what is kept": ((700, 40), (0, 650), (0, 0)),
+}
+
+
+@pytest.mark.parametrize(("lengths", "before", "parents"), TREES.values(), ids=TREES)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 1)])
+def test_attention_in_a_tree_is_that_of_each_document_alone(
+    lengths: tuple[int, ...], before: tuple[int, ...], parents: tuple[int, ...], heads: int, kv_heads: int
+) -> None:
+    """Value and gradients; the reference computes every document from its first token on."""
+    tokens, size = sum(lengths), 16
+    rows: list[Tensor] = []  # of each document, the line's tokens
+    for length, shared, parent in zip(lengths, before, parents, strict=True):
+        own = torch.arange(length) + sum(lengths[: len(rows)])
+        rows.append(torch.cat([rows[parent][:shared], own]) if shared else own)
+    angles = drawn(3, tokens, 1, size // 2)
+    cos, sin = angles.cos(), angles.sin()
+
+    def plain(x: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+        q, k, v = x.split([heads, kv_heads, kv_heads], dim=1)
+        q, k = turned(norm(q, queries), cos, sin), turned(norm(k, keys), cos, sin)
+        alone = [
+            ragged_attention(q[row], k[row], v[row], (len(row),), causal=True)[-n:] for row, n in zip(rows, lengths)
+        ]
+        return torch.cat(alone).flatten(1)
+
+    def found(x: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+        plan = attention.tree_plan(lengths, before, parents, heads)
+        return layers.attention(x, cos.float(), sin.float(), (queries, keys), 1e-6, heads, plan)
+
+    inputs = [drawn(4, tokens, heads + 2 * kv_heads, size), 1 + drawn(5, size) / 4, 1 + drawn(6, size) / 4]
+    close(found, plain, inputs, [layers.BF16, torch.float32, torch.float32])
+
+
+def test_a_tree_multiplies_no_keys_of_other_branches() -> None:
+    """64 answers of 128 tokens to one prompt of 128: all tiles but the first have the keys of two tiles."""
+    plan = attention.tree_plan((256, *(128,) * 63), (0, *(128,) * 63), (0,) * 64, 4)
+    assert sum(len(group.mask) for group in plan.groups) == 65
+    assert {group.mask.shape[-1] for group in plan.groups} == {128, 256}
+
+
 @pytest.fixture
 def in_cpp(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     if native.compiler() is None:
@@ -142,6 +188,8 @@ def in_cpp(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.mark.usefixtures("in_cpp")
 def test_the_pieces_in_cpp_are_the_plain_formulas(monkeypatch: pytest.MonkeyPatch) -> None:
     test_attention_in_tiles_is_that_within_each_document((3, 120, 1, 200, 60), True, 4, 2)
+    for tree in TREES.values():
+        test_attention_in_a_tree_is_that_of_each_document_alone(*tree, 4, 2)
     test_a_product_behind_a_norm_is_the_plain_formula(1, monkeypatch)
     test_a_product_and_a_gated_unit_are_the_plain_formulas()
     logits, targets = drawn(7, 9, 40).to(layers.BF16), torch.arange(7)
@@ -203,8 +251,32 @@ def test_a_model_trains_in_bf16_as_it_does_in_float32(config: ModelConfig, docum
         assert (rounded[name] - value).norm() <= 0.03 * value.norm(), name
 
 
-def test_only_plain_projections_in_training_go_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Adapters, inference, float32 and documents that share a beginning keep the operations of kernels.py."""
+def test_rows_that_begin_alike_train_in_bf16_as_each_row_alone_in_float64() -> None:
+    """Gradients of log-probabilities, rewards and the like: no further off than those of rows that share nothing."""
+    model = Transformer(CONFIG, torch.Generator().manual_seed(0))
+    ids = torch.randint(0, 128, (6, 150), generator=torch.Generator().manual_seed(5))
+    ids[1:3, :90], ids[4, :70], ids[5] = ids[0, :90], ids[3, :70], ids[3]
+    documents = torch.arange(6)[:, None].expand(6, 150)
+    weights = drawn(6, 6, 150, 48)
+
+    def gradients(model: Transformer, documents: Tensor | None, half_precision: bool) -> dict[str, Tensor]:
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=half_precision):
+            hidden = model.hidden(ids, documents=documents)
+        (hidden.double() * weights).sum().backward()
+        return {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
+
+    layout = Line.of(documents, True, ids).layout
+    assert isinstance(layout, Branches) and layout.before.count(0) == 2
+    tree, alone = gradients(model, documents, True), gradients(model, None, True)
+    exact = gradients(model.double(), None, False)
+    for name, value in exact.items():
+        assert (tree[name] - value).norm() <= 1.1 * (alone[name] - value).norm() + 1e-3 * value.norm(), name
+        assert (tree[name] - value).norm() <= 0.03 * value.norm(), name
+
+
+def test_all_of_plain_projections_in_bf16_goes_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also frozen passes and documents that share a beginning; float32 and decoding keep the other operations."""
     calls: list[str] = []
     for name in ("attention", "gated"):
         whole = getattr(layers, name)
@@ -220,21 +292,36 @@ def test_only_plain_projections_in_training_go_by_hand(monkeypatch: pytest.Monke
     model = Transformer(CONFIG, torch.Generator().manual_seed(0))
     assert called(model, ids, alone) == {"attention", "gated"}
     assert called(model, ids, alone, half_precision=False) == set()
-    assert called(model, ids.expand(2, 20), alone.expand(2, 20)) == {"gated"}
+    assert called(model, ids.expand(2, 20), alone.expand(2, 20)) == {"attention", "gated"}
     with torch.no_grad():
-        assert called(model, ids, alone) == set()
-    attach(model, AdapterConfig(rank=2, alpha=4.0), torch.Generator().manual_seed(0))
-    assert called(model, ids, alone) == {"gated"}
+        assert called(model, ids, alone) == {"attention", "gated"}
+        calls.clear()
+        with torch.autocast("cpu", torch.bfloat16):
+            model(ids, cache=KVCache(CONFIG, 1, dtype=torch.float32, device=ids.device))
+        assert not calls
+    lora.attach(model, AdapterConfig(rank=2, alpha=4.0), torch.Generator().manual_seed(0))
+    assert called(model, ids, alone) == {"attention", "gated"}
+    with lora.disabled(model):
+        assert called(model, ids, alone) == {"attention", "gated"}
+    lora.detach(model)
+    lora.attach(model, AdapterConfig(rank=2, alpha=4.0, dropout=0.5), torch.Generator().manual_seed(0))
+    assert called(model, ids, alone) == {"gated"}  # its adapters are on the projections of attention alone
+    lora.detach(model)
+    lora.attach(model, AdapterConfig(rank=2, alpha=4.0, dora=True), torch.Generator().manual_seed(0))
+    assert called(model.eval(), ids, alone) == {"gated"}
 
 
-def test_the_documents_of_a_layout_are_those_that_it_attends_within() -> None:
+def test_the_plan_of_a_layout_is_that_of_its_documents() -> None:
+    def plan_of(layout: Layout, tokens: int) -> attention.TilePlan | None:
+        return tile_plan(layout, tokens, 2)
+
     documents = Documents((4, 5), causal=True)
-    assert documents_of(documents, 9) is documents
-    assert documents_of(Padded(documents, 9), 12) is documents
-    assert documents_of(Rows(3, causal=False), 12) == Documents((4, 4, 4), causal=False)
-    assert documents_of(Padded(Rows(2, causal=True), 10), 128) == Documents((5, 5), causal=True)
-    assert documents_of(Masked(torch.ones(1, 1, 4, 4, dtype=torch.bool)), 4) is None
-    assert documents_of(Branches((4, 2), (0, 3), torch.arange(9)), 6) is None
+    assert plan_of(documents, 9) is plan_of(Padded(documents, 9), 128) is attention.plan((4, 5), True, 2)
+    assert plan_of(Rows(3, causal=False), 12) is attention.plan((4, 4, 4), False, 2)
+    assert plan_of(Padded(Rows(2, causal=True), 10), 128) is attention.plan((5, 5), True, 2)
+    assert plan_of(Masked(torch.ones(1, 1, 4, 4, dtype=torch.bool)), 4) is None
+    branches = Branches((4, 2), (0, 3), (0, 0), torch.arange(9))
+    assert plan_of(branches, 6) is attention.tree_plan((4, 2), (0, 3), (0, 0), 2)
 
 
 def test_few_products_of_few_shapes_whatever_the_lengths_are() -> None:
@@ -274,7 +361,7 @@ def gradients_and_products(policy: Any, dropout: float) -> tuple[list[Tensor], i
                 ids,
                 documents=documents,
                 select=torch.ones_like(ids, dtype=torch.bool),
-                head=lambda hidden, table: next_token(hidden, table, ids.flatten()),
+                head=lambda hidden, table, _: next_token(hidden, table, ids.flatten()),
             )
         loss.backward()
     return [x.grad for x in model.parameters() if x.grad is not None], products.count

@@ -461,3 +461,51 @@ def test_the_merge_gate_counts_in_the_size_of_the_logits() -> None:
     largest = float(model(IDS).abs().max())
     difference = lora.merged_with_gate(model, IDS)
     assert 1e-4 < difference < 1e-5 * largest
+
+
+@pytest.mark.parametrize("targets", [("all-linear",), ("q_proj", "v_proj")])
+def test_gradients_of_the_folded_matrix_are_those_of_three_products(targets: tuple[str, ...]) -> None:
+    """W + k B A as one matrix, in float32: outputs, dA and dB of the formula with the thin products apart."""
+    generator = torch.Generator().manual_seed(0)
+    model = Transformer(CONFIGS[0], generator)
+    lora.attach(model, AdapterConfig(rank=4, alpha=8.0, targets=targets), generator)
+    layers = [layer for layer in lora.adapters(model) if isinstance(layer, AdaptedLinear)]
+    with torch.no_grad():
+        for layer in layers:
+            layer.lora_B.weight.normal_(0.0, 0.1, generator=generator)
+    for layer in layers:
+        x = torch.randn(300, layer.weight.shape[1], generator=generator)
+        above = torch.randn(300, layer.weight.shape[0], generator=generator)
+        thin = [layer.lora_A.weight, layer.lora_B.weight]
+        assert layer.plain
+        folded = torch.autograd.grad(torch.nn.functional.linear(x, layer.matrix), thin, above)
+        for found, expected in zip(folded, torch.autograd.grad(layer(x), thin, above), strict=True):
+            assert (found - expected).norm() <= 1e-6 * expected.norm()
+
+
+def test_an_adapter_trains_in_bf16_as_it_does_in_float32_and_no_worse_than_three_products() -> None:
+    generator = torch.Generator().manual_seed(0)
+    model = Transformer(CONFIGS[0], generator)
+    lora.attach(model, AdapterConfig(rank=4, alpha=8.0, targets=("all-linear",)), generator)
+    for layer in lora.adapters(model):
+        if isinstance(layer, AdaptedLinear):
+            torch.nn.init.normal_(layer.lora_B.weight, std=0.1, generator=generator)
+    ids = torch.randint(0, CONFIGS[0].vocab_size, (3, 60), generator=generator)
+    weights = torch.randn(3, 60, CONFIGS[0].width, generator=generator, dtype=torch.float64)
+
+    def gradients(model: Transformer, half_precision: bool) -> list[Tensor]:
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        with torch.autocast("cpu", torch.bfloat16, enabled=half_precision):
+            hidden = model.hidden(ids)
+        return [x.double() for x in torch.autograd.grad((hidden.double() * weights).sum(), parameters)]
+
+    folded = gradients(model, True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AdaptedLinear, "plain", False)
+        apart = gradients(model, True)
+    exact = gradients(model.double(), False)
+    errors = [
+        [float((x - y).norm() / y.norm()) for x, y in zip(found, exact, strict=True)] for found in (folded, apart)
+    ]
+    assert max(errors[0]) <= 0.03
+    assert sum(errors[0]) <= 1.1 * sum(errors[1])

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from pipeline.batches.batch import Piece, TokenBatch, answered
+from pipeline.learning import losses
 from pipeline.learning.losses import sum_by_row, token_logprobs, trained_logits
 from pipeline.model.transformer import Transformer
 from tests.goldens import Given, I, assert_near, cases, rows_of, tensors
@@ -86,3 +87,36 @@ def test_rows_of_answers_are_laid_out_as_worked_out_by_hand() -> None:
     assert found.targets.tolist() == [[6, -100, -100, -100], [-100, 9, 4, -100]]
     assert found.documents.tolist() == [[0, 0, -1, -1], [0, 0, 0, 0]]
     assert found.positions.tolist() == [[0, 1, 0, 0], [0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, 0.01)])
+@pytest.mark.parametrize("most", [2**23, 2**12])
+def test_log_probabilities_and_gradients_are_those_of_a_softmax_of_all_logits(
+    dtype: torch.dtype, bound: float, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several targets of one state, also the same one twice; with a sharp distribution, and head in several parts."""
+    monkeypatch.setattr(losses, "MOST_LOGITS", most)
+    generator = torch.Generator().manual_seed(0)
+    index = torch.randint(0, 300, (500,), generator=generator)
+    targets = torch.randint(0, 16, (500,), generator=generator)  # many equal ones
+    above = torch.randn(500, generator=generator, dtype=torch.float64)
+    exact = [torch.randn(n, 24, generator=generator, dtype=torch.float64) for n in (300, 50)]
+    exact = [(2 * x).to(dtype).double().requires_grad_() for x in exact]
+    logits = (exact[0] @ exact[1].T)[index] / 0.8
+    wanted = logits.log_softmax(-1)
+    expected = wanted.gather(1, targets[:, None])[:, 0]
+    given = [x.detach().to(dtype).requires_grad_() for x in exact]
+    logprobs, entropies = losses._logprobs_head(targets, 0.8)(given[0], given[1], index)
+    gradients = torch.autograd.grad(logprobs, given, above.to(logprobs.dtype))
+    of_entropies = -(wanted * wanted.exp()).sum(-1)
+    pairs = [(logprobs, expected), (entropies, of_entropies)]
+    pairs += list(zip(gradients, torch.autograd.grad(expected, exact, above), strict=True))
+    for found, value in pairs:
+        assert (found.double() - value).norm() <= bound * value.norm()
+
+
+def test_a_batch_without_targets_has_no_log_probabilities_and_no_gradient() -> None:
+    states, table = torch.zeros(0, 4, requires_grad=True), torch.ones(3, 4, requires_grad=True)
+    logprobs, _ = losses._logprobs_head(torch.zeros(0, dtype=torch.long), 1.0)(states, table, None)
+    logprobs.sum().backward()
+    assert logprobs.shape == (0,) and table.grad is not None and not table.grad.any()

@@ -173,7 +173,9 @@ def run(case: Case) -> None:
     def loss(model: Transformer, batch: Batch) -> Loss:
         chosen = batch.targets >= 0
         total = model(
-            batch.ids, select=chosen, head=lambda hidden, table: losses.next_token(hidden, table, batch.targets[chosen])
+            batch.ids,
+            select=chosen,
+            head=lambda hidden, table, _: losses.next_token(hidden, table, batch.targets[chosen]),
         )
         if (stream.step, device.rank()) == tuple(case.poison) and model.training:
             total = total * float("nan")

@@ -13,6 +13,7 @@ positions are prompt.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -21,7 +22,7 @@ from torch.autograd import Function
 from torch.nn.functional import pad
 
 from pipeline.batches.batch import Tokens
-from pipeline.model.cpu.primitives import exponentials, outer
+from pipeline.model.cpu.primitives import exponentials, outer, softmax
 
 EVEN_ROWS = 128  # rows of a product in half precision are a multiple of it
 MOST_LOGITS = 2**23  # that exist at once between two products
@@ -59,13 +60,17 @@ def next_token(hidden: Tensor, table: Tensor, targets: Tensor) -> Tensor:
 
 
 class _Context(Protocol):
-    """The context of `_NextToken`: torch's, and the dtypes of the inputs."""
+    """The context of the functions below: torch's, and the dtypes of the inputs."""
 
     needs_input_grad: tuple[bool, ...]
-    saved_tensors: tuple[Tensor | None, ...]
+    saved_tensors: tuple[Tensor, ...]
     dtypes: tuple[torch.dtype, ...]
+    temperature: float
+    rows: int
 
     def save_for_backward(self, *tensors: Tensor | None) -> None: ...
+
+    def mark_non_differentiable(self, *tensors: Tensor) -> None: ...
 
 
 class _NextToken(Function):
@@ -77,9 +82,7 @@ class _NextToken(Function):
     def forward(ctx: _Context, hidden: Tensor, table: Tensor, targets: Tensor) -> Tensor:
         half = _precision(hidden)
         wide = torch.promote_types(half, torch.float32)
-        head, states = table.to(half), hidden.to(half)
-        if half != wide and hidden.device.type == "cpu":  # oneDNN compiles a kernel for each new number of rows
-            states = pad(states, (0, 0, 0, -len(states) % EVEN_ROWS))
+        head, states = table.to(half), _even_rows(hidden.to(half))
         needs_states, needs_head = ctx.needs_input_grad[:2]
         grad_states = hidden.new_empty(states.shape, dtype=wide) if needs_states else None
         grad_head: Tensor | None = None
@@ -110,6 +113,13 @@ class _NextToken(Function):
         return grad_states, grad_head, None
 
 
+def _even_rows(x: Tensor) -> Tensor:
+    """Rows padded where they are in half precision on a CPU: oneDNN compiles a kernel for each new number of rows."""
+    if x.device.type != "cpu" or x.dtype in (torch.float32, torch.float64):
+        return x
+    return pad(x, (0, 0, 0, -len(x) % EVEN_ROWS))
+
+
 def _precision(x: Tensor) -> torch.dtype:
     """The dtype of the products: autocast's, where it is on."""
     kind = x.device.type
@@ -137,29 +147,107 @@ def read_out(
     chosen = batch.targets >= 0
     targets = batch.targets[chosen]
     options = {} if reading is None else {"reading": reading}
+
+    def head(states: Tensor, table: Tensor, index: Tensor | None) -> Tensor:
+        return loss(states if index is None else states.index_select(0, index), table, targets)
+
     return model(
-        batch.input_ids,
-        positions=batch.positions,
-        documents=batch.documents,
-        select=chosen,
-        head=lambda hidden, table: loss(hidden, table, targets),
-        **options,
+        batch.input_ids, positions=batch.positions, documents=batch.documents, select=chosen, head=head, **options
     )
 
 
 def token_logprobs(model: nn.Module, batch: Tokens, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """Log-probabilities (N,) of the trained targets at `temperature`, with gradient, and the entropies (N,), without.
 
-    float32, in nats, row by row: log softmax(z / T)[target].
+    float32, in nats, row by row: log softmax(z / T)[target]. Logits that several rows share are computed once.
     """
-    return target_logprobs(*trained_logits(model, batch), temperature)
+    chosen = batch.targets >= 0
+    head = _logprobs_head(batch.targets[chosen], temperature)
+    return model(batch.input_ids, positions=batch.positions, documents=batch.documents, select=chosen, head=head)
 
 
 def actor_critic(model: nn.Module, batch: Tokens, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
     """`token_logprobs` of the actor, and the critic's values (N,) of the states before each token."""
     chosen = batch.targets >= 0
-    logits, values = model(batch.input_ids, positions=batch.positions, documents=batch.documents, select=chosen)
-    return *target_logprobs(logits, batch.targets[chosen], temperature), values
+    head = _logprobs_head(batch.targets[chosen], temperature)
+    (logprobs, entropy), values = model(
+        batch.input_ids, positions=batch.positions, documents=batch.documents, select=chosen, head=head
+    )
+    return logprobs, entropy, values
+
+
+def _logprobs_head(
+    targets: Tensor, temperature: float
+) -> Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]:
+    def head(states: Tensor, table: Tensor, index: Tensor | None) -> tuple[Tensor, Tensor]:
+        index = torch.arange(len(targets), device=targets.device) if index is None else index
+        return _TargetLogprobs.apply(states, table, targets, index, temperature)  # pyright: ignore[reportReturnType]
+
+    return head
+
+
+class _TargetLogprobs(Function):
+    """With p = softmax(z / T): l = log p_t; dz = (dl at t - p sum dl) / T, where a state may have several targets.
+
+    The product runs in the precision of autocast, which p is stored in too; at the targets dz is computed in float32:
+    a sharp policy's p_t rounds to 1, and 1 - p_t is its gradient.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: _Context, hidden: Tensor, table: Tensor, targets: Tensor, index: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        half = _precision(hidden)
+        head, states = table.to(half), _even_rows(hidden.to(half))
+        logprobs = hidden.new_empty(len(targets), dtype=torch.promote_types(half, torch.float32))
+        entropies = torch.empty_like(logprobs)
+        order = index.argsort(stable=True)
+        size = max(EVEN_ROWS, MOST_LOGITS // len(table))
+        firsts = range(0, len(states), size)
+        bounds = torch.searchsorted(index[order], torch.tensor([*firsts, len(states)], device=index.device)).tolist()
+        kept: list[Tensor] = []
+        for first, (begin, end) in zip(firsts, pairwise(bounds), strict=True):
+            logits = torch.mm(states[first : first + size], head.t())
+            mine = order[begin:end]
+            rows, columns = index[mine] - first, targets[mine]
+            target_logits = logits[rows, columns].to(logprobs.dtype) / temperature
+            probabilities, norms, of_rows = softmax(logits, temperature)  # in place
+            logprobs[mine] = target_logits - norms[rows]
+            entropies[mine] = of_rows[rows]
+            kept.append(probabilities)
+        if any(ctx.needs_input_grad[:2]):
+            ctx.save_for_backward(states, head, targets, index, logprobs, *kept)
+        ctx.dtypes, ctx.temperature, ctx.rows = (hidden.dtype, table.dtype), temperature, len(hidden)
+        ctx.mark_non_differentiable(entropies)
+        return logprobs, entropies
+
+    @staticmethod
+    def backward(ctx: _Context, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        states, head, targets, index, logprobs, *kept = ctx.saved_tensors
+        grad = grad / ctx.temperature
+        sums = grad.new_zeros(len(states)).index_add_(0, index, grad)  # (U,) over the targets of a state
+        places, place_of = (index * len(head) + targets).unique(return_inverse=True)  # of the targets among the logits
+        of_targets = grad.new_zeros(len(places)).index_add_(0, place_of, grad)
+        of_targets[place_of] -= sums[index] * logprobs.exp()  # equal where targets are
+        size = len(kept[0]) if kept else 1
+        bounds = torch.searchsorted(places, torch.arange(0, len(kept) + 1, device=places.device) * size * len(head))
+        grad_states = torch.empty(states.shape, dtype=grad.dtype, device=grad.device)
+        grad_head = grad.new_zeros(head.shape) if ctx.needs_input_grad[1] else None
+        for number, (begin, end) in enumerate(pairwise(bounds.tolist())):
+            rows = slice(number * size, number * size + len(kept[number]))
+            grad_logits = kept[number] * -sums[rows, None].to(kept[number].dtype)
+            grad_logits.view(-1)[places[begin:end] - number * size * len(head)] = of_targets[begin:end].to(head.dtype)
+            grad_states[rows] = torch.mm(grad_logits, head).to(grad.dtype)
+            if grad_head is not None:
+                grad_head += outer(grad_logits, states[rows])
+        of_states, of_head = ctx.dtypes
+        return (
+            grad_states[: ctx.rows].to(of_states),
+            None if grad_head is None else grad_head.to(of_head),
+            None,
+            None,
+            None,
+        )
 
 
 def target_logprobs(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:

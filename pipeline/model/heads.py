@@ -15,7 +15,9 @@ published model.
 Not here: losses, advantages, the choice of the token that counts.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +28,7 @@ from pipeline.model.layers import Linear
 from pipeline.model.transformer import Checkpointing, Transformer
 from pipeline.run.errors import ConfigError
 
+T = TypeVar("T")
 MIN_STD = 1e-3  # below it normalizing would only magnify rounding
 
 
@@ -93,11 +96,7 @@ class RewardModel(TrunkModel):
         The other arguments and errors are those of `Transformer.hidden`. Rewards of padding are undefined: do not
         select it.
         """
-        hidden = self.trunk.hidden(input_ids, positions=positions, documents=documents)
-        if select is not None:
-            hidden = hidden[select]  # (n, D), row by row
-        with torch.autocast(hidden.device.type, enabled=False):
-            return functional.linear(hidden.float(), self.score.weight.float()).squeeze(-1)
+        return _scores(self.trunk, self.score.weight, input_ids, positions, documents, select).squeeze(-1)
 
     def normalised(self, rewards: Tensor) -> Tensor:
         """(r - mean) / std: the learned part of a score, and a critic's first values."""
@@ -111,6 +110,24 @@ class RewardModel(TrunkModel):
     def flops_per_token(self, context: int) -> int:
         """Training FLOPs of one token: the trunk's, with one row in place of the vocabulary's."""
         return self.config.flops_per_token(context) - 6 * (self.config.vocab_size - 1) * self.config.width
+
+
+def _scores(
+    trunk: Transformer,
+    rows: Tensor,
+    input_ids: Tensor,
+    positions: Tensor | None,
+    documents: Tensor | None,
+    select: Tensor | None,
+) -> Tensor:
+    """Products of the states with `rows` (R, D), in float32: (B, T, R), or (n, R) of the positions of `select`."""
+    if select is None:
+        states, index = trunk.hidden(input_ids, positions=positions, documents=documents), None
+    else:
+        states, index = trunk.selected(input_ids, select, positions=positions, documents=documents)
+    with torch.autocast(states.device.type, enabled=False):
+        scores = functional.linear(states.float(), rows.float())
+    return scores if index is None else scores.index_select(0, index)
 
 
 @torch.no_grad()
@@ -159,13 +176,14 @@ class ActorCritic(nn.Module):
         positions: Tensor | None = None,
         documents: Tensor | None = None,
         select: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+        head: Callable[[Tensor, Tensor, Tensor | None], T] | None = None,
+    ) -> tuple[Tensor | T, Tensor]:
         """Logits of the next token, and the value of the state in which it is chosen: (n, V) and (n,) at `select`.
 
-        One call for both, so that it passes through a wrapper that averages gradients over processes. Arguments as in
-        `RewardModel`.
+        One call for both, so that it passes through a wrapper that averages gradients over processes. `head` as in
+        `Transformer.forward`, the other arguments as in `RewardModel`.
         """
-        logits = self.actor(input_ids, positions=positions, documents=documents, select=select)
+        logits = self.actor(input_ids, positions=positions, documents=documents, select=select, head=head)
         rewards = self.critic(input_ids, positions=positions, documents=documents, select=select)
         return logits, self.critic.normalised(rewards)
 
@@ -201,12 +219,8 @@ class GuessingModel(TrunkModel):
 
         The other arguments and errors are those of `Transformer.hidden`.
         """
-        hidden = self.model.trunk.hidden(input_ids, positions=positions, documents=documents)
-        if select is not None:
-            hidden = hidden[select]
         rows = torch.cat([self.model.score.weight, self.likelihood_score.weight])
-        with torch.autocast(hidden.device.type, enabled=False):
-            return functional.linear(hidden.float(), rows.float())
+        return _scores(self.trunk, rows, input_ids, positions, documents, select)
 
     @property
     def trunk(self) -> Transformer:

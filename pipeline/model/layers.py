@@ -12,14 +12,14 @@ A `Layout` describes how that line is cut into rows and documents; it is made on
 | `Cached`    | new tokens of some rows of a cache    | decoding (cache.py)                                       |
 | `Padded`    | those of another layout, then padding | bf16 on a CPU, where a new shape costs a compilation      |
 
-Training in bf16 on a CPU does not call a layout: it takes `documents_of` it and runs cpu/attention.py.
+In bf16 on a CPU layers do not call these layouts: cpu/attention.py runs the `tile_plan` of the first and the next two.
 
 Shapes: N tokens of the line, B rows, T time, H query heads, K key heads, G = H/K, h head size.
 
 **Parts**: embedding, norm, grouped-query attention with RoPE, SwiGLU, and their block, Qwen3's (arXiv:2505.09388), and
 Qwen2's and LLaMA's; `transformer.py` runs them. Parameters have Hugging Face's names. All tokens of a batch lie on one
-line (N, D); a layout defines which of them attend to each other. Training in bf16 on a CPU uses the hand-written passes
-of `cpu/layers.py` (`in_bf16`).
+line (N, D); a layout defines which of them attend to each other. Under autocast to bf16 on a CPU all but decoding uses
+the hand-written passes of `cpu/layers.py` (`in_bf16`).
 
 **The hook**: a module that changes the residual stream after each layer. A wing (pipeline/wings.py) has it.
 
@@ -53,6 +53,7 @@ from pipeline import wings
 from pipeline.model.cache import cross
 from pipeline.model.config import ModelConfig
 from pipeline.model.cpu import attention, layers
+from pipeline.model.cpu.attention import TilePlan
 from pipeline.model.cpu.layers import ragged_attention, rms_norm, rotate
 from pipeline.run.types import JsonObject
 
@@ -112,12 +113,13 @@ class Documents:
 class Branches:
     """Documents of which some begin with a prefix of another; the line contains shared prefixes once. Causal, for CPUs.
 
-    Document i adds `lengths[i]` tokens to the line after `before[i]` tokens of another one; `keys` (N + sum(before),)
-    are the indices in the line of all tokens of each document.
+    Document i adds `lengths[i]` tokens to the line after the first `before[i]` tokens of document `parents[i]`, which
+    comes earlier; `keys` (N + sum(before),) are the indices in the line of all tokens of each document.
     """
 
     lengths: tuple[int, ...]
     before: tuple[int, ...]
+    parents: tuple[int, ...]
     keys: Tensor
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
@@ -141,13 +143,17 @@ class Padded:
         return pad(out, (0, 0, 0, 0, 0, len(q) - self.tokens))
 
 
-def documents_of(layout: Layout, tokens: int) -> Documents | None:
-    """The documents of a line of `tokens` tokens, if they lie one after another and attend only within themselves."""
+def tile_plan(layout: Layout, tokens: int, heads: int) -> TilePlan | None:
+    """The plan of attention in bf16 for `heads` query heads over a line of `tokens` tokens; None for other layouts."""
     if isinstance(layout, Padded):
         layout, tokens = layout.layout, layout.tokens
     if isinstance(layout, Rows):
-        return Documents((tokens // layout.batch,) * layout.batch, layout.causal)
-    return layout if isinstance(layout, Documents) else None
+        layout = Documents((tokens // layout.batch,) * layout.batch, layout.causal)
+    if isinstance(layout, Documents):
+        return attention.plan(layout.lengths, layout.causal, heads)
+    if isinstance(layout, Branches):
+        return attention.tree_plan(layout.lengths, layout.before, layout.parents, heads)
+    return None
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor, batch: int, mask: Tensor | None, causal: bool) -> Tensor:
@@ -210,19 +216,23 @@ class Line:
     def _branches(
         cls, positions: Tensor, starts: np.ndarray, lengths: np.ndarray, prefixes: list[tuple[int, int, int]]
     ) -> "Line":
-        """Each document without the prefix that another one has too."""
-        shared = np.zeros_like(lengths)
-        for row, _, number in prefixes:
-            shared[row] = number
-        own = lengths - shared
+        """Each document without the prefix that another one has too, in the order of `prefixes`."""
+        order = np.array([row for row, _, _ in prefixes])
+        place = np.argsort(order)  # of each row in the line
+        shared = np.array([number for _, _, number in prefixes])
+        own = lengths[order] - shared
         begins = np.cumsum(own) - own  # where each document's own tokens begin in the line
-        indices = [np.arange(0)] * len(lengths)  # of all tokens of each document, in the line
-        for row, other, number in prefixes:
-            indices[row] = np.concatenate([indices[other][:number], begins[row] + np.arange(own[row])])
-        computed = torch.from_numpy(np.concatenate([s + np.arange(p, n) for s, p, n in zip(starts, shared, lengths)]))
-        kept = np.concatenate([s + np.arange(n) for s, n in zip(starts, lengths)])
-        source = torch.from_numpy(np.concatenate(indices))
-        layout = Branches(tuple(own.tolist()), tuple(shared.tolist()), source)
+        indices: list[np.ndarray] = []  # of all tokens of each document, in the line
+        for begin, length, (_, other, number) in zip(begins, own, prefixes, strict=True):
+            prefix = indices[place[other]][:number] if number else np.arange(0)
+            indices.append(np.concatenate([prefix, begin + np.arange(length)]))
+        firsts = starts[order] + shared
+        computed = torch.from_numpy(np.concatenate([s + np.arange(n) for s, n in zip(firsts, own, strict=True)]))
+        kept = np.concatenate([s + np.arange(n) for s, n in zip(starts, lengths, strict=True)])
+        source = torch.from_numpy(np.concatenate([indices[row] for row in place]))
+        parents = tuple(int(place[other]) for _, other, _ in prefixes)
+        keys = torch.from_numpy(np.concatenate(indices))
+        layout = Branches(tuple(own.tolist()), tuple(shared.tolist()), parents, keys)
         return cls(layout, positions[computed], computed, torch.from_numpy(kept), source)
 
 
@@ -279,6 +289,16 @@ class Linear(nn.Linear):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
+    @property
+    def plain(self) -> bool:
+        """Whether the layer is a product with `matrix` alone."""
+        return self.bias is None
+
+    @property
+    def matrix(self) -> Tensor:
+        """The matrix (out, in)."""
+        return self.weight
+
 
 class RMSNorm(nn.Module):
     """Root-mean-square norm over the last dimension."""
@@ -298,7 +318,7 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         size, heads, kv_heads = config.head_dim, config.heads, config.kv_heads
-        self.head_dim = size
+        self.head_dim, self.heads = size, heads
         self.q_proj = Linear(config.width, heads * size, config.bias)
         self.k_proj = Linear(config.width, kv_heads * size, config.bias)
         self.v_proj = Linear(config.width, kv_heads * size, config.bias)
@@ -322,17 +342,15 @@ class Attention(nn.Module):
 
     @property
     def plain(self) -> bool:
-        """Whether the projections have no adapters and no biases."""
-        return all(type(x) is Linear and x.bias is None for x in (self.q_proj, self.k_proj, self.v_proj, self.o_proj))
+        """Whether each projection is one matrix product."""
+        return all(x.plain for x in (self.q_proj, self.k_proj, self.v_proj, self.o_proj))
 
-    def in_bf16(self, x: Tensor, norm: "RMSNorm", cos: Tensor, sin: Tensor, documents: Documents) -> Tensor:
-        """`forward` of norm(x), for training in bf16 on a CPU: (N, D) -> (N, D) in float32."""
-        matrices = (self.q_proj.weight, self.k_proj.weight, self.v_proj.weight)
+    def in_bf16(self, x: Tensor, norm: "RMSNorm", cos: Tensor, sin: Tensor, plan: TilePlan) -> Tensor:
+        """`forward` of norm(x), in bf16 on a CPU: (N, D) -> (N, D) in float32."""
+        matrices = (self.q_proj.matrix, self.k_proj.matrix, self.v_proj.matrix)
         joined = layers.normed_product(x, norm.weight, norm.eps, *matrices).unflatten(-1, (-1, self.head_dim))
-        heads = len(self.q_proj.weight) // self.head_dim
         norms = (self.q_norm.weight, self.k_norm.weight) if self.head_norms else None
-        plan = attention.plan(documents.lengths, documents.causal, heads)
-        return layers.product(layers.attention(joined, cos, sin, norms, norm.eps, heads, plan), self.o_proj.weight)
+        return layers.product(layers.attention(joined, cos, sin, norms, norm.eps, self.heads, plan), self.o_proj.matrix)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, layout: Layout, index: int) -> Tensor:
         if self.head_norms:
@@ -355,13 +373,13 @@ class SwiGLU(nn.Module):
 
     @property
     def plain(self) -> bool:
-        """Whether the projections have no adapters."""
-        return all(type(x) is Linear for x in (self.gate_proj, self.up_proj, self.down_proj))
+        """Whether each projection is one matrix product."""
+        return all(x.plain for x in (self.gate_proj, self.up_proj, self.down_proj))
 
     def in_bf16(self, x: Tensor, norm: "RMSNorm") -> Tensor:
-        """`forward` of norm(x), for training in bf16 on a CPU: (N, D) -> (N, D) in float32."""
-        joined = layers.normed_product(x, norm.weight, norm.eps, self.gate_proj.weight, self.up_proj.weight)
-        return layers.product(layers.gated(joined), self.down_proj.weight)
+        """`forward` of norm(x), in bf16 on a CPU: (N, D) -> (N, D) in float32."""
+        joined = layers.normed_product(x, norm.weight, norm.eps, self.gate_proj.matrix, self.up_proj.matrix)
+        return layers.product(layers.gated(joined), self.down_proj.matrix)
 
 
 class Block(nn.Module):
@@ -376,14 +394,13 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layout: Layout, index: int, dropout: float) -> Tensor:
         """(N, D) -> (N, D)."""
-        hand_written = layers.trains_in_bf16(x)
-        documents = documents_of(layout, len(x)) if hand_written and self.self_attn.plain else None
-        if documents is None:
-            attended = self.self_attn(self.input_layernorm(x), cos, sin, layout, index)
+        plan = tile_plan(layout, len(x), self.self_attn.heads) if layers.runs_in_bf16(x) else None
+        if plan is not None and self.self_attn.plain:
+            attended = self.self_attn.in_bf16(x, self.input_layernorm, cos, sin, plan)
         else:
-            attended = self.self_attn.in_bf16(x, self.input_layernorm, cos, sin, documents)
+            attended = self.self_attn(self.input_layernorm(x), cos, sin, layout, index)
         x = x + (functional.dropout(attended, dropout) if dropout else attended)
-        if hand_written and self.mlp.plain:
+        if plan is not None and self.mlp.plain:
             widened = self.mlp.in_bf16(x, self.post_attention_layernorm)
         else:
             widened = self.mlp(self.post_attention_layernorm(x))

@@ -139,6 +139,22 @@ class AdaptedLinear(nn.Module):
         out = base + (gain - 1) * dropped_base + gain * (config.scale * update)  # dropout reaches W x too, as in peft
         return (out if self.bias is None else out + self.bias).to(base.dtype)
 
+    @property
+    def plain(self) -> bool:
+        """Whether the layer is a product with `matrix` alone, in float32."""
+        config = self.config
+        dropping = self.training and config.dropout > 0
+        whole = self.bias is None and self.weight.dtype == torch.float32
+        return whole and (not self.enabled or (self.whole is None and not config.dora and not dropping))
+
+    @property
+    def matrix(self) -> Tensor:
+        """W + k B A (out, in), of which autograd has the exact gradients dB = k dW A^T and dA = k B^T dW.
+
+        For many tokens one product with it is faster than three, and dW than gradients through the thin matrices.
+        """
+        return self._sum() if self.enabled else self.weight
+
     @torch.no_grad()
     def folded(self) -> Tensor:
         """The weight (out, in) with the adapter merged in, at least float32."""

@@ -11,7 +11,7 @@ Not here: losses (`learning/losses.py`), files (`checkpoint.py`), sampling (`gen
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,7 @@ from pipeline.model.layers import (
     rope_tables,
 )
 
+T = TypeVar("T")
 EVEN_ROWS = 128  # above it, rows are padded to multiples: at most so many different shapes below
 Checkpointing = Literal["none", "full", "every_2", "selective"]
 # What "selective" saves: expensive to compute and small to store. The CPU's own attention (cpu/layers.py) is
@@ -101,24 +102,47 @@ class Transformer(nn.Module):
         documents: Tensor | None = None,
         cache: KVCache | None = None,
         select: Tensor | None = None,
-        head: Callable[[Tensor, Tensor], Tensor] | None = None,
+        head: Callable[[Tensor, Tensor, Tensor | None], T] | None = None,
         reading: object = None,
-    ) -> Tensor:
+    ) -> Tensor | T:
         """Logits (B, T, V) of every position, or (n, V) of the n positions where `select` (B, T) is True, row by row.
 
         The other arguments and errors are those of `hidden`. A loss selects its targets: the head is a third of nano's
-        compute. With `head`, returns `head(states, matrix)` of the selected states (n, D) and the head's matrix (V, D)
-        instead of their product.
+        compute. With `head`, returns `head(states, matrix, index)` instead: of the distinct selected states (U, D), the
+        head's matrix (V, D), and the state of each position (n,), None where each has its own.
+        """
+        if select is None:
+            return self.logits(
+                self.hidden(input_ids, positions=positions, documents=documents, cache=cache, reading=reading)
+            )
+        x, index = self.selected(
+            input_ids, select, positions=positions, documents=documents, cache=cache, reading=reading
+        )
+        if head is not None:
+            return head(x, self.table, index)
+        return self.logits(x if index is None else x.index_select(0, index))
+
+    def selected(
+        self,
+        input_ids: Tensor,
+        select: Tensor,
+        *,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+        cache: KVCache | None = None,
+        reading: object = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The distinct ones (U, D) among the head's inputs at the n positions where `select` (B, T) is True.
+
+        And which of them each position has, (n,), row by row; None: each has its own. The other arguments and errors
+        are those of `hidden`.
         """
         x, line = self._encode(input_ids, positions, documents, cache, reading)
-        if select is None:
-            return self.logits(_spread(x, line, input_ids))
         selected = select.flatten() if line is None or line.kept is None else select.flatten()[line.kept]
         if line is not None and line.source is not None:
-            x = x.index_select(0, line.source[selected])
-        elif not bool(selected.all()):
-            x = x.index_select(0, selected.nonzero().squeeze(1))
-        return self.logits(x) if head is None else head(x, self.table)
+            states, index = line.source[selected].unique(return_inverse=True)
+            return x.index_select(0, states), index
+        return x if bool(selected.all()) else x.index_select(0, selected.nonzero().squeeze(1)), None
 
     def hidden(
         self,

@@ -5,6 +5,10 @@ token's document begins up to their own tile: `reach` tiles, with a mask. Tiles 
 so that a batch needs few products of few different shapes, whatever the lengths of its documents (oneDNN compiles a
 kernel for each new shape).
 
+**Trees.** Documents that share beginnings are a tree: the line contains each shared prefix once, and a token attends to
+the tokens before it on its own path. A tile's queries then attend to those blocks of 32 keys in which one of them has a
+key, their number rounded up to whole tiles; siblings' blocks are never multiplied.
+
     P = softmax(q k^T + mask)    o = P v    dv = P^T do    dP = do v^T - rowsum(do o)
     dS = P dP    dq = dS k    dk = dS^T q
 
@@ -12,7 +16,7 @@ The row sums are part of the product: do and v get more columns, [do, -d_high, -
 is computed in float32 before it is rounded to bf16, without another pass over the scores. Probabilities of tiles that
 reach over at most 512 tokens are stored for the backward pass, those of others are recomputed.
 
-Shapes: N tokens, n tiles, H query heads, K key heads, G = H/K, h head size, R = 128 G rows of a tile, r reach.
+Shapes: N tokens, n tiles, H query heads, K key heads, G = H/K, h head size, R = 128 G rows of a tile, r reach, S keys.
 """
 
 from collections.abc import Sequence
@@ -27,12 +31,14 @@ from torch.nn.functional import pad
 from pipeline.model.cpu import primitives
 
 TILE = 128
+KEY_BLOCK = 32  # tokens; a tree's keys are chosen in such blocks
 MOST_SCORES = 2**19  # of one product: they fit a core's second-level cache in bf16
 KEPT_REACH = 4  # tiles; up to this reach probabilities are stored: at most 512 a token and head
 SUM_COLUMNS = 32  # columns for the row sums: the products process columns in steps of it
 BF16 = torch.bfloat16
 
 
+Span = tuple[int, int]  # tokens [begin, end) of the line
 Where = slice | Tensor  # tiles of the line: a slice if they are evenly spaced, which copies nothing
 
 
@@ -41,7 +47,8 @@ class Group:
     """Tiles of equal reach."""
 
     tiles: Where  # (m,) of the queries
-    keys: tuple[Where, ...]  # r times (m,): the tiles of their keys, from the first to the last
+    # r times (m,): the tiles of their keys, from the first to the last; of a tree (m, S / 32): the blocks
+    keys: tuple[Where, ...] | Tensor
     # (m, 1, 128, 1, c) bf16 for the last c keys: 0, or -inf where a query does not attend to one; no other is masked
     mask: Tensor
 
@@ -52,6 +59,74 @@ class TilePlan:
 
     tokens: int  # of the line with its padding: a multiple of 128
     groups: tuple[Group, ...]
+    key_tile: int = TILE  # tokens of one entry of the groups' keys
+
+
+@lru_cache(maxsize=2)  # an actor and its critic have equal plans
+def tree_plan(lengths: tuple[int, ...], before: tuple[int, ...], parents: tuple[int, ...], heads: int) -> TilePlan:
+    """Cut a tree of causal documents, for `heads` query heads.
+
+    Document i adds `lengths[i]` tokens to the line after the first `before[i]` tokens of document `parents[i]`, which
+    comes earlier (of none where `before[i]` is 0). The padding of the last tile is a document of its own.
+    """
+    missing = -sum(lengths) % TILE
+    if missing:
+        lengths, before, parents = (*lengths, missing), (*before, 0), (*parents, 0)
+    paths = _paths(lengths, before, parents)
+    num_tiles = sum(lengths) // TILE
+    queries: list[list[tuple[int, int, list[Span]]]] = [[] for _ in range(num_tiles)]  # [begin, end) and their keys
+    for path in paths:
+        begin, end = path[-1]
+        for tile in range(begin // TILE, -(-end // TILE)):
+            last = min(end, (tile + 1) * TILE)
+            queries[tile].append((max(begin, tile * TILE), last, [*path[:-1], (begin, last)]))
+    blocks = [_key_blocks(parts) for parts in queries]
+    sizes = np.array([-(-len(chosen) * KEY_BLOCK // TILE) for chosen in blocks])  # in tiles
+    groups: list[Group] = []
+    for size in np.unique(sizes):
+        tiles = np.flatnonzero(sizes == size)
+        most = max(1, MOST_SCORES // (heads * TILE * TILE * int(size)))
+        for first in range(0, len(tiles), most):
+            part = tiles[first : first + most]
+            keys = np.zeros((len(part), size * TILE // KEY_BLOCK), dtype=np.int64)
+            masked = np.ones((len(part), TILE, size * TILE), dtype=bool)
+            for number, tile in enumerate(part):
+                keys[number, : len(blocks[tile])] = blocks[tile]
+                _unmask(masked[number], queries[tile], blocks[tile], tile * TILE)
+            groups.append(Group(_tile_index(part), torch.from_numpy(keys), _mask(masked)))
+    return TilePlan(sum(lengths), tuple(groups), KEY_BLOCK)
+
+
+def _paths(lengths: Sequence[int], before: Sequence[int], parents: Sequence[int]) -> list[list[Span]]:
+    """Where each document's tokens lie in the line, from its first to its last; the last span is its own."""
+    paths: list[list[Span]] = []
+    begin = 0
+    for length, shared, parent in zip(lengths, before, parents, strict=True):
+        path: list[Span] = []
+        for first, last in paths[parent] if shared else ():
+            taken = min(last - first, shared)
+            if taken:
+                path.append((first, first + taken))
+            shared -= taken
+        assert not shared, "a document shares no more tokens than its parent has"
+        paths.append([*path, (begin, begin + length)])
+        begin += length
+    return paths
+
+
+def _key_blocks(queries: Sequence[tuple[int, int, list[Span]]]) -> np.ndarray:
+    """The blocks with a key of these queries, in order."""
+    spans = {(first // KEY_BLOCK, -(-last // KEY_BLOCK)) for _, _, path in queries for first, last in path}
+    return np.unique(np.concatenate([np.arange(*span) for span in spans]))
+
+
+def _unmask(masked: np.ndarray, queries: Sequence[tuple[int, int, list[Span]]], blocks: np.ndarray, start: int) -> None:
+    """Set `masked` (128, S) to False at the keys of a tile's queries; the tile begins at `start`."""
+    for begin, end, path in queries:
+        for first, last in path:  # the blocks of a span are neighbors
+            column = int(np.searchsorted(blocks, first // KEY_BLOCK)) * KEY_BLOCK + first % KEY_BLOCK
+            seen = np.arange(first, last) <= np.arange(begin, end)[:, None]  # False only within the last span
+            masked[begin - start : end - start, column : column + last - first] &= ~seen
 
 
 @lru_cache(maxsize=2)  # batches of full rows have equal plans
@@ -84,8 +159,13 @@ def _group(tiles: np.ndarray, keys: np.ndarray, document: np.ndarray, causal: bo
         masked |= key[:, None, :] > query[:, :, None]
     begin = int(masked.any((0, 1)).argmax()) // TILE * TILE  # most documents mask keys of their last tile alone
     masked = masked[:, :, begin:]
+    return Group(_tile_index(tiles), tuple(map(_tile_index, keys.T)), _mask(masked))
+
+
+def _mask(masked: np.ndarray) -> Tensor:
+    """(m, 128, c) -> (m, 1, 128, 1, c), see `Group`."""
     mask = torch.zeros(masked.shape, dtype=BF16).masked_fill_(torch.from_numpy(masked), float("-inf"))
-    return Group(_tile_index(tiles), tuple(map(_tile_index, keys.T)), mask[:, None, :, None])
+    return mask[:, None, :, None]
 
 
 def _tile_index(tiles: np.ndarray) -> Where:
@@ -96,11 +176,11 @@ def _tile_index(tiles: np.ndarray) -> Where:
     return slice(int(tiles[0]), int(tiles[-1]) + 1, step)
 
 
-def _split_tiles(x: Tensor, tokens: int, kv_heads: int) -> Tensor:
+def _split_tiles(x: Tensor, tokens: int, kv_heads: int, tile: int = TILE) -> Tensor:
     """(N, H, h) -> (n, K, 128, G, h), padded to `tokens`."""
     if len(x) < tokens:
         x = pad(x, (0, 0, 0, 0, 0, tokens - len(x)))
-    return x.view(-1, TILE, kv_heads, x.shape[1] // kv_heads, x.shape[2]).transpose(1, 2)
+    return x.view(-1, tile, kv_heads, x.shape[1] // kv_heads, x.shape[2]).transpose(1, 2)
 
 
 def _group_rows(x: Tensor, where: Where) -> Tensor:
@@ -108,8 +188,11 @@ def _group_rows(x: Tensor, where: Where) -> Tensor:
     return x[where].flatten(2, 3).flatten(0, 1)
 
 
-def _group_keys(x: Tensor, keys: tuple[Where, ...]) -> Tensor:
-    """The tiles of a group's keys from all tiles (n, K, 128, 1, h): (m * K, r * 128, h)."""
+def _group_keys(x: Tensor, keys: tuple[Where, ...] | Tensor) -> Tensor:
+    """A group's keys from all tiles, or blocks, (n, K, 128, 1, h): (m * K, S, h)."""
+    if isinstance(keys, Tensor):
+        chosen = x.flatten(1).index_select(0, keys.flatten()).view(*keys.shape, *x.shape[1:])
+        return chosen.transpose(1, 2).flatten(2, 4).flatten(0, 1)
     return torch.stack([x[where] for where in keys], dim=2).flatten(2, 4).flatten(0, 1)
 
 
@@ -119,7 +202,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, plan: TilePlan) -> tuple[Tensor, li
     Returns the result, padded to the plan's tokens, and the tensors that the backward pass needs besides it.
     """
     (_, heads, size), kv_heads = q.shape, k.shape[1]
-    q, k, v = (_split_tiles(x, plan.tokens, kv_heads) for x in (q, k, v))
+    q = _split_tiles(q, plan.tokens, kv_heads)
+    k, v = (_split_tiles(x, plan.tokens, kv_heads, plan.key_tile).contiguous() for x in (k, v))
     out = q.new_empty(plan.tokens, heads, size)
     result = _split_tiles(out, plan.tokens, kv_heads)
     saved: list[Tensor] = []
@@ -127,12 +211,17 @@ def forward(q: Tensor, k: Tensor, v: Tensor, plan: TilePlan) -> tuple[Tensor, li
         rows, keys, values = _group_rows(q, group.tiles), _group_keys(k, group.keys), _group_keys(v, group.keys)
         probabilities = _probabilities(rows, keys, group, kv_heads)
         result[group.tiles] = torch.bmm(probabilities, values).view(-1, *result.shape[1:])
-        saved += [rows, keys, values, probabilities if len(group.keys) <= KEPT_REACH else probabilities.new_empty(0)]
+        saved += [
+            rows,
+            keys,
+            values,
+            probabilities if keys.shape[1] <= KEPT_REACH * TILE else probabilities.new_empty(0),
+        ]
     return out, saved
 
 
 def _probabilities(rows: Tensor, keys: Tensor, group: Group, kv_heads: int) -> Tensor:
-    """softmax(q k^T + mask) of a group's queries (m * K, R, h) and keys (m * K, r * 128, h)."""
+    """softmax(q k^T + mask) of a group's queries (m * K, R, h) and keys (m * K, S, h)."""
     scores = torch.bmm(rows, keys.transpose(1, 2))
     masked = scores.view(-1, kv_heads, TILE, rows.shape[1] // TILE, scores.shape[-1])
     return primitives.probabilities(masked, group.mask).view(scores.shape)
@@ -146,9 +235,9 @@ def backward(grad: Tensor, out: Tensor, saved: Sequence[Tensor], plan: TilePlan,
     inner = torch.linalg.vecdot(grad.float(), out[:tokens].float()).neg_()[..., None]
     above, inner = (_split_tiles(x, plan.tokens, kv_heads) for x in (grad, inner))
     grads = torch.empty(plan.tokens, heads + 2 * kv_heads, size)
-    grads[:, heads:] = 0
-    parts = grads.split([heads, kv_heads, kv_heads], dim=1)
-    grad_q, grad_k, grad_v = (_split_tiles(x, plan.tokens, kv_heads) for x in parts)
+    grad_q = _split_tiles(grads[:, :heads], plan.tokens, kv_heads)
+    shape = plan.tokens // plan.key_tile, kv_heads, plan.key_tile, 1, size
+    grad_k, grad_v = grads.new_zeros(shape), grads.new_zeros(shape)
     for number, group in enumerate(plan.groups):
         rows, keys, values, probabilities = saved[4 * number : 4 * number + 4]
         if not len(probabilities):
@@ -161,6 +250,8 @@ def backward(grad: Tensor, out: Tensor, saved: Sequence[Tensor], plan: TilePlan,
         grad_q[group.tiles] = torch.bmm(grad_scores, keys).view(-1, *grad_q.shape[1:]).float()
         _add_to_tiles(grad_v, group.keys, torch.bmm(probabilities.transpose(1, 2), upper[..., :size]))
         _add_to_tiles(grad_k, group.keys, torch.bmm(grad_scores.transpose(1, 2), rows))
+    for part, total in zip(grads[:, heads:].split(kv_heads, dim=1), (grad_k, grad_v), strict=True):
+        part.copy_(total.transpose(1, 2).reshape(part.shape))
     return grads[:tokens]
 
 
@@ -173,8 +264,12 @@ def _append_sums(rows: Tensor, inner: Tensor) -> Tensor:
     return wider
 
 
-def _add_to_tiles(total: Tensor, keys: tuple[Where, ...], part: Tensor) -> None:
-    """Add gradients (m * K, r * 128, h) to their tiles (n, K, 128, 1, h)."""
+def _add_to_tiles(total: Tensor, keys: tuple[Where, ...] | Tensor, part: Tensor) -> None:
+    """Add gradients (m * K, S, h) to their tiles, or blocks, (n, K, 128, 1, h)."""
+    if isinstance(keys, Tensor):
+        part = part.view(len(keys), total.shape[1], -1, KEY_BLOCK, 1, part.shape[-1]).transpose(1, 2)
+        primitives.add_rows(total.flatten(1), keys.flatten(), part.flatten(0, 1).flatten(1))
+        return
     part = part.view(-1, total.shape[1], len(keys), TILE, 1, part.shape[-1])
     for number, where in enumerate(keys):
         if isinstance(where, slice):

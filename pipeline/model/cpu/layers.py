@@ -55,14 +55,13 @@ class Context(FunctionCtx):
     blocks: list[Block]
 
 
-def trains_in_bf16(x: Tensor) -> bool:
-    """Whether this pass needs gradients, under autocast to bf16, on a CPU, and is not compiled: `torch.compile` fuses
-    the plain formulas itself.
+def runs_in_bf16(x: Tensor) -> bool:
+    """Whether this pass is under autocast to bf16, on a CPU, and not compiled: `torch.compile` fuses the plain formulas
+    itself.
     """
     return (
         x.device.type == "cpu"
         and x.dtype == torch.float32
-        and torch.is_grad_enabled()
         and torch.is_autocast_enabled("cpu")
         and torch.get_autocast_dtype("cpu") == BF16
         and not torch.compiler.is_compiling()

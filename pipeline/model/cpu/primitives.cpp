@@ -205,6 +205,32 @@ void exponentials(half *logits, const num *targets, float *sums, double *losses,
     }
 }
 
+// In the place of logits (n, v): p = softmax(z / temperature); norms (n,) = log sum exp(z / temperature); entropies (n,) of p.
+void softmax(half *logits, float *norms, float *entropies, num n, num v, float temperature, int threads) {
+    float inverse = 1.0f / temperature;
+    ROWS for (num i = 0; i < n; i++) {
+        half *row = logits + i * v;
+        std::vector<float> room(v);
+        float *e = room.data(), most = -INFINITY, sum = 0, along = 0;
+        #pragma omp simd reduction(max : most)
+        for (num j = 0; j < v; j++) {
+            float z = wide(row[j]);
+            most = most > z ? most : z;
+        }
+        #pragma omp simd reduction(+ : sum, along)
+        for (num j = 0; j < v; j++) {
+            float z = (wide(row[j]) - most) * inverse;
+            e[j] = exponential(z);
+            sum += e[j];
+            along += e[j] * z;
+        }
+        float share = 1.0f / sum, logarithm = std::log(sum);
+        norms[i] = logarithm + most * inverse;
+        entropies[i] = logarithm - along * share;
+        LANES for (num j = 0; j < v; j++) row[j] = narrow(e[j] * share);
+    }
+}
+
 // In the place of scores (batch, kv, tile, group, s): softmax(scores + mask), the mask (batch, tile, c) of the last c keys.
 void probabilities(half *scores, const half *mask, num batch, num kv, num tile, num group, num s, num c, int threads) {
     ROWS for (num i = 0; i < batch * kv * tile; i++) {
@@ -227,6 +253,17 @@ void probabilities(half *scores, const half *mask, num batch, num kv, num tile, 
             LANES for (num j = 0; j < s; j++) row[j] = narrow(e[j] * inverse);
         }
     }
+}
+
+// total[index] += rows (m, w); a row of the total belongs to one thread
+void add_rows(float *total, const num *index, const half *rows, num m, num w, int threads) {
+    ROWS for (int share = 0; share < threads; share++)
+        for (num i = 0; i < m; i++) {
+            if (index[i] % threads != share) continue;
+            float *to = total + index[i] * w;
+            const half *from = rows + i * w;
+            LANES for (num j = 0; j < w; j++) to[j] += wide(from[j]);
+        }
 }
 
 // matrix (f, d) times weight (d,), in bf16

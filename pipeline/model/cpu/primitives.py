@@ -6,8 +6,10 @@ their backward passes.
     heads         queries and keys: norm, weights, rotation       RoPE (arXiv:2104.09864), the half-split form
     gated         silu(g) * u
     exponentials  e = exp(z - max z), s = sum e, losses log s + max z - z_t
+    softmax       p = softmax(z / T), log sum exp(z / T), and p's entropy
     probabilities softmax(scores + mask)
     outer         a^T b, the gradient of a matrix
+    add_rows      x[index] += rows, the gradient of a choice of rows
 
 Each exists twice: in C++ (primitives.cpp, if native.py has loaded it), one pass over memory, 2 to 5 times as fast; and
 as PyTorch's operators one by one, over chunks of rows that fit a core's second-level cache. Both compute in float32 and
@@ -121,6 +123,14 @@ def outer(left: Tensor, right: Tensor) -> Tensor:
     if left.shape[1] == narrow:
         return torch.mm(left.t().contiguous(), right)
     return torch.mm(right.t().contiguous(), left).t().contiguous()
+
+
+def add_rows(total: Tensor, index: Tensor, rows: Tensor) -> None:
+    """Add rows (m, w) in bf16 to those rows of `total` (n, w), in float32, which `index` (m,) names, one by one."""
+    if loaded():
+        call("add_rows", total, index, rows, *rows.shape)
+    else:
+        total.index_add_(0, index, rows.to(total.dtype))
 
 
 # -- queries and keys --------------------------------------------------------------------------------------------------
@@ -253,6 +263,24 @@ def choose(
     given = logits.contiguous(), shares, tokens, logprobs, *logits.shape
     call("choose_bf16" if logits.dtype == BF16 else "choose_fp32", *given, float(temperature), float(top_p), top_k)
     return tokens, logprobs
+
+
+def softmax(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """softmax(z / T) in place of the logits (n, V), log sum exp(z / T) and the entropy of each row, (n,), at least
+    float32.
+    """
+    wide_type = torch.promote_types(logits.dtype, torch.float32)
+    norms, entropies = (torch.empty(len(logits), dtype=wide_type, device=logits.device) for _ in range(2))
+    if loaded() and logits.dtype == BF16 and logits.device.type == "cpu":
+        call("softmax", logits, norms, entropies, *logits.shape, temperature)
+        return logits, norms, entropies
+    for rows in _chunks(logits) if logits.device.type == "cpu" else (slice(None),):
+        wide = logits[rows].to(wide_type) / temperature
+        norms[rows] = wide.logsumexp(-1)
+        shares = wide.sub_(norms[rows, None]).exp()  # wide is the logarithm of shares
+        entropies[rows] = -torch.linalg.vecdot(shares, wide)
+        logits[rows] = shares
+    return logits, norms, entropies
 
 
 # -- attention ---------------------------------------------------------------------------------------------------------
