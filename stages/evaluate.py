@@ -9,8 +9,8 @@ read before anything is measured, so that a wrong file stops the stage at once.
 
 A causal model is measured by the suites of its purpose (evaluation/suites.py), or with `every_suite` by all of them. A
 wing has suites of its own: further ones of a causal model (memory/measure.py), or those of a model that does not write
-from left to right (diffusion/measure.py). Such a model is measured in the precision of training, which `settings`
-records, and not by the named test sets.
+from left to right (diffusion/measure.py), which the named test sets do not measure. Every model is measured in the
+precision of training, which `settings` records.
 
 The result of each suite is cached in the work folder under a digest of its inputs: a killed evaluation resumes after
 the last suite, and another file in `benchmarks` costs only its own time.
@@ -32,6 +32,7 @@ from pipeline.evaluation import suites
 from pipeline.evaluation import tools as evaluation_tools
 from pipeline.evaluation.suites import OwnSuites, Plan, Subject, SuiteSettings, solve
 from pipeline.ingest.records import Dialogue, Problem, Text, is_empty, read
+from pipeline.learning.performance import load_operators
 from pipeline.model import checkpoint
 from pipeline.run import device
 from pipeline.run.config import block
@@ -105,15 +106,18 @@ def run(
     **data: Path,
 ) -> None:
     """Measure `model` and write the three files."""
+    hardware = device.hardware(job.runtime.precision)
+    load_operators(job.runtime.compile, hardware=hardware, name=job.name)
+    plan, settings_used = Plan(), JsonObject()
     if preferences is not None:  # a reward model reads pairs and nothing else
         pairs = preferences / "test.jsonl"
-        plan: Plan = {} if is_empty(pairs) else {"reward": lambda: evaluation_preferences.pairs_told(model, pairs)}
-        settings_used, hardware = JsonObject(), device.hardware("fp32")
+        if not is_empty(pairs):
+            plan["reward"] = lambda: evaluation_preferences.pairs_told(model, pairs, hardware.device)
     elif not (model / "config.json").is_file() and (model / "README.md").is_file():
         say(f"{model}: not measured. {(model / 'README.md').read_text(encoding='utf-8').strip()}")
-        plan, settings_used, hardware = {}, JsonObject(), device.hardware("fp32")
     else:
-        plan, settings_used, hardware = measurements(params, job, model, **data)
+        plan, settings_used = measurements(params, job, model, hardware, **data)
+    settings_used |= {"precision": hardware.precision}
     limits = settings_used | {"sandbox": asdict(params.sandbox)}
     numbers: JsonObject = {}
     rows: list[JsonObject] = []
@@ -134,6 +138,7 @@ def measurements(
     params: Params,
     job: Job,
     model: Path,
+    hardware: device.Hardware,
     *,
     text: Path,
     code: Path,
@@ -142,14 +147,13 @@ def measurements(
     facts: Path,
     overlap: Path,
     benchmarks: Path,
-) -> tuple[Plan, JsonObject, device.Hardware]:
-    """The suites of a model that generates text, their settings, and the hardware they run on."""
+) -> tuple[Plan, JsonObject]:
+    """The suites of a model that generates text, and their settings."""
     settings = params.settings
     sets = [evaluation_benchmarks.load(benchmarks / Path(name).relative_to(BENCHMARKS)) for name in params.benchmarks]
     sources, problem_records = held_out(code), clean_items(problems, Problem, overlap)
     sandbox = partial(Judge, params.sandbox, job.workers, url=job.runtime.sandbox_url)
     if own := next((own for own in own_suites() if own.opens(model)), None):
-        hardware = device.hardware(job.runtime.precision)
         plan, settings_used = own.plan(
             model,
             settings,
@@ -165,9 +169,9 @@ def measurements(
                 f"{model.name}: {', '.join(params.benchmarks)} not scored: their prompts are for a model that decodes"
                 " from the left"
             )
-        return plan, settings_used | {"precision": hardware.precision}, hardware
+        return plan, settings_used
     loaded, tokenizer = checkpoint.load(model)
-    subject = Subject(loaded.train(False), tokenizer, settings, job.seed)
+    subject = Subject(loaded.to(hardware.device).train(False), tokenizer, settings, job.seed)
     dialogue_records = clean_items(dialogues, Dialogue, overlap)
     plan = causal_plan(subject, held_out(text), sources, dialogue_records, problem_records, sandbox)
     for offer in wings.each("causal_suites"):
@@ -179,7 +183,7 @@ def measurements(
         plan[f"benchmarks {test_set.name}"] = partial(
             evaluation_benchmarks.score, subject, [test_set], completes=completes, sandbox=sandbox
         )
-    return plan, asdict(settings), device.hardware("fp32")
+    return plan, asdict(settings)
 
 
 def causal_plan(

@@ -1,6 +1,8 @@
 """Code and text scores against enumeration, the libraries themselves, and cases worked out by hand."""
 
 import json
+import subprocess
+import sys
 from itertools import combinations
 
 import pytest
@@ -105,6 +107,22 @@ def test_unscorable_samples_count_neither_way() -> None:
     lost = Judged("p", 1, ADD, True, True, "unscorable", "harness", None)
     assert pass_rows([one, lost], 1) == {"p": 1.0}
     assert pass_rows([one, lost], 2) == {}
+
+
+@pytest.mark.slow  # a process of its own
+def test_rouge_loads_the_stemmer_alone_and_leaves_nltk_whole() -> None:
+    program = """
+import json, sys
+from pipeline.evaluation import likelihood
+rows = likelihood.rouge_rows(["The cats were running away"], ["A cat is running away"])
+assert not {"nltk", "scipy", "sklearn"} & set(sys.modules), "a part of nltk stays, or all of it was imported"
+import nltk
+assert rows == likelihood.rouge_rows(["The cats were running away"], ["A cat is running away"])
+print(json.dumps([rows[0]["rouge1"], nltk.edit_distance("ab", "b")]))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [pytest.approx(0.6), 1]
 
 
 @pytest.mark.slow  # seconds of imports

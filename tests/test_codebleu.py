@@ -5,7 +5,7 @@ import pytest
 import sacrebleu
 import torch
 
-from pipeline.evaluation.codebleu import codebleu, corpus_bleu, edges, gram_counts, interval, tokens
+from pipeline.evaluation.codebleu import codebleu, corpus_bleu, edges, gram_counts, tokens, with_interval
 from pipeline.text.chat import tree
 
 ADD = "def add(a, b):\n    total = a + b\n    return total\n"
@@ -74,8 +74,9 @@ def test_nothing_in_common_is_zero() -> None:
 def test_the_interval_is_that_of_scores_of_resampled_pairs() -> None:
     sources = [ADD, ADD.replace("a + b", "a - b"), "x = 1\n", "print(ADD)\n", "return ("]
     references = [ADD, ADD, "x = 1\n", "print(1)\n", "y = f(x)\n"]
-    found = interval(sources, references, generator=torch.Generator().manual_seed(3), resamples=400)
-    assert found.value == codebleu(sources, references).score and found.n == 5
+    whole, found = with_interval(sources, references, generator=torch.Generator().manual_seed(3), resamples=400)
+    assert whole == codebleu(sources, references)
+    assert found.value == whole.score and found.n == 5
     items = torch.randint(5, (400, 5), generator=torch.Generator().manual_seed(3)).tolist()
     scores = [codebleu([sources[i] for i in row], [references[i] for i in row]).score for row in items]
     assert (found.low, found.high) == pytest.approx(tuple(np.quantile(scores, (0.025, 0.975))))

@@ -22,6 +22,7 @@ from pipeline.evaluation.likelihood import windows
 from pipeline.ingest.records import Text
 from pipeline.model.transformer import Transformer
 from pipeline.report.metrics import MetricsRun
+from pipeline.run import device
 from pipeline.run.config import Runtime
 from pipeline.sandbox.judge import SandboxConfig
 from pipeline.text.tokenizer import Tokenizer
@@ -153,9 +154,9 @@ def test_only_the_models_that_are_named_are_measured_against_passes(
     params = evaluate.Params(settings=subject.settings, wings=own, sandbox=SandboxConfig())
     job = SimpleNamespace(seed=1, workers=1, runtime=Runtime())
     data = dict.fromkeys(("text", "code", "dialogues", "problems", "facts", "overlap", "benchmarks"), tmp_path)
-    plan, used, _ = evaluate.measurements(params, job, tmp_path / name, **data)  # type: ignore[arg-type]
+    plan, used = evaluate.measurements(params, job, tmp_path / name, device.hardware("fp32"), **data)  # type: ignore[arg-type]
     assert ("quality" in plan) == curve
-    assert used == asdict(FEW) | {"samples": 1} | asdict(subject.canvas) | {"precision": used["precision"]}
+    assert used == asdict(FEW) | {"samples": 1} | asdict(subject.canvas)
 
 
 def test_quality_is_measured_against_passes_beside_one_token_a_step(

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow
@@ -15,6 +16,7 @@ from pipeline.ingest.records import Text, write
 from pipeline.model import checkpoint
 from pipeline.model.transformer import Transformer
 from pipeline.report.metrics import HEADLINES, lookup
+from pipeline.run import device
 from pipeline.run.config import Runtime
 from pipeline.run.errors import ConfigError, DataError
 from pipeline.run.tracking import Tracker
@@ -100,7 +102,7 @@ def test_a_wrong_test_set_stops_the_stage_before_the_model_is_read(tmp_path: Pat
         ("model", "text", "code", "dialogues", "problems", "facts", "overlap", "summary", "items", "curves"),
         tmp_path / "missing",
     )
-    job: Any = None
+    job: Any = SimpleNamespace(name="evaluate@m", runtime=Runtime(compile=False))
     with pytest.raises(DataError, match=r"wrong\.jsonl:1: expected a row of HumanEval"):
         evaluate.run(replace(PARAMS, benchmarks=["data/benchmarks/wrong.jsonl"]), job, benchmarks=tmp_path, **paths)
 
@@ -182,6 +184,7 @@ def test_a_model_is_measured_into_three_files_the_same_each_time(
     assert missing == [("code", "bpb_bound"), ("reward", "accuracy")], (
         "what no suite writes would be a row that never appears; masked models and reward models write these"
     )
+    assert numbers["settings"]["precision"] == device.hardware().precision
     assert (numbers["settings"]["data_seed"], numbers["settings"]["stories"], numbers["lineage"]) == (
         1,
         3,

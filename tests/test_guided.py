@@ -4,9 +4,11 @@ import json
 from typing import Any
 
 import pytest
+import torch
 
+from pipeline.generation import constrain
 from pipeline.generation.constrain import Grammars, guided, reply
-from pipeline.generation.sampling import Completion, Sampling, generate
+from pipeline.generation.sampling import Completion, Decoder, Sampling, generate
 from pipeline.generation.schemas import SchemaError
 from pipeline.model.transformer import Transformer
 from pipeline.text.tokenizer import Tokenizer
@@ -54,7 +56,7 @@ def test_whatever_the_weights_a_required_call_is_whole_and_fits_its_schema(
 
 
 def test_rows_together_are_rows_alone_and_come_back_in_order(
-    tiny_model: Transformer, byte_tokenizer: Tokenizer, known: Grammars
+    tiny_model: Transformer, byte_tokenizer: Tokenizer, known: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = [byte_tokenizer.encode("x" * n + " in Rome") for n in (1, 7, 3, 12, 5)]
     choices = ["required", "auto", "required", "auto", "required"]
@@ -63,7 +65,8 @@ def test_rows_together_are_rows_alone_and_come_back_in_order(
         for p, c in zip(prompts, choices, strict=True)
     ]
     grammars = [known.tool_calls(TOOLS, choice=c) for c in choices]
-    assert said(tiny_model, byte_tokenizer, prompts, grammars, batch_rows=3) == alone
+    monkeypatch.setattr(constrain, "rows_within", lambda model, length: 3)
+    assert said(tiny_model, byte_tokenizer, prompts, grammars) == alone
 
 
 def test_where_nothing_is_forbidden_it_is_greedy_decoding(
@@ -81,9 +84,62 @@ def test_where_nothing_is_forbidden_it_is_greedy_decoding(
     assert [(found[n].ids, found[n].stop) for n in plain] == [(free[n].ids, free[n].stop) for n in plain]
 
 
+def test_a_draft_spares_its_tokens_and_changes_no_answer(
+    tiny_model: Transformer, byte_tokenizer: Tokenizer, known: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the greedy answers one ends early, one breaks its grammar at once; a third is whole within it."""
+    prompts = [byte_tokenizer.encode(text) for text in ("one", "two words", "three", "four")]
+    choices = ["auto", "required", "auto", "required"]
+    grammars = [known.tool_calls(TOOLS, choice=choice) for choice in choices]
+    stop = {byte_tokenizer.turn_end, byte_tokenizer.end_of_text}
+    free = generate(tiny_model, prompts, Sampling(96), stop=stop, seeds=[0] * 4)
+    whole = said(tiny_model, byte_tokenizer, prompts, grammars)
+    drafts = [*free[:3], whole[3]]
+    fed: list[int] = []
+    feed = Decoder.feed
+
+    def counted(self: Decoder, rows: list[int], tokens: list[list[int]]) -> torch.Tensor:
+        fed.append(len(rows))
+        return feed(self, rows, tokens)
+
+    monkeypatch.setattr(Decoder, "feed", counted)
+    assert said(tiny_model, byte_tokenizer, prompts, grammars, drafts=drafts) == whole
+    agrees = [draft.ids == row.ids for draft, row in zip(drafts, whole, strict=True)]
+    assert agrees[3] and not agrees[1], "both kinds of drafts"
+    assert fed[0] == 4 - sum(agrees)
+
+
+def test_a_draft_is_followed_up_to_the_first_token_that_is_not_allowed(
+    tiny_model: Transformer, byte_tokenizer: Tokenizer, known: Grammars
+) -> None:
+    prompt, grammar = byte_tokenizer.encode("in Rome"), known.tool_calls(TOOLS, choice="required")
+    (right,) = said(tiny_model, byte_tokenizer, [prompt], [grammar])
+    half = len(right.ids) // 2
+    for broken in (
+        Completion([*right.ids[:half], byte_tokenizer.tool_call], [], "stop"),
+        Completion(right.ids[:half], [], "stop"),  # ends where the grammar does not allow an end
+    ):
+        assert said(tiny_model, byte_tokenizer, [prompt], [grammar], drafts=[broken]) == [right]
+
+
+def test_a_plan_that_was_not_searched_for_is_valid_and_changes_no_answer_with_room(
+    tiny_model: Transformer, byte_tokenizer: Tokenizer, known: Grammars
+) -> None:
+    quick = Grammars(byte_tokenizer, tiny_model.config.vocab_size, search=False)
+    prompts = [byte_tokenizer.encode(text) for text in ("one", "two words")]
+    shortest, first = (one.tool_calls(TOOLS, choice="required") for one in (known, quick))
+    assert len(shortest.plan) <= len(first.plan)
+    whole = [*first.plan, byte_tokenizer.turn_end]
+    assert first.matcher.deep_copy().try_consume_tokens(whole) == len(whole)
+    answers = [said(tiny_model, byte_tokenizer, prompts, [grammar] * 2) for grammar in (shortest, first)]
+    assert answers[0] == answers[1]
+
+
 def test_what_cannot_be_is_refused(tiny_model: Transformer, byte_tokenizer: Tokenizer, known: Grammars) -> None:
     grammar = known.tool_calls(TOOLS, choice="required")
     with pytest.raises(SchemaError, match="the shortest output takes"):
         said(tiny_model, byte_tokenizer, [[5]], [grammar], max_new_tokens=4)
     with pytest.raises(ValueError, match="expected a grammar for each of the 2 prompts"):
         said(tiny_model, byte_tokenizer, [[5], [6]], [grammar])
+    with pytest.raises(ValueError, match="expected a draft for each of the 1 prompts"):
+        said(tiny_model, byte_tokenizer, [[5]], [grammar], drafts=[Completion([], [], "stop")] * 2)

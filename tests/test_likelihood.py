@@ -90,6 +90,16 @@ def test_scores_equal_one_token_at_a_time(tokenizer: Tokenizer, monkeypatch: pyt
             assert nats[place] == pytest.approx((logits.logsumexp(0) - logits[token]).item(), abs=1e-5)
 
 
+def test_in_bf16_only_the_rounding_differs(tokenizer: Tokenizer) -> None:
+    model = sharp(384)
+    exact = likelihood(model, tokenizer, TEXTS, context=16)
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = likelihood(model, tokenizer, TEXTS, context=16)
+    assert rounded.bits_per_byte != exact.bits_per_byte
+    assert rounded.bits_per_byte == pytest.approx(exact.bits_per_byte, rel=5e-3)
+    assert [d.nats for d in rounded.documents] == pytest.approx([d.nats for d in exact.documents], rel=3e-2)
+
+
 @pytest.mark.parametrize("length", [1, 7, 8, 9, 12, 13, 100])
 def test_windows_score_every_token_once(length: int) -> None:
     ids = list(range(1, length + 1))

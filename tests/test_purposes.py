@@ -11,6 +11,7 @@ from pipeline.evaluation import suites
 from pipeline.model.transformer import Transformer
 from pipeline.report import claims
 from pipeline.report.metrics import HEADLINES
+from pipeline.run import device
 from pipeline.run.config import Runtime
 from pipeline.sandbox.judge import SandboxConfig
 from pipeline.text.tokenizer import Tokenizer
@@ -33,7 +34,7 @@ def plan(
     def suites_of(model: str, every_suite: bool = False) -> list[str]:
         params = evaluate.Params(settings=FEW, sandbox=SandboxConfig(), every_suite=every_suite)
         job: Any = SimpleNamespace(seed=1, workers=1, runtime=Runtime())
-        return list(evaluate.measurements(params, job, tmp_path / model, **data)[0])
+        return list(evaluate.measurements(params, job, tmp_path / model, device.hardware("fp32"), **data)[0])
 
     return suites_of
 

@@ -50,7 +50,7 @@ def model(tiny_model: Transformer, byte_tokenizer: Tokenizer, tmp_path: Path) ->
 def told(model: Path, pairs: list[Pair]) -> SuiteResult:
     path = model.parent / "test.jsonl"
     records.write(path, pairs)
-    return preferences.pairs_told(model, path)
+    return preferences.pairs_told(model, path, torch.device("cpu"))
 
 
 def test_rows_and_numbers_say_the_same(model: Path) -> None:

@@ -57,13 +57,14 @@ def codebleu(sources: Sequence[str], references: Sequence[str]) -> CodeBleu:
     return _scores(_rows(sources, references).sum(0))
 
 
-def interval(
+def with_interval(
     sources: Sequence[str], references: Sequence[str], *, generator: torch.Generator, resamples: int
-) -> Interval:
-    """`codebleu_py` with its interval, by percentile bootstrap over the pairs. Raises as `codebleu`."""
+) -> tuple[CodeBleu, Interval]:
+    """`codebleu`, and `codebleu_py` with its interval, by percentile bootstrap over the pairs. Raises as `codebleu`."""
     rows = _rows(sources, references)
+    whole = _scores(rows.sum(0))
     scores = np.array([_scores(sums).score for sums in resampled(rows, generator, resamples)])
-    return Interval(_scores(rows.sum(0)).score, *percentiles(scores), len(rows))
+    return whole, Interval(whole.score, *percentiles(scores), len(rows))
 
 
 def _rows(sources: Sequence[str], references: Sequence[str]) -> np.ndarray:

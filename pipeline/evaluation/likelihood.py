@@ -5,9 +5,9 @@
 
 The text's tokens are scored; the separator before the first is context only. A long document is read in windows of L
 tokens: the first scores all of its tokens, each later one advances by L/2 and scores its last half, so every token is
-scored once, with at least L/2 tokens before it. Bytes come from the tokens' own bytes, never from decoding them one by
-one (half a character would give three bytes). Sums are in float64, so a uniform model gets exactly
-log2(V) * tokens / bytes.
+scored once, with at least L/2 tokens before it. Windows lie side by side in rows as long as the model's context. Bytes
+come from the tokens' own bytes, never from decoding them one by one (half a character would give three bytes). Sums are
+in float64, so a uniform model gets exactly log2(V) * tokens / bytes; under autocast the softmax is float32.
 
 BLEU and chrF are sacrebleu's corpus scores (Post 2018, arXiv:1804.08771) with their signatures; ROUGE is rouge-score's
 F1 (Lin 2004) with its stemmer, a sentence per line. `repeat_4` measures how much a text repeats itself.
@@ -16,12 +16,16 @@ Not promised: that overlap with one reference measures quality; it is a weak sig
 items. Not here: the masked-diffusion bound.
 """
 
+import importlib.util
 import json
+import sys
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import exp, fsum, log
 from pathlib import Path
+from types import ModuleType
 
 import sacrebleu
 import torch
@@ -32,7 +36,7 @@ from pipeline.run.errors import ConfigError, ModelError
 from pipeline.text.tokenizer import Tokenizer
 
 BATCH_TOKENS = 8192  # tokens in one forward pass
-HEAD_ROWS = 512  # positions whose float64 logits are in memory at a time
+HEAD_ROWS = 512  # positions whose logits are in memory at a time
 PADDING = -1
 
 
@@ -64,7 +68,9 @@ class Likelihood:
 
 @dataclass(frozen=True)
 class Window:
-    """One row of a forward pass: `ids[i]` at position i predicts `targets[i]`, scored from position `scored` on."""
+    """One document of a forward pass: `ids[i]` at position i predicts `targets[i]`, scored from position `scored`
+    on.
+    """
 
     document: int
     ids: list[int]
@@ -113,8 +119,8 @@ def token_nats(model: Transformer, documents: Sequence[list[int]], *, start: int
     model.train(False)
     try:
         cut = [window for number, ids in enumerate(documents) for window in windows(number, ids, start, context)]
-        for batch in _batches(cut):
-            for window, values in zip(batch, _nats_of_batch(model, batch)):
+        for rows in _batches(cut, model.config.max_context):
+            for window, values in zip((window for row in rows for window in row), _nats_of_batch(model, rows)):
                 nats[window.document][filled[window.document] : filled[window.document] + len(values)] = values
                 filled[window.document] += len(values)
     finally:
@@ -137,42 +143,52 @@ def windows(document: int, ids: list[int], start: int, context: int) -> Iterator
         num_scored = end
 
 
-def _batches(windows: list[Window]) -> Iterator[list[Window]]:
-    """Consecutive windows of at most BATCH_TOKENS tokens in total; they are ragged, and padding is not computed."""
-    batch: list[Window] = []
-    tokens = 0
+def _batches(windows: list[Window], length: int) -> Iterator[list[list[Window]]]:
+    """Rows of consecutive windows, at most `length` tokens each, for forward passes of BATCH_TOKENS tokens or one
+    row.
+    """
+    rows: list[list[Window]] = []
+    room = 0  # in the last row
     for window in windows:
-        if batch and tokens + len(window.ids) > BATCH_TOKENS:
-            yield batch
-            batch, tokens = [], 0
-        batch.append(window)
-        tokens += len(window.ids)
-    if batch:
-        yield batch
+        if len(window.ids) > room:
+            if rows and (len(rows) + 1) * length > BATCH_TOKENS:
+                yield rows
+                rows = []
+            rows.append([])
+            room = length
+        rows[-1].append(window)
+        room -= len(window.ids)
+    if rows:
+        yield rows
 
 
 @torch.no_grad()
-def _nats_of_batch(model: Transformer, batch: list[Window]) -> list[list[float]]:
-    """-ln p of the scored targets of each window, in one forward pass."""
+def _nats_of_batch(model: Transformer, rows: list[list[Window]]) -> list[list[float]]:
+    """-ln p of the scored targets of each window, row by row, in one forward pass."""
     device = next(model.parameters()).device
-    width = max(len(window.ids) for window in batch)
-    ids = torch.zeros(len(batch), width, dtype=torch.long)
-    documents = torch.full((len(batch), width), PADDING, dtype=torch.int32)
-    select = torch.zeros(len(batch), width, dtype=torch.bool)
-    for row, window in enumerate(batch):
-        ids[row, : len(window.ids)] = torch.tensor(window.ids)
-        documents[row, : len(window.ids)] = 0
-        select[row, window.scored : len(window.ids)] = True
-    targets = torch.tensor([target for window in batch for target in window.targets[window.scored :]])
+    width = max(sum(len(window.ids) for window in row) for row in rows)
+    ids = torch.zeros(len(rows), width, dtype=torch.long)
+    documents = torch.full((len(rows), width), PADDING, dtype=torch.int32)
+    select = torch.zeros(len(rows), width, dtype=torch.bool)
+    for index, row in enumerate(rows):
+        begin = 0
+        for number, window in enumerate(row):
+            end = begin + len(window.ids)
+            ids[index, begin:end] = torch.tensor(window.ids)
+            documents[index, begin:end] = number
+            select[index, begin + window.scored : end] = True
+            begin = end
+    windows = [window for row in rows for window in row]
+    targets = torch.tensor([target for window in windows for target in window.targets[window.scored :]])
     hidden = model.hidden(ids.to(device), documents=documents.to(device))[select.to(device)]  # (n, D)
     values = torch.cat([_nats(model.logits(h), t) for h, t in zip(hidden.split(HEAD_ROWS), targets.split(HEAD_ROWS))])
-    counts = [len(window.ids) - window.scored for window in batch]
+    counts = [len(window.ids) - window.scored for window in windows]
     return [part.tolist() for part in values.split(counts)]
 
 
 def _nats(logits: Tensor, targets: Tensor) -> Tensor:
-    """-ln p (n,) in float64 of `targets` (n,) under `logits` (n, V)."""
-    wide = logits.double().cpu()
+    """-ln p (n,) of `targets` (n,) under `logits` (n, V): in float64, or of half-precision logits in float32."""
+    wide = (logits.double() if logits.itemsize > 2 else logits.float()).cpu()
     return wide.logsumexp(-1) - wide.gather(1, targets[:, None]).squeeze(1)
 
 
@@ -231,14 +247,37 @@ def bertscore(answers: Sequence[str], references: Sequence[str], folder: str, la
 
 def rouge_rows(answers: Sequence[str], references: Sequence[str]) -> list[dict[str, float]]:
     """ROUGE F1 of each answer, 0 to 1."""
-    from rouge_score import rouge_scorer  # here: it imports nltk, scipy and sklearn, which takes seconds
-
+    with _parts_of_nltk():
+        from rouge_score import rouge_scorer
     scorer = rouge_scorer.RougeScorer(list(ROUGE), use_stemmer=True)
     rows = []
     for answer, reference in zip(answers, references, strict=True):
         scores = scorer.score(reference, answer)
         rows.append({name: float(scores[name].fmeasure) for name in ROUGE})
     return rows
+
+
+@contextmanager
+def _parts_of_nltk() -> Iterator[None]:
+    """Within it nltk's modules can be imported one by one, without the packages around them: rouge-score needs the
+    stemmer alone, but `import nltk` imports scipy and sklearn too, which takes two seconds.
+    """
+    names = ("nltk", "nltk.stem")
+    if "nltk" in sys.modules:
+        yield
+        return
+    spec = importlib.util.find_spec("nltk")
+    assert spec is not None and spec.origin is not None, "rouge-score needs nltk"
+    folder = Path(spec.origin).parent
+    for name, path in zip(names, (folder, folder / "stem"), strict=True):
+        package = ModuleType(name)
+        package.__path__ = [str(path)]
+        sys.modules[name] = package
+    try:
+        yield
+    finally:  # a later `import nltk` gets the whole package
+        for name in [name for name in sys.modules if name.partition(".")[0] == "nltk"]:
+            del sys.modules[name]
 
 
 def exact_match(answer: str, reference: str) -> bool:

@@ -91,10 +91,17 @@ def rewards_of(model: RewardModel, pairs: Sequence[Encoded], pad: int) -> np.nda
 
 
 def measure_ranking(model: RewardModel, pairs: Sequence[Encoded], pad: int) -> JsonObject:
-    """Accuracy with a 95 % interval over all pairs and by kind, calibration error, correlation of reward and length."""
-    rewards = rewards_of(model, pairs, pad)
+    """The measures of `ranking`."""
+    return ranking(rewards_of(model, pairs, pad), model.reward_std, pairs)
+
+
+def ranking(rewards: np.ndarray, std: float, pairs: Sequence[Encoded]) -> JsonObject:
+    """Accuracy with a 95 % interval over all pairs and by kind, calibration error, correlation of reward and length.
+
+    `rewards` (n, 2) are normalized by `std`.
+    """
     swap = np.array([truly_swapped(encoded) for encoded in pairs])
-    margins = np.where(swap, -1, 1) * (rewards[:, 0] - rewards[:, 1]) * model.reward_std
+    margins = np.where(swap, -1, 1) * (rewards[:, 0] - rewards[:, 1]) * std
     kinds = [encoded.pair.kind for encoded in pairs]
     numbers: JsonObject = {"calibration_error": calibration_error(margins)}
     for kind in ("", *sorted(set(kinds))):
@@ -130,13 +137,14 @@ def correlation(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.corrcoef(a, b)[0, 1]) if a.std() > 0 and b.std() > 0 else 0.0
 
 
-def pairs_told(folder: Path, pairs: Path) -> SuiteResult:
+def pairs_told(folder: Path, pairs: Path, where: torch.device) -> SuiteResult:
     """Measure the reward model in `folder` on the file `pairs`. Raises ModelError and DataError for malformed ones."""
     model, tokenizer = checkpoint.load_reward(folder)
+    model.to(where)
     longest = model.trunk.config.max_context
     split = PairSplit(pairs, tokenizer, longest, longest)
-    result = SuiteResult({"left_out": split.dropped.total(), **measure_ranking(model, split.pairs, tokenizer.pad)})
     rewards = rewards_of(model, split.pairs, tokenizer.pad)
+    result = SuiteResult({"left_out": split.dropped.total(), **ranking(rewards, model.reward_std, split.pairs)})
     margins = rewards[:, 0] - rewards[:, 1]
     for number, (encoded, margin) in enumerate(zip(split.pairs, margins.tolist(), strict=True)):
         true_margin = -margin if truly_swapped(encoded) else margin

@@ -351,9 +351,8 @@ def _compare_with_references(
         return
     result.measure("exact_match", wilson(sum(code.exact_match(a, b) for a, b in pairs), len(pairs)))
     sides = [a for a, _ in pairs], [b for _, b in pairs]
-    similarity = codebleu.codebleu(*sides)
     draws = generator("bootstrap", subject.seed, len(pairs))
-    score = codebleu.interval(*sides, generator=draws, resamples=subject.settings.bootstrap)
+    similarity, score = codebleu.with_interval(*sides, generator=draws, resamples=subject.settings.bootstrap)
     result.numbers["codebleu_py"] = asdict(similarity) | score.named("score") | {"parts": similarity.parts}
 
 

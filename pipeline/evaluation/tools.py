@@ -38,6 +38,7 @@ from pipeline.evaluation import bfcl
 from pipeline.evaluation.intervals import wilson
 from pipeline.evaluation.suites import Subject, SuiteResult, last
 from pipeline.generation.constrain import Grammars, guided
+from pipeline.generation.sampling import Completion
 from pipeline.generation.schemas import SchemaError
 from pipeline.ingest.records import Dialogue, Pair
 from pipeline.run.device import stable_hash
@@ -268,7 +269,7 @@ def called(subject: Subject, dialogues: Sequence[Dialogue]) -> SuiteResult:
     for name, interval in _intervals(rows, subject).items():
         result.numbers |= {f"{name}_low": interval[0], f"{name}_high": interval[1]}
     constrained_ids = list(dict.fromkeys(d.id for d, _ in answered))[: subject.settings.constrained]
-    result.numbers |= _constrained_scores(subject, answered, prompts, constrained_ids)
+    result.numbers |= _constrained_scores(subject, answered, prompts, completions, constrained_ids)
     for (dialogue, turn), row, reply in zip(answered, rows, replies, strict=True):
         name = f"{dialogue.id}#{turn}"
         wanted = "call" if row["needs"] else "question" if row["category"] == "missing" else "nothing"
@@ -290,14 +291,18 @@ def called(subject: Subject, dialogues: Sequence[Dialogue]) -> SuiteResult:
 
 
 def _constrained_scores(
-    subject: Subject, items: Sequence[tuple[Dialogue, int]], prompts: dict[str, list[int]], ids: Sequence[str]
+    subject: Subject,
+    items: Sequence[tuple[Dialogue, int]],
+    prompts: dict[str, list[int]],
+    free: dict[str, Completion],
+    ids: Sequence[str],
 ) -> dict[str, float]:
     """`ast_constrained` and `schema_valid_constrained`, of the turns of the dialogues `ids` under the grammar of their
-    tools.
+    tools; `free` are the completions without it.
     """
     if not ids:
         return {}
-    grammars = Grammars(subject.tokenizer, subject.model.config.vocab_size)
+    grammars = Grammars(subject.tokenizer, subject.model.config.vocab_size, search=False)
     chosen, left_out = [], 0
     for dialogue, turn in items:
         if dialogue.id in ids:
@@ -311,6 +316,7 @@ def _constrained_scores(
         [grammar for *_, grammar in chosen],
         max_new_tokens=subject.settings.max_new_tokens,
         stop={subject.tokenizer.turn_end, subject.tokenizer.end_of_text},
+        drafts=[free[f"{d.id}#{turn}"] for d, turn, _ in chosen],
     )
     replies = [subject.tokenizer.decode(completion.ids) for completion in completions]
     rows, summary = score([(d, turn, reply) for (d, turn, _), reply in zip(chosen, replies, strict=True)])

@@ -11,11 +11,12 @@ remaining budget; otherwise the current plan's next token is emitted instead. So
 rest of the plan fits the rest of the budget. After an error of the matcher (llguidance's limits on hostile patterns)
 the plan is emitted to its end.
 
-    guided(model, prompts, grammars) -> a Completion each
+    guided(model, prompts, grammars, drafts) -> a Completion each
 
 decodes many prompts greedily, each under its own grammar, all rows step by step together, to measure tool calls whose
-form cannot be wrong. The server's engine constrains its answers in the same way. There are no log-probabilities: those
-of a constrained choice have no meaning.
+form cannot be wrong. A draft is the greedy completion without the grammar: as far as the grammar allows it, it is the
+constrained one too, and only the rest is decoded. The server's engine constrains its answers in the same way. There are
+no log-probabilities: those of a constrained choice have no meaning.
 
 Not promised: that a number is small enough for a float; that names which the schema does not list occur only once.
 """
@@ -23,7 +24,7 @@ Not promised: that a number is small enough for a float; that names which the sc
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -33,7 +34,7 @@ from torch import Tensor
 
 from pipeline.generation import grammars as generation_grammars
 from pipeline.generation.grammars import Closer, Compiler, LexerState, Written, bits
-from pipeline.generation.sampling import Completion, Decoder
+from pipeline.generation.sampling import Completion, Decoder, rows_within
 from pipeline.generation.schemas import SchemaError
 from pipeline.model.transformer import Transformer
 from pipeline.run.types import JsonObject
@@ -58,7 +59,7 @@ class Grammar:
     """A compiled grammar; each request gets a `constraint` from it."""
 
     matcher: LLMatcher  # in its initial state; only ever copied
-    plan: tuple[int, ...]  # the shortest output
+    plan: tuple[int, ...]  # an output, the shortest one where it was searched for
     closer: Closer
     masks: _Masks
     free: bool = False  # free text is allowed before it, or instead of it
@@ -132,9 +133,13 @@ class Constraint:
 class Grammars:
     """Compiles grammars for one tokenizer and caches the most recently used of them, up to CACHE_BYTES."""
 
-    def __init__(self, tokenizer: Tokenizer, rows: int, cache_bytes: int = CACHE_BYTES) -> None:
-        """`rows` of the model's embedding: the length of a mask, at least the number of the tokenizer's ids."""
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, rows: int, cache_bytes: int = CACHE_BYTES, *, search: bool = True) -> None:
+        """`rows` of the model's embedding: the length of a mask, at least the number of the tokenizer's ids.
+
+        `search` for the shortest output of each grammar, which takes 40 ms and lets small budgets suffice; else a plan
+        is the first one found.
+        """
+        self.tokenizer, self._search = tokenizer, search
         self._compiler = Compiler(tokenizer)
         text = torch.zeros(rows, dtype=torch.bool)
         text[[id_ for id_, token_bytes in enumerate(tokenizer.token_bytes) if token_bytes]] = True
@@ -172,9 +177,11 @@ class Grammars:
         return Grammar(*compiled, self._compiler.closer, self._masks, written.free)
 
     def _compile(self, text: str, plan: tuple[int, ...] | None = None) -> tuple[LLMatcher, tuple[int, ...]]:
-        """A matcher in its initial state, and its shortest plan. Raises SchemaError."""
+        """A matcher in its initial state, and its plan. Raises SchemaError."""
         matcher = self._compiler.matcher(text)
-        return matcher, self._compiler.shortest(matcher) if plan is None else plan
+        if plan is None:
+            plan = self._compiler.shortest(matcher) if self._search else self._compiler.first(matcher)
+        return matcher, plan
 
 
 def _num_bytes(text: str) -> int:
@@ -206,60 +213,91 @@ def guided(
     *,
     max_new_tokens: int,
     stop: Collection[int],
-    batch_rows: int = 32,
+    drafts: Sequence[Completion] = (),
 ) -> list[Completion]:
     """Greedy decoding under a grammar each, until a token of `stop`, `max_new_tokens` or the end of the context.
 
+    `drafts` are the greedy completions of the prompts without a grammar and with the same limits, if they are known.
     Raises ValueError for an empty prompt or one that fills the context, SchemaError if a grammar's shortest output does
     not fit.
     """
     if len(prompts) != len(grammars):
         raise ValueError(f"expected a grammar for each of the {len(prompts)} prompts, found {len(grammars)}")
+    if drafts and len(drafts) != len(prompts):
+        raise ValueError(f"expected a draft for each of the {len(prompts)} prompts or none, found {len(drafts)}")
     was_training = model.training
     model.train(False)
     try:
-        completions: list[Completion] = []
-        for first in range(0, len(prompts), batch_rows):
-            part = slice(first, first + batch_rows)
-            completions += _decode(model, prompts[part], grammars[part], max_new_tokens, frozenset(stop))
-        return completions
+        ends = frozenset(stop)
+        budgets = [min(max_new_tokens, model.config.max_context - len(prompt)) for prompt in prompts]
+        rows = [_Row(grammar.constraint(budget), budget) for grammar, budget in zip(grammars, budgets, strict=True)]
+        for row, draft in zip(rows, drafts, strict=False):
+            row.follow(draft, ends)
+        starts = [(row, [*prompt, *row.ids]) for row, prompt in zip(rows, prompts, strict=True) if row.stop is None]
+        size = rows_within(model, max((len(ids) for _, ids in starts), default=0) + max_new_tokens)
+        for first in range(0, len(starts), size):
+            _decode(model, starts[first : first + size], ends)
+        return [row.completion for row in rows]
     finally:
         model.train(was_training)
 
 
-def _decode(
-    model: Transformer,
-    prompts: Sequence[list[int]],
-    grammars: Sequence[Grammar],
-    max_new_tokens: int,
-    stop: frozenset[int],
-) -> list[Completion]:
-    budgets = [min(max_new_tokens, model.config.max_context - len(prompt)) for prompt in prompts]
-    constraints = [grammar.constraint(budget) for grammar, budget in zip(grammars, budgets, strict=True)]
-    outputs: list[list[int]] = [[] for _ in prompts]
-    stops: list[Literal["stop", "length"]] = ["length"] * len(prompts)
-    decoder = Decoder(model, len(prompts))
-    live = list(range(len(prompts)))
-    logits = decoder.feed(live, prompts)
-    while live:
-        remaining = [budgets[row] - len(outputs[row]) for row in live]
-        tokens = _most_likely(logits, [constraints[row] for row in live], remaining)
-        unfinished = []
-        for row, sampled in zip(live, tokens, strict=True):
-            token = constraints[row].take(sampled, budgets[row] - len(outputs[row]))
-            if token in stop:
-                stops[row] = "stop"
-                continue
-            outputs[row].append(token)
-            if len(outputs[row]) < budgets[row]:
-                unfinished.append(row)
-        live = unfinished
-        if live:
-            logits = decoder.feed(live, [outputs[row][-1:] for row in live])
-    return [Completion(ids, [], stop_reason) for ids, stop_reason in zip(outputs, stops, strict=True)]
+@dataclass
+class _Row:
+    """A constrained output that is being decoded."""
+
+    constraint: Constraint
+    budget: int
+    ids: list[int] = field(default_factory=list)
+    stop: Literal["stop", "length"] | None = None
+
+    @property
+    def remaining(self) -> int:
+        """The rest of the budget."""
+        return self.budget - len(self.ids)
+
+    @property
+    def completion(self) -> Completion:
+        assert self.stop is not None
+        return Completion(self.ids, [], self.stop)
+
+    def take(self, sampled: int, ends: frozenset[int]) -> bool:
+        """Emit a sampled token, or the one of the plan in its place. Returns whether it was the sampled one."""
+        token = self.constraint.take(sampled, self.remaining)
+        if token in ends:
+            self.stop = "stop"
+        else:
+            self.ids.append(token)
+            self.stop = None if self.remaining else "length"
+        return token == sampled
+
+    def follow(self, draft: Completion, ends: frozenset[int]) -> None:
+        """Take the tokens of a draft up to the first that the grammar does not allow or replaces."""
+        for token in draft.ids:
+            allowed = bool(self.constraint.allowed(self.remaining)[token])
+            if not allowed or not self.take(token, ends) or self.stop is not None:
+                return
+        if draft.stop == "stop" and self.constraint.complete:
+            self.stop = "stop"
 
 
-def _most_likely(logits: Tensor, constraints: Sequence[Constraint], remaining: Sequence[int]) -> list[int]:
+def _decode(model: Transformer, starts: Sequence[tuple[_Row, list[int]]], ends: frozenset[int]) -> None:
+    """Continue rows to their ends, each from its prompt and the tokens that it has."""
+    decoder = Decoder(model, len(starts))
+    rows = [row for row, _ in starts]
+    live = list(range(len(rows)))
+    logits = decoder.feed(live, [ids for _, ids in starts])
+    while True:
+        tokens = _most_likely(logits, [rows[index] for index in live])
+        for index, token in zip(live, tokens, strict=True):
+            rows[index].take(token, ends)
+        live = [index for index in live if rows[index].stop is None]
+        if not live:
+            return
+        logits = decoder.feed(live, [rows[index].ids[-1:] for index in live])
+
+
+def _most_likely(logits: Tensor, rows: Sequence[_Row]) -> list[int]:
     """The most likely allowed token of each row."""
-    masks = torch.stack([constraint.allowed(budget) for constraint, budget in zip(constraints, remaining, strict=True)])
+    masks = torch.stack([row.constraint.allowed(row.remaining) for row in rows])
     return logits.masked_fill(~masks.to(logits.device), float("-inf")).argmax(-1).tolist()

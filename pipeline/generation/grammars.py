@@ -160,6 +160,13 @@ class Compiler:
             )
         return tuple(plan)
 
+    def first(self, matcher: LLMatcher) -> tuple[int, ...]:
+        """The output of a greedy walk, or the shortest one if the walk does not end. Raises SchemaError as
+        `shortest`.
+        """
+        plan = self.closer.close(matcher, LexerState(), MAX_STEPS)
+        return self.shortest(matcher) if plan is None else tuple(plan)
+
 
 class _Vocabulary:
     """The tokenizer in llguidance's interface: control tokens are special, so no text spells them."""
