@@ -122,10 +122,10 @@ def test_dropout_and_both_directions_and_packed_rows_share_nothing() -> None:
     assert not isinstance(Line.of(two, True, ids).layout, Branches)
     model = made()
     model.dropout = 0.5
-    _, line = model._encode(ids, None, documents, None)
+    _, line, _ = model._encode(ids, None, documents, None)
     assert line is not None and not isinstance(line.layout, Branches)
     model.eval()
-    _, line = model._encode(ids, None, documents, None)
+    _, line, _ = model._encode(ids, None, documents, None)
     assert line is not None and isinstance(line.layout, Branches)
 
 

@@ -88,6 +88,19 @@ def test_every_piece_is_within_rounding_of_its_other_form(folder: Path, size: in
         torch.testing.assert_close(found.float(), expected.float(), atol=atol, rtol=0.02)
 
 
+def test_a_softmax_with_its_norm_and_entropy_and_sums_of_rows_are_those_of_pytorch(folder: Path) -> None:
+    logits, rows, index = (20 * drawn(0, 9, 200)).to(BF16), drawn(1, 40, 32).to(BF16), torch.arange(40) % 7
+
+    def run() -> tuple[Tensor, ...]:
+        total = torch.ones(8, 32)
+        primitives.add_rows(total, index, rows)
+        return *primitives.softmax(logits.clone(), 0.7), total
+
+    for found, expected in in_both(folder, run):
+        assert found.dtype == expected.dtype
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=2**-7 if found.dtype == BF16 else 1e-5)
+
+
 def test_a_gate_at_the_edges_is_what_the_formula_says(folder: Path) -> None:
     gate = torch.tensor(EXTREMES).to(BF16)
     native.load(folder)

@@ -392,14 +392,24 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.width, config.norm_eps)
         self.mlp = SwiGLU(config)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layout: Layout, index: int, dropout: float) -> Tensor:
-        """(N, D) -> (N, D)."""
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        layout: Layout,
+        index: int,
+        dropout: float,
+        chosen: Tensor | None = None,
+    ) -> Tensor:
+        """(N, D) -> (N, D); with the indices `chosen` (U,) of some tokens only theirs, (U, D)."""
         plan = tile_plan(layout, len(x), self.self_attn.heads) if layers.runs_in_bf16(x) else None
         if plan is not None and self.self_attn.plain:
             attended = self.self_attn.in_bf16(x, self.input_layernorm, cos, sin, plan)
         else:
             attended = self.self_attn(self.input_layernorm(x), cos, sin, layout, index)
         x = x + (functional.dropout(attended, dropout) if dropout else attended)
+        x = x if chosen is None else x.index_select(0, chosen)
         if plan is not None and self.mlp.plain:
             widened = self.mlp.in_bf16(x, self.post_attention_layernorm)
         else:

@@ -137,11 +137,10 @@ class Transformer(nn.Module):
         And which of them each position has, (n,), row by row; None: each has its own. The other arguments and errors
         are those of `hidden`.
         """
-        x, line = self._encode(input_ids, positions, documents, cache, reading)
+        x, line, index = self._encode(input_ids, positions, documents, cache, reading, select)
+        if index is not None:
+            return x, index
         selected = select.flatten() if line is None or line.kept is None else select.flatten()[line.kept]
-        if line is not None and line.source is not None:
-            states, index = line.source[selected].unique(return_inverse=True)
-            return x.index_select(0, states), index
         return x if bool(selected.all()) else x.index_select(0, selected.nonzero().squeeze(1)), None
 
     def hidden(
@@ -162,7 +161,8 @@ class Transformer(nn.Module):
         (model/layers.py). Raises ValueError where rows are longer than the context, a cache is
         combined with documents, or a row of `documents` returns to an earlier id.
         """
-        return _spread(*self._encode(input_ids, positions, documents, cache, reading), input_ids)
+        x, line, _ = self._encode(input_ids, positions, documents, cache, reading)
+        return _spread(x, line, input_ids)
 
     def _encode(
         self,
@@ -171,8 +171,13 @@ class Transformer(nn.Module):
         documents: Tensor | None,
         cache: KVCache | None,
         reading: object = None,
-    ) -> tuple[Tensor, Line | None]:
-        """Hidden states (N, D) of the computed tokens, and which tokens these are; None: all B * T."""
+        select: Tensor | None = None,
+    ) -> tuple[Tensor, Line | None, Tensor | None]:
+        """Hidden states (N, D) of the computed tokens, and which tokens these are; None: all B * T.
+
+        Where rows share a beginning and there is a `select` (B, T), only its distinct states (U, D), and which of them
+        each of its positions has, (n,).
+        """
         batch, time = input_ids.shape
         causal = self.config.attention == "causal"
         if time > self.config.max_context:
@@ -181,17 +186,17 @@ class Transformer(nn.Module):
             if documents is not None or positions is not None or not causal:
                 raise ValueError("a cache holds one causal document a row: give neither documents nor positions")
             cached = Cached(cache, range(batch), [time] * batch)
-            return self.line(input_ids.flatten(), cached.positions, cached), None
+            return self.line(input_ids.flatten(), cached.positions, cached), None, None
         if documents is None:
             if positions is None:
                 positions = torch.arange(time, device=input_ids.device).expand(batch, time)
             line_positions = positions.flatten()
             read = self._reads(line_positions, None, None, reading)
-            return self.line(input_ids.flatten(), line_positions, Rows(batch, causal), read), None
+            return self.line(input_ids.flatten(), line_positions, Rows(batch, causal), read), None, None
         if input_ids.device.type != "cpu" or self.compiled:
             line_positions = (positions_in(documents) if positions is None else positions).flatten()
             read = self._reads(line_positions, documents.flatten() < 0, None, reading)
-            return self.line(input_ids.flatten(), line_positions, Masked.of(documents, causal), read), None
+            return self.line(input_ids.flatten(), line_positions, Masked.of(documents, causal), read), None, None
         # On a CPU: no mask, and the line leaves out padding.
         separate = self._random or self.hook is not None  # no token is computed once for several rows
         packed = Line.of(documents, causal, None if separate else input_ids)
@@ -200,7 +205,10 @@ class Transformer(nn.Module):
             ids = ids[packed.computed]
             line_positions = line_positions if positions is None else line_positions[packed.computed]
         read = self._reads(line_positions, None, packed.computed, reading)
-        return self.line(ids, line_positions, packed.layout, read), packed
+        chosen = index = None
+        if select is not None and packed.source is not None:
+            chosen, index = packed.source[select.flatten()[packed.kept]].unique(return_inverse=True)
+        return self.line(ids, line_positions, packed.layout, read, chosen), packed, index
 
     def _reads(
         self, positions: Tensor, padding: Tensor | None, computed: Tensor | None, reading: object
@@ -208,11 +216,14 @@ class Transformer(nn.Module):
         """See `LayerHook.reads`; None without a hook."""
         return None if self.hook is None else self.hook.reads(positions, padding, computed, reading)
 
-    def line(self, ids: Tensor, positions: Tensor, layout: Layout, read: Reads | None = None) -> Tensor:
+    def line(
+        self, ids: Tensor, positions: Tensor, layout: Layout, read: Reads | None = None, chosen: Tensor | None = None
+    ) -> Tensor:
         """Run the layers on one line of tokens: `ids` and `positions` (N,) -> (N, D), after the last norm.
 
         `read` maps the stream (N, D) after each layer to the stream after the hook; None: rows of a cache, which
-        continue reading.
+        continue reading. With the indices `chosen` (U,), not with a hook: only these tokens' results, (U, D). After the
+        last attention nothing else depends on the others.
         """
         if read is None and (hook := self.hook) is not None:
             read = hook.going_on(layout)
@@ -220,26 +231,30 @@ class Transformer(nn.Module):
         if missing:
             ids, positions = functional.pad(ids, (0, missing)), functional.pad(positions, (0, missing))
             layout = Padded(layout, tokens)
+        rows = None if chosen is None else functional.pad(chosen, (0, num_padding_rows(self.table, len(chosen))))
         x = self.model.embed_tokens(ids)
         x = functional.dropout(x, self._rate) if self._rate else x
         if self.neftune_alpha and self.training:
             x = x + self._noise(x, positions)
         cos, sin = rope_tables(positions, self.config)
         for index, layer in enumerate(self.model.layers):
-            x = self._layer(layer, x, cos, sin, layout, index)
+            x = self._layer(layer, x, cos, sin, layout, index, rows if index == self.config.layers - 1 else None)
             if read is not None:
                 x = torch.cat([read(index, x[:tokens]), x[tokens:]]) if missing else read(index, x)
-        return self.model.norm(x[:tokens] if missing else x)
+        tokens = tokens if chosen is None else len(chosen)
+        return self.model.norm(x if len(x) == tokens else x[:tokens])
 
-    def _layer(self, layer: nn.Module, x: Tensor, cos: Tensor, sin: Tensor, layout: Layout, index: int) -> Tensor:
-        """One layer, (N, D) -> (N, D); recomputed in the backward pass where `checkpointing` asks for it."""
+    def _layer(
+        self, layer: nn.Module, x: Tensor, cos: Tensor, sin: Tensor, layout: Layout, index: int, chosen: Tensor | None
+    ) -> Tensor:
+        """One layer, see `Block`; recomputed in the backward pass where `checkpointing` asks for it."""
         if isinstance(layout, Cached):  # each step has other shapes: compiled layers would be recompiled every time
             return layer._call_impl(x, cos, sin, layout, index, self._rate)  # pyright: ignore[reportReturnType]
         recompute = self.checkpointing in ("full", "selective") or (self.checkpointing == "every_2" and index % 2 == 0)
         if not (recompute and self.training and torch.is_grad_enabled()):
-            return layer(x, cos, sin, layout, index, self._rate)
+            return layer(x, cos, sin, layout, index, self._rate, chosen)
         contexts = _selective_contexts if self.checkpointing == "selective" else noop_context_fn
-        x = checkpoint(layer, x, cos, sin, layout, index, self._rate, use_reentrant=False, context_fn=contexts)  # pyright: ignore[reportAssignmentType]
+        x = checkpoint(layer, x, cos, sin, layout, index, self._rate, chosen, use_reentrant=False, context_fn=contexts)  # pyright: ignore[reportAssignmentType]
         assert isinstance(x, Tensor)
         return x
 

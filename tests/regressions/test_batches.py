@@ -135,8 +135,11 @@ class Placed(Transformer):
         draws = torch.Generator().manual_seed(1)
         self.places = torch.nn.Parameter(torch.randn(config.max_context, config.width, generator=draws))
 
-    def line(self, ids: Tensor, positions: Tensor, layout: Layout, read: Any = None) -> Tensor:
-        return super().line(ids, positions, layout, read) + self.places[positions]
+    def line(
+        self, ids: Tensor, positions: Tensor, layout: Layout, read: Any = None, chosen: Tensor | None = None
+    ) -> Tensor:
+        places = self.places[positions if chosen is None else positions[chosen]]
+        return super().line(ids, positions, layout, read, chosen) + places
 
 
 @pytest.fixture

@@ -129,7 +129,7 @@ class _NormedProduct(Function):
     @staticmethod
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         unit, scale, half, weight, *matrices = ctx.saved_tensors
-        grad_x = primitives.unit_back(torch.mm(grad, half), unit, scale)
+        grad_x = primitives.unit_back(torch.mm(grad, half), unit, scale) if ctx.needs_input_grad[0] else None
         if not any(ctx.needs_input_grad[1:]):
             return grad_x, *[None] * (2 + len(matrices))
         folded, grad_weight = primitives.unfold(primitives.outer(grad, unit), weight, *matrices)

@@ -276,9 +276,12 @@ def softmax(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]
         return logits, norms, entropies
     for rows in _chunks(logits) if logits.device.type == "cpu" else (slice(None),):
         wide = logits[rows].to(wide_type) / temperature
-        norms[rows] = wide.logsumexp(-1)
-        shares = wide.sub_(norms[rows, None]).exp()  # wide is the logarithm of shares
-        entropies[rows] = -torch.linalg.vecdot(shares, wide)
+        largest = wide.amax(-1, keepdim=True)
+        shares = wide.sub_(largest).exp()
+        sums = shares.sum(-1, keepdim=True)
+        logarithms = sums.log().squeeze(-1)
+        norms[rows] = logarithms + largest.squeeze(-1)
+        entropies[rows] = logarithms - torch.linalg.vecdot(shares.div_(sums), wide)
         logits[rows] = shares
     return logits, norms, entropies
 
