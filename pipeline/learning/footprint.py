@@ -94,6 +94,7 @@ class Work:
     answers: bool = False
     adapted: frozenset[str] | None = None  # the projections with adapters on a frozen base; None: all weights train
     dropped: bool = False  # adapters have dropout
+    dora: bool = False  # adapters have magnitudes
     ema: bool = False  # a float32 average of the weights is kept
 
 
@@ -277,6 +278,7 @@ def plan_of(
         answers=not isinstance(config, FitConfig),
         adapted=adapted,
         dropped=dropped,
+        dora=any(isinstance(layer, AdaptedLinear) and layer.config.dora for layer in model.modules()),
     )
 
     def plan(micro_batch: int) -> Footprint:
@@ -436,13 +438,15 @@ def pass_bytes(
     # the two gradients of a tied embedding are added before they join the sum of earlier micro-batches
     tied = 4.0 * weights.tied * (2 if work.accumulates else 1)
     if work.answers or not chosen:
-        return 2.0 * weights.cast * half, activations + tied, 16.0 * first.vocab_size * chosen
+        copies = 2.0 * weights.cast * half + folded_bytes(first, work)
+        return copies, activations + tied, 16.0 * first.vocab_size * chosen
     cast = weights.cast - weights.head  # next_token casts the head, and frees it before the backward pass
     if _uses_cpu_operators(first, work, ATTENTION):  # a layer's copies go with it
         cast *= min(1.0, (first.layers - recomputed_layers(first, work) + 1) / first.layers)
     size = (2 if work.kind == "cpu" else 6) if half else 4  # a CPU widens few at a time
     logits = size * first.vocab_size * min(rows, chosen) + (6.0 if half else 4.0) * first.width * chosen
-    return 2.0 * cast * half, activations, logits + head_bytes(weights, work, chosen > rows)
+    copies = 2.0 * cast * half + folded_bytes(first, work)
+    return copies, activations, logits + head_bytes(weights, work, chosen > rows)
 
 
 def head_bytes(weights: Weights, work: Work, several: bool) -> float:
@@ -485,12 +489,17 @@ def mlp_bytes(config: ModelConfig, work: Work) -> float:
 
 
 def _uses_cpu_operators(config: ModelConfig, work: Work, names: Sequence[str]) -> bool:
-    """Whether the operators of model/cpu/layers.py run these projections: bf16 on a CPU, no adapters; attention only
-    with rows of whole documents.
-    """
-    plain = work.adapted is None or not work.adapted & set(names)
-    whole = names != ATTENTION or not (config.bias or work.answers)
-    return work.kind == "cpu" and work.precision == "bf16" and plain and whole
+    """Whether the operators of model/cpu/layers.py run these projections: bf16 on a CPU, each one matrix product."""
+    plain = work.adapted is None or not (work.dropped or work.dora) or not work.adapted & set(names)
+    unbiased = names != ATTENTION or not config.bias
+    return work.kind == "cpu" and work.precision == "bf16" and plain and unbiased
+
+
+def folded_bytes(config: ModelConfig, work: Work) -> float:
+    """Bytes of the matrices with their adapters added, in float32."""
+    shapes = projections(config)
+    names = [name for part in (ATTENTION, MLP) if _uses_cpu_operators(config, work, part) for name in part]
+    return 4.0 * config.layers * sum(math.prod(shapes[name]) for name in names if name in (work.adapted or ()))
 
 
 def input_bytes(config: ModelConfig, work: Work, names: Sequence[str]) -> float:

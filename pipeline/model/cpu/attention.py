@@ -1,4 +1,4 @@
-"""Attention within documents for training in bf16 on a CPU: few large batched products over tiles of the line.
+"""Attention within documents, or a tree of them, in bf16 on a CPU: few large batched products over tiles of the line.
 
 The line of N tokens is cut into tiles of 128. A tile's queries attend to the keys from the tile in which its first
 token's document begins up to their own tile: `reach` tiles, with a mask. Tiles of equal reach are multiplied together,
@@ -60,6 +60,53 @@ class TilePlan:
     tokens: int  # of the line with its padding: a multiple of 128
     groups: tuple[Group, ...]
     key_tile: int = TILE  # tokens of one entry of the groups' keys
+
+
+@lru_cache(maxsize=2)  # batches of full rows have equal plans
+def plan(lengths: tuple[int, ...], causal: bool, heads: int) -> TilePlan:
+    """Cut documents of these lengths, for `heads` query heads. The padding of the last tile is its own document."""
+    missing = -sum(lengths) % TILE
+    lengths = (*lengths, missing) if missing else lengths
+    document = np.repeat(np.arange(len(lengths)), lengths)  # (N,)
+    ends = np.cumsum(lengths)
+    first = (ends - lengths)[document[::TILE]] // TILE  # (n,) the tile where the keys begin
+    last = np.arange(len(first)) if causal else (ends[document[TILE - 1 :: TILE]] - 1) // TILE
+    reach = last - first + 1
+    groups: list[Group] = []
+    for size in np.unique(reach):
+        tiles = np.flatnonzero(reach == size)
+        most = max(1, MOST_SCORES // (heads * TILE * TILE * int(size)))
+        for begin in range(0, len(tiles), most):
+            part = tiles[begin : begin + most]
+            groups.append(_group(part, first[part][:, None] + np.arange(size), document, causal))
+    return TilePlan(len(document), tuple(groups))
+
+
+def _group(tiles: np.ndarray, keys: np.ndarray, document: np.ndarray, causal: bool) -> Group:
+    """A group of tiles (m,) of one reach, whose keys are in the tiles (m, r)."""
+    inside = np.arange(TILE)
+    query = tiles[:, None] * TILE + inside  # (m, 128) indices in the line
+    key = (keys[:, :, None] * TILE + inside).reshape(len(tiles), -1)  # (m, r * 128)
+    masked = document[query][:, :, None] != document[key][:, None, :]
+    if causal:
+        masked |= key[:, None, :] > query[:, :, None]
+    begin = int(masked.any((0, 1)).argmax()) // TILE * TILE  # most documents mask keys of their last tile alone
+    masked = masked[:, :, begin:]
+    return Group(_tile_index(tiles), tuple(map(_tile_index, keys.T)), _mask(masked))
+
+
+def _mask(masked: np.ndarray) -> Tensor:
+    """(m, 128, c) -> (m, 1, 128, 1, c), see `Group`."""
+    mask = torch.zeros(masked.shape, dtype=BF16).masked_fill_(torch.from_numpy(masked), float("-inf"))
+    return mask[:, None, :, None]
+
+
+def _tile_index(tiles: np.ndarray) -> Where:
+    steps = np.unique(np.diff(tiles))
+    if len(steps) > 1 or (len(steps) and steps[0] < 1):
+        return torch.from_numpy(np.ascontiguousarray(tiles))
+    step = int(steps[0]) if len(steps) else 1
+    return slice(int(tiles[0]), int(tiles[-1]) + 1, step)
 
 
 @lru_cache(maxsize=2)  # an actor and its critic have equal plans
@@ -127,53 +174,6 @@ def _unmask(masked: np.ndarray, queries: Sequence[tuple[int, int, list[Span]]], 
             column = int(np.searchsorted(blocks, first // KEY_BLOCK)) * KEY_BLOCK + first % KEY_BLOCK
             seen = np.arange(first, last) <= np.arange(begin, end)[:, None]  # False only within the last span
             masked[begin - start : end - start, column : column + last - first] &= ~seen
-
-
-@lru_cache(maxsize=2)  # batches of full rows have equal plans
-def plan(lengths: tuple[int, ...], causal: bool, heads: int) -> TilePlan:
-    """Cut documents of these lengths, for `heads` query heads. The padding of the last tile is its own document."""
-    missing = -sum(lengths) % TILE
-    lengths = (*lengths, missing) if missing else lengths
-    document = np.repeat(np.arange(len(lengths)), lengths)  # (N,)
-    ends = np.cumsum(lengths)
-    first = (ends - lengths)[document[::TILE]] // TILE  # (n,) the tile where the keys begin
-    last = np.arange(len(first)) if causal else (ends[document[TILE - 1 :: TILE]] - 1) // TILE
-    reach = last - first + 1
-    groups: list[Group] = []
-    for size in np.unique(reach):
-        tiles = np.flatnonzero(reach == size)
-        most = max(1, MOST_SCORES // (heads * TILE * TILE * int(size)))
-        for begin in range(0, len(tiles), most):
-            part = tiles[begin : begin + most]
-            groups.append(_group(part, first[part][:, None] + np.arange(size), document, causal))
-    return TilePlan(len(document), tuple(groups))
-
-
-def _group(tiles: np.ndarray, keys: np.ndarray, document: np.ndarray, causal: bool) -> Group:
-    """A group of tiles (m,) of one reach, whose keys are in the tiles (m, r)."""
-    inside = np.arange(TILE)
-    query = tiles[:, None] * TILE + inside  # (m, 128) indices in the line
-    key = (keys[:, :, None] * TILE + inside).reshape(len(tiles), -1)  # (m, r * 128)
-    masked = document[query][:, :, None] != document[key][:, None, :]
-    if causal:
-        masked |= key[:, None, :] > query[:, :, None]
-    begin = int(masked.any((0, 1)).argmax()) // TILE * TILE  # most documents mask keys of their last tile alone
-    masked = masked[:, :, begin:]
-    return Group(_tile_index(tiles), tuple(map(_tile_index, keys.T)), _mask(masked))
-
-
-def _mask(masked: np.ndarray) -> Tensor:
-    """(m, 128, c) -> (m, 1, 128, 1, c), see `Group`."""
-    mask = torch.zeros(masked.shape, dtype=BF16).masked_fill_(torch.from_numpy(masked), float("-inf"))
-    return mask[:, None, :, None]
-
-
-def _tile_index(tiles: np.ndarray) -> Where:
-    steps = np.unique(np.diff(tiles))
-    if len(steps) > 1 or (len(steps) and steps[0] < 1):
-        return torch.from_numpy(np.ascontiguousarray(tiles))
-    step = int(steps[0]) if len(steps) else 1
-    return slice(int(tiles[0]), int(tiles[-1]) + 1, step)
 
 
 def _split_tiles(x: Tensor, tokens: int, kv_heads: int, tile: int = TILE) -> Tensor:

@@ -1,6 +1,6 @@
 """Operations of the model that eager PyTorch runs slowly on a CPU, with hand-written backward passes.
 
-**Training in bf16.** PyTorch's own operators, run one by one under autocast, spend most of a small model's step outside
+**Passes in bf16.** PyTorch's own operators, run one by one under autocast, spend most of a small model's step outside
 of its matrix products: in conversions, in norms, and in attention, whose fused kernel has a backward pass several times
 as long as batched products. Here each part of a block is one autograd function, a product or attention together with
 the operations before it (primitives.py):
@@ -11,7 +11,7 @@ the operations before it (primitives.py):
     gated             silu(g) * u             SwiGLU (arXiv:2002.05202)
 
 Sums, norms and angles are float32; between two products values are bf16, as under autocast. Gradients of weights are
-float32. Not for inference: without gradients a model uses the operations below.
+float32. Frozen passes under autocast use them too, so that a policy and its reference round alike; decoding does not.
 
 **Float32 and float64**: `rms_norm` (Zhang & Sennrich 2019, arXiv:1910.07467), `rotate` (RoPE, Su et al. 2021,
 arXiv:2104.09864, in the half-split form of GPT-NeoX) and `ragged_attention`: softmax attention within each document of
