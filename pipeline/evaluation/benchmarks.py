@@ -47,6 +47,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from pipeline.evaluation import bfcl, code, suites
@@ -58,8 +59,9 @@ from pipeline.generation.sampling import Completion
 from pipeline.ingest import shapes
 from pipeline.ingest.records import Problem
 from pipeline.ingest.tool_calls import RowError
+from pipeline.learning.performance import load_operators
 from pipeline.model import checkpoint
-from pipeline.run import config, workdir
+from pipeline.run import config, device, workdir
 from pipeline.run.errors import ConfigError, DataError, StagecoachError
 from pipeline.run.tracking import Tracker, clean, say
 from pipeline.run.types import JsonObject
@@ -427,23 +429,28 @@ def main(arguments: list[str]) -> int:
         layers = {name: value for name, value in values.layers("evaluate").items() if name in names}
         settings = config.build(SuiteSettings, layers, "evaluate")
         limits = config.build(SandboxConfig, values.layers("sandbox"), "sandbox")
-        url = config.build(config.Runtime, values.layers("runtime"), "runtime").sandbox_url
+        runtime = config.build(config.Runtime, values.layers("runtime"), "runtime")
         test_sets = [load(Path(name)) for name in arguments[1:]]
         model, tokenizer = checkpoint.load(Path(arguments[0]))
-        subject = Subject(model.train(False), tokenizer, settings, values.seed("data_seed"))
+        hardware = device.hardware(runtime.precision)
+        load_operators(runtime.compile, hardware=hardware, name="benchmarks")
+        subject = Subject(model.to(hardware.device).train(False), tokenizer, settings, values.seed("data_seed"))
         completes = Path(arguments[0]).resolve().name in COMPLETES
-        result = score(subject, test_sets, completes=completes, sandbox=lambda: Judge(limits, 1, url=url))
+        sandbox = partial(Judge, limits, 1, url=runtime.sandbox_url)
+        with hardware.autocast():
+            result = score(subject, test_sets, completes=completes, sandbox=sandbox)
     except StagecoachError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
     sys.stdout.write(json.dumps(result.numbers, indent=2) + "\n")
-    _log_to_mlflow(Path(arguments[0]), [Path(name) for name in arguments[1:]], settings, result)
+    used = dataclasses.asdict(settings) | {"precision": hardware.precision}
+    _log_to_mlflow(Path(arguments[0]), [Path(name) for name in arguments[1:]], used, result)
     return 0
 
 
-def _log_to_mlflow(model: Path, files: Sequence[Path], settings: SuiteSettings, result: SuiteResult) -> None:
+def _log_to_mlflow(model: Path, files: Sequence[Path], settings: JsonObject, result: SuiteResult) -> None:
     """Log the numbers under `final/` of an MLflow run that is tagged with the work key of the model."""
-    identity = [model.name, *(workdir.sha256(path) for path in files), dataclasses.asdict(settings)]
+    identity = [model.name, *(workdir.sha256(path) for path in files), settings]
     folder = workdir.root() / "benchmarks" / workdir.canonical_hash(identity)
     folder.mkdir(parents=True, exist_ok=True)
     tags = {
@@ -452,11 +459,7 @@ def _log_to_mlflow(model: Path, files: Sequence[Path], settings: SuiteSettings, 
         "work.key": str(checkpoint.lineage(model).get("key", "elsewhere")),
     }
     tracker = Tracker(
-        f"benchmarks@{model.name}",
-        folder,
-        tags,
-        {"files": [path.name for path in files]} | dataclasses.asdict(settings),
-        quiet=False,
+        f"benchmarks@{model.name}", folder, tags, {"files": [path.name for path in files]} | settings, quiet=False
     )
     tracker.report(**result.numbers)
     tracker.finish()

@@ -6,7 +6,8 @@
 
 Tool calls are in `tools.py`. Each suite gives its numbers (with `_low`, `_high`) and a row per item; `*left_out` counts
 the items whose prompt leaves no room in the context. A sample's seed is hashed from (seed, suite, id, sample), so batch
-size, order and processes change nothing.
+size, order and processes change nothing. Suites run in their caller's autocast: in bf16 a few answers of 200 differ
+from those in float32, in either direction.
 
 `purposes` lists which suites measure which model: those that show what the model is for. A model of conversations no
 longer writes stories and drills, and one that only read documents answers no questions; measuring every model by
