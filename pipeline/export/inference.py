@@ -68,7 +68,9 @@ class Fused(Transformer):
         self.train(False)
 
     @torch.no_grad()
-    def line(self, ids: Tensor, positions: Tensor, layout: Layout, read: Reads | None = None) -> Tensor:
+    def line(
+        self, ids: Tensor, positions: Tensor, layout: Layout, read: Reads | None = None, chosen: Tensor | None = None
+    ) -> Tensor:
         """As `Transformer.line`: `ids` and `positions` (N,) -> (N, D)."""
         if read is None and (hook := self.hook) is not None:
             read = hook.going_on(layout)
@@ -78,7 +80,7 @@ class Fused(Transformer):
             x = layer(x, cos, sin, layout, index)
             if read is not None:
                 x = read(index, x)
-        return self.model.norm(x)
+        return self.model.norm(x if chosen is None else x[chosen])
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:

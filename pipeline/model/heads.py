@@ -120,13 +120,16 @@ def _scores(
     documents: Tensor | None,
     select: Tensor | None,
 ) -> Tensor:
-    """Products of the states with `rows` (R, D), in float32: (B, T, R), or (n, R) of the positions of `select`."""
+    """Products of the states with `rows` (R, D), at least in float32: (B, T, R), or (n, R) of the positions of
+    `select`.
+    """
     if select is None:
         states, index = trunk.hidden(input_ids, positions=positions, documents=documents), None
     else:
         states, index = trunk.selected(input_ids, select, positions=positions, documents=documents)
     with torch.autocast(states.device.type, enabled=False):
-        scores = functional.linear(states.float(), rows.float())
+        wide = torch.promote_types(states.dtype, torch.float32)
+        scores = functional.linear(states.to(wide), rows.to(wide))
     return scores if index is None else scores.index_select(0, index)
 
 

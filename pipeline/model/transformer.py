@@ -227,11 +227,12 @@ class Transformer(nn.Module):
         """
         if read is None and (hook := self.hook) is not None:
             read = hook.going_on(layout)
-        tokens, missing = len(ids), num_padding_rows(self.model.embed_tokens.weight, len(ids))
+        table = self.model.embed_tokens.weight
+        tokens, missing = len(ids), num_padding_rows(table, len(ids))
         if missing:
             ids, positions = functional.pad(ids, (0, missing)), functional.pad(positions, (0, missing))
             layout = Padded(layout, tokens)
-        rows = None if chosen is None else functional.pad(chosen, (0, num_padding_rows(self.table, len(chosen))))
+        rows = None if chosen is None else functional.pad(chosen, (0, num_padding_rows(table, len(chosen))))
         x = self.model.embed_tokens(ids)
         x = functional.dropout(x, self._rate) if self._rate else x
         if self.neftune_alpha and self.training:
