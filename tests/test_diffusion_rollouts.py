@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pipeline.diffusion import masks as diffusion_masks
+from pipeline.diffusion import model as diffusion_model
 from pipeline.diffusion import rollouts as diffusion_rollouts
 from pipeline.diffusion import training
 from pipeline.diffusion.masks import CoupledBatch
@@ -22,26 +23,18 @@ from pipeline.learning import policy_losses
 from pipeline.learning.pair_losses import PairLogprobs
 from pipeline.learning.policy_losses import Clip, kl_k3, leave_one_out
 from pipeline.run.errors import GateError
-from tests.diffusion_models import TRAITS, model
+from tests.diffusion_models import model
 from tests.diffusion_rollouts import answer, scored
 
 
 class Known:
     """A model whose log-probabilities are given for each of the three inputs in turn, (3, B, T)."""
 
-    traits = TRAITS
-
     def __init__(self, logs: Tensor) -> None:
         self.logs = logs
 
-    def __call__(self, inputs: list[Noised], read: Any) -> list[Tensor]:
-        found = []
-        for one, logs in zip(inputs, self.logs, strict=True):
-            wanted = logs[one.wanted].exp()
-            never = torch.full_like(wanted, -1e9)
-            hidden = torch.stack([wanted.log(), never, (1 - wanted).log(), never], 1)  # of token 0, and of token 2
-            found.append(read(hidden, torch.eye(4, dtype=logs.dtype), one))
-        return found
+    def __call__(self, inputs: list[Noised]) -> list[Tensor]:
+        return [logs[one.wanted] for one, logs in zip(inputs, self.logs, strict=True)]
 
 
 def batch(first: list[list[bool]], times: list[float], *, counted: list[list[bool]] | None = None) -> CoupledBatch:
@@ -198,8 +191,9 @@ def test_both_signs_of_an_advantage_are_clipped() -> None:
     assert log.grad is not None and not log.grad.any()
 
 
-def test_scores_keep_the_memory_of_one_input() -> None:
+def test_scores_above_the_bound_keep_the_memory_of_one_input(monkeypatch: pytest.MonkeyPatch) -> None:
     """Defect 8: three logits of the whole vocabulary for each inner iteration at once."""
+    monkeypatch.setattr(diffusion_model, "MOST_ACTIVATIONS", 0)
     given = Coupling(seed=0, inner=1, fill=2).batch([answer(sample=n) for n in range(4)], 0)
 
     def saved(own: Any) -> int:

@@ -6,8 +6,9 @@ A model adapted from a causal one keeps its shift: the state at position i - 1 p
 arXiv:2410.17891), so the first token of a text is always clean. Ids that no text may contain (the mask itself, padding)
 have probability 0.
 
-`forward` takes any number of inputs. In training, several inputs run under activation checkpointing: the forward pass
-keeps only ids and masks, the backward pass recomputes them one by one, so a loss over n draws needs the memory of one.
+`forward` takes any number of inputs and runs them as one pass. In training, several inputs that would keep too much run
+under activation checkpointing: the forward pass keeps only ids and masks, the backward pass recomputes them one by one,
+so a loss over n draws needs the memory of one.
 
 **Published checkpoints** (`load_published`): Dream and DiffuCoder (`model_type` Dream), LLaDA (llada), from a local
 directory, with an adapted tokenizer (text/tokenizer.py). Sizes and ids come from config.json and the tokenizer, never
@@ -19,18 +20,22 @@ Not promised: the conversation templates of published checkpoints: prompts are r
 before chatting. Code in a checkpoint is never run.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd import Function
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from pipeline.learning.losses import EVEN_ROWS
 from pipeline.model import checkpoint as model_checkpoint
 from pipeline.model.config import ModelConfig, finite_number, positive_int, read_values
+from pipeline.model.cpu.primitives import exponentials, outer
 from pipeline.model.heads import TrunkModel
 from pipeline.model.initialization import TABLES, grown
 from pipeline.model.layers import Masked
@@ -39,7 +44,9 @@ from pipeline.run.errors import ModelError
 from pipeline.run.types import JsonObject
 from pipeline.text.tokenizer import Tokenizer, adopt
 
-MOST_LOGITS = 2**24  # that are computed at once without checkpointing
+MOST_LOGITS = 2**26  # that are computed at once without checkpointing
+# Without checkpointing: tokens * layers * (width + d_ff) of several inputs, each about 12 bytes in bf16 on a CPU.
+MOST_ACTIVATIONS = 2**27
 
 
 @dataclass(frozen=True)
@@ -86,9 +93,6 @@ class Noised:
         return Noised(**moved)
 
 
-Read = Callable[[Tensor, Tensor, Noised], Tensor]  # (states (n, D), the head's matrix (V, D), the input) -> result
-
-
 class Denoiser(TrunkModel):
     """A bidirectional `Transformer` with its traits. Raises ValueError for a causal one."""
 
@@ -98,23 +102,47 @@ class Denoiser(TrunkModel):
             raise ValueError("a masked-diffusion model sees both sides; found causal attention")
         self.trunk, self.traits = trunk, traits
 
-    def forward(self, inputs: Iterable[Noised], read: Read) -> list[Tensor]:
-        """`read` of each input's states at its predicted positions; in training several inputs run under
-        checkpointing.
+    def forward(self, inputs: Sequence[Noised]) -> list[Tensor]:
+        """log p (n,) of the tokens at each input's predicted positions, row by row, in nats.
+
+        The inputs have one shape. Where equal rows occur in several of them (a whole mask hides every answer to a
+        prompt), each is computed once.
         """
-        inputs = list(inputs)
-        recompute = self.training and torch.is_grad_enabled() and len(inputs) > 1
-        return [self._read_checkpointed(noised, read) if recompute else self.read(noised, read) for noised in inputs]
+        config = self.config
+        numbers = sum(noised.tokens.numel() for noised in inputs) * config.layers * (config.width + config.d_ff)
+        if len(inputs) > 1 and self.training and torch.is_grad_enabled() and numbers > MOST_ACTIVATIONS:
+            return [_replayed(self._logprobs, [noised])[0] for noised in inputs]
+        return list(self._logprobs(inputs))
 
-    def _read_checkpointed(self, noised: Noised, read: Read) -> Tensor:
-        result = checkpoint(self.read, noised, read, use_reentrant=False)
-        assert isinstance(result, Tensor)
-        return result
+    def _logprobs(self, inputs: Sequence[Noised]) -> tuple[Tensor, ...]:
+        states, index = self._predicting(inputs)
+        targets = torch.cat([noised.targets for noised in inputs])
+        values = logprobs(states, index, self.trunk.table, targets, self.traits.banned)
+        return values.split([int(noised.wanted.sum()) for noised in inputs])
 
-    def read(self, noised: Noised, read: Read) -> Tensor:
-        """`read` of one input's states at its predicted positions."""
-        hidden = self.states(noised)
-        return read(hidden[self._state_positions(noised.wanted)], self.trunk.table, noised)
+    def _predicting(self, inputs: Sequence[Noised]) -> tuple[Tensor, Tensor]:
+        """The different states (u, D) that predict tokens, and which of them predicts each token, (n,)."""
+        if inputs[0].sight is not None:
+            (noised,) = inputs
+            states = self.states(noised)[self._state_positions(noised.wanted)]
+            return states, torch.arange(len(states), device=states.device)
+        ids = torch.cat([noised.tokens.masked_fill(noised.masks, self.traits.mask) for noised in inputs])
+        documents = torch.cat([noised.documents for noised in inputs])
+        positions = torch.cat([noised.positions for noised in inputs])
+        predicting = torch.cat([self._state_positions(noised.wanted) for noised in inputs])
+        first, row_of = _different_rows(ids, documents, positions)
+        row, column = predicting.nonzero(as_tuple=True)
+        place = row_of[row] * ids.shape[1] + column
+        needed = torch.zeros(len(first) * ids.shape[1], dtype=torch.bool, device=ids.device)
+        needed[place] = True
+        states = self.trunk(
+            ids[first],
+            positions=positions[first],
+            documents=documents[first],
+            select=needed.view(len(first), -1),
+            head=lambda states, *_: states,
+        )
+        return states, (needed.cumsum(0) - 1)[place]
 
     def states(self, noised: Noised) -> Tensor:
         """The head's input, (B, T, D). Raises ValueError for rows longer than the context."""
@@ -150,7 +178,30 @@ class Denoiser(TrunkModel):
 
     def logits(self, noised: Noised) -> Tensor:
         """Allowed logits (n, V), at least float32, of the predicted positions, row by row."""
-        return self.read(noised, lambda hidden, table, _: allowed_logits(hidden, table, self.traits.banned))
+        states, index = self._predicting([noised])
+        return allowed_logits(states, self.trunk.table, self.traits.banned)[index]
+
+
+def _replayed(
+    compute: Callable[[Sequence[Noised]], tuple[Tensor, ...]], inputs: Sequence[Noised]
+) -> tuple[Tensor, ...]:
+    """`compute(inputs)`, computed again in the backward pass."""
+    result = checkpoint(compute, inputs, use_reentrant=False)
+    assert isinstance(result, tuple)
+    return result
+
+
+def _different_rows(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+    """The first of each set of rows that are equal in all the tensors (B, T), (m,), and the set of each row, (B,)."""
+    rows = torch.cat(tensors, 1).cpu().numpy()
+    sets: dict[bytes, int] = {}
+    set_of = [sets.setdefault(row.tobytes(), len(sets)) for row in rows]
+    first = np.unique(set_of, return_index=True)[1]
+    device = tensors[0].device
+    return torch.from_numpy(first).to(device), torch.tensor(set_of, device=device)
+
+
+# -- the head ----------------------------------------------------------------------------------------------------------
 
 
 def allowed_logits(hidden: Tensor, table: Tensor, banned: Collection[int]) -> Tensor:
@@ -161,25 +212,77 @@ def allowed_logits(hidden: Tensor, table: Tensor, banned: Collection[int]) -> Te
     return wide.index_fill(-1, ids, float("-inf")) if wide.requires_grad else wide.index_fill_(-1, ids, float("-inf"))
 
 
-def logprobs(hidden: Tensor, table: Tensor, targets: Tensor, banned: Collection[int]) -> Tensor:
-    """log p (n,) of the targets (n,), in nats; above MOST_LOGITS logits in parts, with checkpointing."""
+def logprobs(states: Tensor, index: Tensor, table: Tensor, targets: Tensor, banned: Collection[int]) -> Tensor:
+    """log p (n,) of the targets (n,) in nats, each by the state of states (u, D) that `index` (n,) names, over all ids
+    but the banned ones.
+
+    Above MOST_LOGITS logits in parts, with checkpointing.
+    """
+    allowed = torch.ones(len(table), dtype=torch.bool, device=table.device)
+    allowed[torch.tensor(sorted(banned), device=table.device)] = False
+    rows, ranks = table[allowed], (allowed.cumsum(0) - 1)[targets]
     size = max(1, MOST_LOGITS // len(table))
-    if len(hidden) <= size:
-        return _logprobs(hidden, table, targets, banned)
+    if len(states) <= size:
+        return _Logprobs.apply(states, rows, ranks, index)  # pyright: ignore[reportReturnType]
     parts: list[Tensor] = []
-    for part_hidden, part_targets in zip(hidden.split(size), targets.split(size), strict=True):
-        if torch.is_grad_enabled():
-            part = checkpoint(_logprobs, part_hidden, table, part_targets, banned, use_reentrant=False)
-            assert isinstance(part, Tensor)
-        else:
-            part = _logprobs(part_hidden, table, part_targets, banned)
+    for part_ranks, part_index in zip(ranks.split(size), index.split(size), strict=True):
+        used, part_index = part_index.unique(return_inverse=True)
+        part = checkpoint(_Logprobs.apply, states[used], rows, part_ranks, part_index, use_reentrant=False)
+        assert isinstance(part, Tensor)
         parts.append(part)
     return torch.cat(parts)
 
 
-def _logprobs(hidden: Tensor, table: Tensor, targets: Tensor, banned: Collection[int]) -> Tensor:
-    logits = allowed_logits(hidden, table, banned)
-    return logits.gather(1, targets[:, None]).squeeze(1) - logits.logsumexp(-1)
+class _Context(Protocol):
+    """The context of `_Logprobs`: torch's, and what is known of the inputs."""
+
+    needs_input_grad: tuple[bool, ...]
+    saved_tensors: tuple[Tensor, ...]
+    dtypes: tuple[torch.dtype, ...]
+    num_states: int
+
+    def save_for_backward(self, *tensors: Tensor) -> None: ...
+
+
+class _Logprobs(Function):
+    """With e = exp(z - max z) and s its sum: l = z_t - max z - log s; for G the sum of dl over a state's targets,
+    dh = sum dl W_t - (G / s) e W and dW = sum dl h at t - e^T ((G / s) h).
+
+    The products run in the precision of autocast, all else in float32 at least.
+    """
+
+    @staticmethod
+    def forward(ctx: _Context, states: Tensor, table: Tensor, targets: Tensor, index: Tensor) -> Tensor:
+        kind = states.device.type
+        autocast = torch.is_autocast_enabled(kind) and states.dtype != torch.float64
+        half = torch.get_autocast_dtype(kind) if autocast else states.dtype
+        wide = torch.promote_types(half, torch.float32)
+        head, rows = table.to(half), states.to(half)
+        if half != wide and states.device.type == "cpu":  # oneDNN compiles a kernel for each new number of rows
+            rows = functional.pad(rows, (0, 0, 0, -len(rows) % EVEN_ROWS))
+        logits = torch.mm(rows, head.t())
+        target_logits, largest = logits[index, targets].to(wide), logits.amax(-1).to(wide)
+        exponents, sums, _ = exponentials(logits, targets.new_zeros(len(states)))  # in place
+        ctx.save_for_backward(rows, head, exponents, sums, targets, index)
+        ctx.dtypes, ctx.num_states = (states.dtype, table.dtype), len(states)
+        return target_logits - (largest + sums.squeeze(1).log())[index]
+
+    @staticmethod
+    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        rows, head, exponents, sums, targets, index = ctx.saved_tensors
+        of_states, of_table = ctx.dtypes
+        needs_states, needs_table = ctx.needs_input_grad[:2]
+        grad_states, grad_table, grad = None, None, grad.to(sums.dtype)
+        scale = -sums.new_zeros(len(rows)).index_add_(0, index, grad)[:, None] / sums
+        if needs_states:
+            grad_states = torch.mm(exponents, head).to(grad.dtype).mul_(scale)
+            grad_states.index_add_(0, index, head[targets] * grad[:, None])
+            grad_states = grad_states[: ctx.num_states].to(of_states)
+        if needs_table:
+            grad_table = outer(exponents, (rows * scale).to(rows.dtype)).to(grad.dtype)
+            grad_table.index_add_(0, targets, rows[index] * grad[:, None])
+            grad_table = grad_table.to(of_table)
+        return grad_states, grad_table, None, None
 
 
 # -- published checkpoints ---------------------------------------------------------------------------------------------

@@ -52,7 +52,7 @@ from torch import Tensor, nn
 from pipeline.diffusion import files
 from pipeline.diffusion.batches import NORMS, UNIT, NoisedPairs
 from pipeline.diffusion.masks import CoupledBatch, Drawn
-from pipeline.diffusion.model import Denoiser, Noised, Traits, logprobs
+from pipeline.diffusion.model import Denoiser, Noised
 from pipeline.learning import gates, states
 from pipeline.learning.losses import Loss, Term, sum_by_row
 from pipeline.learning.pair_losses import PairLogprobs
@@ -116,21 +116,13 @@ NORMALIZATION = 2 / 3  # of the published estimate, whose mean is 1.5 log p
 
 def masked_logprobs(model: nn.Module, noised: Noised) -> Tensor:
     """log p (n,) of the tokens at the predicted positions, row by row, in nats."""
-    banned = _traits_of(model).banned
-    (result,) = model([noised], lambda hidden, table, one: logprobs(hidden, table, one.targets, banned))
+    (result,) = model([noised])
     return result
 
 
 def draw_sums(model: nn.Module, inputs: Sequence[Noised]) -> Tensor:
-    """Sums (n, B) of log p over the predicted positions of each draw's rows, in training with the memory of one
-    draw.
-    """
-    banned = _traits_of(model).banned
-
-    def read(hidden: Tensor, table: Tensor, noised: Noised) -> Tensor:
-        return sum_by_row(logprobs(hidden, table, noised.targets, banned), noised.wanted)
-
-    return torch.stack(model(inputs, read))
+    """Sums (n, B) of log p over the predicted positions of each draw's rows."""
+    return torch.stack([sum_by_row(values, one.wanted) for values, one in zip(model(inputs), inputs, strict=True)])
 
 
 def elbo(model: nn.Module, batch: Drawn) -> Tensor:
@@ -162,13 +154,11 @@ def coupled_logprobs(model: nn.Module, batch: CoupledBatch, *, released: bool = 
     that masks it. `released`: as published, where its mean for a model without context is 1.5 log p; else times 2/3, so
     that a ratio of two estimates is a ratio of probabilities.
     """
-    banned, shape = _traits_of(model).banned, batch.tokens.shape
-
-    def read(hidden: Tensor, table: Tensor, noised: Noised) -> Tensor:
-        values = logprobs(hidden, table, noised.targets, banned)
-        return values.new_zeros(shape).masked_scatter(noised.wanted, values)  # (B, T)
-
-    whole, first, second = model(batch.inputs, read)
+    inputs = batch.inputs
+    whole, first, second = (
+        values.new_zeros(batch.tokens.shape).masked_scatter(one.wanted, values)  # (B, T)
+        for values, one in zip(model(inputs), inputs, strict=True)
+    )
     t = batch.times[:, None]
     estimates = 0.5 * (whole + first / t + second / (1 - t))
     return (estimates if released else estimates * NORMALIZATION)[batch.counted]
@@ -191,13 +181,6 @@ def reference_elbos(
             done += len(part)
             bar.update(len(part))
     return elbos
-
-
-def _traits_of(model: nn.Module) -> Traits:
-    """The traits of a `Denoiser`, also of a wrapped one."""
-    traits = getattr(model, "module", model).traits
-    assert isinstance(traits, Traits)
-    return traits
 
 
 # -- by all masks ------------------------------------------------------------------------------------------------------
