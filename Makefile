@@ -1,6 +1,6 @@
 # make         set up and build the spine: from text to a deployed model you can talk to, with its evaluations and the report
 # make all     the whole graph, branches included (JOBS=1: one stage after another)
-# make test    set up and pass the tests (8 minutes)       make test-all     all the rest of them (25 minutes)
+# make test    set up and pass the tests (12 minutes)      make test-all     all the rest of them (25 minutes)
 # make serve   OpenAI's API and a page for what was trained  make chat    talk to it in the terminal
 # make report  where the report card is                      make clients the API through five clients: docs/clients.md
 # make compare A=main B=workspace   what changed between two runs, why, and whether it is more than chance

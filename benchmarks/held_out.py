@@ -5,15 +5,16 @@
                                                     as a model was trained on
 
 Reads data/raw, data/tokens, data/tokenizer, params.yaml, and metrics/eval/*.json where models were evaluated. Prints a
-markdown table, lower is better, with 95 % bootstrap intervals over documents (the very resamples of stage_evaluate),
-and writes the numbers to benchmarks/results/held_out.json (held_out-<N>.json with --tokens N). The rows:
+markdown table, lower is better, with 95 % intervals over documents, and writes the numbers to
+benchmarks/results/held_out.json (held_out-<N>.json with --tokens N). The rows:
 
 * xz: each document alone with LZMA preset 9e as an .xz file, the container's 60 bytes or so included. It learns from
   the document only, so short documents cost it much; it is a floor to stand on, not a rival.
+* xz after the training text: by how much the .xz file of the corpus grows when the documents follow it. A document
+  learns from those before it, so the number is of all together and has no interval.
 * n-gram: order 5, interpolated modified Kneser-Ney (see ngram.py), over the models' own token ids, counted on
-  data/tokens
-  of the same corpus: text for prose and stories, code for code. As in pipeline/evaluation/likelihood.py each document
-  is read after one end of text, and the text's tokens count, the separators do not.
+  data/tokens of the same corpus: text for prose and stories, code for code. As in pipeline/evaluation/likelihood.py
+  each document is read after one end of text, and the text's tokens count, the separators do not.
 * models: as stage_evaluate measured them, in windows of its `context`. `code` and `tools` continue `language`.
 
 A model that was scored on other documents than these stops the run. Equal inputs give equal files. Not promised: that
@@ -30,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -84,6 +86,7 @@ def main(arguments: list[str]) -> int:
 
     rows = {
         "xz -9e, each document alone": row({k: [xz_bits(text) for text in documents[k]] for k in documents}),
+        "xz -9e, after the training text": primed(ROOT / "data" / "raw", documents),
         "5-gram of " + ", ".join(f"{n:,} {corpus}" for corpus, n in counted.items()) + " tokens": row(bits),
     } | {f"`{name}`": found for name, found in models.items()}
     write_json(
@@ -91,7 +94,7 @@ def main(arguments: list[str]) -> int:
         {
             "bpb": {
                 name: {kind: asdict(value) for kind, value in found.items()}
-                for name, found in zip(("xz", "ngram", *models), rows.values(), strict=True)
+                for name, found in zip(("xz", "xz primed", "ngram", *models), rows.values(), strict=True)
             },
             "bytes": {kind: sum(len(text.encode()) for text in texts) for kind, texts in documents.items()},
             "ngram": {"order": ORDER, "smoothing": "interpolated modified Kneser-Ney", "tokens": counted},
@@ -120,7 +123,7 @@ def spelled(tokenizer: Tokenizer, texts: list[str]) -> list[str]:
 
 
 def interval(bits: list[float], texts: list[str], settings: SuiteSettings, seed: int) -> Interval:
-    """Bits per byte over whole documents, resampled as `suites.Subject.bootstrap` does."""
+    """Bits per byte over documents, as `suites.Subject.bootstrap` has it."""
     draws = generator("bootstrap", seed, len(texts))
     return ratio(bits, [len(text.encode()) for text in texts], generator=draws, resamples=settings.bootstrap)
 
@@ -130,10 +133,31 @@ def xz_bits(text: str) -> float:
 
     The dictionary is cut to what the text fills: no byte fewer or more, but 0.1 s less to clear memory.
     """
-    data = text.encode()
+    return 8.0 * xz_bytes(text.encode())
+
+
+def xz_bytes(data: bytes) -> int:
+    """The size of the file that `xz -9e` makes of the data."""
     window = max(SMALLEST_DICTIONARY, 1 << len(data).bit_length())
     chain = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "dict_size": window}]
-    return 8.0 * len(lzma.compress(data, format=lzma.FORMAT_XZ, filters=chain))
+    return len(lzma.compress(data, format=lzma.FORMAT_XZ, filters=chain))
+
+
+def primed(raw: Path, documents: dict[str, list[str]]) -> Row:
+    """Bits per byte of all documents of a kind, read after the training text of their corpus."""
+    found: Row = {}
+    for corpus in dict.fromkeys(CORPUS.values()):
+        paths = sorted((raw / corpus).glob("train-*.parquet"))
+        texts = [
+            text for path in paths for text in pyarrow.parquet.read_table(path, columns=["text"])["text"].to_pylist()
+        ]
+        train = "\n".join(texts).encode()
+        alone = xz_bytes(train)
+        for kind in (kind for kind in CORPUS if CORPUS[kind] == corpus and documents[kind]):
+            more = "\n".join(documents[kind]).encode()
+            value = 8 * (xz_bytes(train + b"\n" + more) - alone) / len(more)
+            found[kind] = Interval(value, value, value, len(documents[kind]))
+    return found
 
 
 def ngram_bits(
@@ -177,6 +201,8 @@ def evaluated(metrics: Path, documents: dict[str, list[str]]) -> dict[str, Row]:
         numbers = read(paths[name])
         found: Row = {}
         for kind, texts in documents.items():
+            if "documents" not in numbers.get(kind, {}):  # not what the model is for
+                continue
             corpus = CORPUS[kind]
             raw = f"data/raw/{corpus}"
             encoded = read(metrics / f"encode_{corpus}.json")["lineage"]["inputs"][raw]
@@ -190,7 +216,8 @@ def evaluated(metrics: Path, documents: dict[str, list[str]]) -> dict[str, Row]:
                 found[kind] = Interval(
                     numbers[kind]["bpb"], numbers[kind]["bpb_low"], numbers[kind]["bpb_high"], measured
                 )
-        models[name] = found
+        if found:
+            models[name] = found
     return models
 
 
@@ -199,12 +226,17 @@ def read(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
+def shown(found: Interval) -> str:
+    """The value, with its interval if it has one."""
+    return f"{found.value:.3f}" + (f" ({found.low:.3f}-{found.high:.3f})" if found.low < found.high else "")
+
+
 def table(rows: dict[str, Row], documents: dict[str, list[str]]) -> str:
     """The rows as markdown, `value (low-high)`."""
     heads = [f"{title}, {len(documents[kind])} documents" for kind, title in TITLES.items()]
     lines = [["bits per byte", *heads], ["---"] * (len(heads) + 1)]
     for name, row in rows.items():
-        cells = [f"{v.value:.3f} ({v.low:.3f}-{v.high:.3f})" if (v := row.get(kind)) else "" for kind in TITLES]
+        cells = [shown(row[kind]) if kind in row else "" for kind in TITLES]
         lines.append([name, *cells])
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 

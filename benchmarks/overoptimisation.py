@@ -58,7 +58,15 @@ def main() -> None:
         for name in ("pipeline", "stages", "conf", "params.yaml", "pyproject.toml", *NEEDED):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).symlink_to(root / name)
-        command = [sys.executable, "-m", "stages.rlhf", "rlhf.beta=0", "rlhf.best_of_prompts=0", *more]
+        command = [
+            sys.executable,
+            "-m",
+            "stages.rlhf",
+            "rlhf.method=ppo",
+            "rlhf.beta=0",
+            "rlhf.best_of_prompts=0",
+            *more,
+        ]
         subprocess.run(command, cwd=folder, check=True, env=os.environ | {"PYTHONPATH": str(folder)})
         rows = curve(next(folder.glob("metrics/**/rlhf.csv")))
     if not rows:

@@ -62,10 +62,15 @@ STAGES: dict[str, tuple[str, dict[str, Any]]] = {  # method -> stage, its keys
     ),
     "dpo": ("dpo", {"pairs": PAIRS, "precompute_reference": "false"}),
     "reward": ("reward", {"pairs": PAIRS, "extra_layers": 0, "likelihood_weight": 0.0, "own_prompts": 8}),
-    "lora": ("lora", {"tokens_per_step": ROWS * CONTEXT, "context": CONTEXT, "rank": 16, "alpha": 32, "dropout": 0.0}),
+    "lora": (
+        "lora",
+        {"tokens_per_step": ROWS * CONTEXT, "context": CONTEXT, "rank": 16, "alpha": 32, "dropout": 0.0}
+        | {"base": "code", "dialogues": "dialogues", "control_rate": "none"},
+    ),
     "tools": (
         "tools",
-        {"tokens_per_step": ROWS * CONTEXT, "context": CONTEXT, "optimizer": "adamw", "learning_rate": RATE},
+        {"tokens_per_step": ROWS * CONTEXT, "context": CONTEXT, "optimizer": "adamw", "learning_rate": RATE}
+        | {"rehearse": "none"},
     ),
 }
 
@@ -94,6 +99,8 @@ def scratch(folder: Path, built: Path) -> None:
     (folder / "models").mkdir()
     for model in ("code", "tools", "reward"):
         (folder / "models" / model).symlink_to(built / "models" / model)
+    for corpus in ("text", "code"):
+        (folder / "data/none" / corpus).mkdir(parents=True)
     for name in ("conf", "params.yaml", "pipeline", "stages"):
         (folder / name).symlink_to(ROOT / name)
 

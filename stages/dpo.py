@@ -22,9 +22,11 @@ from pipeline.learning.settings import PairConfig
 from pipeline.model import checkpoint
 from pipeline.model.lora import AdapterConfig
 from pipeline.model.transformer import Transformer
+from pipeline.rl.models import judge_or_none
 from pipeline.run import device
 from pipeline.run.stage import main
 from pipeline.run.workdir import Job
+from pipeline.sandbox.judge import SandboxConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +76,7 @@ def run(params: Params, job: Job, *, base: Path, pairs: Path, out: Path) -> None
         return pair_losses.dpo(policy, reference_logprobs, losses)
 
     test = PairSplit(pairs / "test.jsonl", start.tokenizer, config.max_prompt, config.max_length)
-    before = preferences.likelihoods(start.policy, test, start.tokenizer.pad, hardware.device)
+    before = preferences.likelihoods(start.policy, test.pairs, start.tokenizer.pad, hardware.device)
     gate = gates.first_dpo(losses.at_start, hardware.precision, losses.beta)
     fit(
         start.policy,
@@ -84,9 +86,10 @@ def run(params: Params, job: Job, *, base: Path, pairs: Path, out: Path) -> None
         job,
         watchers=Watchers(first=gate, save=partial(reference.save_merged, start.policy, start.tokenizer, job)),
     )
-    job.report(divergence=preferences.sequence_kl(start, base, test, hardware, job.seed))
+    with judge_or_none(SandboxConfig(), job.workers, job.runtime.sandbox_url) as judge:
+        job.report(**preferences.compare_answers(start, base, test, hardware, judge, job.seed))
     job.report(**reference.finish(start), dropped={"train": dict(stream.train.dropped), "test": dict(test.dropped)})
-    after = preferences.likelihoods(start.policy, test, start.tokenizer.pad, hardware.device)
+    after = preferences.likelihoods(start.policy, test.pairs, start.tokenizer.pad, hardware.device)
     job.report(test=preferences.measure_pairs(test, before, after, job.seed))
     checkpoint.save(out, start.policy, start.tokenizer, job.lineage)
 

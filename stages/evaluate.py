@@ -41,12 +41,13 @@ from pipeline.run.tracking import Number, progress, say, write_curve, write_json
 from pipeline.run.types import JsonObject
 from pipeline.run.workdir import Job
 from pipeline.sandbox.judge import Judge, SandboxConfig
-from pipeline.synthetic import drills, stories
+from pipeline.synthetic import drills, programs, stories
 from pipeline.synthetic import tools as synthetic_tools
 
 FAMILIES = frozenset(stories.FAMILIES)
 Item = TypeVar("Item", Dialogue, Problem)
 BENCHMARKS = Path("data/benchmarks")
+DOCUMENT_CHARACTERS = 8_192
 DATA = {
     "text": "data/raw/text",
     "code": "data/raw/code",
@@ -76,6 +77,8 @@ class Params:
 
     settings: SuiteSettings
     wings: WingSettings = field(default_factory=WingSettings)
+    fresh_seed: int | None = None
+    """Seed of other generated problems, conversations, tools and stories than those of data/; none: those of data/."""
     every_suite: bool = False
     """Measure each causal model by all suites, also those that are not for its purpose."""
     benchmarks: list[str] = field(default_factory=list)
@@ -117,7 +120,7 @@ def run(
         say(f"{model}: not measured. {(model / 'README.md').read_text(encoding='utf-8').strip()}")
     else:
         plan, settings_used = measurements(params, job, model, hardware, **data)
-    settings_used |= {"precision": hardware.precision}
+    settings_used |= {"precision": hardware.precision, "fresh_seed": params.fresh_seed}
     limits = settings_used | {"sandbox": asdict(params.sandbox)}
     numbers: JsonObject = {}
     rows: list[JsonObject] = []
@@ -152,6 +155,8 @@ def measurements(
     settings = params.settings
     sets = [evaluation_benchmarks.load(benchmarks / Path(name).relative_to(BENCHMARKS)) for name in params.benchmarks]
     sources, problem_records = held_out(code), clean_items(problems, Problem, overlap)
+    if params.fresh_seed is not None:
+        problem_records = programs.fresh_problems(problem_records, params.fresh_seed)
     sandbox = partial(Judge, params.sandbox, job.workers, url=job.runtime.sandbox_url)
     if own := next((own for own in own_suites() if own.opens(model)), None):
         plan, settings_used = own.plan(
@@ -173,7 +178,11 @@ def measurements(
     loaded, tokenizer = checkpoint.load(model)
     subject = Subject(loaded.to(hardware.device).train(False), tokenizer, settings, job.seed)
     dialogue_records = clean_items(dialogues, Dialogue, overlap)
-    plan = causal_plan(subject, held_out(text), sources, dialogue_records, problem_records, sandbox)
+    told = split_texts(held_out(text))[1]
+    if params.fresh_seed is not None:
+        dialogue_records = synthetic_tools.fresh_dialogues(dialogue_records, params.fresh_seed)
+        told = stories.fresh_records(len(told), params.fresh_seed)
+    plan = causal_plan(subject, held_out(text), told, sources, dialogue_records, problem_records, sandbox)
     for offer in wings.each("causal_suites"):
         plan |= offer(subject, facts=facts)
     if not params.every_suite:
@@ -189,12 +198,13 @@ def measurements(
 def causal_plan(
     subject: Subject,
     texts: list[Text],
+    told: list[Text],
     sources: list[Text],
     dialogues: list[Dialogue],
     problems: list[Problem],
     sandbox: Callable[[], Judge],
 ) -> Plan:
-    """The suites of a causal model."""
+    """The suites of a causal model. `told` are the stories whose openings it continues."""
     num_documents = subject.settings.documents
     prose, seen, unseen = split_texts(texts)
     return {
@@ -205,7 +215,7 @@ def causal_plan(
         "transcripts": lambda: suites.documents(
             subject, "transcripts", of_source(texts, synthetic_tools.SOURCE)[:num_documents]
         ),
-        "stories sampled": lambda: suites.sampled_stories(subject, seen),
+        "stories sampled": lambda: suites.sampled_stories(subject, told),
         "code": lambda: suites.documents(subject, "code", sources[:num_documents]),
         "code gaps": lambda: suites.gaps(subject, sources),
         "problems": lambda: solve(subject, problems, sandbox),
@@ -221,10 +231,11 @@ def clean_items(folder: Path, kind: type[Item], overlap: Path) -> list[Item]:
 
 
 def held_out(corpus: Path) -> list[Text]:
-    """The validation documents of a corpus, in file order."""
+    """The validation documents of a corpus, in file order; of a long one its beginning, or it alone would decide."""
     documents = []
     for path in sorted(corpus.glob("val-*.parquet")):
-        documents += [Text(**row) for row in pyarrow.parquet.read_table(path).to_pylist()]
+        rows = pyarrow.parquet.read_table(path).to_pylist()
+        documents += [Text(**row | {"text": row["text"][:DOCUMENT_CHARACTERS]}) for row in rows]
     return documents
 
 

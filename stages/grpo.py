@@ -13,17 +13,15 @@ from pathlib import Path
 from pipeline.evaluation import solving
 from pipeline.ingest import records
 from pipeline.ingest.records import Problem
-from pipeline.learning import gates, losses, policy_losses, reference
+from pipeline.learning import gates, reference
 from pipeline.learning.fit import Watchers, fit
-from pipeline.learning.losses import Loss
 from pipeline.learning.policy_losses import METHODS, Clip, GroupMethod
 from pipeline.model import checkpoint
 from pipeline.model.lora import AdapterConfig
-from pipeline.model.transformer import Transformer
 from pipeline.rl import advantages, answers
 from pipeline.rl.models import CausalSetting
 from pipeline.rl.rewards import Scorer
-from pipeline.rl.rollout import Method, RolloutBatch, RolloutConfig, RolloutStream, alarms_of, watch_alarms
+from pipeline.rl.rollout import Method, RolloutConfig, RolloutStream, alarms_of, group_loss, watch_alarms
 from pipeline.run import device
 from pipeline.run.config import block
 from pipeline.run.stage import main
@@ -129,30 +127,13 @@ def run(params: Params, job: Job, *, base: Path, problems: Path, out: Path, samp
             gradients_at=None,
             save=partial(reference.save_merged, start.policy, start.tokenizer, job),
         )
-        fit(start.policy, stream, partial(loss, method=method, config=config), config, job, watchers=watchers)
+        fit(start.policy, stream, partial(group_loss, method=method, config=config), config, job, watchers=watchers)
         held_out_report = held_out.report()  # before `finish`, which merges an adapter into the reference too
         held_out.write_samples(samples)
         job.report(
             **reference.finish(start), **held_out_report, prompts=len(prompts), alarms=alarms_of(job.tracker.rows)
         )
     checkpoint.save(out, start.policy, start.tokenizer, job.lineage)
-
-
-def loss(model: Transformer, batch: RolloutBatch, *, method: GroupMethod, config: RolloutConfig) -> Loss:
-    """The method's loss of a minibatch."""
-    logprobs, entropy = losses.token_logprobs(model, batch, config.temperature)
-    result = policy_losses.group_policy(
-        logprobs,
-        entropy,
-        old=batch.old,
-        advantages=batch.arrays["advantages"],
-        reference=batch.arrays["reference"] if method.beta and method.kl_in == "loss" else None,
-        row_of=batch.row_of,
-        num_rows=len(batch.input_ids),
-        method=method,
-        max_tokens=config.max_new_tokens,
-    )
-    return policy_losses.with_agreement(result, logprobs, batch.old) if batch.fresh else result
 
 
 if __name__ == "__main__":

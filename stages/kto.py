@@ -24,10 +24,12 @@ from pipeline.learning.settings import LabelConfig
 from pipeline.model import checkpoint
 from pipeline.model.lora import AdapterConfig
 from pipeline.model.transformer import Transformer
+from pipeline.rl.models import judge_or_none
 from pipeline.run import device
 from pipeline.run.stage import main
 from pipeline.run.tracking import say
 from pipeline.run.workdir import Job
+from pipeline.sandbox.judge import SandboxConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +78,7 @@ def run(params: Params, job: Job, *, base: Path, labels: Path, pairs: Path, out:
     test = LabelSplit(labels / "test.jsonl", tokenizer, config.max_prompt, config.max_length)
     test_pairs = PairSplit(pairs / "test.jsonl", tokenizer, config.max_prompt, config.max_length)
     before = preferences.label_likelihoods(start.policy, test, tokenizer.pad, hardware.device)
-    pairs_before = preferences.likelihoods(start.policy, test_pairs, tokenizer.pad, hardware.device)
+    pairs_before = preferences.likelihoods(start.policy, test_pairs.pairs, tokenizer.pad, hardware.device)
     first = stream.batch(0, config.row_length, stream.rows(0, config.row_length)).desirable
     gate = gates.first_kto(losses.at_start(first), hardware.precision, losses.beta)
     divergence = partial(label_losses.with_divergence, reference=start.reference, where=hardware.device)
@@ -86,10 +88,11 @@ def run(params: Params, job: Job, *, base: Path, labels: Path, pairs: Path, out:
         save=partial(reference.save_merged, start.policy, tokenizer, job),
     )
     fit(start.policy, stream, loss, config, job, watchers=watchers)
-    job.report(divergence=preferences.sequence_kl(start, base, test_pairs, hardware, job.seed))
+    with judge_or_none(SandboxConfig(), job.workers, job.runtime.sandbox_url) as judge:
+        job.report(**preferences.compare_answers(start, base, test_pairs, hardware, judge, job.seed))
     job.report(**reference.finish(start), dropped={"train": dict(stream.train.dropped), "test": dict(test.dropped)})
     after = preferences.label_likelihoods(start.policy, test, tokenizer.pad, hardware.device)
-    pairs_after = preferences.likelihoods(start.policy, test_pairs, tokenizer.pad, hardware.device)
+    pairs_after = preferences.likelihoods(start.policy, test_pairs.pairs, tokenizer.pad, hardware.device)
     job.report(
         test=preferences.measure_labels(test, before, after),
         pairs=preferences.measure_pairs(test_pairs, pairs_before, pairs_after, job.seed),

@@ -33,7 +33,7 @@ class Params:
     base: str = "scratch"
     """Where training begins: scratch: fresh weights; base: a checkpoint of your own (stage base)."""
     induction_heads: bool
-    """Fresh weights that can copy from the context (pipeline/model/initialization.py); false: GPT-2's."""
+    """Fresh weights with the circuit of induction heads (pipeline/model/initialization.py); false: GPT-2's."""
     model: ModelConfig = group("model")
     weights: LossWeights = field(default_factory=LossWeights)
     fit: FitConfig

@@ -1,21 +1,25 @@
-"""Stage lora: the fine-tuning of stage tools, with low-rank adapters on a frozen model.
+"""Stage lora: a new skill from few examples, with low-rank adapters on a frozen model.
 
-    models/code + data/dialogues -> models/lora        (Hu et al. 2021, arXiv:2106.09685; rsLoRA, DoRA)
+    models/tools + data/skill -> models/lora        (Hu et al. 2021, arXiv:2106.09685; rsLoRA, DoRA)
 
 The adapter is published in peft's format (`models/lora/adapter/`), and merged into the weights of `models/lora` if the
-merged model's logits equal those of the model with its adapter.
+merged model's logits equal those of the model with its adapter. With a `control_rate` a copy whose weights all train
+sees the same examples in the same order: what the adapter is compared with. It is not kept.
 """
 
+import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 from pipeline.batches.batch import TokenBatch
 from pipeline.batches.dialogues import DialogueStream
+from pipeline.evaluation.solving import ExactAnswers
 from pipeline.ingest import records
 from pipeline.learning import gates, losses, reference
 from pipeline.learning.fit import Watchers, fit
 from pipeline.learning.losses import Loss, Term
+from pipeline.learning.pretraining import Phases
 from pipeline.learning.settings import FitConfig, Neftune
 from pipeline.model import checkpoint, lora
 from pipeline.model.lora import AdapterConfig
@@ -30,8 +34,12 @@ from pipeline.text.tokenizer import ADDED, SPECIAL
 class Params:
     """The block `lora`; its keys are also those of FitConfig and Neftune, its adapter's those of AdapterConfig."""
 
-    base: str = "code"
+    base: str = "tools"
     """Where training begins: a model of models/; base: a checkpoint of your own (stage base)."""
+    dialogues: str = "skill"
+    """The folder of data/ with the conversations: skill: requests for SQL; dialogues: those of stage tools."""
+    control_rate: float | None = None
+    """Learning rate of the copy whose weights all train; none: no such copy."""
     trained_roles: tuple[str, ...] = ()
     """Control tokens whose embeddings train too, whatever their ids: turn_start, tool_call."""
     adapter: AdapterConfig
@@ -49,6 +57,10 @@ def run(params: Params, job: Job, *, base: Path, dialogues: Path, out: Path) -> 
         return checkpoint.pass_through(base, out, job, dialogues)
     model, tokenizer = checkpoint.load(base)
     model.neftune_alpha = params.neftune.neftune_alpha
+    hardware = device.hardware(job.runtime.precision)
+    held_out = ExactAnswers.of(dialogues / "test.jsonl", tokenizer, hardware)
+    told = {"base": held_out.measure(model)}
+    control = None if params.control_rate is None else copy.deepcopy(model)
     roles = (getattr(tokenizer, role) for role in params.trained_roles)
     adapter = replace(params.adapter, trained_tokens=(*params.adapter.trained_tokens, *roles))
     lora.attach(model, adapter, device.generator("adapter", job.seed))
@@ -61,19 +73,25 @@ def run(params: Params, job: Job, *, base: Path, dialogues: Path, out: Path) -> 
         return Loss([Term("loss", losses.read_out(model, batch, losses.next_token))])
 
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    fit(
-        model,
-        stream,
-        loss,
-        params.fit,
-        job,
-        watchers=Watchers(save=partial(reference.save_merged, model, tokenizer, job)),
-    )
+    own_job = job
+    if control is not None:
+        phases = Phases(job)
+        own = replace(params.fit, learning_rate=params.control_rate)
+        fit(control, stream, loss, own, phases.begin("control", prefix="control/"), last=False)
+        told["control"] = held_out.measure(control)
+        own_job = phases.begin("adapter")
+    watchers = Watchers(save=partial(reference.save_merged, model, tokenizer, job))
+    fit(model, stream, loss, params.fit, own_job, watchers=watchers)
     lora.export_peft(out / "adapter", model, adapter, base_name=str(base))
     difference = lora.merged_with_gate(model, reference.gate_rows(model))
-    job.report(trained_parameters=trained, parameters=model.num_parameters(), merge_difference=difference)
+    told["adapter"] = held_out.measure(model)
+    job.report(
+        trained_parameters=trained, parameters=model.num_parameters(), merge_difference=difference, exact_match=told
+    )
     checkpoint.save(out, model, tokenizer, job.lineage)
 
 
 if __name__ == "__main__":
-    main(run, inputs={"base": "models/{base}", "dialogues": "data/dialogues"}, outs={"out": "models/lora"}, trains=True)
+    main(
+        run, inputs={"base": "models/{base}", "dialogues": "data/{dialogues}"}, outs={"out": "models/lora"}, trains=True
+    )

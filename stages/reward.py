@@ -5,7 +5,8 @@
 One linear head on the last token of an answer, initialized to zero. The mean and spread of its scores over answers of
 the base model are stored with it; later stages normalize rewards by them. Besides the pairs of data/preferences it
 learns from pairs of the base model's own answers, ordered by truth, and from the likelihood of each token under the
-base model (`model/heads.py`). Accuracy is measured for each kind of pair, on pairs that nothing was chosen by.
+base model (`model/heads.py`). Accuracy is measured for each kind of pair, on pairs that nothing was chosen by, beside
+that of the base model's likelihood.
 """
 
 from dataclasses import dataclass
@@ -128,10 +129,13 @@ def run(params: Params, job: Job, *, base: Path, pairs: Path, out: Path) -> None
         own_pairs=len(own_pairs["train"]),
         reward_mean=model.reward_mean,
         reward_std=model.reward_std,
-        test=preferences.measure_ranking(model, splits["test"].pairs, tokenizer.pad),
     )
-    if own_pairs["test"]:
-        job.report(own_answers=preferences.measure_ranking(model, own_pairs["test"], tokenizer.pad))
+    for name, told in (("test", splits["test"].pairs), ("own_answers", own_pairs["test"])):
+        if told:
+            with hardware.autocast():
+                ranking = preferences.measure_ranking(model, told, tokenizer.pad)
+                by_likelihood = preferences.likelihood_ranking(policy, told, tokenizer.pad, hardware.device)
+            job.report(**{name: ranking | {"likelihood": by_likelihood}})
     checkpoint.save_reward(out, model, tokenizer, job.lineage)
 
 

@@ -1,13 +1,16 @@
-"""Stage rlhf: PPO against the reward model, held back by the divergence from the initial policy.
+"""Stage rlhf: reinforcement learning from the reward model, held back by the divergence from the initial policy.
 
-    models/tools + models/reward + data/preferences (prompts) -> models/rlhf   (Ziegler et al. 2019; Ouyang et al. 2022)
+    models/tools + models/reward + data/preferences (prompts) -> models/rlhf
 
-The actor starts as models/tools, the critic as models/reward; only the actor is published. At every evaluation it
-answers the same held-out prompts. `proxy` is the reward of training (`rlhf.rewards`), `gold` the true score, which
-training never uses.
+    rlhf.method = rloo    an answer against the others to its prompt     (Ahmadian et al. 2024, arXiv:2402.14740)
+                  ppo     against a critic, which starts as models/reward (Ziegler et al. 2019; Ouyang et al. 2022)
+
+The policy starts as models/tools. At every evaluation it answers the same held-out prompts. `proxy` is the reward of
+training (`rlhf.rewards`), `gold` the true score, which training never uses.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -20,15 +23,15 @@ from pipeline.ingest import records
 from pipeline.learning import gates, losses, policy_losses, reference
 from pipeline.learning.fit import Watchers, fit
 from pipeline.learning.losses import Loss
-from pipeline.learning.policy_losses import Clip
+from pipeline.learning.policy_losses import METHODS, Clip
 from pipeline.model import checkpoint
-from pipeline.model.heads import ActorCritic
+from pipeline.model.heads import ActorCritic, RewardModel
 from pipeline.model.lora import AdapterConfig
 from pipeline.rl import advantages, answers
 from pipeline.rl.advantages import PPOConfig
 from pipeline.rl.models import CausalSetting
 from pipeline.rl.rewards import Scorer
-from pipeline.rl.rollout import Method, RolloutBatch, RolloutConfig, RolloutStream, alarms_of, watch_alarms
+from pipeline.rl.rollout import Method, RolloutBatch, RolloutConfig, RolloutStream, alarms_of, group_loss, watch_alarms
 from pipeline.run import device
 from pipeline.run.config import block
 from pipeline.run.stage import main
@@ -38,10 +41,12 @@ from pipeline.sandbox.judge import SandboxConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Params:
-    """The block `rlhf`; its training keys are those of RolloutConfig, PPO's those of PPOConfig."""
+    """The block `rlhf`; its training keys are those of RolloutConfig, PPO's those of PPOConfig (rloo reads beta)."""
 
     base: str = "tools"
     """Where training begins: a model of models/; base: a checkpoint of your own (stage base)."""
+    method: str
+    """rloo, ppo."""
     kinds: tuple[str, ...] = ()
     """Kinds of prompts to train on; empty: all whose better answer has room."""
     rewards: dict[str, float] = field(default_factory=lambda: {"learned": 1.0})
@@ -54,7 +59,13 @@ class Params:
     fit: RolloutConfig
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a horizon over which beta could change its sign within one iteration."""
+        """Raises ValueError for an unknown method, for groups of one, and for a horizon over which beta could change
+        its sign within one iteration.
+        """
+        if self.method not in ("rloo", "ppo"):
+            raise ValueError(f"method: expected rloo or ppo, got {self.method!r}")
+        if self.method == "rloo" and self.fit.samples < 2:
+            raise ValueError("samples: rloo compares answers to one prompt; expected at least 2, got 1")
         if self.fit.prompts * self.fit.samples > 5 * self.ppo.horizon:
             raise ValueError(
                 f"horizon: expected at least a fifth of the {self.fit.prompts * self.fit.samples} answers of an"
@@ -71,8 +82,6 @@ def run(params: Params, job: Job, *, base: Path, reward: Path, pairs: Path, out:
     start = reference.begin(base, params.adapter, job.seed, device.hardware(job.runtime.precision))
     reward_model, reward_tokenizer = checkpoint.load_reward(reward)
     checkpoint.same_tokenizer(start.tokenizer, reward_tokenizer, str(base), str(reward))
-    critic, _ = checkpoint.load_reward(reward)
-    model = ActorCritic(start.policy, critic)
     # Only the prompts of the pairs are used, so their answers may have any length: prompts without room for an answer
     # are skipped.
     splits = {
@@ -84,35 +93,28 @@ def run(params: Params, job: Job, *, base: Path, reward: Path, pairs: Path, out:
     preferred = None
     if "preferred" in params.rewards:
         preferred = setting.preferred([*prompts["train"], *prompts["test"]])
-    if "learned" not in params.rewards:  # then the reward model's scores are no initial values
-        nn.init.zeros_(critic.score.weight)
-        critic.reward_mean, critic.reward_std = 0.0, 1.0
     with setting.judge(params.sandbox, wanted=params.rewards) as judge:
         scorer = Scorer(params.rewards, setting.resources(judge, call_reward, preferred))
-        carried = {"beta": params.ppo.beta}
-        method = Method(
-            sample=setting.sample,
-            score=scorer,
-            annotate=partial(
-                advantages.annotate_ppo, reference=setting.reference, values=partial(setting.values, critic)
-            ),
-            estimate=partial(advantages.estimate_ppo, config=params.ppo, carried=carried),
-        )
+        learner = (_rloo if params.method == "rloo" else _ppo)(params, setting, scorer, reward)
         stream = RolloutStream(
-            prompts["train"], config, method, pad=start.tokenizer.pad, seed=job.seed, ranks=setting.ranks, state=carried
+            prompts["train"],
+            config,
+            learner.method,
+            pad=start.tokenizer.pad,
+            seed=job.seed,
+            ranks=setting.ranks,
+            state=learner.carried,
         )
         held_out = preferences.HeldOutPrompts(prompts["test"], setting, judge, scorer, params.held_out)
         watchers = Watchers(
-            first=gates.first_policy("val/ratio", "policy/approxkl_avg", "policy/clipfrac_avg", setting.precision),
+            first=gates.first_policy(*learner.gated, setting.precision),
             evaluate=held_out.row,
             logged=watch_alarms(job.name, target_kl=params.ppo.target_kl),
             # the first gate sees that the losses are alive; equal scores give no gradient to the actor
             gradients_at=None,
             save=partial(reference.save_merged, start.policy, start.tokenizer, job),
         )
-        fit(
-            model, stream, partial(loss, temperature=config.temperature, ppo=params.ppo), config, job, watchers=watchers
-        )
+        fit(learner.model, stream, learner.loss, learner.config, job, watchers=watchers)
         held_out_report = held_out.report()  # before `finish`, which merges an adapter into the reference too
         held_out.write_samples(samples)
         job.report(
@@ -123,6 +125,62 @@ def run(params: Params, job: Job, *, base: Path, reward: Path, pairs: Path, out:
             alarms=alarms_of(job.tracker.rows, target_kl=params.ppo.target_kl),
         )
     checkpoint.save(out, start.policy, start.tokenizer, job.lineage)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Learner:
+    """What `fit` trains by a method, and how."""
+
+    model: nn.Module
+    config: RolloutConfig
+    method: Method
+    loss: Callable[..., Loss]
+    gated: tuple[str, str, str]  # metrics: ratio, divergence and clipped share of an update
+    carried: dict[str, float] = field(default_factory=dict)  # from iteration to iteration
+
+
+def _rloo(params: Params, setting: CausalSetting, scorer: Scorer, _: Path) -> Learner:
+    """The policy alone."""
+    method = replace(METHODS["rloo"], beta=params.ppo.beta)
+    return Learner(
+        model=setting.policy,
+        config=params.fit,
+        method=Method(
+            sample=setting.sample,
+            score=scorer,
+            annotate=partial(advantages.annotate_group, reference=setting.reference),
+            estimate=partial(advantages.estimate_group, method=method, samples=params.fit.samples, must_end=True),
+        ),
+        loss=partial(group_loss, method=method, config=params.fit),
+        gated=("ratio", "approxkl", "clip_ratio/region_mean"),
+    )
+
+
+def _ppo(params: Params, setting: CausalSetting, scorer: Scorer, reward: Path) -> Learner:
+    """The policy with a critic, which is not published."""
+    critic: RewardModel
+    critic, _ = checkpoint.load_reward(reward)
+    if "learned" not in params.rewards:  # then the reward model's scores are no initial values
+        nn.init.zeros_(critic.score.weight)
+        critic.reward_mean, critic.reward_std = 0.0, 1.0
+    carried, config = {"beta": params.ppo.beta}, params.fit
+    if params.ppo.critic_rate is not None:
+        config = replace(config, learning_rates=config.learning_rates | {"critic": params.ppo.critic_rate})
+    return Learner(
+        model=ActorCritic(setting.policy, critic),
+        config=config,
+        method=Method(
+            sample=setting.sample,
+            score=scorer,
+            annotate=partial(
+                advantages.annotate_ppo, reference=setting.reference, values=partial(setting.values, critic)
+            ),
+            estimate=partial(advantages.estimate_ppo, config=params.ppo, carried=carried),
+        ),
+        loss=partial(loss, temperature=params.fit.temperature, ppo=params.ppo),
+        gated=("val/ratio", "policy/approxkl_avg", "policy/clipfrac_avg"),
+        carried=carried,
+    )
 
 
 def loss(model: ActorCritic, batch: RolloutBatch, *, temperature: float, ppo: PPOConfig) -> Loss:

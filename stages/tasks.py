@@ -1,7 +1,7 @@
 """Stage tasks: conversations, programming problems, preference pairs and labels with known answers.
 
     data/own, feedback -> data/{dialogues,problems,preferences,labels}/{train,val,test}.jsonl
-                       -> data/facts/{train,val,test,control}.jsonl
+                       -> data/skill/{train,val,test}.jsonl, data/facts/{train,val,test,control}.jsonl
 
 `data: machine` and `data: packages` generate all of them, and `data: hub` what it does not name. `data: files` lists
 the entries of each kind (`ingest/entries.py`): files, sets of the hub, `packages` for the generated ones, with weights
@@ -10,7 +10,7 @@ judged, or its own solution fails them, a problem of the user's files stops the 
 out (up to `max_rejected` of all). Generated labels are the preference pairs of the same split, taken apart. Pairs and
 labels that people gave on the web page (feedback/preferences.jsonl, feedback/labels.jsonl) join the training split,
 each as far as `tasks.feedback` allows; their pairs are not taken apart, so that the page's share of the labels is kept
-too. Facts are always invented.
+too. Facts and the skill (requests for SQL) are always invented.
 
 Generated dialogues show problems with their answers: those of `problems`, or generated ones where these have no answer.
 """
@@ -45,7 +45,7 @@ CHUNK = 200  # records that a worker process generates at a time
 SHOWN = 5  # wrong problems that a message lists
 WORTH_A_WORKER = 500  # records; fewer are generated sooner than a process starts
 # Shares of the dialogues; a story has three times the trained tokens of the others.
-SHARES = {"tools": 0.40, "choice": 0.10, "code": 0.35, "copy": 0.05, "story": 0.05, "talk": 0.05}
+SHARES = {"tools": 0.40, "choice": 0.10, "code": 0.37, "copy": 0.04, "story": 0.05, "talk": 0.04}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +60,8 @@ class Params:
     """Problems for reinforcement learning: tests, no answer."""
     pairs: int
     """Preference pairs to train on."""
+    skill: int
+    """Conversations that teach a new skill, for the adapter branch."""
     services: int
     """Services that facts are invented about, four each, for the memory branch."""
     test_items: int
@@ -72,8 +74,9 @@ class Params:
     sandbox: SandboxConfig = block("sandbox")
 
     def __post_init__(self) -> None:
-        if min(self.dialogues, self.problems, self.rl_problems, self.pairs, self.test_items, self.services) < 1:
-            raise ValueError("dialogues, problems, rl_problems, pairs, test_items, services: expected at least 1")
+        names = ("dialogues", "problems", "rl_problems", "pairs", "test_items", "skill", "services")
+        if min(getattr(self, name) for name in names) < 1:
+            raise ValueError(f"{', '.join(names)}: expected at least 1")
         if not 0 <= self.label_noise < 0.5:
             raise ValueError(f"label_noise: expected a share in [0, 0.5), got {self.label_noise}")
 
@@ -107,8 +110,9 @@ def run(
     pairs: Path,
     labels: Path,
     known: Path,
+    skill: Path,
 ) -> None:
-    """Write the five folders."""
+    """Write the six folders."""
     parts = job.folder / "parts"
     tallies: dict[str, RowCounts] = {}  # kind -> numbers of supplied rows
     with progress(total=5, desc="tasks", unit="step") as bar:
@@ -144,12 +148,15 @@ def run(
         feedback_counts = _add_feedback(params.feedback, feedback, parts, pair_splits["train"], label_splits["train"])
         bar.update()
     fact_splits = drills.facts(params.services, job.seed)
+    skill_counts = {"train": params.skill, "val": max(10, params.skill // 10), "test": params.test_items}
+    skill_splits = {split: list(drills.queries(split, count, job.seed)) for split, count in skill_counts.items()}
     for folder, splits in (
         (dialogues, dialogue_splits),
         (problems, problem_splits),
         (pairs, pair_splits),
         (labels, label_splits),
         (known, fact_splits),
+        (skill, skill_splits),
     ):
         folder.mkdir(parents=True)
         for split, records in splits.items():
@@ -173,6 +180,7 @@ def run(
         labels=_counts(label_splits),
         good_labels={split: sum(label.desirable for label in records) for split, records in label_splits.items()},
         facts=_counts(fact_splits),
+        skill=_counts(skill_splits),
         kinds=dict(sorted(Counter(d.kind for d in dialogue_splits["train"]).items())),
         chosen_is_longer=preferences.chosen_is_longer(pair_splits["train"]),
     )
@@ -311,12 +319,13 @@ def _generate_dialogues(params: Params, job: Job, problems: Splits[Problem]) -> 
     """Tools, choices, code, drills, stories and talk in their shares, evenly interleaved."""
     splits: Splits[Dialogue] = {}
     counts = {"train": params.dialogues, "val": max(20, params.dialogues // 40), "test": params.test_items}
-    tool_counts = {s: count if s == "test" else round(count * SHARES["tools"]) for s, count in counts.items()}
+    tool_counts = {s: count if s == "test" else shared(count)["tools"] for s, count in counts.items()}
     calls = _generated("dialogues", tool_counts, job.seed, job.workers)
-    choice_counts = {s: round(counts[s] * SHARES["choice"]) for s in ("train", "val")}
+    calls["test"] += tools.unserved_dialogues(params.test_items, job.seed)
+    choice_counts = {s: shared(counts[s])["choice"] for s in ("train", "val")}
     choices = _generated("choices", choice_counts, job.seed, job.workers)
     for split, count in counts.items():
-        number = {kind: round(count * share) for kind, share in SHARES.items()}
+        number = shared(count)
         with_answer = [p for p in problems[split] if p.answer is not None]
         kinds = [
             calls[split],
@@ -328,6 +337,12 @@ def _generate_dialogues(params: Params, job: Job, problems: Splits[Problem]) -> 
         ]
         splits[split] = mixture.interleaved(kinds)
     return splits
+
+
+def shared(count: int) -> dict[str, int]:
+    """How many of `count` dialogues each kind has; together `count`."""
+    ends = [round(count * end) for end in itertools.accumulate(SHARES.values())]
+    return {kind: end - start for kind, start, end in zip(SHARES, [0, *ends], ends, strict=False)}
 
 
 def _paths(split: str, count: int) -> list[str]:
@@ -387,6 +402,7 @@ if __name__ == "__main__":
             "pairs": "data/preferences",
             "labels": "data/labels",
             "known": "data/facts",
+            "skill": "data/skill",
         },
         seed="data_seed",
     )

@@ -24,8 +24,8 @@ from pipeline.rl import answers
 from pipeline.rl.advantages import PPOConfig, annotate_group, annotate_ppo, estimate_group, estimate_ppo
 from pipeline.rl.answers import Answer
 from pipeline.rl.rewards import Score
-from pipeline.rl.rollout import Method, Rollout, RolloutConfig, RolloutStream
-from stages import grpo, rlhf
+from pipeline.rl.rollout import Method, Rollout, RolloutConfig, RolloutStream, group_loss
+from stages import rlhf
 from tests import rollouts
 from tests.loop import job
 
@@ -110,7 +110,7 @@ def group_run(model: Transformer, method: GroupMethod, settings: RolloutConfig, 
         estimate=lambda found: estimate_group(found, method, settings.samples),
     )
     one = job(folder, **runtime)
-    loss = partial(grpo.loss, method=method, config=settings)
+    loss = partial(group_loss, method=method, config=settings)
     fit(model, filling(how, settings), loss, settings, one, watchers=Watchers(gradients_at=None))
     return one
 

@@ -147,6 +147,7 @@ TASKS = Params(
     problems=60,
     rl_problems=8,
     pairs=30,
+    skill=20,
     services=4,
     test_items=10,
     label_noise=0.0,
@@ -179,6 +180,7 @@ def made(folder: Path, params: Params = TASKS, *, seed: int = 1, workers: int = 
         "pairs": folder / "out/preferences",
         "labels": folder / "out/labels",
         "known": folder / "out/facts",
+        "skill": folder / "out/skill",
     }
     tasks.run(params, job, own=folder / "own", feedback=folder / "feedback", **outs)
     found: Made = {

@@ -262,6 +262,8 @@ FIVE = "code_format, code, tool_call, length, learned"
         ("grpo", {"rewards": {"learned": 1.0}}, "rewards: learned needs a reward model"),
         ("grpo", {"rewards": {"tool_call": 1.0}}, "rewards: tool_call needs prompts whose right call is known"),
         ("grpo", {"rewards": {}}, f"rewards: expected at least one of {FIVE}"),
+        ("rlhf", {"method": "a2c"}, "method: expected rloo or ppo, got 'a2c'"),
+        ("rlhf", {"method": "rloo", "samples": 1}, "samples: rloo compares answers to one prompt; expected at least 2"),
         ("rlhf", {"rewards": {"style": 1.0}}, f"rewards: unknown reward 'style'; valid names: {FIVE}"),
         ("rlhf", {"adapter": {"rank": 2, "alpha": 4, "dropout": 0.1}}, r"adapter\.dropout: expected 0 .*, got 0\.1"),
         ("lora", {"rank": 0}, "adapter.rank: expected at least 1, found 0"),

@@ -20,6 +20,7 @@ from tests.hubserver import REVISION, HubServer
 from tests.workspace import TRAINING, Workspace, command
 
 SFT = TRAINING | {"steps": 4, "tokens_per_step": 256, "context": 128, "eval_tokens": 64, "learning_rate": 1e-2}
+SFT |= {"rehearse": "none"}
 
 
 @pytest.mark.oracle

@@ -265,7 +265,7 @@ def test_a_claim_holds_by_its_interval_fails_without_one_and_says_when_nothing_w
     )
     told = {one.title: one for one in claims.claims(run)}
     assert told["The reward model ranks better than chance"].state == claims.HOLDS
-    assert told["PPO raises the true score of held-out answers"].state == claims.FAILS
+    assert told["Reinforcement learning from the reward model raises the true score"].state == claims.FAILS
     assert told["GRPO raises pass@1 on held-out problems"].state == claims.UNKNOWN
     assert told["GRPO solves more unseen compositions than its start"].state == claims.HOLDS
     assert "grpo 100.0 %, tools 50.0 %" in told["GRPO solves more unseen compositions than its start"].measured

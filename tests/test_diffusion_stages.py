@@ -225,7 +225,7 @@ def test_a_causal_model_is_refused_where_a_masked_one_is_needed(masked: Workspac
 def test_a_masked_model_is_refused_where_a_causal_one_is_needed(masked: Workspace) -> None:
     model, tokenizer = files.load(Path("models/diffusion"))
     files.save(Path("models/code"), model, tokenizer, {})
-    ended = command("lora", [])
+    ended = command("lora", ["lora.base=code", "lora.dialogues=dialogues"])
     assert ended.code == 2 and "models/code: expected a causal model, found a masked-diffusion one" in ended.said
 
 

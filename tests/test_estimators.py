@@ -10,7 +10,14 @@ import pytest
 import torch
 
 from pipeline.learning.policy_losses import METHODS, GroupMethod
-from pipeline.rl.advantages import PPOConfig, annotate_group, annotate_ppo, estimate_group, estimate_ppo
+from pipeline.rl.advantages import (
+    PPOConfig,
+    annotate_group,
+    annotate_ppo,
+    estimate_group,
+    estimate_ppo,
+    scores_with_ends,
+)
 from pipeline.rl.answers import Answer
 from pipeline.rl.rewards import Score
 from pipeline.rl.rollout import Rollout
@@ -286,3 +293,21 @@ def test_better_answers_are_above_worse_ones_for_every_method() -> None:
 def test_an_unknown_total_is_not_a_number_and_zero_is_a_score() -> None:
     assert math.isnan(Rollout(rollouts.answer(rollouts.prompt(0), 0, [1]), Score(None, {})).total)
     assert Rollout(rollouts.answer(rollouts.prompt(0), 0, [1]), Score(0.0, {})).total == 0.0
+
+
+def test_not_ending_never_pays_whatever_the_scale_of_the_scores() -> None:
+    """The highest score of an answer without an end: -1, or the lowest of an answer that ended."""
+    for scores, unfinished, expected in (
+        ([0.5, 2.0, 1.0], [1], [0.5, -1.0, 1.0]),
+        ([-3.0, 2.0, -2.0], [1], [-3.0, -3.0, -2.0]),
+        ([-3.0, -7.0, None], [1], [-3.0, -7.0, math.nan]),
+        ([2.0, 1.0, 0.0], [0, 1, 2], [-1.0] * 3),
+    ):
+        group = made(scores, [2, 2, 2], samples=3, unfinished=unfinished)
+        assert scores_with_ends(group).tolist() == pytest.approx(expected, nan_ok=True), scores
+        method = replace(METHODS["rloo"], beta=0.0)
+        estimate_group(group, method, 3, must_end=True)
+        if None not in scores:
+            others = [(sum(expected) - x) / 2 for x in expected]
+            found = [float(one.arrays["advantages"][0]) for one in group]
+            assert found == pytest.approx([x - mean for x, mean in zip(expected, others, strict=True)])

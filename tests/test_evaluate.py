@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pipeline.evaluation.suites import Subject
-from pipeline.ingest.records import Text, write
+from pipeline.ingest.records import Dialogue, Text, write
 from pipeline.model import checkpoint
 from pipeline.model.transformer import Transformer
 from pipeline.report.metrics import HEADLINES, lookup
@@ -23,6 +23,8 @@ from pipeline.run.tracking import Tracker
 from pipeline.run.workdir import Job, StopRequest
 from pipeline.sandbox.judge import Judge, SandboxConfig
 from pipeline.synthetic import drills, preferences, programs, stories, tools
+from pipeline.synthetic.toolbox import fresh as fresh_tools
+from pipeline.synthetic.toolbox import unseen
 from pipeline.text.tokenizer import Tokenizer
 from stages import evaluate
 from tests.suites import FEW, HALF, PARAMS, write_set
@@ -47,6 +49,31 @@ def test_held_out_texts_are_those_of_the_val_files_in_order(tmp_path: Path) -> N
         tmp_path / "text", val_1=[("c", "s", "3")], val_0=[("a", "s", "1"), ("b", "s", "2")], train_0=[("x", "s", "0")]
     )
     assert [t.text for t in evaluate.held_out(folder)] == ["a", "b", "c"]
+
+
+def test_a_long_document_counts_with_its_beginning_alone(tmp_path: Path) -> None:
+    folder = corpus(tmp_path / "code", val_0=[("ab" * 9000, "s", "1"), ("short", "s", "2")])
+    assert [len(t.text) for t in evaluate.held_out(folder)] == [evaluate.DOCUMENT_CHARACTERS, 5]
+
+
+def test_fresh_items_are_as_many_others_with_tools_that_no_other_test_has() -> None:
+    """What this project did not generate stays."""
+    own = Dialogue(id="mine", kind="tools", category="simple", messages=[], tools=[])
+    words = Dialogue(id="talk/test/1/0", kind="talk", category="greeting", messages=[], tools=[])
+    known = [*tools.dialogues("test", 40, 1), *tools.unserved_dialogues(9, 1), own, words]
+    fresh = tools.fresh_dialogues(known, 7)
+    assert len(fresh) == len(known) and fresh[-2:] == [own, words]
+    assert not {d.id for d in fresh[:-2]} & {d.id for d in known}
+    called = {name for d in fresh for m in d.messages for name, _ in tools.calls(m)}
+    names = {domain: {t.name for t in part()} for domain, part in {"unseen": unseen, "fresh": fresh_tools}.items()}
+    assert called & names["fresh"] and not called & names["unseen"]
+    before = {name for d in known for m in d.messages for name, _ in tools.calls(m)}
+    assert before & names["unseen"] and not before & names["fresh"]
+    problem = replace(next(programs.problems("test", 1, 1)), id="mine")
+    others = programs.fresh_problems([*programs.problems("test", 20, 1), problem], 7)
+    assert len(others) == 21 and others[-1] is problem
+    assert not {p.id for p in others[:-1]} & {p.id for p in programs.problems("test", 20, 1)}
+    assert [p.group for p in others[:20]] == [p.group for p in programs.problems("test", 20, 1)]
 
 
 def test_texts_are_prose_known_families_and_unseen_families() -> None:

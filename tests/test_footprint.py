@@ -13,6 +13,7 @@ from pipeline.learning import footprint, reference
 from pipeline.learning.footprint import Footprint, Work
 from pipeline.model import lora
 from pipeline.model.config import ModelConfig
+from pipeline.model.cpu import native
 from pipeline.model.heads import ActorCritic, RewardModel
 from pipeline.model.lora import AdapterConfig
 from pipeline.model.transformer import Transformer
@@ -126,10 +127,20 @@ NARROW = {"copies": 2 * HIDDEN, "logits": 2 * 64 * 4 + 6 * 8 * 4 + 12 * TABLE} |
         ),
     ],
 )
-def test_a_setting_changes_the_parts_that_it_should(change: dict[str, Any], parts: dict[str, float]) -> None:
+def test_a_setting_changes_the_parts_that_it_should(
+    change: dict[str, Any], parts: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "has_attention_blocks", lambda: False)
     before = footprint.footprint(footprint.full(HAND), [HAND], WORK, 1)
     found = footprint.footprint(footprint.full(HAND), [HAND], replace(WORK, **change), 1)
     assert asdict(found) == pytest.approx(asdict(replace(before, **parts)), rel=1e-12)
+
+
+def test_attention_in_blocks_keeps_no_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "has_attention_blocks", lambda: True)
+    for context in (8, 2048):  # normed input; q, k, v; the result; rotated q and k; a head's sum; SwiGLU
+        work = replace(WORK, kind="cpu", packed=False, precision="bf16", context=context)
+        assert footprint.layer_bytes(HAND, work) == 2 * 8 + 2 * 24 + 2 * 8 + 2 * 16 + 4 + 2 * 8 + 6 * 16
 
 
 def test_logits_stop_growing_where_they_come_in_parts() -> None:

@@ -64,6 +64,8 @@ AFTER_TOOLS = {
     "stage_reward",
     "stage_evaluate_reward",
     "stage_deploy",
+    "stage_lora",
+    "stage_evaluate@lora",
     *ALIGNED,
     *AFTER_RLHF,
 }
@@ -139,9 +141,7 @@ def test_one_block_reruns_its_stage_and_what_follows_and_comes_back_from_the_run
 
 def test_a_stage_concerns_what_is_made_from_it(repository: Repository) -> None:
     """A dry run says the whole path; `dvc status` only what is changed now."""
-    repository.edit(
-        "params.yaml", "base: code\n  learning_rate: null\n\nreward", "base: code\n  learning_rate: 1e-3\n\nreward"
-    )
+    repository.edit("params.yaml", "tools:\n  steps: null", "tools:\n  steps: 13")
     assert ran(repository.dvc("repro", "--dry", "--force-downstream")) == AFTER_TOOLS
     repository.git("checkout", "-q", "params.yaml")
     repository.edit("params.yaml", "lora:\n  steps: null", "lora:\n  steps: 3")
@@ -182,9 +182,8 @@ def test_a_checkpoint_to_start_from_is_followed_by_its_contents(repository: Repo
 def test_fine_tuning_a_checkpoint_builds_nothing_before_it(repository: Repository, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     checkpoints.write(tmp_path / "base", "qwen2", max_position_embeddings=2048)
-    repository.edit(
-        "params.yaml", "base: code\n  learning_rate: null\n\nreward", "base: base\n  learning_rate: null\n\nreward"
-    )
+    own = "base: base\n  rehearse: none"
+    repository.edit("params.yaml", "base: code\n  rehearse: tokens", own)
     repository.edit("params.yaml", "folder: data/pretrained", f"folder: {tmp_path / 'base'}")
     repository.edit("conf/scale/smoke.yaml", "code:\n  steps: ", "code:\n  steps: 1")
     assert repository.repro("stage_dpo") == {"stage_base", "stage_tools", "stage_dpo"}

@@ -17,7 +17,7 @@ from pipeline.model.cache import KVCache
 from pipeline.model.config import ModelConfig
 from pipeline.model.cpu import attention, layers, native, primitives
 from pipeline.model.cpu.layers import ragged_attention
-from pipeline.model.layers import Branches, Documents, Layout, Line, Masked, Padded, Rows, tile_plan
+from pipeline.model.layers import Branches, Documents, Layout, Line, Masked, Padded, Rows, attention_plan
 from pipeline.model.lora import AdapterConfig
 from pipeline.model.transformer import Transformer
 
@@ -187,6 +187,13 @@ def in_cpp(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.mark.usefixtures("in_cpp")
 def test_the_pieces_in_cpp_are_the_plain_formulas(monkeypatch: pytest.MonkeyPatch) -> None:
+    for lengths in LENGTHS.values():
+        test_attention_in_tiles_is_that_within_each_document(lengths, True, 3, 1)
+        test_attention_in_tiles_is_that_within_each_document(lengths, False, 4, 2)
+    test_a_common_part_of_all_values_leaves_no_gradient_in_the_scores()
+    for tree in TREES.values():
+        test_attention_in_a_tree_is_that_of_each_document_alone(*tree, 4, 2)
+    monkeypatch.setattr(native, "has_attention_blocks", lambda: False)  # as without AMX: tiles
     test_attention_in_tiles_is_that_within_each_document((3, 120, 1, 200, 60), True, 4, 2)
     for tree in TREES.values():
         test_attention_in_a_tree_is_that_of_each_document_alone(*tree, 4, 2)
@@ -202,6 +209,36 @@ def test_the_pieces_in_cpp_are_the_plain_formulas(monkeypatch: pytest.MonkeyPatc
     torch.testing.assert_close(
         total.double(), functional.cross_entropy(exact, targets, reduction="sum"), atol=0, rtol=1e-6
     )
+
+
+@pytest.mark.usefixtures("in_cpp")
+def test_attention_in_blocks_is_the_same_in_two_threads_and_without_padding() -> None:
+    if not native.has_attention_blocks():
+        pytest.skip("no AMX")
+    x, flat = drawn(0, 320, 5, 64).to(layers.BF16), torch.zeros(320, 1, 32)
+    plan = attention.plan((70, 60), True, 3)
+    assert isinstance(plan, attention.BlockPlan)
+    threads = torch.get_num_threads()
+
+    def found(tokens: int) -> tuple[Tensor, Tensor]:
+        part = x[:tokens].clone().requires_grad_()
+        out = layers.attention(part, flat[:tokens] + 1, flat[:tokens], None, 1e-6, 3, plan)
+        above = torch.ones_like(out)
+        above[130:] = 0
+        return out[:130].detach(), torch.autograd.grad(out, part, above)[0][:130]
+
+    try:
+        results = []
+        for count, tokens in ((1, 130), (1, 192), (2, 130)):
+            torch.set_num_threads(count)
+            results.append(found(tokens))
+    finally:
+        torch.set_num_threads(threads)
+    (out, grad), (padded, of_padded), (shared, of_shared) = results
+    assert torch.equal(out, padded) and torch.equal(grad, of_padded) and torch.equal(out, shared)
+    torch.testing.assert_close(grad, of_shared, atol=1e-2, rtol=2**-7)  # a sum in another order, rounded
+    with pytest.raises(AssertionError, match="shorter line"):
+        found(320)
 
 
 def test_attention_without_head_norms_only_rotates() -> None:
@@ -312,8 +349,8 @@ def test_all_of_plain_projections_in_bf16_goes_by_hand(monkeypatch: pytest.Monke
 
 
 def test_the_plan_of_a_layout_is_that_of_its_documents() -> None:
-    def plan_of(layout: Layout, tokens: int) -> attention.TilePlan | None:
-        return tile_plan(layout, tokens, 2)
+    def plan_of(layout: Layout, tokens: int) -> attention.Plan | None:
+        return attention_plan(layout, tokens, 2)
 
     documents = Documents((4, 5), causal=True)
     assert plan_of(documents, 9) is plan_of(Padded(documents, 9), 128) is attention.plan((4, 5), True, 2)

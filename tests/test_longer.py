@@ -10,9 +10,11 @@ import torch
 from pipeline.learning.settings import FitConfig
 from pipeline.model import checkpoint
 from pipeline.run import workdir
+from tests.corpora import write_corpus
 from tests.workspace import TRAINING, Ended, Workspace, command
 
 KEYS = TRAINING | {
+    "rehearse": "none",
     "tokens_per_step": 256,
     "context": 128,
     "eval_tokens": 64,
@@ -49,6 +51,23 @@ def test_a_run_of_thirty_steps_after_one_of_twenty_equals_one_of_thirty(publish:
     longer = tools(steps=30, publish=publish)
     assert longer.code == 0 and "goes on from step 16 of run" in longer.said
     assert published() == whole
+
+
+def test_a_run_that_rehearses_at_its_end_goes_on_from_before_that(workspace: Workspace) -> None:
+    """Rehearsal begins at step 10 of 20, before the rates fall at 16; of 30 steps at 15."""
+    for name, texts in (("text", "The boats. "), ("code", "x = 1\n")):
+        documents = [texts * (3 + n % 5) for n in range(60)]
+        write_corpus(workspace.folder / name, documents[8:], documents[:8], workspace.tokenizer)
+        (workspace.folder / name / "tokens").rename(workspace.folder / "data/tokens" / name)
+    mixed = {"rehearse": "tokens", "rehearse_from": 0.5}
+    assert tools(steps=30, **mixed).code == 0
+    whole = published()
+    workdir.remove(workspace.folder / ".work")
+    assert tools(steps=20, **mixed).code == 0
+    longer = tools(steps=30, **mixed)
+    assert longer.code == 0 and "goes on from step 10 of run" in longer.said
+    assert published() == whole
+    assert tools(steps=30, rehearse="tokens", rehearse_from=0.0).code == 0 and published() != whole
 
 
 def test_a_killed_run_serves_a_longer_one_too(workspace: Workspace) -> None:

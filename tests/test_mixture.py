@@ -225,5 +225,5 @@ def test_generated_dialogues_show_generated_problems_where_there_are_no_others(
 ) -> None:
     monkeypatch.setattr(tasks, "Judge", None)
     found = built(tmp_path, 1, dialogues=["packages"])
-    assert Counter(d.kind for d in found["dialogues"]["train"])["code"] == 21
+    assert Counter(d.kind for d in found["dialogues"]["train"])["code"] == tasks.shared(60)["code"]
     assert found["problems"]["train"] == [] and len(found["dialogues"]["train"]) == 60

@@ -14,7 +14,7 @@ from pipeline.model import checkpoint
 from pipeline.model.cache import KVCache
 from pipeline.model.config import ModelConfig
 from pipeline.model.cpu import layers
-from pipeline.model.layers import Masked, positions_in
+from pipeline.model.layers import Block, Masked, positions_in
 from pipeline.model.transformer import Transformer
 from pipeline.run.config import Value, build
 from pipeline.run.errors import ModelError
@@ -141,6 +141,25 @@ def test_padding_is_left_out_and_changes_nothing() -> None:
         assert torch.allclose(model(ids, documents=documents, select=some), before[some], atol=1e-6)
         assert torch.allclose(model(ids, select=some), model(ids)[some], atol=1e-6)
         assert not model.hidden(ids, documents=documents)[~select].any()
+
+
+def test_few_selected_tokens_are_all_that_the_last_feed_forward_part_computes() -> None:
+    """Their logits and all gradients are those of a pass that computes every token."""
+    model, ids, documents = made(), some_ids(2, 40), packed([[25, 15], [30, 10]])
+    select, computed = ids % 3 == 0, list[int]()
+    last = model.model.layers[-1]
+    assert isinstance(last, Block) and select.float().mean() < 0.7
+    last.mlp.register_forward_hook(lambda _, given, __: computed.append(given[0].shape[0]))
+    results = []
+    for few in (True, False):
+        model.zero_grad()
+        logits = model(ids, documents=documents, select=select) if few else model(ids, documents=documents)[select]
+        logits.square().sum().backward()
+        results.append([logits, *(p.grad for p in model.parameters() if p.grad is not None)])
+    assert computed == [int(select.sum()), ids.numel()]
+    assert len(results[0]) == len(results[1]) == 1 + len(list(model.parameters()))
+    for found, expected in zip(*results, strict=True):
+        assert torch.allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_gradients_of_the_packed_way_equal_the_masked_way() -> None:

@@ -64,7 +64,8 @@ def of_grpo(**changes: Any) -> grpo.Params:
 
 def of_rlhf(**changes: Any) -> rlhf.Params:
     held_out = HeldOutConfig(eval_prompts=2, best_of_prompts=0)
-    values: dict[str, Any] = {"held_out": held_out, "ppo": PPO, "sandbox": SandboxConfig(), "fit": rolling()}
+    settings = {"method": "ppo", "ppo": PPO, "sandbox": SandboxConfig(), "fit": rolling()}
+    values: dict[str, Any] = {"held_out": held_out} | settings
     return rlhf.Params(**(values | changes))
 
 

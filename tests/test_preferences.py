@@ -13,6 +13,7 @@ from pipeline.run.device import stable_hash
 from pipeline.run.errors import DataError
 from pipeline.synthetic import preferences, programs, stories, tools
 from pipeline.synthetic.preferences import ScoredAnswer, assistant, balanced, chosen_is_longer, code_gold, flip, length
+from pipeline.text import chat
 
 COUNT = 120
 
@@ -20,11 +21,12 @@ COUNT = 120
 def made_up(sources: list[tuple[Problem, str]]) -> Iterator[float | None]:
     """Stands in for the sandbox: the reference passes all, what does not parse nothing, the rest fifths by hash."""
     for problem, content in sources:
-        if content == problem.answer:
+        lines = programs.unfenced(content).splitlines()
+        source = "\n".join(line for line in lines if not line.startswith(('    """', "    # ")))  # whatever its style
+        if source == programs.program_of(problem).source(problem.entry_point):
             yield 1.0
         else:
-            parses = code_gold(content, 0.0) > 0
-            yield stable_hash(content) % 5 / 5 if parses else 0.0
+            yield stable_hash(source) % 5 / 5 if chat.tree(source) is not None else 0.0
 
 
 def made(count: int, *, judge: preferences.JudgeSources = made_up, seed: int = 1, split: str = "train") -> list[Pair]:
@@ -100,13 +102,15 @@ def test_pairs_are_a_function_of_the_seed(some: list[Pair]) -> None:
 
 def test_what_could_not_be_judged_is_in_no_pair() -> None:
     def references_fail(sources: list[tuple[Problem, str]]) -> Iterator[float | None]:
-        return (None if content == p.answer else s for (p, content), s in zip(sources, made_up(sources), strict=True))
+        right = [programs.fenced(programs.program_of(p).source(p.entry_point)) for p, _ in sources]
+        return (
+            None if content == answer else score
+            for (_, content), answer, score in zip(sources, right, made_up(sources), strict=True)
+        )
 
     problems = list(programs.problems("train", 60, 1))
-    answers = {p.answer for p in problems}
-    pairs = list(preferences.code_pairs(problems, 1, references_fail))
-    assert pairs
-    assert not [p for p in pairs if p.chosen[0]["content"] in answers or p.rejected[0]["content"] in answers]
+    assert list(preferences.code_pairs(problems, 1, references_fail)) == []
+    assert list(preferences.code_pairs(problems, 1, made_up))
     assert list(preferences.code_pairs(problems, 1, lambda sources: iter([None] * len(sources)))) == []
 
 
@@ -117,11 +121,11 @@ def test_too_few_items_are_an_error_that_names_the_kind(some: list[Pair]) -> Non
 
 def test_code_scores_by_hand() -> None:
     block = programs.fenced("def solve(x):\n    return x")
-    assert code_gold(block, 0.5) == pytest.approx(0.2 + 0.4)
+    assert code_gold(block, 0.5) == pytest.approx(0.25)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # what the parser thinks of an answer's numbers is not for the console
-        assert code_gold("```python\nx = 1if True else 0\n```", 0.0) == pytest.approx(0.2)
-    assert code_gold(block, 1.0) == 1.0
+        assert code_gold("```python\nx = 1if True else 0\n```", 1.0) == pytest.approx(0.5)
+    assert code_gold(programs.fenced('def solve(x):\n    """Keep it."""\n    return x'), 1.0) == 1.0
     assert code_gold(programs.fenced("def solve(x:"), 0.0) == 0.0
     assert code_gold("def solve(x):\n    return x", 0.0) == 0.0  # no block
     assert code_gold(block + "\n" + block, 0.0) == 0.0  # two
@@ -162,12 +166,12 @@ def test_only_unequal_lengths_count_as_longer_or_shorter() -> None:
 def test_of_candidates_there_is_at_most_one_pair_of_either_direction() -> None:
     candidates = [ScoredAnswer(assistant("x" * n), gold) for n, gold in ((3, 1.0), (9, 0.5), (1, 0.4), (5, 0.95))]
     for seed in range(20):
-        found = list(preferences._pair("i", "code", [], candidates, Random(seed), {}))
+        found = list(preferences._pairs_of("i", "code", [], candidates, Random(seed), {}))
         assert sorted(length(p.chosen[0]) > length(p.rejected[0]) for p in found) == [False, True]
     close = [ScoredAnswer(assistant("x"), 0.5), ScoredAnswer(assistant("xx"), 0.59)]
-    assert list(preferences._pair("i", "code", [], close, Random(0), {})) == []
+    assert list(preferences._pairs_of("i", "code", [], close, Random(0), {})) == []
     exact = [ScoredAnswer(assistant("x"), 0.7), ScoredAnswer(assistant("xx"), 0.8)]  # 0.8 - 0.7 is 0.1 less a rounding
-    assert len(list(preferences._pair("i", "code", [], exact, Random(0), {}))) == 1
+    assert len(list(preferences._pairs_of("i", "code", [], exact, Random(0), {}))) == 1
 
 
 def test_noise_flips_its_share_by_id_and_says_which() -> None:

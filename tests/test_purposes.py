@@ -18,7 +18,7 @@ from pipeline.text.tokenizer import Tokenizer
 from stages import evaluate
 from tests.suites import FEW
 
-CHAT = ("tools", "lora", "dpo", "kto", "grpo", "rlhf")
+CHAT = ("tools", "dpo", "kto", "grpo", "rlhf")
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_every_suite_can_be_asked_for(plan: Any) -> None:
 def test_a_chat_model_is_not_measured_by_what_it_left_behind(plan: Any) -> None:
     for model in CHAT:
         assert set(plan(model)) >= {"code", "problems", "tools"}  # what models are compared by
-        assert not set(plan(model)) & {"text", "stories", "stories_held_out", "drills", "transcripts", "facts"}
+        assert not set(plan(model)) & {"stories", "stories_held_out", "drills", "transcripts", "facts"}
     assert "stories sampled" in plan("language") and "problems" not in plan("language")
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from pipeline.learning import processes
 from pipeline.learning.processes import Ranks, Sharding
 from pipeline.run.errors import GateError
+from tests.training import free_port
 
 ROOT = Path(__file__).parents[1]
 
@@ -162,3 +163,49 @@ def test_two_processes_agree(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert sorted(p.name for p in tmp_path.glob("*.ok")) == ["0.ok", "1.ok"]
+
+
+DEATH = """
+import os
+import signal
+import sys
+import time
+from pipeline.learning import processes
+
+processes.GRACE_SECONDS = 0.5
+ranks = processes.Ranks("fp32", "key")
+ranks.barrier()
+time.sleep(0.5)
+if ranks.rank == int(sys.argv[1]):
+    if sys.argv[2] == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    sys.exit(0)
+time.sleep(4)
+print("on its own")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.full
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_process_that_dies_ends_one_that_does_not_wait_for_it_and_one_that_ends_does_not(
+    tmp_path: Path, rank: int
+) -> None:
+    (tmp_path / "script.py").write_text(DEATH)
+    for how, code, said in (("killed", 1, "another process of this run is gone"), ("ended", 0, "on its own")):
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, str(tmp_path / "script.py"), str(rank), how],
+                env=os.environ
+                | place
+                | {"PYTHONPATH": str(ROOT), "RANK": str(n), "LOCAL_RANK": str(n), "CUDA_VISIBLE_DEVICES": ""},
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+            )
+            for n in range(2)
+        ]
+        output = ranks[1 - rank].communicate(timeout=100)[0]
+        assert ranks[1 - rank].returncode == code and said in output, output
+        assert ranks[rank].wait(100) == (-9 if how == "killed" else 0)

@@ -37,7 +37,7 @@ def moved(start: reference.Start) -> None:
 @pytest.mark.parametrize("adapter", [None, AdapterConfig(rank=2, alpha=4.0)])
 def test_a_policy_that_did_not_move_has_none(adapter: AdapterConfig | None, workspace: Workspace) -> None:
     start = begun(adapter)
-    found = preferences.sequence_kl(start, TOOLS, split(start), device.hardware("fp32"), 1)
+    found = preferences.compare_answers(start, TOOLS, split(start), device.hardware("fp32"), None, 1)["divergence"]
     assert found["kl"] == pytest.approx(0.0, abs=1e-6) and found["prompts"] == 6
 
 
@@ -45,7 +45,7 @@ def test_a_policy_that_did_not_move_has_none(adapter: AdapterConfig | None, work
 def test_the_mean_over_seeds_is_the_enumerated_divergence_of_the_first_token(
     released: bool, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preferences, "KL_TOKENS", 1)
+    monkeypatch.setattr(preferences, "COMPARED_TOKENS", 1)
     start = begun()
     moved(start)
     pairs = split(start)
@@ -59,7 +59,8 @@ def test_the_mean_over_seeds_is_the_enumerated_divergence_of_the_first_token(
     if released:
         start.reference.release()
     hardware = device.hardware("fp32")
-    found = np.array([preferences.sequence_kl(start, TOOLS, pairs, hardware, seed)["kl"] for seed in range(300)])
+    compared = (preferences.compare_answers(start, TOOLS, pairs, hardware, None, seed) for seed in range(300))
+    found = np.array([one["divergence"]["kl"] for one in compared])
     error = found.std() / np.sqrt(len(found))
     assert np.mean(exact) > 10 * error and abs(found.mean() - np.mean(exact)) < 4 * error
 

@@ -1,5 +1,6 @@
 """Keys of the stages that train by next-token prediction or from pairs: each reaches what it is said to change."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +18,7 @@ from pipeline.model.initialization import induction_heads, relate_variants
 from pipeline.model.lora import AdaptedLinear, AdapterConfig
 from pipeline.model.transformer import Transformer
 from pipeline.run.device import generator
+from pipeline.run.errors import ModelError
 from stages import code, dpo, language, lora, tools
 from tests import corpora
 from tests.handed import Handed, handed
@@ -191,17 +193,32 @@ def test_dropout_is_given_to_the_model(
 DIALOGUES: dict[str, Any] = {"steps": 1, "tokens_per_step": 256, "context": 128, "learning_rate": 1e-3}
 
 
-def tuned(workspace: Workspace, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Handed:
+MIXED: dict[str, Any] = {"rehearse_from": 0.5, "dialogue_weight": 2, "text_weight": 1, "code_weight": 1}
+
+
+def tuned(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, rehearsal: Path = Path("data/none"), **changes: Any
+) -> Handed:
     """What stage tools hands to `fit`."""
     found = handed(tools, monkeypatch)
     tools.run(
-        flat(tools.Params, **(DIALOGUES | changes)),
+        flat(tools.Params, **(DIALOGUES | MIXED | changes)),
         job(workspace.folder / "work/key"),
         base=Path("models/code"),
         dialogues=Path("data/dialogues"),
+        text=rehearsal / "text",
+        code=rehearsal / "code",
         out=Path("models/out"),
     )
     return found
+
+
+def rehearsed(workspace: Workspace) -> Path:
+    """Tokens of code and of text, with the workspace's tokenizer."""
+    for name, documents in (("code", CODE), ("text", TEXT)):
+        corpora.write_corpus(workspace.folder / name, documents[10:], documents[:10], workspace.tokenizer)
+        (workspace.folder / name / "tokens").rename(workspace.folder / "data/tokens" / name)
+    return Path("data/tokens")
 
 
 def adapted(
@@ -235,6 +252,56 @@ def test_noise_of_the_embeddings_is_as_large_as_it_was_asked_for(
     for alpha in (0.0, 5.0):
         assert tuned(workspace, monkeypatch, neftune_alpha=alpha).model.neftune_alpha == alpha
         assert adapted(workspace, monkeypatch, adapter, neftune_alpha=alpha).model.neftune_alpha == alpha
+
+
+def test_what_was_learned_before_is_rehearsed_in_the_last_steps_by_weight(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"steps": 20, "context": 64, "tokens_per_step": 256, "rehearse_from": 0.6}
+    found = tuned(workspace, monkeypatch, rehearsed(workspace), **settings)
+    batches = [found.stream.batch(step, 64, found.stream.rows(step, 64)) for step in range(20)]
+    read = [[workspace.tokenizer.decode(row) for row in batch.input_ids.tolist()] for batch in batches]
+    spoken, text, code_rows = ([sum(word in row for row in rows) for rows in read] for word in ("Way", "boats", " = "))
+    assert (spoken[:12], text[:12], code_rows[:12]) == ([4] * 12, [0] * 12, [0] * 12)
+    assert (spoken[12:], text[12:], code_rows[12:]) == ([2] * 8, [1] * 8, [1] * 8)
+    last = batches[-1]
+    for row, targets, documents in zip(last.input_ids, last.targets, last.documents, strict=True):
+        if "boats" in workspace.tokenizer.decode(row.tolist()):  # all of a corpus is learned, of a dialogue its answers
+            assert int((targets >= 0).sum()) == int((documents >= 0).sum()) - len(documents[documents >= 0].unique())
+    told = "".join(workspace.tokenizer.decode(batch.input_ids[0].tolist()) for batch in found.stream.evaluation(2048))
+    assert "Way" in told and "boats" in told and " = " in told
+
+
+def test_dialogues_alone_are_read_without_corpora_or_without_weight(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = tuned(workspace, monkeypatch).stream.fingerprint
+    folder = rehearsed(workspace)
+    assert tuned(workspace, monkeypatch, folder, text_weight=0, code_weight=0).stream.fingerprint == alone
+    assert tuned(workspace, monkeypatch, folder, text_weight=0).stream.fingerprint != alone
+    first: dict[str, Any] = {"rehearse_from": 1.5}
+    second: dict[str, Any] = {"dialogue_weight": 0}
+    for change, said in ((first, "rehearse_from"), (second, "dialogue_weight >= 1")):
+        with pytest.raises(ValueError, match=said):
+            tuned(workspace, monkeypatch, **change)
+
+
+def test_corpora_that_cannot_be_rehearsed_are_named(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that does not fill a batch ends no run; one of another tokenizer is an error that says what to set."""
+    alone, folder = tuned(workspace, monkeypatch).stream.fingerprint, rehearsed(workspace)
+    for name in ("code", "text"):
+        path = folder / name / "meta.json"
+        meta = json.loads(path.read_text())
+        meta["splits"]["train"]["tokens"] = 255
+        path.write_text(json.dumps(meta))
+    assert tuned(workspace, monkeypatch, folder).stream.fingerprint == alone
+    assert "data/tokens/text is not rehearsed: 255 tokens do not fill a batch" in capsys.readouterr().err
+    meta["splits"]["train"]["tokens"], meta["tokenizer"] = 4000, "another"
+    path.write_text(json.dumps(meta))
+    with pytest.raises(ModelError, match=r"another tokenizer than that of the model code; set tools\.rehearse=none"):
+        tuned(workspace, monkeypatch, folder)
 
 
 def test_tools_reads_rows_of_its_context_and_publishes_in_its_precision(

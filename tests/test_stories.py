@@ -22,6 +22,8 @@ from pipeline.synthetic.stories import (
     check,
     edits,
     family_of,
+    follows_plot,
+    fresh_records,
     is_held_out,
     opening,
     records,
@@ -88,6 +90,49 @@ def test_check_answers_true_eight_times_on_every_story(many: list[tuple[str, str
     failed = Counter(question for _, text in many for question, holds in check(text).items() if not holds)
     assert not failed
     assert tuple(check(many[0][1])) == QUESTIONS
+
+
+def test_every_story_follows_its_plot_and_nonsense_in_the_middle_does_not(many: list[tuple[str, str]]) -> None:
+    draw, followed, clauses = random.Random(1), 0, 0
+    for _, text in many[:300]:
+        assert follows_plot(text), text
+        parts = sentences(text)
+        place = draw.randrange(3, len(parts) - 2)
+        said = parts[place][:-1].split()
+        draw.shuffle(said)
+        salad = " ".join([*parts[:place], " ".join(said).capitalize() + parts[place][-1], *parts[place + 1 :]])
+        followed, clauses = followed + follows_plot(salad), clauses + all(check(salad).values())
+    assert followed <= 3 < 100 < clauses
+
+
+def test_an_event_before_what_it_needs_follows_no_plot() -> None:
+    """An idea comes after an attempt, the deed after an idea, the ending after the deed, and Tom keeps the kite."""
+    told = [
+        "Tom was a brave fox.",
+        "Tom had a red kite, but now the kite was lost, so he felt sad.",
+        "Tom lifted a stone to look for the kite, but there was just some hay.",
+        "Tom saw a rope in the barn and had an idea how to find the kite.",
+        "Tom opened a box to look for the kite.",
+        "At last Tom found the kite, because he had looked under the bed.",
+        "So Tom put the kite on the shelf and slept.",
+    ]
+    assert follows_plot(" ".join(told))
+    for first in range(1, 6):
+        swapped = list(told)
+        swapped[first], swapped[first + 1] = told[first + 1], told[first]
+        assert not follows_plot(" ".join(swapped)), swapped
+    for other in ("So Anna put the kite on the shelf and slept.", "So Tom put the drum on the shelf and slept."):
+        assert not follows_plot(" ".join([*told[:-1], other]))
+    assert not any(follows_plot(" ".join(told[:count])) for count in range(7))
+
+
+def test_fresh_stories_are_held_out_and_in_no_corpus() -> None:
+    records = fresh_records(30, 5)
+    assert len({record.path for record in records}) == 30 and {record.source for record in records} == {
+        family for family in FAMILIES if family not in HELD_OUT
+    }
+    assert all(is_held_out(record.path) for record in records)
+    assert min(int(record.path.rpartition("/")[2]) for record in records) == 60_000_000
 
 
 def test_the_goal_tells_the_family(many: list[tuple[str, str]]) -> None:

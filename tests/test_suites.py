@@ -62,6 +62,19 @@ def test_bits_per_byte_are_those_of_the_documents(subject: Subject) -> None:
     assert suites.documents(subject, "text", []).numbers == {"documents": 0, "left_out": 0}
 
 
+def test_code_has_a_number_for_files_and_one_for_generated_programs(subject: Subject) -> None:
+    texts = [replace(text("a", "def add(left, right):\n"), source="generated"), text("b", "x = 1\n"), text("c", "y\n")]
+    numbers = suites.documents(subject, "code", texts).numbers
+    alone = {
+        group: suites.documents(subject, "text", part).numbers
+        for group, part in {"generated": texts[:1], "files": texts[1:]}.items()
+    }
+    for group, part in alone.items():
+        assert numbers[f"bpb_{group}"] == pytest.approx(part["bpb"])
+        assert numbers[f"{group}_documents"] == part["documents"]
+    assert numbers["files_effective"] == pytest.approx((6 + 2) ** 2 / (6**2 + 2**2))
+
+
 def test_stories_are_judged_by_the_checker_with_their_opening(scripted: Any) -> None:
     paths = ["stories/trade/50", "stories/gift/100", "stories/lost/50", "stories/learn/50"]
     texts = [text(path, stories.story(path)) for path in paths]
@@ -76,6 +89,8 @@ def test_stories_are_judged_by_the_checker_with_their_opening(scripted: Any) -> 
     result = suites.sampled_stories(subject, texts)
     assert (result.numbers["story_rate"], result.numbers["end_rate"]) == (0.75, 0.5)
     assert result.numbers["story_rate_low"] == pytest.approx(0.30064, abs=1e-5)  # Wilson, 3 of 4
+    assert result.numbers["coherent_rate"] == 0.75
+    assert [row["told"] for row in result.rows] == [1, 1, 0, 1]
     assert [row["verdict"] == "passes every clause" for row in result.rows] == [True, True, False, True]
     assert result.rows[0]["output"] == texts[0].text
     assert result.numbers["samples_left_out"] == 0
@@ -296,3 +311,15 @@ def test_nothing_to_measure_gives_no_numbers_and_no_error(scripted: Any) -> None
     for suite in (suites.sampled_stories, suites.gaps, evaluation_tools.called, suites.answered):
         assert suite(scripted({}), empty).numbers == {}
     assert suites.solved(scripted({}), empty, KnowingJudge([])).numbers == {}  # type: ignore[arg-type]
+
+
+def test_requests_that_no_tool_serves_are_counted_beside_the_other_conversations(scripted: Any) -> None:
+    """Both up to `dialogues`, wherever they stand: false calls are rare, and ten prompts say little of them."""
+    served = list(synthetic_tools.dialogues("test", 12, 3))
+    unserved = list(synthetic_tools.unserved_dialogues(6, 3))
+    known = [*unserved, *served]
+    silent = {f"{d.id}#{turn}": "Sorry." for d in known for turn in synthetic_tools.turns(d)}
+    result = evaluation_tools.called(scripted(silent, dialogues=4), known)
+    assert {row["id"].partition("#")[0] for row in result.rows} == {d.id for d in (*served[:4], *unserved[:4])}
+    assert result.numbers["irrelevance"] == 1.0 and result.numbers["false_call_rate"] == 0.0
+    assert all(d.category.startswith("irrelevance/") and not synthetic_tools.calls(d.messages[1]) for d in unserved)

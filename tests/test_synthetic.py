@@ -33,30 +33,30 @@ def test_the_stories_are_the_same_to_the_byte() -> None:
 
 def test_the_programs_are_the_same_to_the_byte() -> None:
     problems = [p for split in ("train", "val", "rl", "test") for p in programs.problems(split, 20, 1)]
-    assert digest(map(asdict, problems)) == "d1cd6aa41a08750f"
+    assert digest(map(asdict, problems)) == "11ed97ce1ef475c1"
     assert digest(programs.distractors(problem, 1) for problem in problems) == "41af91bc681740c6"
     assert digest(map(asdict, programs.sources(10_000, 1))) == "316ba7e8e339bfdf"
 
 
 def test_the_tool_conversations_are_the_same_to_the_byte() -> None:
     dialogues = [d for split in ("train", "val", "test") for d in tools.dialogues(split, 100, 1)]
-    assert digest(map(asdict, dialogues)) == "a739cc65ded3c89e"
-    assert digest(tools.wrong_answers(d, 1) for d in dialogues[:100] if tools.turns(d)) == "60696cc85f55d210"
-    assert digest(asdict(tools.choice_dialogue("train", 1, n)) for n in range(20)) == "c08463ca737096fc"
+    assert digest(map(asdict, dialogues)) == "0cfde5aeba83c3f9"
+    assert digest(tools.wrong_answers(d, 1) for d in dialogues[:100] if tools.turns(d)) == "0a2d5c3d0b3bb9a3"
+    assert digest(asdict(tools.choice_dialogue("train", 1, n)) for n in range(20)) == "e7dcb0a0525fca64"
     assert (
-        digest(asdict(tools.talk_dialogue(s, 1, n)) for s in ("train", "test") for n in range(40)) == "ae3ff533b0efe84c"
+        digest(asdict(tools.talk_dialogue(s, 1, n)) for s in ("train", "test") for n in range(40)) == "700d6201e4866f50"
     )
 
 
 def test_the_drills_facts_and_pairs_are_the_same_to_the_byte() -> None:
-    assert digest(map(asdict, drills.records(20_000, 1))) == "05a5061b406dee29"
-    assert digest(asdict(drills.dialogue("train", 1, number)) for number in range(40)) == "c1dd811d87973b10"
+    assert digest(map(asdict, drills.records(20_000, 1))) == "2808f46a7db5144b"
+    assert digest(asdict(drills.dialogue("train", 1, number)) for number in range(40)) == "360cc6d9d5ff5605"
     assert digest(asdict(fact) for split in drills.facts(20, 1).values() for fact in split) == "6f8ba5a4eeb9c314"
     pairs = [
         *preferences.tool_pairs(tools.dialogues("train", 20, 1), 1),
         *preferences.story_pairs(("stories/lost/1", "stories/gift/2"), 1),
     ]
-    assert digest(map(asdict, pairs)) == "fa270be39730277d"
+    assert digest(map(asdict, pairs)) == "c096839bb80df0aa"
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.yaml")), ids=lambda path: path.name)

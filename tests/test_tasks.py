@@ -38,7 +38,7 @@ def usual(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 
 def test_every_split_has_what_was_asked_for(usual: Made) -> None:
-    assert {split: len(rows) for split, rows in usual["dialogues"].items()} == {"train": 100, "val": 20, "test": 10}
+    assert {split: len(rows) for split, rows in usual["dialogues"].items()} == {"train": 100, "val": 20, "test": 21}
     assert {split: len(rows) for split, rows in usual["problems"].items()} == {
         "train": 60,
         "val": 10,
@@ -48,14 +48,14 @@ def test_every_split_has_what_was_asked_for(usual: Made) -> None:
     assert {split: len(rows) for split, rows in usual["preferences"].items()} == {"train": 30, "val": 10, "test": 30}
     facts = {split: len(rows) for split, rows in usual["facts"].items()}
     assert facts["train"] == 4 * 4 * 3 and facts["val"] + facts["test"] == 4 * 4 and facts["control"] == 4
-    assert usual["report"]["kinds"] == {"choice": 10, "code": 35, "copy": 5, "story": 5, "talk": 5, "tools": 40}
+    assert usual["report"]["kinds"] == {"choice": 10, "code": 37, "copy": 4, "story": 5, "talk": 4, "tools": 40}
 
 
 def test_every_stretch_of_the_dialogues_holds_the_six_kinds_in_their_shares(usual: Made) -> None:
     kinds = [d.kind for d in usual["dialogues"]["train"]]
-    for first in range(0, 100, 20):
-        stretch = kinds[first : first + 20]
-        assert [abs(stretch.count(kind) - 20 * share) <= 1 for kind, share in tasks.SHARES.items()] == [True] * 6
+    for length in range(1, 101):
+        counts = {kind: kinds[:length].count(kind) - length * share for kind, share in tasks.SHARES.items()}
+        assert max(map(abs, counts.values())) <= 1, (length, counts)
 
 
 def test_splits_share_no_item(usual: Made) -> None:
@@ -89,7 +89,7 @@ def test_equal_runs_give_equal_bytes_and_another_seed_others(tmp_path: Path, fak
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         made(tmp_path / name, small, seed=seed)
     files = sorted(p.relative_to(tmp_path / "a") for p in (tmp_path / "a/out").rglob("*.jsonl"))
-    assert len(files) == 17
+    assert len(files) == 20
     assert all((tmp_path / "a" / f).read_bytes() == (tmp_path / "b" / f).read_bytes() for f in files)
     assert all(
         (tmp_path / "a" / f).read_bytes() != (tmp_path / "c" / f).read_bytes() for f in files if "problems" in str(f)

@@ -158,6 +158,37 @@ def test_a_resumed_stage_is_one_finished_run_without_a_step_twice(tmp_path: Path
 
 @pytest.mark.slow
 @pytest.mark.full
+def test_what_waits_for_delivery_becomes_the_run_that_the_stage_itself_would_log(tmp_path: Path) -> None:
+    code = (
+        "log(1, 21); one.flush(); one.back_to(10); log(21, 31); one.report(best={'loss': 0.25}, nan=float('nan'));"
+        " one.finish([(7, {'system/cpu': 0.5})])\n"
+    )
+    deliver = (
+        "assert 'mlflow' not in sys.modules; from pipeline.run.tracking import deliver;"
+        " deliver(Path(ROOT), iter([False, True]).__next__)"
+    )
+    found = []
+    for root, after, environment in (
+        (tmp_path / "now", "", {}),
+        (tmp_path / "later", deliver, {"STAGECOACH_MLFLOW": "later"}),
+    ):
+        (root / "work/toy").mkdir(parents=True)
+        process = started(root, "work/toy/key", code + after.replace("ROOT", repr(str(root / "work"))), **environment)
+        assert (process.communicate()[1], process.returncode) == ("", 0)
+        queries = (
+            "select name, status from runs",
+            "select key, value, step from metrics order by key, step, value",
+            "select key, value from params order by key",
+            "select key, value from tags where key != 'mlflow.runName' order by key",
+        )
+        found.append([stored(root, query) for query in queries])
+    assert found[0] == found[1]
+    assert found[0][0] == [("toy", "FINISHED")] and len(found[0][1]) > 30
+    assert (tmp_path / "later/work/toy/key/mlflow.jsonl").read_text() == ""
+
+
+@pytest.mark.slow
+@pytest.mark.full
 def test_a_store_that_does_not_answer_costs_one_warning(tmp_path: Path) -> None:
     code = "log(1, 5); one.flush(); log(5, 9); one.speed['seconds'] = 3; one.finish()"
     process = started(tmp_path, "w", code, MLFLOW_TRACKING_URI="http://127.0.0.1:9")
@@ -226,6 +257,47 @@ def test_a_run_that_is_being_stopped_does_not_wait_for_its_store(
     tracker(tmp_path).abandon("KILLED")
     release.set()
     assert "no answer within 0 s" in capsys.readouterr().err
+
+
+def test_deliver_makes_the_calls_in_order_also_those_of_a_run_that_another_process_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[Any, ...]] = []
+
+    class Run:
+        def __init__(self, name: str, folder: Path, *_: Any) -> None:
+            self.name = name
+            calls.append((name, "open", folder))
+
+        def __getattr__(self, method: str) -> Any:
+            return lambda *arguments: calls.append((self.name, method, *arguments))
+
+    monkeypatch.setenv("STAGECOACH_MLFLOW", "later")
+    folder = tmp_path / "toy" / "key"
+    folder.mkdir(parents=True)
+    one = tracker(folder)
+    one.log(1, {"loss": 2.0})
+    one.log(2, {"loss": 1.0})
+    monkeypatch.setattr(tracking, "MlflowRun", Run)
+    tracking.deliver(tmp_path, lambda: True)
+    assert calls == [("toy", "open", folder)]  # the last row may still grow, and the one before was not sent
+    one.flush()
+    one.abandon("KILLED")
+
+    def more() -> bool:  # what comes between the last look but one and the end is delivered too
+        one.register(folder, model="tools")
+        one.finish()
+        return True
+
+    calls.clear()
+    tracking.deliver(tmp_path, more)
+    assert [call[:2] for call in calls] == [
+        ("toy", name) for name in ("open", "log", "end", "log", "system", "register", "finish")
+    ]
+    assert calls[1][2] == [{"step": 1, "loss": 2.0}] and calls[3][2] == [{"step": 2, "loss": 1.0}]
+    assert calls[5][2:] == (folder, {"model": "tools"})
+    tracking.deliver(tmp_path, lambda: True)
+    assert len(calls) == 7
 
 
 class Held:

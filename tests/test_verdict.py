@@ -204,3 +204,17 @@ def test_of_equal_validation_losses_the_first_one_is_the_best() -> None:
     for course.step, loss in ((10, 2.0), (20, 1.5), (30, 1.5), (40, 1.5)):
         course.compare(loss, threshold=0.0, patience=0)
     assert course.best_step == 20 and course.bests == [10, 20] and course.stale == 2
+
+
+def test_losses_before_a_planned_change_of_data_are_no_measure() -> None:
+    course = Course()
+    for _ in range(update.HISTORY):
+        assert update.risen(course, 0.2, "skip") == "" and not update.fault(course, 0.2, 1.0, "skip")
+        update.applied(course, 0.2)
+    assert update.fault(course, 3.0, 1.0, "skip")
+    for step in range(2 * update.STAYED):
+        update.new_level(course)  # each step says it; the first one counts
+        assert not update.fault(course, 3.0, 1.0, "skip") and update.risen(course, 3.0, "skip") == ""
+        update.applied(course, 3.0)
+        assert len(course.applied) == min(step + 1, update.HISTORY)
+    assert update.fault(course, 9.0, 1.0, "skip")  # and from there on as before

@@ -53,7 +53,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "kto": {key: value for key, value in PAIRS.items() if key != "pairs"} | {"answers": 6},
     "rlhf": ROLLOUTS | {"prompts": 6, "kinds": [], "eval_prompts": 2, "best_of_prompts": 0},
     "grpo": ROLLOUTS | {"prompts": 3, "samples": 4, "rewards": {"length": 1.0, "code_format": 0.5}, "eval_problems": 2},
-    "lora": TRAINING | {"steps": 4, "tokens_per_step": 256, "context": 128, "eval_tokens": 64, "learning_rate": 1e-2},
+    "lora": TRAINING
+    | {"steps": 4, "tokens_per_step": 256, "context": 128, "eval_tokens": 64, "learning_rate": 1e-2}
+    | {"dialogues": "dialogues", "control_rate": "none"},
 }
 
 
@@ -149,6 +151,9 @@ def make(folder: Path, tokenizer: Tokenizer, model: Transformer) -> Workspace:
         records.write(folder / f"data/preferences/{split}.jsonl", made)
         records.write(folder / f"data/labels/{split}.jsonl", records.unpaired(made))
         records.write(folder / f"data/dialogues/{split}.jsonl", map(dialogue, range(first, first + count)))
+    (folder / "data/tokens").mkdir()
+    for corpus in ("text", "code"):
+        (folder / "data/none" / corpus).mkdir(parents=True)  # what is rehearsed
     for split, known in drills.facts(12, 1).items():
         records.write(folder / f"data/facts/{split}.jsonl", known)
     for split, first, count in (("rl", 0, 8), ("val", 100, 3)):
@@ -160,7 +165,6 @@ def write_code(folder: Path, tokenizer: Tokenizer) -> None:
     """Write tokens of code."""
     code = [f"def f{n}(x):\n    return x + {n}\n" * 3 for n in range(60)]
     write_corpus(folder / "corpus", code[8:], code[:8], tokenizer)
-    (folder / "data/tokens").mkdir()
     (folder / "corpus/tokens").rename(folder / "data/tokens/code")
 
 

@@ -21,6 +21,11 @@ which is the point: at use, the cursor cuts tokens too.
 
     [(2, CorpusStream(text)), (1, CorpusStream(code))]  ->  MixtureStream: text, text, code, text, text, code, ...
 
+**Annealing** is another stream for the last steps: what a model sees while its rate decays is what it keeps (Hu et al.
+2024, MiniCPM, arXiv:2404.06395, section 4).
+
+    AnnealedStream(dialogues, MixtureStream(dialogues, text, code), at=1700)
+
 Not promised: that an epoch of the mixture reads each member once. A member is read as often as its weight asks; compare
 its `rows_per_epoch` with its share to learn how often.
 """
@@ -270,6 +275,37 @@ class MixtureStream:
         total = sum(weight for weight, _ in present)
         for weight, stream in present:
             yield from stream.evaluation(-(-tokens * weight // total))
+
+
+class AnnealedStream:
+    """The rows of one stream in the steps before `at`, those of another from then on, which is also evaluated.
+
+    A row id is the stream's row id * 2, + 1 for the second. An epoch is one of the first.
+    """
+
+    def __init__(self, first: "PackedStream | MixtureStream", last: "PackedStream | MixtureStream", *, at: int) -> None:
+        """Raises ValueError when shapes differ."""
+        if (first.context, first.tokens_per_step) != (last.context, last.tokens_per_step):
+            raise ValueError("annealing: both streams must have the same context and tokens_per_step")
+        self._first, self._last, self._at = first, last, at
+        self.context, self.tokens_per_step, self.has_val = last.context, last.tokens_per_step, last.has_val
+        self.rows_per_epoch, self.tokens_per_epoch = first.rows_per_epoch, first.tokens_per_epoch
+        self.fingerprint = fingerprint_of([first.fingerprint, last.fingerprint])  # a longer run has another `at`
+
+    def rows(self, step: int, context: int) -> np.ndarray:
+        """Ids of the rows of this step's global batch, (tokens_per_step / context,) int64."""
+        is_last = step >= self._at
+        return (self._last if is_last else self._first).rows(step, context) * 2 + is_last
+
+    def batch(self, step: int, context: int, rows: np.ndarray) -> TokenBatch:
+        """The rows with these ids, (B, context), in this order; all of one stream."""
+        inner, is_last = np.divmod(rows, 2)
+        assert (is_last == is_last[0]).all(), "rows of both streams in one batch"
+        return (self._last if is_last[0] else self._first).batch(step, context, inner)
+
+    def evaluation(self, tokens: int) -> Iterator[TokenBatch]:
+        """The val split of the second stream. Raises as it does."""
+        yield from self._last.evaluation(tokens)
 
 
 def round_robin(weights: Sequence[int]) -> np.ndarray:

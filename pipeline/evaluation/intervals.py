@@ -1,14 +1,20 @@
-"""95 % intervals of measured numbers: Wilson's for a share, the percentile bootstrap for the rest.
+"""95 % intervals of measured numbers: Wilson's for a share, the jackknife for a ratio of sums, the percentile bootstrap
+for the rest.
 
 Intervals cover the choice of items (problems, dialogues, documents), not the seeds of training. Each resample draws
 whole items and recomputes the ratio of sums; two models are compared on the same resampled items.
 
-Sources: Wilson 1927; Efron & Tibshirani 1993, chapter 13. Not promised: coverage below about 20 items.
+Of 13 items whose sizes differ as those of source files do, percentiles cover 78 to 87 % of true ratios and BCa 77 to
+84 %: a few large items decide. The jackknife with Student's t of the effective number of items covers 94 to 96 %
+(docs/LOG.md).
+
+Sources: Wilson 1927; Efron & Tibshirani 1993, chapters 11 and 13; Kish 1965 (effective number). Not promised: coverage
+of a mean below about 20 items.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import exp, sqrt
 
 import numpy as np
 import torch
@@ -28,7 +34,8 @@ class Interval:
 
     def exp(self) -> "Interval":
         """The interval of exp(value): a bound of a quantity is one of any rising function of it."""
-        return Interval(exp(self.value), exp(self.low), exp(self.high), self.n)
+        value, low, high = (float(np.exp(bound)) for bound in (self.value, self.low, self.high))  # inf for a huge one
+        return Interval(value, low, high, self.n)
 
     def named(self, name: str) -> dict[str, float]:
         """The numbers as metrics store them: `name`, `name_low`, `name_high`."""
@@ -42,7 +49,7 @@ def wilson(successes: int, n: int) -> Interval:
     share = successes / n
     scale = 1 + Z * Z / n
     center = (share + Z * Z / (2 * n)) / scale
-    half_width = Z / scale * sqrt(share * (1 - share) / n + Z * Z / (4 * n * n))
+    half_width = Z / scale * math.sqrt(share * (1 - share) / n + Z * Z / (4 * n * n))
     # at 0 and n successes the bound is exactly 0 or 1, which rounding would miss
     low, high = 0.0 if successes == 0 else center - half_width, 1.0 if successes == n else center + half_width
     return Interval(share, low, high, n)
@@ -55,22 +62,44 @@ def ratio(
     generator: torch.Generator,
     resamples: int = 2000,
 ) -> Interval:
-    """`sum(numerators) / sum(denominators)` over items (denominators None: the mean), by percentile bootstrap.
+    """`sum(numerators) / sum(denominators)` over items, by the jackknife; without denominators the mean, by percentile
+    bootstrap.
 
     A share that is 0 for every item, or 1, has no spread to resample; its interval is Wilson's.
 
-    Bits per byte: bits and bytes of each document. pass@k: each problem's estimate. Resamples with a denominator of 0
-    (no item of the kind was drawn) are left out. Raises ValueError without items or with a denominator of 0.
+    Bits per byte: bits and bytes of each document. pass@k: each problem's estimate. Raises ValueError without items or
+    with a denominator of 0.
     """
     top, bottom = _columns(numerators, denominators)
     if not len(top) or not bottom.sum():
         raise ValueError("bootstrap: expected at least one item and a denominator above 0")
     if denominators is None and len(set(numerators)) == 1 and numerators[0] in (0, 1):
         return wilson(int(sum(numerators)), len(numerators))
-    sums = resampled(np.stack([top, bottom], axis=1), generator, resamples)
-    usable = sums[:, 1] != 0
-    low, high = percentiles(sums[usable, 0] / sums[usable, 1])
-    return Interval(float(top.sum() / bottom.sum()), low, high, len(top))
+    value = float(top.sum() / bottom.sum())
+    if denominators is not None:
+        half_width = _jackknife(top, bottom)
+        return Interval(value, value - half_width, value + half_width, len(top))
+    low, high = percentiles(resampled(top[:, None], generator, resamples)[:, 0] / len(top))
+    return Interval(value, low, high, len(top))
+
+
+def effective_n(sizes: Sequence[float] | np.ndarray) -> float:
+    """How many items of one size weigh as much as these: (sum of sizes)^2 / sum of squares."""
+    weights = np.asarray(sizes, dtype=np.float64)
+    return float(weights.sum() ** 2 / (weights**2).sum())
+
+
+def _jackknife(top: np.ndarray, bottom: np.ndarray) -> float:
+    """Half the width of the interval of the ratio of sums; infinite where one item alone has a denominator."""
+    from scipy.stats import t  # 0.3 s
+
+    remaining = bottom.sum() - bottom
+    n, degrees = len(top), effective_n(bottom) - 1
+    if degrees <= 0 or not remaining.all():
+        return math.inf
+    left_out = (top.sum() - top) / remaining
+    error = math.sqrt((n - 1) / n * ((left_out - left_out.mean()) ** 2).sum())
+    return float(t.ppf(0.975, degrees)) * error
 
 
 def paired_difference(

@@ -11,6 +11,7 @@ How well a reward model ranks held-out pairs, and what preference learning chang
                    implicit reward); of labels: it is above 0 for a good answer, below 0 for a bad one
     likelihood     the log-probability itself is larger for the better answer, before and after: needs no reference
     kl             divergence of whole answers from the model before training, on held-out prompts, in nats
+    win_rate       share of held-out prompts to which the policy's own answer has the higher true score
     chosen_nats    change of the better answers' log-probability per token: a large fall means that the policy unlearned
                    both answers
 
@@ -20,7 +21,7 @@ have Wilson's intervals; the gain in `likelihood` has a paired bootstrap over pa
 Gold is the true score of a model's own answer in [0, 1], by the functions that ordered the preference pairs. Training
 never sees it.
 
-    code 0.2 parses + 0.8 hidden tests passed    tools `synthetic.tools.gold`    story mean of the checker's clauses
+    code half for the hidden tests passed, half for style    tools `synthetic.tools.gold`    story the checker's clauses
 
 `own_pairs` makes pairs of a model's own answers, ordered by gold: what a reward model must rank when a policy is
 trained against it. Pairs with synthetic mistakes alone leave it blind to the mistakes that the policy makes, and a
@@ -60,6 +61,7 @@ from pipeline.learning import label_losses, pair_losses
 from pipeline.learning.reference import Start
 from pipeline.model import checkpoint, lora
 from pipeline.model.heads import RewardModel
+from pipeline.model.transformer import Transformer
 from pipeline.rl import answers as rl_answers
 from pipeline.rl.answers import Answer, Generate, Prompt
 from pipeline.rl.models import Setting
@@ -75,7 +77,8 @@ from pipeline.text.tokenizer import Tokenizer
 
 PAIRS = 32  # in one forward pass
 BINS = 10  # of the calibration error
-KL_PROMPTS, KL_TOKENS = 64, 128  # of `sequence_kl`
+COMPARED, COMPARED_TOKENS = 64, 128  # prompts, tokens of an answer, of `compare_answers`
+JUDGED = 240  # prompts, where the truth is known
 
 
 @torch.no_grad()
@@ -96,22 +99,38 @@ def measure_ranking(model: RewardModel, pairs: Sequence[Encoded], pad: int) -> J
 
 
 def ranking(rewards: np.ndarray, std: float, pairs: Sequence[Encoded]) -> JsonObject:
-    """Accuracy with a 95 % interval over all pairs and by kind, calibration error, correlation of reward and length.
+    """Accuracy with a 95 % interval over all pairs, by kind and of code by what tells the answers apart, calibration
+    error, correlation of reward and length.
 
     `rewards` (n, 2) are normalized by `std`.
     """
     swap = np.array([truly_swapped(encoded) for encoded in pairs])
     margins = np.where(swap, -1, 1) * (rewards[:, 0] - rewards[:, 1]) * std
-    kinds = [encoded.pair.kind for encoded in pairs]
     numbers: JsonObject = {"calibration_error": calibration_error(margins)}
-    for kind in ("", *sorted(set(kinds))):
-        of_kind = margins[[kind in ("", pair_kind) for pair_kind in kinds]]
+    for kind, members in by_kind(pairs).items():
+        of_kind = margins[members]
         right = wilson(int((of_kind > 0).sum()), len(of_kind))
         part: JsonObject = right.named("accuracy") | {"n": len(of_kind)}
         numbers |= {kind: part} if kind else part
     lengths = np.array([[int(np.sum(p.trained)) for p in (e.chosen, e.rejected)] for e in pairs], dtype=float)
     numbers["length_correlation"] = correlation(rewards.reshape(-1), lengths.reshape(-1))
     return numbers
+
+
+def by_kind(pairs: Sequence[Encoded]) -> dict[str, np.ndarray]:
+    """Which pairs (n,) bool are of each kind; "" all, and of generated code "code style" and "code tests": the answers
+    of a pair differ in one of them.
+    """
+    names = [("", encoded.pair.kind, _told_by(encoded.pair)) for encoded in pairs]
+    found = sorted({name for of_pair in names for name in of_pair})
+    return {name: np.array([name in of_pair for of_pair in names]) for name in found}
+
+
+def _told_by(pair: Pair) -> str:
+    if pair.kind != "code" or pair.source != "generated":
+        return ""
+    styles = {code_gold(answer[0]["content"], 0.0) for answer in (pair.chosen, pair.rejected)}
+    return "code style" if len(styles) > 1 else "code tests"
 
 
 def truly_swapped(encoded: Encoded) -> bool:
@@ -168,28 +187,39 @@ def pairs_told(folder: Path, pairs: Path, where: torch.device) -> SuiteResult:
 
 
 @torch.no_grad()
-def likelihoods(model: nn.Module, split: PairSplit, pad: int, where: torch.device) -> np.ndarray:
+def likelihoods(model: nn.Module, pairs: Sequence[Encoded], pad: int, where: torch.device) -> np.ndarray:
     """Summed log-probabilities (n, 2) of the chosen and the rejected answers."""
     was_training, parts = model.training, []
     model.to(where).train(False)
-    for first in range(0, len(split.pairs), PAIRS):
-        pairs = pair_losses.pair_logprobs(model, batch_of(split.pairs[first : first + PAIRS], pad).to(where))
-        parts.append(torch.stack([pairs.chosen, pairs.rejected], 1).cpu().numpy())
+    for first in range(0, len(pairs), PAIRS):
+        sums = pair_losses.pair_logprobs(model, batch_of(pairs[first : first + PAIRS], pad).to(where))
+        parts.append(torch.stack([sums.chosen, sums.rejected], 1).cpu().numpy())
     model.train(was_training)
     return np.concatenate(parts)
+
+
+def likelihood_ranking(model: nn.Module, pairs: Sequence[Encoded], pad: int, where: torch.device) -> JsonObject:
+    """Accuracy of ranking by a model's log-probability per token: what a reward model on top of it has to beat."""
+    lengths = np.array([[np.sum(p.trained) for p in (encoded.chosen, encoded.rejected)] for encoded in pairs])
+    means = likelihoods(model, pairs, pad, where) / lengths
+    sign = np.where([truly_swapped(encoded) for encoded in pairs], -1.0, 1.0)
+    right = sign * (means[:, 0] - means[:, 1]) > 0
+    numbers: JsonObject = {}
+    for kind, members in by_kind(pairs).items():
+        part: JsonObject = wilson(int(right[members].sum()), int(members.sum())).named("accuracy")
+        numbers |= {kind: part} if kind else part
+    return numbers
 
 
 def measure_pairs(split: PairSplit, before: np.ndarray, after: np.ndarray, seed: int) -> JsonObject:
     """The measures of preference learning over all pairs and by kind, from `likelihoods` before and after training."""
     sign = np.where([truly_swapped(encoded) for encoded in split.pairs], -1.0, 1.0)
-    kinds = [encoded.pair.kind for encoded in split.pairs]
     implicit_rewards, after_margins, before_margins = (
         sign * (x[:, 0] - x[:, 1]) for x in (after - before, after, before)
     )
     lengths = np.array([np.sum(encoded.chosen.trained) for encoded in split.pairs], dtype=np.float64)
     numbers: JsonObject = {"chosen_nats": float((after - before)[:, 0].sum() / lengths.sum())}
-    for kind in ("", *sorted(set(kinds))):
-        of_kind = np.array([kind in ("", pair_kind) for pair_kind in kinds])
+    for kind, of_kind in by_kind(split.pairs).items():
         part: JsonObject = {"n": int(of_kind.sum())}
         for name, margins in (
             ("accuracy", implicit_rewards),
@@ -205,33 +235,54 @@ def measure_pairs(split: PairSplit, before: np.ndarray, after: np.ndarray, seed:
     return numbers
 
 
-def sequence_kl(start: Start, base: Path, split: PairSplit, hardware: Hardware, seed: int) -> JsonObject:
-    """`kl`: KL(policy || reference) of a whole answer in nats, with its interval over held-out prompts.
+def compare_answers(
+    start: Start, base: Path, split: PairSplit, hardware: Hardware, judge: Judge | None, seed: int
+) -> JsonObject:
+    """The policy's own answers beside its reference's: `divergence`, and `wins` where the truth is known.
 
-    The mean of log pi(y | x) - log ref(y | x) over an answer of the policy to each of KL_PROMPTS prompts, sampled at
-    temperature 1 and cut at KL_TOKENS (k1 of Schulman 2020, "Approximating KL divergence"). A released reference is
-    read from `base` again. Call it before an adapter is merged.
+    Answers to COMPARED prompts (JUDGED where the truth is known), sampled at temperature 1 and cut at COMPARED_TOKENS.
+    `kl` is KL(policy || reference) of a whole answer in nats, the mean of log pi(y | x) - log ref(y | x) over the
+    policy's (k1 of Schulman 2020, "Approximating KL divergence"). `win_rate` is the share of prompts to which the
+    policy's answer has the higher true score, equal ones counting half. A released reference is read from `base` again.
+    Call it before an adapter is merged.
     """
     policy, pad = start.policy, start.tokenizer.pad
-    room = policy.config.max_context - KL_TOKENS
-    prompts = [p for p in rl_answers.pair_prompts(split, policy.config.max_context) if len(p.ids) <= room][:KL_PROMPTS]
+    room = policy.config.max_context - COMPARED_TOKENS
+    prompts = [p for p in rl_answers.pair_prompts(split, policy.config.max_context) if len(p.ids) <= room]
+    judged = any(is_known(prompt.record) for prompt in prompts)
+    prompts = prompts[: JUDGED if judged else COMPARED]
     if not prompts:
-        return {"prompts": 0}
-    was_training = policy.training
+        return {"divergence": {"prompts": 0}}
+    was_training, requests = policy.training, [(prompt, 0) for prompt in prompts]
     policy.to(hardware.device).train(False)
+
+    def answers_of(model: Transformer) -> list[Answer]:
+        generate = sampler(model, Sampling(COMPARED_TOKENS, temperature=1.0), {start.tokenizer.turn_end})
+        return rl_answers.sample(generate, requests, start.tokenizer, stable_hash("compared", seed) % 2**62)
+
     frozen = nullcontext(checkpoint.load_frozen(base).to(hardware.device)) if start.reference.released else None
     with hardware.autocast():
         with lora.folded_in(policy):
-            generate = sampler(policy, Sampling(KL_TOKENS, temperature=1.0), {start.tokenizer.turn_end})
-            requests = [(prompt, 0) for prompt in prompts]
-            answers = rl_answers.sample(generate, requests, start.tokenizer, stable_hash("kl", seed) % 2**62)
+            answers = answers_of(policy)
         own = rl_answers.logprobs_of(policy, answers, pad, 1.0)
         with frozen or start.reference.model(hardware.device) as reference:
             theirs = rl_answers.logprobs_of(reference, answers, pad, 1.0)
+            reference_answers = answers_of(reference) if judged else []
     policy.train(was_training)
     nats = [float((a.astype(np.float64) - b).sum()) for a, b in zip(own, theirs, strict=True)]
     tokens = sum(len(answer.ids) for answer in answers) / len(answers)
-    return ratio(nats, generator=generator("kl", seed)).named("kl") | {"prompts": len(prompts), "tokens": tokens}
+    divergence = ratio(nats, generator=generator("kl", seed)).named("kl") | {"prompts": len(prompts), "tokens": tokens}
+    wins = win_rate(gold(answers, judge), gold(reference_answers, judge), seed) if judged else {}
+    return {"divergence": divergence} | ({"wins": wins} if wins else {})
+
+
+def win_rate(ours: Sequence[float | None], theirs: Sequence[float | None], seed: int) -> JsonObject:
+    """The share of answers with the higher score, equal ones counting half; empty where no two are known."""
+    known = [(a, b) for a, b in zip(ours, theirs, strict=True) if a is not None and b is not None]
+    wins = [0.5 * (a > b) + 0.5 * (a >= b) for a, b in known]
+    if not wins:
+        return {}
+    return ratio(wins, generator=generator("wins", seed)).named("win_rate") | {"prompts": len(wins)}
 
 
 def label_likelihoods(model: nn.Module, split: LabelSplit, pad: int, where: torch.device) -> np.ndarray:

@@ -1,4 +1,5 @@
-"""Held-out problems during reinforcement learning from executed code; the problems that a policy learns most from.
+"""Held-out problems during reinforcement learning from executed code; the problems that a policy learns most from;
+exact answers.
 
 `HeldOutProblems` measures pass@1 and the divergence from the reference on the problems that no training and no test
 uses (`data/problems/val.jsonl`). Every evaluation answers the same problems with the same seeds. At the end policy and
@@ -11,6 +12,8 @@ all pass, or all fail, gets no more samples and counts as solved always, or neve
 select, this leaves out 3 to 21 % (those solved 4 times, and 2 or 6 times), and it saves half the samples of all that
 are too easy or too hard. It selects no problem that 8 samples would not. The rates are stored in the work folder, so
 that a resumed run does not measure again.
+
+`ExactAnswers` measures a skill with one right answer to each request.
 """
 
 import json
@@ -19,17 +22,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 
-from pipeline.evaluation.intervals import paired_difference, ratio
+from pipeline.evaluation.intervals import paired_difference, ratio, wilson
+from pipeline.generation.sampling import Sampling, sampler
+from pipeline.ingest import records
+from pipeline.ingest.records import Dialogue
+from pipeline.model.transformer import Transformer
 from pipeline.rl.answers import Answer, Prompt
 from pipeline.rl.models import Setting
 from pipeline.rl.rewards import judged
-from pipeline.run.device import generator, stable_hash
+from pipeline.run.device import Hardware, generator, stable_hash
 from pipeline.run.errors import DataError
 from pipeline.run.tracking import progress, say
 from pipeline.run.types import JsonObject
 from pipeline.run.workdir import write_atomically
 from pipeline.sandbox.judge import Judge
+from pipeline.text import chat
+from pipeline.text.tokenizer import Tokenizer
 
 More = Callable[[list[Answer]], JsonObject]
 SHOWN = 16  # problems in the file of samples
@@ -201,3 +211,48 @@ def _passed(prompts: Sequence[Prompt], numbers: range, setting: Setting, judge: 
     answers = setting.held_out([(prompt, n) for prompt in prompts for n in numbers], purpose="frontier")
     passed = [verdict is not None and verdict.verdict == "passed" for verdict in judged(judge, answers)]
     return np.array(passed).reshape(-1, len(numbers))
+
+
+# -- exact answers -----------------------------------------------------------------------------------------------------
+
+MOST, LONGEST = 200, 64  # conversations that are asked, tokens of their answers
+
+
+@dataclass(frozen=True)
+class ExactAnswers:
+    """Held-out prompts with one right answer each: how many a model answers exactly, greedily, white space aside."""
+
+    prompts: Sequence[list[int]]
+    answers: Sequence[list[int]]
+    tokenizer: Tokenizer
+    hardware: Hardware
+
+    @classmethod
+    def of(cls, path: Path, tokenizer: Tokenizer, hardware: Hardware) -> "ExactAnswers":
+        """The first MOST conversations of a file whose first answer has at most LONGEST tokens."""
+        prompts: list[list[int]] = []
+        answers: list[list[int]] = []
+        for dialogue in records.read(path, Dialogue):
+            turn = next((n for n, message in enumerate(dialogue.messages) if message["role"] == "assistant"), None)
+            answer = tokenizer.encode(dialogue.messages[turn]["content"]) if turn else []
+            if answer and len(answer) <= LONGEST and len(prompts) < MOST:
+                before = chat.render(tokenizer, dialogue.messages[:turn], dialogue.tools, generation_prompt=True)
+                prompts.append(before.ids)
+                answers.append(answer)
+        return cls(prompts, answers, tokenizer, hardware)
+
+    @torch.no_grad()
+    def measure(self, model: Transformer) -> JsonObject:
+        """The share of exact answers with Wilson's interval; only {"n": 0} without conversations."""
+        if not self.prompts:
+            return {"n": 0}
+        was_training = model.training
+        model.to(self.hardware.device).train(False)
+        with self.hardware.autocast():
+            generate = sampler(model, Sampling(LONGEST + 8, temperature=0.0), {self.tokenizer.turn_end})
+            completions = generate(list(self.prompts), [0] * len(self.prompts))
+        model.train(was_training)
+        said = [self.tokenizer.decode(completion.ids).split() for completion in completions]
+        right = [self.tokenizer.decode(answer).split() for answer in self.answers]
+        exact = [a == b for a, b in zip(said, right, strict=True)]
+        return wilson(sum(exact), len(exact)).named("accuracy") | {"n": len(exact)}

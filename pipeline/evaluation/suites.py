@@ -24,7 +24,7 @@ from typing import Any, Protocol, TypeVar
 
 from pipeline import wings
 from pipeline.evaluation import code, codebleu, likelihood
-from pipeline.evaluation.intervals import Interval, ratio, wilson
+from pipeline.evaluation.intervals import Interval, effective_n, ratio, wilson
 from pipeline.generation.sampling import Completion, Sampling, generate, rows_within
 from pipeline.ingest.records import Dialogue, Message, Problem, Text
 from pipeline.model.transformer import Transformer
@@ -35,7 +35,6 @@ from pipeline.run.types import JsonObject
 from pipeline.run.workdir import canonical_hash
 from pipeline.sandbox.judge import Judge
 from pipeline.synthetic import stories
-from pipeline.synthetic.stories import check
 from pipeline.text import chat
 from pipeline.text.tokenizer import Tokenizer
 
@@ -148,19 +147,33 @@ class SuiteResult:
 
 
 def documents(subject: Subject, suite: str, texts: Sequence[Text]) -> SuiteResult:
-    """Bits per byte over whole documents; a row of `suite` for each document, with its bits and bytes."""
+    """Bits per byte over documents; a row of `suite` for each document, with its bits and bytes.
+
+    Of code also `bpb_generated` and `bpb_files`: of programs that this project wrote, and of all others.
+    """
     result = SuiteResult()
     scored = likelihood.likelihood(
         subject.model, subject.tokenizer, [text.text for text in texts], context=subject.settings.context
     )
     result.numbers |= {"documents": len(scored.documents), "left_out": scored.left_out}
     if scored.documents:
-        bits = [document.nats / math.log(2) for document in scored.documents]
-        result.measure("bpb", subject.bootstrap(bits, [document.bytes for document in scored.documents]))
+        bits, sizes = [d.nats / math.log(2) for d in scored.documents], [float(d.bytes) for d in scored.documents]
+        result.measure("bpb", subject.bootstrap(bits, sizes))
+        result.numbers["effective_documents"] = effective_n(sizes)
+        groups = [_group(texts[index]) for index in scored.places]
+        for group in sorted(set(groups)) if suite == "code" else []:
+            members = [i for i, of_document in enumerate(groups) if of_document == group]
+            some_bits, some_sizes = [bits[i] for i in members], [sizes[i] for i in members]
+            result.measure(f"bpb_{group}", subject.bootstrap(some_bits, some_sizes))
+            result.numbers |= {f"{group}_documents": len(members), f"{group}_effective": effective_n(some_sizes)}
         nats, tokens = [d.nats for d in scored.documents], [float(d.tokens) for d in scored.documents]
         result.measure("perplexity", subject.bootstrap(nats, tokens).exp())
         result.rows += counted(suite, "bits", texts, scored)
     return result
+
+
+def _group(text: Text) -> str:
+    return "generated" if text.source == "generated" else "files"
 
 
 def counted(suite: str, key: str, texts: Sequence[Text], scored: likelihood.Likelihood) -> list[JsonObject]:
@@ -170,6 +183,7 @@ def counted(suite: str, key: str, texts: Sequence[Text], scored: likelihood.Like
             "suite": suite,
             "id": texts[index].path,
             "item": canonical_hash(texts[index].text),
+            "group": _group(texts[index]),
             key: round(document.nats / math.log(2), 3),
             "bytes": document.bytes,
         }
@@ -196,11 +210,12 @@ def sampled_stories(subject: Subject, texts: Sequence[Text]) -> SuiteResult:
     result.numbers["samples_left_out"] = len(prompts) - len(completions)
     if not completions:
         return result
-    all_pass, clause_counts = [], dict[str, int]()
+    all_pass, coherent, clause_counts = [], [], dict[str, int]()
     for name, completion in completions.items():
         story = openings[name] + subject.tokenizer.decode(completion.ids)
-        verdicts = check(story)
+        verdicts = stories.check(story)
         all_pass.append(all(verdicts.values()))
+        coherent.append(all_pass[-1] and stories.follows_plot(story))
         for clause, holds in verdicts.items():
             clause_counts[clause] = clause_counts.get(clause, 0) + holds
         failed = ", ".join(clause for clause, holds in verdicts.items() if not holds)
@@ -213,9 +228,11 @@ def sampled_stories(subject: Subject, texts: Sequence[Text]) -> SuiteResult:
             prompt=openings[name],
             verdict=f"fails {failed}" if failed else "passes every clause",
             right=int(not failed),
+            told=int(coherent[-1]),
             ended=int(completion.stop == "stop"),
         )
     result.measure("story_rate", wilson(sum(all_pass), len(all_pass)))
+    result.measure("coherent_rate", wilson(sum(coherent), len(coherent)))
     result.measure("end_rate", wilson(sum(c.stop == "stop" for c in completions.values()), len(completions)))
     result.measure("repeat_4", subject.bootstrap([likelihood.repeat_4(c.ids) for c in completions.values()]))
     result.numbers["clauses"] = {clause: count / len(completions) for clause, count in clause_counts.items()}
@@ -467,13 +484,14 @@ READS = ("text", "stories", "stories_held_out", "drills", "transcripts", "storie
 ANSWERS = ("code", "problems", "tools", "answers")
 SUITES: dict[str, tuple[str, ...]] = {
     "language": READS,
-    "code": ("text", "code", "code gaps", "problems", "tools"),  # problems, tools: the starting point of other models
-    "tools": ("stories sampled", "code gaps", *ANSWERS),
-    "lora": ANSWERS,
+    # problems, tools: the starting point of other models
+    "code": ("text", "stories sampled", "code", "code gaps", "problems", "tools"),
+    "tools": ("text", "stories sampled", "code gaps", *ANSWERS),
+    "lora": ("text", "code"),  # what it was taught the stage itself measures
     "dpo": ANSWERS,
     "kto": ANSWERS,
     "grpo": ANSWERS,
-    "rlhf": ANSWERS,
+    "rlhf": ("text", "stories sampled", *ANSWERS),
 }
 
 

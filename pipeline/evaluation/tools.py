@@ -45,7 +45,7 @@ from pipeline.run.device import stable_hash
 from pipeline.run.types import JsonObject
 from pipeline.synthetic import toolbox
 from pipeline.synthetic.tool_schemas import Result, ToolWorld, problems
-from pipeline.synthetic.tools import calls, canonical, facets, stated, tools_at, truth, turns
+from pipeline.synthetic.tools import calls, canonical, facets, is_unserved, stated, tools_at, truth, turns
 from pipeline.text import chat
 
 Item = tuple[Dialogue, int, str]  # dialogue, index of the assistant message, the model's text for it
@@ -247,11 +247,14 @@ def _ratio(part: float, whole: float) -> float:
 
 
 def called(subject: Subject, dialogues: Sequence[Dialogue]) -> SuiteResult:
-    """Score the greedy reply to every scored turn, given the true conversation before it."""
-    result = SuiteResult()
-    items: list[tuple[Dialogue, int]] = [
-        (d, turn) for d in dialogues[: subject.settings.dialogues] for turn in turns(d)
-    ]
+    """Score the greedy reply to every scored turn, given the true conversation before it.
+
+    Of `dialogues` as many as the settings say, and as many more of those that no offered tool serves.
+    """
+    result, limit = SuiteResult(), subject.settings.dialogues
+    unserved = [d for d in dialogues if is_unserved(d)]
+    chosen = [d for d in dialogues if not is_unserved(d)][:limit] + unserved[:limit]
+    items: list[tuple[Dialogue, int]] = [(d, turn) for d in chosen for turn in turns(d)]
     prompts = {
         f"{d.id}#{turn}": chat.render(subject.tokenizer, d.messages[:turn], d.tools, generation_prompt=True).ids
         for d, turn in items

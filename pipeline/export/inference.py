@@ -3,6 +3,7 @@
     Fused(model)        q, k and v are one matrix product, gate and up are one; rotary angles come from a table
     quantize(model)     the same, with int8 weights in all matrix products, the head's included
     for_serving(model)  the latter if it pays, else the former
+    with_adapter(fused, adapted)  a twin that shares the weights of `fused`, with an adapter beside its products
 
 At batch 1, launching the operations of a small model's layer takes longer than computing them, so the number of
 operations matters. Sums are added in another order, so logits agree up to rounding, not bit for bit. Shapes are as in
@@ -29,19 +30,21 @@ The change of a log-probability depends on how certain the model is. On the prob
 demo's models, of 2.4 M parameters, 0.2 to 0.6 nats at the worst token and 9e-4 to 3.3e-3 nats of mean divergence
 (docs/LOG.md).
 
-Not promised: training; adapters that are not merged; torch.compile; equal bits between few and many rows; int8 on
+Not promised: training; DoRA beside shared weights; torch.compile; equal bits between few and many rows; int8 on
 devices other than x86 CPUs; quantizing in two threads at a time. Fused weights are copies, the others are shared:
 delete the first model to free its own.
 """
 
+import copy
 import sys
 import warnings
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from pipeline.model import lora
 from pipeline.model.config import ModelConfig
 from pipeline.model.layers import Block, Body, Embedding, Layout, Linear, Reads, RMSNorm, rope_tables
 from pipeline.model.transformer import Transformer
@@ -113,10 +116,10 @@ class FusedBlock(nn.Module):
         assert isinstance(block, Block), "expected a layer as Transformer has them"
         attention, mlp = block.self_attn, block.mlp
         self.heads, self.kv_heads, self.size = config.heads, config.kv_heads, config.head_dim
-        self.qkv = joined(attention.q_proj, attention.k_proj, attention.v_proj)
-        self.out = joined(attention.o_proj)
-        self.gate_up = joined(mlp.gate_proj, mlp.up_proj)
-        self.down = joined(mlp.down_proj)
+        self.qkv: nn.Module = joined(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.out: nn.Module = joined(attention.o_proj)
+        self.gate_up: nn.Module = joined(mlp.gate_proj, mlp.up_proj)
+        self.down: nn.Module = joined(mlp.down_proj)
         self.before_attention = Norm(block.input_layernorm.weight, config.norm_eps)
         self.before_mlp = Norm(block.post_attention_layernorm.weight, config.norm_eps)
         # in a tuple, so that it is not a submodule: its weights are the same
@@ -231,6 +234,73 @@ def _linear_of(weight: Tensor) -> Product:
         layer = Product(weight.shape[1], weight.shape[0])
     layer.weight = weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight)
     return layer
+
+
+# -- adapters ----------------------------------------------------------------------------------------------------------
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def with_adapter(fused: Fused, adapted: Transformer) -> Fused:
+    """A model that shares the weights of `fused` and adds the adapter of `adapted`, a model of the same shape.
+
+    Raises ConfigError for DoRA and for trained tokens, which change the shared weights themselves.
+    """
+    adapters = lora.adapters(adapted)
+    if any(isinstance(adapter, lora.AdaptedEmbedding) or adapter.config.dora for adapter in adapters):
+        raise ConfigError("an adapter with DoRA or trained tokens changes its base's weights: serve the merged model")
+    twin = _twin(fused)
+    twin.model = _twin(fused.model)
+    pairs = zip(fused.model.layers, adapted.model.layers, strict=True)
+    twin.model.layers = nn.ModuleList(_block_with_adapter(block, layer) for block, layer in pairs)
+    return twin.trace()
+
+
+def _twin(module: M) -> M:
+    """A module with the same weights, whose submodules can be replaced."""
+    twin = copy.copy(module)
+    twin._modules = dict(module._modules)
+    return twin
+
+
+def _block_with_adapter(block: nn.Module, layer: nn.Module) -> "FusedBlock":
+    assert isinstance(block, FusedBlock) and isinstance(layer, Block)
+    twin = _twin(block)
+    twin.traced = ()
+    attention, mlp = layer.self_attn, layer.mlp
+    twin.qkv = _beside(block.qkv, attention.q_proj, attention.k_proj, attention.v_proj)
+    twin.out = _beside(block.out, attention.o_proj)
+    twin.gate_up = _beside(block.gate_up, mlp.gate_proj, mlp.up_proj)
+    twin.down = _beside(block.down, mlp.down_proj)
+    return twin
+
+
+def _beside(product: nn.Module, *layers: nn.Module) -> nn.Module:
+    """A fused product with the adapters of the layers that it consists of; the product itself where none has one."""
+    downs: list[Tensor] = []
+    ups: list[Tensor] = []
+    for layer in layers:
+        assert isinstance(layer, nn.Linear | lora.AdaptedLinear)
+        if isinstance(layer, lora.AdaptedLinear):
+            downs.append(layer.lora_A.weight.detach())
+            ups.append(layer.config.scale * layer.lora_B.weight.detach())
+        else:
+            ups.append(layer.weight.new_zeros(len(layer.weight), 0))
+    return LowRank(product, torch.cat(downs), torch.block_diag(*ups)) if downs else product
+
+
+class LowRank(nn.Module):
+    """W x + B A x: a shared product, A (r, in) of all its adapters, and B (out, r), in blocks."""
+
+    def __init__(self, product: nn.Module, down: Tensor, up: Tensor) -> None:
+        super().__init__()
+        self.product = product
+        self.down, self.up = nn.Buffer(down, persistent=False), nn.Buffer(up, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in) -> (..., out) in the dtype of the product's output."""
+        out = self.product(x)
+        return out + functional.linear(functional.linear(x.to(self.down.dtype), self.down), self.up).to(out.dtype)
 
 
 # -- int8 --------------------------------------------------------------------------------------------------------------

@@ -56,6 +56,7 @@ class Watchers:
     logged: Callable[[list[JsonObject]], None] | None = None  # the curve, after each new row
     micro: Callable[[int, bool], None] | None = None  # before each micro-batch: its number, and whether it counts
     save: Callable[[Path], None] | None = None  # write the model as it is now: for runtime.keep_models
+    new_level_at: int | None = None  # the batch from which the data are others: losses before it are no measure
     gradients_at: int | None = 0  # the step whose gradients must reach every group; a zero head lets none through at 0
 
 
@@ -105,7 +106,9 @@ class Run:
         self.ranks = Ranks(job.runtime.precision, str(job.folder))
         config.check_context(model)
         self.steps = config.resolve_steps(stream.tokens_per_epoch)
-        free = config.free_steps(self.steps)
+        free = min(
+            config.free_steps(self.steps), self.steps if watchers.new_level_at is None else watchers.new_level_at
+        )
         self.free = free - free % self.rolling.steps_per_rollout if self.rolling else free
         compiled = prepared(model, job, config, self.steps, self.hardware)
         self.plain = self.ranks.place(model, self.hardware.device)
@@ -275,6 +278,8 @@ class Run:
     def _update(self, totals: Totals, norm: float, rows: np.ndarray, batches: list[Batch]) -> bool:
         """Apply the gradients of the step, or handle a faulty one as configured. Returns False after a rollback."""
         course, value = self.course, totals.value
+        if self.watchers.new_level_at is not None and course.index >= self.watchers.new_level_at:
+            update.new_level(course)
         if reason := update.risen(course, value, self.config.on_spike):
             raise self._failure(value, norm, reason, rows)
         fault = totals.veto or update.fault(course, value, norm, self.config.on_spike)

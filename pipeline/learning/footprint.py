@@ -57,6 +57,7 @@ from pipeline.learning.processes import Ranks
 from pipeline.learning.protocols import TrainingRun
 from pipeline.learning.settings import FitConfig, TrainingConfig
 from pipeline.model.config import ModelConfig
+from pipeline.model.cpu import native
 from pipeline.model.cpu.attention import KEPT_REACH, TILE
 from pipeline.model.cpu.layers import QUERY_BLOCK
 from pipeline.model.layers import KEPT_PROBABILITIES, layer_hook
@@ -469,9 +470,12 @@ def attention_bytes(config: ModelConfig, work: Work) -> float:
     """Norm and attention. d is the width, q and k are the widths of all queries and keys."""
     d, q, k = config.width, config.heads * config.head_dim, config.kv_heads * config.head_dim
     half, cpu = work.precision != "fp32", work.kind == "cpu"
-    if _uses_cpu_operators(config, work, ATTENTION):  # normed input; its products; the result; queries in tiles
-        key_tiles, probability_tiles = reaches(work)
-        return 2 * d + 2 * (q + 2 * k) + 2 * q + 2 * q + 4 * k * key_tiles + 2 * TILE * config.heads * probability_tiles
+    if _uses_cpu_operators(config, work, ATTENTION):
+        kept = 2 * d + 2 * (q + 2 * k) + 2 * q  # the normed input, its products, the result
+        if native.has_attention_blocks():  # rotated queries and keys; a sum for each query
+            return kept + 2 * (q + k) + 4 * config.heads
+        key_tiles, probability_tiles = reaches(work)  # queries in tiles; keys and values; probabilities
+        return kept + 2 * q + 4 * k * key_tiles + 2 * TILE * config.heads * probability_tiles
     saved = 4 * d + input_bytes(config, work, ATTENTION)
     if not cpu:
         mask = 0 if not work.packed else (2 if half else 4) * work.context

@@ -6,13 +6,13 @@ single steps, the throughput of a run, and the learning-rate finder.
     instruments.report(...)             at the end
 
 **Compilation** (`compiled`). On a CPU in bf16, where the layers are written by hand, the operations between their
-matrix products are compiled from C++ (`model/cpu/primitives.cpp`). That takes four seconds, so `auto` does it wherever
-there is a compiler. Anywhere else, and for layers with adapters or biases, it is torch.compile: each block in place
-(`layer.compile()`), so all layers share one compilation and no name in the state dict changes. There `auto` is a rule
-without a clock, so that equal runs choose alike: a run of more than 1e14 training FLOPs on a CPU, 5e16 on a GPU, in
-rows of one length. Pairs and a policy's own answers have another shape in every batch. Sampling never runs compiled
-layers, but decodes by the same operations (`load_operators`, model/decoding.py). Both are cached in `.work/compile`
-between runs. A compiled step rounds differently from an eager one, so a state records which it was.
+matrix products, and attention where there is AMX, are compiled from C++ (`model/cpu`). That takes five seconds, so
+`auto` does it wherever there is a compiler. Anywhere else, and for layers with adapters or biases, it is torch.compile:
+each block in place (`layer.compile()`), so all layers share one compilation and no name in the state dict changes.
+There `auto` is a rule without a clock, so that equal runs choose alike: a run of more than 1e14 training FLOPs on a
+CPU, 5e16 on a GPU, in rows of one length. Pairs and a policy's own answers have another shape in every batch. Sampling
+never runs compiled layers, but decodes by the same operations (`load_operators`, model/decoding.py). Both are cached in
+`.work/compile` between runs. A compiled step rounds differently from an eager one, so a state records which it was.
 
 **Profile** (`runtime.profile: true`) records a few steps with torch.profiler:
 

@@ -28,7 +28,10 @@ def kl_k1(logprobs: Tensor, reference: Tensor) -> Tensor:
 
 
 def kl_k3(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """exp(q) - 1 - q with q = f - l: unbiased, never below 0, small variance (Schulman 2020, k3)."""
+    """exp(q) - 1 - q with q = f - l: unbiased, never below 0, small variance (Schulman 2020, k3).
+
+    Its value estimates KL(policy || reference). As a loss its expected gradient is that of KL(reference || policy).
+    """
     q = (reference - logprobs).clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO)
     return torch.expm1(q) - q
 

@@ -17,27 +17,33 @@ tools/launch.py for `STAGECOACH_LAUNCH=fsdp2:2`. The mathematics is that of one 
 autocast casts them as it would there. So there is no MixedPrecisionPolicy, with which norms and embeddings would
 compute in half precision. Frozen models of their own (a reference) are not sharded: each process has them whole.
 
-Not promised: that the other ranks notice one that dies alone on its machine before gloo or NCCL does. With FSDP2: fp16
+A process that dies without a word ends the others, also where no collective notices (`watch_peers`). Not promised:
+that they notice a machine that loses its network before gloo or NCCL does. With FSDP2: fp16
 (the scaler is lost, huggingface/accelerate #4289: refused), streams that the policy fills itself, models that run other
 methods than `forward`. Tested on a CPU with gloo; CUDA, NCCL and `fsdp_offload_params` are untested.
 """
 
+import atexit
 import contextlib
 import copy
+import hmac
 import itertools
 import math
 import os
+import secrets
+import socket
+import sys
+import threading
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeGuard, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.utils._foreach_utils import _device_has_foreach_support
 
 from pipeline.model.layers import Block
@@ -46,13 +52,18 @@ from pipeline.run.errors import ConfigError, GateError
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+    from torch.distributed.tensor import DTensor
 
 T = TypeVar("T")
+CONNECT_SECONDS = 10.0
+GRACE_SECONDS = 30.0  # between a death and the end of those that no collective has told of it
 ON_DEVICE = 0.5  # of a device's memory: a smaller whole model goes back there after training
 
 
 class Ranks:
     """This process among `world`."""
+
+    is_watched: ClassVar[bool] = False  # once in a process, however many runs it has
 
     def __init__(self, precision: str, folder: str) -> None:
         """`folder` is the keyed work folder. Raises ConfigError where the ranks do not agree on the key."""
@@ -68,6 +79,9 @@ class Ranks:
             side = dist.new_group(backend="gloo")
             assert isinstance(side, dist.ProcessGroup)  # every rank is a member
             self.side = side
+            if not Ranks.is_watched:
+                Ranks.is_watched = True
+                watch_peers(self)
             self._check_key(Path(folder).name)
 
     def _check_key(self, key: str) -> None:
@@ -227,6 +241,76 @@ class Ranks:
             raise SystemExit(0)
 
 
+# -- peers that die ----------------------------------------------------------------------------------------------------
+
+
+_connections: list[socket.socket] = []  # the connections to other processes, open until this one ends
+
+
+def watch_peers(ranks: Ranks) -> None:
+    """Have this process end with code 1 when another dies without a word. All ranks call it, once.
+
+    Each rank holds a connection to rank 0, and says on it that it ends in order; the system closes that of a process
+    that dies. The others then have GRACE_SECONDS to end by an error of a collective, which says more. Where a firewall
+    allows no connection, nothing is watched.
+    """
+    server, offer = None, (0, b"")
+    if ranks.rank == 0:
+        with contextlib.suppress(OSError):  # the address may be one that other machines alone know
+            server = socket.create_server((os.environ["MASTER_ADDR"], 0))
+            offer = (server.getsockname()[1], secrets.token_bytes(16))
+    port, token = ranks.gather(offer)[0]
+    atexit.register(_say_farewell)
+    if server is not None:
+        threading.Thread(target=_accept_peers, args=(server, token, ranks.world - 1), daemon=True).start()
+    elif port:
+        threading.Thread(target=_join_first, args=(port, token), daemon=True).start()
+
+
+def _accept_peers(server: socket.socket, token: bytes, count: int) -> None:
+    """Accept connections until `count` of them have shown the token."""
+    with server:
+        while count:
+            connection, _ = server.accept()
+            connection.settimeout(CONNECT_SECONDS)
+            with contextlib.suppress(OSError):
+                if hmac.compare_digest(connection.recv(len(token), socket.MSG_WAITALL), token):
+                    count -= 1
+                    threading.Thread(target=_wait_on, args=(connection,), daemon=True).start()
+                    continue
+            connection.close()
+
+
+def _join_first(port: int, token: bytes) -> None:
+    with contextlib.suppress(OSError):
+        connection = socket.create_connection((os.environ["MASTER_ADDR"], port), CONNECT_SECONDS)
+        connection.sendall(token)
+        _wait_on(connection)
+
+
+def _wait_on(connection: socket.socket) -> None:
+    connection.settimeout(None)
+    _connections.append(connection)
+    try:
+        farewell = connection.recv(1)
+    except OSError:
+        farewell = b""
+    if not farewell:
+        time.sleep(GRACE_SECONDS)
+        sys.stderr.write(
+            f"another process of this run is gone: it closed its connection to rank {run_device.rank()}."
+            " The same command resumes\n"
+        )
+        sys.stderr.flush()
+        os._exit(1)  # the main thread waits for the dead, and cannot be woken
+
+
+def _say_farewell() -> None:
+    for connection in _connections:
+        with contextlib.suppress(OSError):
+            connection.sendall(b".")
+
+
 # -- sharding ----------------------------------------------------------------------------------------------------------
 
 
@@ -290,6 +374,7 @@ def shard(model: nn.Module, settings: Sharding, device: torch.device) -> list[Mo
 
     Returns what `whole_again` needs.
     """
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
     owners = [name for name, _ in model.named_parameters(remove_duplicate=False)]
@@ -342,24 +427,28 @@ def whole_again(model: nn.Module, backups: list[ModuleBackup], *, keep: bool) ->
             module.register_parameter(name, parameter)
 
 
-def is_sharded(tensor: Tensor) -> bool:
+def is_sharded(tensor: Tensor) -> "TypeGuard[DTensor]":
     """Whether this rank has only some rows of it."""
+    if type(tensor) in (Tensor, nn.Parameter):
+        return False
+    from torch.distributed.tensor import DTensor  # here and below: a second that only sharded runs need
+
     return isinstance(tensor, DTensor)
 
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's part, sharing its memory; all of a plain tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def full(tensor: Tensor) -> Tensor:
     """All of a tensor. For a sharded one this is a collective, which all ranks must call."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
 def rows(tensor: Tensor) -> tuple[int, int]:
     """[first, last) of this rank's rows; of a plain tensor all."""
-    if not isinstance(tensor, DTensor):
+    if not is_sharded(tensor):
         return 0, len(tensor) if tensor.ndim else 1
     share = -(-len(tensor) // tensor.device_mesh.size())  # like torch.chunk: the last ranks may have fewer, or none
     first = min(len(tensor), tensor.device_mesh.get_local_rank() * share)
@@ -370,8 +459,10 @@ def rows(tensor: Tensor) -> tuple[int, int]:
 
 def like(part: Tensor, parameter: Tensor) -> Tensor:
     """`part`, this rank's rows of a tensor of the shape of `parameter`, sharded as `parameter` is."""
-    if not isinstance(parameter, DTensor):
+    if not is_sharded(parameter):
         return part
+    from torch.distributed.tensor import DTensor
+
     return DTensor.from_local(
         part,
         parameter.device_mesh,

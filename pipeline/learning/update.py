@@ -16,7 +16,8 @@ jumps.
 
 Two things end a run: numbers that are not finite, three steps in a row or ten in a thousand; and a loss that rises and
 stays, 100 steps in a row more than 1 nat above the lowest median of 128 steps so far. The loss of a policy is not
-measured in nats, so with `on_spike: ignore` only numbers that are not finite count.
+measured in nats, so with `on_spike: ignore` only numbers that are not finite count. Where a stage changes its data on
+purpose, losses before are forgotten.
 
 A rollback loads the newest evaluated state that is at least 16 steps old, but never one before the last rollback, and
 never reads the batches from there to here again. Without such a state, or after three rollbacks, a spike is skipped;
@@ -81,6 +82,7 @@ class Course:
     applied: list[float] = field(default_factory=list)  # losses of the last applied steps
     lowest: float = math.inf  # the lowest median of such losses so far
     risen: int = 0  # steps in a row whose loss was far above it
+    moved: bool = False  # the data, and so the level of the loss, changed as planned
     windows: list[list[int]] = field(default_factory=list)  # [step, count]: from this step on, skip so many batches
     best: float = math.inf
     best_step: int = -1
@@ -152,6 +154,12 @@ def risen(course: Course, loss: float, on_spike: str) -> str:
         f"the loss rose and stayed: {STAYED} steps in a row more than {RISEN:g} nat above {course.lowest:.4g}, the"
         " lowest median so far"
     )
+
+
+def new_level(course: Course) -> None:
+    """Forget the losses of other data; only the first call counts."""
+    if not course.moved:
+        course.applied, course.lowest, course.risen, course.moved = [], math.inf, 0, True
 
 
 def applied(course: Course, loss: float, *, new_level: bool = False) -> None:

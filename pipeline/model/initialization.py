@@ -1,6 +1,6 @@
 """Weights before the first step: induction heads in a fresh model, or those of a pretrained checkpoint.
 
-**Fresh weights that can copy from the context.** A small model learns to copy in one sudden drop of the loss, after
+**Fresh weights that learn to copy sooner.** A small model learns to copy in one sudden drop of the loss, after
 about a million tokens or, in a short run, never: two layers have to find each other (Olsson et al. 2022,
 arXiv:2209.11895). `induction_heads` writes that circuit into the normal fresh weights, in the spirit of Trockman and
 Kolter 2023 (arXiv:2305.09828), who initialize attention with the structure of trained attention. All weights stay

@@ -12,7 +12,7 @@ A `Layout` describes how that line is cut into rows and documents; it is made on
 | `Cached`    | new tokens of some rows of a cache    | decoding (cache.py)                                       |
 | `Padded`    | those of another layout, then padding | bf16 on a CPU, where a new shape costs a compilation      |
 
-In bf16 on a CPU layers do not call these layouts: cpu/attention.py runs the `tile_plan` of the first and the next two.
+In bf16 on a CPU layers do not call these layouts: cpu/attention.py runs an `attention_plan` of the first and next two.
 
 Shapes: N tokens of the line, B rows, T time, H query heads, K key heads, G = H/K, h head size.
 
@@ -53,7 +53,7 @@ from pipeline import wings
 from pipeline.model.cache import cross
 from pipeline.model.config import ModelConfig
 from pipeline.model.cpu import attention, layers
-from pipeline.model.cpu.attention import TilePlan
+from pipeline.model.cpu.attention import Plan
 from pipeline.model.cpu.layers import ragged_attention, rms_norm, rotate
 from pipeline.run.types import JsonObject
 
@@ -143,7 +143,7 @@ class Padded:
         return pad(out, (0, 0, 0, 0, 0, len(q) - self.tokens))
 
 
-def tile_plan(layout: Layout, tokens: int, heads: int) -> TilePlan | None:
+def attention_plan(layout: Layout, tokens: int, heads: int) -> Plan | None:
     """The plan of attention in bf16 for `heads` query heads over a line of `tokens` tokens; None for other layouts."""
     if isinstance(layout, Padded):
         layout, tokens = layout.layout, layout.tokens
@@ -345,7 +345,7 @@ class Attention(nn.Module):
         """Whether each projection is one matrix product."""
         return all(x.plain for x in (self.q_proj, self.k_proj, self.v_proj, self.o_proj))
 
-    def in_bf16(self, x: Tensor, norm: "RMSNorm", cos: Tensor, sin: Tensor, plan: TilePlan) -> Tensor:
+    def in_bf16(self, x: Tensor, norm: "RMSNorm", cos: Tensor, sin: Tensor, plan: Plan) -> Tensor:
         """`forward` of norm(x), in bf16 on a CPU: (N, D) -> (N, D) in float32."""
         matrices = (self.q_proj.matrix, self.k_proj.matrix, self.v_proj.matrix)
         joined = layers.normed_product(x, norm.weight, norm.eps, *matrices).unflatten(-1, (-1, self.head_dim))
@@ -403,7 +403,7 @@ class Block(nn.Module):
         chosen: Tensor | None = None,
     ) -> Tensor:
         """(N, D) -> (N, D); with the indices `chosen` (U,) of some tokens only theirs, (U, D)."""
-        plan = tile_plan(layout, len(x), self.self_attn.heads) if layers.runs_in_bf16(x) else None
+        plan = attention_plan(layout, len(x), self.self_attn.heads) if layers.runs_in_bf16(x) else None
         if plan is not None and self.self_attn.plain:
             attended = self.self_attn.in_bf16(x, self.input_layernorm, cos, sin, plan)
         else:

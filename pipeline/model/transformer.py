@@ -45,6 +45,7 @@ from pipeline.model.layers import (
 
 T = TypeVar("T")
 EVEN_ROWS = 128  # above it, rows are padded to multiples: at most so many different shapes below
+FEW = 0.75  # share of selected tokens up to which the end of the last layer runs for them alone
 Checkpointing = Literal["none", "full", "every_2", "selective"]
 # What "selective" saves: expensive to compute and small to store. The CPU's own attention (cpu/layers.py) is
 # recomputed: its scores are not small.
@@ -140,8 +141,8 @@ class Transformer(nn.Module):
         x, line, index = self._encode(input_ids, positions, documents, cache, reading, select)
         if index is not None:
             return x, index
-        selected = select.flatten() if line is None or line.kept is None else select.flatten()[line.kept]
-        return x if bool(selected.all()) else x.index_select(0, selected.nonzero().squeeze(1)), None
+        selected = _selected(select, line)
+        return x if len(x) == len(selected) else x.index_select(0, selected), None
 
     def hidden(
         self,
@@ -175,8 +176,8 @@ class Transformer(nn.Module):
     ) -> tuple[Tensor, Line | None, Tensor | None]:
         """Hidden states (N, D) of the computed tokens, and which tokens these are; None: all B * T.
 
-        Where rows share a beginning and there is a `select` (B, T), only its distinct states (U, D), and which of them
-        each of its positions has, (n,).
+        With a `select` (B, T) perhaps only the states of its positions (n, D); where rows share a beginning only the
+        distinct ones (U, D), and which of them each of its positions has, (n,).
         """
         batch, time = input_ids.shape
         causal = self.config.attention == "causal"
@@ -208,6 +209,9 @@ class Transformer(nn.Module):
         chosen = index = None
         if select is not None and packed.source is not None:
             chosen, index = packed.source[select.flatten()[packed.kept]].unique(return_inverse=True)
+        elif select is not None and self.hook is None:
+            selected = _selected(select, packed)
+            chosen = selected if len(selected) <= FEW * len(ids) else None
         return self.line(ids, line_positions, packed.layout, read, chosen), packed, index
 
     def _reads(
@@ -337,6 +341,12 @@ def _selective_policy(
 def num_padding_rows(x: Tensor, rows: int) -> int:
     """By how many rows to pad a matrix product: oneDNN compiles a bf16 kernel for each new shape, in 4 to 20 ms."""
     return -rows % EVEN_ROWS if rows > EVEN_ROWS and cpu_autocast(x) else 0
+
+
+def _selected(select: Tensor, line: Line | None) -> Tensor:
+    """Which tokens of the line `select` (B, T) selects, (n,)."""
+    kept = select.flatten() if line is None or line.kept is None else select.flatten()[line.kept]
+    return kept.nonzero().squeeze(1)
 
 
 def _spread(x: Tensor, line: Line | None, input_ids: Tensor) -> Tensor:

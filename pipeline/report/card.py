@@ -343,7 +343,7 @@ def _reinforcement_figures(run: MetricsRun) -> list[JsonObject]:
         points = [
             (float(r["kl"]), float(r[column])) for r in run.curves.get("rlhf", []) if _has_numbers(r, "kl", column)
         ]
-        series = [Series("PPO", sorted(points)), Series("best of n", [(r["kl"], r[column]) for r in best_of_n])]
+        series = [Series("policy", sorted(points)), Series("best of n", [(r["kl"], r[column]) for r in best_of_n])]
         series = [line for line in series if line.points]
         if points:
             svg = lines(title, series, x="divergence from the reference, nats an answer", y=unit)

@@ -45,6 +45,7 @@ LIMITS = (
     "canvas_problems",
     "dialogues",
     "constrained",
+    "fresh_seed",
 )  # settings that choose items
 NAMED = 3  # ids of items in a text
 
@@ -263,7 +264,8 @@ ABOVE = (
     ("The reward model ranks better than chance", "reward", ("test", "accuracy"), 0.5),
     ("DPO tells held-out pairs apart, against its start", "dpo", ("test", "accuracy"), 0.5),
     ("KTO tells held-out pairs apart, against its start", "kto", ("pairs", "accuracy"), 0.5),
-    ("PPO raises the true score of held-out answers", "rlhf", ("held_out", "gain"), 0.0),
+    ("Reinforcement learning from the reward model raises the true score", "rlhf", ("held_out", "gain"), 0.0),
+    ("An adapter learns a new skill from few examples", "lora", ("exact_match", "adapter", "accuracy"), 0.5),
     ("GRPO raises pass@1 on held-out problems", "grpo", ("held_out", "gain"), 0.0),
 )
 

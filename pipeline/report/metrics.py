@@ -37,9 +37,9 @@ BEFORE_WINGS = (
     "reward",
     "rlhf",
 )
-# The model that another is compared with, where that is not the model in its lineage: lora has the same task as tools.
-# "": it writes no answers, so there is nothing to compare.
-COMPARED = {"lora": "tools", "reward": ""}
+# The model that another is compared with, where that is not the model in its lineage. "": it writes no answers, so
+# there is nothing to compare.
+COMPARED = {"reward": ""}
 
 
 @dataclass(frozen=True)
@@ -244,8 +244,25 @@ HEADLINES = (
     Headline(
         ("stories", "story_rate"), "Stories that pass every clause", STORIES, "stories_pass", rows=("stories", "right")
     ),
+    Headline(
+        ("stories", "coherent_rate"),
+        "Stories that also follow a plot",
+        STORIES,
+        "stories_coherent",
+        rows=("stories", "told"),
+    ),
     Headline(("stories", "end_rate"), "Stories that end", STORIES, "stories_end", rows=("stories", "ended")),
     _bits("code", "Source code", chart=True),
+    Headline(
+        ("code", "bpb_files"),
+        "Source files of other projects",
+        "bits per byte, lower is better",
+        "code_bpb_files",
+        False,
+        "bits per byte",
+        rows=("code", "bits"),
+        group="files",
+    ),
     _bits("code", "Source code, upper bound", "bpb_bound", "bound_bits"),
     Headline(("problems", "parse_rate"), "Answers whose code parses", ANSWERS, "parse", rows=("problems", "parses")),
     Headline(
@@ -264,6 +281,14 @@ HEADLINES = (
         "medium",
         rows=("problems", "sampled"),
         group="medium",
+    ),
+    Headline(
+        ("problems", "phrasing", "pass_at_1"),
+        "The same in other words, pass@1",
+        SOLVED,
+        "phrasing",
+        rows=("problems", "sampled"),
+        group="phrasing",
     ),
     Headline(("tools", "ast"), "Tool calls right (AST)", CALLS, "ast", chart=True, asked={"wanted": "call"}),
     Headline(

@@ -20,7 +20,7 @@ from pipeline.rl.rollout import Rollout, grouped
 from pipeline.run.types import JsonObject
 
 PerToken = Callable[[Sequence[Answer]], list[np.ndarray]]  # answers -> a value for each of their tokens
-UNFINISHED = -1.0  # the highest score in PPO of an answer without an end, so that not ending never pays
+UNFINISHED = -1.0  # the highest score of an answer without an end, where the reward does not see ends
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,12 +43,16 @@ class PPOConfig:
     """Of a value's distance from what it was when sampled."""
     value_weight: float = 0.1
     """Of the critic's loss beside the policy's."""
+    critic_rate: float | None = None
+    """The critic's learning rate; none: the policy's."""
 
     def __post_init__(self) -> None:
         if self.beta < 0 or self.target_kl <= 0 or self.horizon < 1:
             raise ValueError("expected beta >= 0, target_kl > 0, horizon >= 1")
-        if self.value_weight < 0:
-            raise ValueError(f"expected value_weight >= 0, got {self.value_weight}")
+        if self.value_weight < 0 or (self.critic_rate is not None and self.critic_rate <= 0):
+            raise ValueError(
+                f"expected value_weight >= 0, critic_rate > 0, got {self.value_weight}, {self.critic_rate}"
+            )
         if not (0 < self.gamma <= 1 and 0 <= self.lam <= 1 and self.clip > 0 and self.value_clip > 0):
             raise ValueError("expected gamma in (0, 1], lam in [0, 1], clip > 0, value_clip > 0")
 
@@ -68,9 +72,7 @@ def estimate_ppo(rollouts: list[Rollout], config: PPOConfig, carried: JsonObject
     beta = float(carried["beta"])
     mask = _mask(rollouts)
     old, reference, values = (_padded(rollouts, name, mask) for name in ("old", "reference", "values"))
-    raw = torch.tensor([rollout.total for rollout in rollouts], dtype=torch.float64)
-    ended = torch.tensor([rollout.answer.finished for rollout in rollouts])
-    scores = torch.where(ended, raw, raw.clamp(max=UNFINISHED))
+    scores = scores_with_ends(rollouts)
     usable = ~scores.isnan()
     rewards = policy_losses.ppo_rewards(old, reference, mask, scores.nan_to_num(0.0), beta)
     advantages, returns = policy_losses.gae(rewards, values, mask, gamma=config.gamma, lam=config.lam)
@@ -93,7 +95,7 @@ def estimate_ppo(rollouts: list[Rollout], config: PPOConfig, carried: JsonObject
         "objective/scores": mean_score,
         "objective/rlhf_reward": mean_score + penalty,
         "objective/kl_coef": beta,
-        "val/num_eos_tokens": float(ended.sum()),
+        "val/num_eos_tokens": float(sum(rollout.answer.finished for rollout in rollouts)),
         "val/var_explained": policy_losses.explained_variance(values[mask], returns[mask]),
     }
 
@@ -106,10 +108,28 @@ def annotate_group(rollouts: list[Rollout], *, reference: PerToken | None) -> No
         rollout.arrays["reference"] = f
 
 
-def estimate_group(rollouts: list[Rollout], method: GroupMethod, samples: int) -> dict[str, float]:
-    """Fill `advantages` of groups of `samples` neighbors. Returns numbers to log."""
+def scores_with_ends(rollouts: list[Rollout]) -> Tensor:
+    """The scores (B,), NaN where unknown; without an end at most UNFINISHED and the lowest score of an answer with one.
+
+    So not ending never pays, whatever the scale of the rewards.
+    """
+    scores = torch.tensor([rollout.total for rollout in rollouts], dtype=torch.float64)
+    ended = torch.tensor([rollout.answer.finished for rollout in rollouts])
+    known = scores[ended & ~scores.isnan()]
+    lowest = min(UNFINISHED, float(known.min()) if len(known) else UNFINISHED)
+    return torch.where(ended, scores, scores.clamp(max=lowest))
+
+
+def estimate_group(
+    rollouts: list[Rollout], method: GroupMethod, samples: int, *, must_end: bool = False
+) -> dict[str, float]:
+    """Fill `advantages` of groups of `samples` neighbors. Returns numbers to log.
+
+    `must_end`: scores by `scores_with_ends`, for rewards that do not see whether an answer ended.
+    """
     mask = _mask(rollouts)
-    rewards = torch.tensor([rollout.total for rollout in rollouts], dtype=torch.float64)
+    totals = torch.tensor([rollout.total for rollout in rollouts], dtype=torch.float64)
+    rewards = scores_with_ends(rollouts) if must_end else totals
     valid = ~rewards.isnan()
     known = rewards.nan_to_num(0.0)
     numbers: dict[str, float] = {}

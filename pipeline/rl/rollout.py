@@ -29,8 +29,12 @@ import torch
 from torch import Tensor
 
 from pipeline.batches.batch import Piece, answered
+from pipeline.learning import losses, policy_losses
+from pipeline.learning.losses import Loss
+from pipeline.learning.policy_losses import GroupMethod
 from pipeline.learning.processes import Ranks
 from pipeline.learning.settings import TrainingConfig
+from pipeline.model.transformer import Transformer
 from pipeline.rl.answers import Answer, Prompt, piece_of
 from pipeline.rl.rewards import Score
 from pipeline.run.device import stable_hash
@@ -305,6 +309,23 @@ class RolloutStream:
 def _concatenate(arrays: Sequence[Array]) -> Tensor:
     """Arrays one after another, float32; there may be none."""
     return torch.from_numpy(np.concatenate([*arrays, np.zeros(0)]).astype(np.float32))
+
+
+def group_loss(model: Transformer, batch: RolloutBatch, *, method: GroupMethod, config: RolloutConfig) -> Loss:
+    """The loss of a group method over a minibatch."""
+    logprobs, entropy = losses.token_logprobs(model, batch, config.temperature)
+    result = policy_losses.group_policy(
+        logprobs,
+        entropy,
+        old=batch.old,
+        advantages=batch.arrays["advantages"],
+        reference=batch.arrays["reference"] if method.beta and method.kl_in == "loss" else None,
+        row_of=batch.row_of,
+        num_rows=len(batch.input_ids),
+        method=method,
+        max_tokens=config.max_new_tokens,
+    )
+    return policy_losses.with_agreement(result, logprobs, batch.old) if batch.fresh else result
 
 
 def grouped(rollouts: Sequence[Rollout], samples: int) -> list[Sequence[Rollout]]:

@@ -410,9 +410,10 @@ def meanings(kind: type) -> dict[str, str]:
 def explain(kind: type[DataclassInstance], settings: Settings, name: str) -> list[str]:
     """A line for each key of a block: key, present value, type, origin, meaning."""
     values = settings.layers(name)
+    hints, texts = typing.get_type_hints(kind), meanings(kind)  # once: both read source
     lines = []
     for field in dataclasses.fields(kind):
-        hint = typing.get_type_hints(kind)[field.name]
+        hint = hints[field.name]
         source = field.metadata.get("from")
         if source is not None:
             lines.append(f"  {field.name:24} from {source}")
@@ -422,7 +423,5 @@ def explain(kind: type[DataclassInstance], settings: Settings, name: str) -> lis
             default = "" if field.default is dataclasses.MISSING else field.default
             value = values.get(field.name, Value(default, "default"))
             head = f"  {name}.{field.name} = {value.raw}"
-            lines.append(
-                f"{head:44} {type_name(hint)}, {value.origin}: {meanings(kind).get(field.name, '')}".rstrip(": ")
-            )
+            lines.append(f"{head:44} {type_name(hint)}, {value.origin}: {texts.get(field.name, '')}".rstrip(": "))
     return lines

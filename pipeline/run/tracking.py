@@ -5,6 +5,7 @@
     metrics/training/<stage>.json   the few of them that people compare       (DVC metrics)
     .work/.../speed.json            how fast and where: never in an out
     MLflow                          one run for each built stage, continued when a killed stage resumes
+    .work/.../mlflow.jsonl          what a stage has for its MLflow run, until the launcher's process delivers it
     runtime.trackers                TensorBoard, Weights & Biases: the curve, through Accelerate's trackers
 
 DVC's files contain no clock, id or host: equal runs give equal bytes. A failing MLflow costs one warning, never the
@@ -13,13 +14,14 @@ run. The other trackers come with the extra `trackers`. TensorBoard's files are 
 the work folder).
 
 Not promised: that MLflow has the steps between the last saved state and a `kill -9` before they are redone and logged
-again; that the other trackers have these steps only once; that Weights & Biases, which refuses steps that it has, shows
-what follows a rollback.
+again, or what was being delivered when the launcher was killed; that the other trackers have these steps only once;
+that Weights & Biases, which refuses steps that it has, shows what follows a rollback.
 """
 
 from __future__ import annotations
 
 import csv
+import fcntl
 import io
 import json
 import math
@@ -27,7 +29,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
 
 Number = float | int | str
 NOTE = "mlflow.json"  # in the work folder: the id of its MLflow run
+SPOOL, LATER = "mlflow.jsonl", "later"  # in the work folder: calls of an MlflowRun; the STAGECOACH_MLFLOW that spools
 WAIT, SHORT_WAIT = 120.0, 5.0  # seconds for the store to open: for a run that trains, for one that is being stopped
 
 
@@ -70,7 +73,8 @@ class Tracker:
         self._logged = 0  # rows already in MLflow
         self._model: tuple[Path, dict[str, str]] | None = None  # to be registered once the run has succeeded
         quiet = quiet or rank() != 0
-        self._mlflow = None if quiet else MlflowRun(name, folder, tags, parameters)
+        run = Spool if os.environ.get("STAGECOACH_MLFLOW") == LATER else MlflowRun
+        self._mlflow = None if quiet else run(name, folder, tags, parameters)
         self._others = None if quiet or not others else Others(others, name, folder, parameters)
 
     def log(self, step: int, values: Mapping[str, Number]) -> None:
@@ -137,7 +141,8 @@ class MlflowRun:
     """One MLflow run, started in a thread (importing MLflow takes seconds), continued by its id in the work folder.
 
     The first log waits up to WAIT seconds for the store (`registry.connect`); a store that does not answer by then, or
-    later, costs one warning. STAGECOACH_MLFLOW=off switches MLflow off (for tests of other things).
+    later, costs one warning. STAGECOACH_MLFLOW=off switches MLflow off (for tests of other things); under the launcher
+    a stage has a Spool instead.
     """
 
     def __init__(self, name: str, folder: Path, tags: dict[str, str], parameters: JsonObject) -> None:
@@ -266,6 +271,93 @@ class MlflowRun:
             client.set_terminated(self.run_id, status=status)
         except Exception as error:  # as in _start
             self._fail(error)
+
+
+class Spool:
+    """The calls of an MlflowRun, as lines in the work folder. Importing MLflow takes two CPU seconds, so the launcher
+    makes the calls of all stages in one process (`deliver`).
+    """
+
+    def __init__(self, name: str, folder: Path, tags: dict[str, str], parameters: JsonObject) -> None:
+        self.path = folder / SPOOL
+        self._add("open", name, tags, parameters)
+
+    def _add(self, *call: object) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.write(json.dumps(call, default=str) + "\n")
+
+    def log(self, rows: list[dict[str, Number]]) -> None:
+        """MlflowRun.log, later."""
+        if rows:
+            self._add("log", rows)
+
+    def system(self, samples: Sequence[tuple[int, Mapping[str, float]]]) -> None:
+        """MlflowRun.system, later."""
+        self._add("system", samples)
+
+    def register(self, folder: Path, tags: Mapping[str, str]) -> None:
+        """MlflowRun.register, later."""
+        self._add("register", folder.resolve(), tags)
+
+    def back_to(self, step: int) -> None:
+        """MlflowRun.back_to, later."""
+        self._add("back_to", step)
+
+    def finish(self, final: JsonObject) -> None:
+        """MlflowRun.finish, later."""
+        self._add("finish", final)
+
+    def end(self, status: str, wait: float | None = None) -> None:
+        """MlflowRun.end, later; nothing is waited for here."""
+        self._add("end", status)
+
+
+def deliver(root: Path, ended: Callable[[], bool]) -> None:
+    """Make the calls that stages spool in the work directory `root`, also those of an earlier build, until `ended`,
+    which takes a moment, is true and none is left.
+    """
+    runs: dict[Path, MlflowRun] = {}
+    is_last = False
+    while not is_last:
+        is_last = ended()
+        for path in sorted(root.glob(f"*/*/{SPOOL}")):
+            for line in _taken(path):
+                _make_call(runs, path.parent, json.loads(line))
+
+
+def _taken(spool: Path) -> list[str]:
+    """The lines of a spool, which is empty from then on."""
+    if not spool.stat().st_size:
+        return []
+    with spool.open("r+", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        lines = file.read().splitlines()
+        file.truncate(0)
+    return lines
+
+
+def _make_call(runs: dict[Path, MlflowRun], folder: Path, call: list[Any]) -> None:
+    if call[0] == "open":
+        _, name, tags, parameters = call
+        runs[folder] = MlflowRun(name, folder, tags, parameters)
+        return
+    if folder not in runs:  # an earlier build's process opened the run, and was killed
+        runs[folder] = MlflowRun(folder.parent.name, folder, {}, {})
+    run = runs[folder]
+    match call:
+        case ["log", rows]:
+            run.log(rows)
+        case ["system", samples]:
+            run.system(samples)
+        case ["register", made, tags]:
+            run.register(Path(made), tags)
+        case ["back_to", step]:
+            run.back_to(step)
+        case ["finish", final]:
+            run.finish(final)
+        case ["end", status]:
+            run.end(status)
 
 
 def known_run(folder: Path) -> str:

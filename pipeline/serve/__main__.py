@@ -8,6 +8,10 @@ Without models it serves models/deploy, else rlhf, tools or code, and the reward
 port, which is printed. Keys come from a file, one a line, or from STAGECOACH_API_KEYS; without one, any address but the
 loopback is refused.
 
+An adapter is served beside its base, here as the model `tools:lora`:
+
+    python -m pipeline.serve models/tools models/lora/adapter
+
 One worker process answers (granian, HTTP/1.1) and is restarted when it dies. SIGTERM ends the server; running answers
 have 20 seconds to finish. Not here: TLS; put a proxy in front.
 """

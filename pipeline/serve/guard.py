@@ -477,5 +477,5 @@ class Options:
     def check(self) -> None:
         """Raise ConfigError for models that would fail to load in the worker."""
         for model in self.models:
-            if not (model / "config.json").is_file():
+            if not (model / "config.json").is_file() and not (model / "adapter_config.json").is_file():
                 raise ConfigError(f"{model}: expected a model directory with config.json; build one with dvc repro")

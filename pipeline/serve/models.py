@@ -1,16 +1,20 @@
 """The served models, each loaded from its directory with an engine of its own, and their metrics.
 
-    models/rlhf      -> kind causal: chat and completions
-    models/reward    -> kind reward: /score
-    models/diffusion -> a kind that a wing offers: chat
+    models/rlhf          -> kind causal: chat and completions
+    models/lora/adapter  -> kind causal, beside its base: `tools:lora`
+    models/reward        -> kind reward: /score
+    models/diffusion     -> a kind that a wing offers: chat
 
-A model's name is its folder's. Not here: which files a directory may hold (`export/huggingface.py`, `check`).
+A model's name is its folder's. An adapter's is its base's, a colon, and its folder's (its parent's for a folder called
+`adapter`); all adapters of a base share its weights, each has an engine and a cache of its own. Not here: which files a
+directory may hold (`export/huggingface.py`, `check`).
 
 Metrics for Prometheus have vLLM's names under `stagecoach:`, so that dashboards made for vLLM need only another prefix.
 Requests are counted here; what the engines count (rows, queue, tokens, drafts) is read from them on each scrape.
 """
 
 import ctypes
+import json
 import platform
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +31,7 @@ from prometheus_client.registry import Collector
 from pipeline import wings
 from pipeline.export import huggingface, inference
 from pipeline.generation.constrain import Grammars
-from pipeline.model import checkpoint
+from pipeline.model import checkpoint, lora
 from pipeline.model.heads import RewardModel
 from pipeline.model.transformer import Transformer
 from pipeline.run.errors import ConfigError, ModelError
@@ -56,7 +60,7 @@ class Served:
     context: int
     vocab_size: int  # rows of the embedding
     fingerprint: str  # of the weights
-    weights: str  # native, int8
+    weights: Weights
     engine: Loop | None = None  # of a model that writes
     reward_model: RewardModel | None = None
     _grammars: Grammars | None = None
@@ -137,6 +141,7 @@ def load(folders: Sequence[Path], *, rows: int, queue: int, weights: Weights | N
 
     Raises ConfigError for two models of one name, ModelError, InputError for more rows than the memory holds.
     """
+    folders, adapters = [f for f in folders if not is_adapter(f)], [f for f in folders if is_adapter(f)]
     names = [folder.resolve().name for folder in folders]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ConfigError(f"two models are called {twice!r}; a model's name is its folder's")
@@ -153,7 +158,46 @@ def load(folders: Sequence[Path], *, rows: int, queue: int, weights: Weights | N
             served.append(own.load(folder, name, stage, rows=rows, queue=queue))
         else:
             served.append(_load_causal(folder, name, stage, rows, queue, weights))
+    bases = {model.id: (model, folder) for model, folder in zip(served, folders, strict=True)}
+    for folder in adapters:
+        served.append(_load_adapter(folder, bases, rows, queue))
+    if twice := next((a.id for a in served if sum(b.id == a.id for b in served) > 1), None):
+        raise ConfigError(f"two adapters are called {twice!r}; an adapter's name is its folder's")
     _trim_heap()
+    return served
+
+
+def is_adapter(folder: Path) -> bool:
+    """Whether a directory holds an adapter in peft's format."""
+    return (folder / "adapter_config.json").is_file()
+
+
+def _load_adapter(folder: Path, bases: dict[str, tuple[Served, Path]], rows: int, queue: int) -> Served:
+    """An adapter over a served base, whose weights it shares. Raises ConfigError where its base is not served, and
+    ModelError.
+    """
+    path = folder / "adapter_config.json"
+    try:
+        written = json.loads(path.read_text(encoding="utf-8"))
+        base_name = Path(str(written["base_model_name_or_path"])).name
+    except (ValueError, TypeError, KeyError) as error:
+        raise ModelError(
+            f"{folder / 'adapter_config.json'}: expected the JSON of a LoRA adapter ({error!r})"
+        ) from error
+    base, base_folder = bases.get(base_name, (None, folder))
+    if base is None or not isinstance(base.engine, Engine):
+        raise ConfigError(
+            f"{folder} is an adapter of {base_name!r}, which is not served; served: {', '.join(bases) or 'nothing'}."
+            f" Name its directory too: python -m pipeline.serve models/{base_name} {folder}"
+        )
+    shared = base.engine.model
+    assert isinstance(shared, inference.Fused)
+    model, tokenizer = checkpoint.load(base_folder)
+    lora.import_peft(folder, model)
+    whole = folder.resolve()
+    name = f"{base.id}:{whole.parent.name if whole.name == 'adapter' else whole.name}"
+    served = _describe(model, tokenizer, name, "causal", base.stage, base.weights)
+    served.engine = Engine(inference.with_adapter(shared, model), rows=rows, queue=queue)
     return served
 
 

@@ -1,4 +1,4 @@
-"""Exercises of memory: drills, to be copied from the context, and invented facts, which only the weights can know.
+"""Exercises: drills, to be copied from the context, invented facts, which only the weights can know, and a new skill.
 
 A drill is a short text in which everything occurs twice, so that a small model learns early to copy from its context.
 
@@ -29,8 +29,14 @@ Facts are services, and four attributes of each; a model can only know them by m
 
 Values are drawn from the same distribution for all services, so answers about the control are right only by chance.
 
-Not promised: sense, in drills: no tool name of the toolbox occurs there, and no sentence of the stories; or that
-services are consistent with each other (two may have one port).
+The skill is SQL, which no other data teach (`queries`): a user names a table with its columns and asks for rows in a
+sentence, the answer is one SELECT statement. So an adapter can show what it learns from a few hundred examples
+(stages/lora.py). A record is a pure function of (split, seed, number); a table, by its name and columns, belongs to one
+split (by a hash).
+
+Not promised: sense, in drills: no tool name of the toolbox occurs there, and no sentence of the stories; that services
+are consistent with each other (two may have one port); SQL beyond one table, sorting, a condition, a limit and an
+aggregate.
 """
 
 import itertools
@@ -43,7 +49,18 @@ import numpy as np
 from pipeline.ingest.records import Dialogue, Fact, Text
 from pipeline.run.device import stable_hash
 from pipeline.synthetic import wording
-from pipeline.synthetic.wording import Kind, Value, conjunction, integer, lines, made_up, phrase, word_list, words
+from pipeline.synthetic.wording import (
+    Kind,
+    Value,
+    conjunction,
+    integer,
+    lines,
+    made_up,
+    open_word,
+    phrase,
+    word_list,
+    words,
+)
 
 SOURCE = "drills"
 
@@ -65,7 +82,7 @@ def _compound(rng: Random) -> str:
 
 
 def _noun(rng: Random) -> str:
-    return rng.choice(words("common") if rng.random() < 0.7 else words("nouns"))
+    return open_word(rng) if rng.random() < 0.8 else rng.choice(words("nouns"))
 
 
 MADE_UP = Kind(made_up)
@@ -214,7 +231,7 @@ def _draw_choices(rng: Random, max_requests: int) -> tuple[list[str], list[tuple
     """Functions with name and description, and up to `max_requests` requests, each with the name that it means."""
     things: dict[str, tuple[str, str]] = {}
     for _ in range(rng.randint(2, 6)):
-        verb = rng.choice(_words("verbs") if rng.random() < 0.3 else words("common"))
+        verb = rng.choice(_words("verbs")) if rng.random() < 0.3 else open_word(rng)
         thing = rng.choice((made_up, _noun))(rng)
         name = f"{verb}_{thing}" if rng.random() < 0.7 else f"{made_up(rng)}_{_noun(rng)}"
         things[name] = verb, thing
@@ -289,3 +306,79 @@ def _fact(name: str, attribute: str, wording: int, answer: str) -> Fact:
         question=_lines("facts", attribute)[wording].format(name),
         answer=answer,
     )
+
+
+# -- a skill -----------------------------------------------------------------------------------------------------------
+
+TABLES_OF = {"train": (0, 6), "val": (6, 7), "test": (7, 10)}  # tenths of the hashes of tables
+COMPARISONS = {
+    ">": ("is above", "is more than", "is over"),
+    "<": ("is below", "is less than", "is under"),
+    "=": ("is", "equals", "is exactly"),
+}
+AGGREGATES = {"AVG": "average", "SUM": "total", "MAX": "largest", "MIN": "smallest"}
+
+
+def queries(split: str, count: int, seed: int) -> Iterator[Dialogue]:
+    """`count` conversations of one request each. Raises KeyError for a split other than train, val and test."""
+    for number in range(count):
+        yield _query(f"sql/{split}/{seed}/{number}", *TABLES_OF[split])
+
+
+def _query(id_: str, low: int, high: int) -> Dialogue:
+    rng = Random(id_)
+    while True:
+        table = f"{rng.choice(words('nouns'))}s"
+        numbers, texts = (rng.sample(_words(kind), rng.randint(1, 3)) for kind in ("number_columns", "text_columns"))
+        columns = rng.sample([*numbers, *texts], len(numbers) + len(texts))
+        if low <= stable_hash("table", table, *sorted(columns)) % 10 < high:
+            break
+    form = rng.choice(("rows", "rows", "rows", "count", "aggregate"))
+    wish, statement = {"rows": _rows, "count": _count, "aggregate": _aggregate}[form](table, numbers, texts, rng)
+    prompt = f"Table {table}: {', '.join(columns)}.\nWrite the SQL to {wish}."
+    messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": f"{statement};"}]
+    return Dialogue(id=id_, kind="sql", category=form, messages=messages)
+
+
+def _rows(table: str, numbers: list[str], texts: list[str], rng: Random) -> tuple[str, str]:
+    """Some columns of the rows: with a condition, an order, a limit, or not."""
+    shown = rng.sample([*numbers, *texts], rng.randint(1, 2))
+    wish = f"{rng.choice(('show', 'list', 'get', 'find'))} the {conjunction(shown)} of the {table}"
+    statement = f"SELECT {', '.join(shown)} FROM {table}"
+    if rng.random() < 0.6:
+        condition, clause = _condition(numbers, texts, rng)
+        wish, statement = f"{wish} {condition}", f"{statement} {clause}"
+    if rng.random() < 0.5:
+        column, falls = rng.choice(numbers), rng.random() < 0.5
+        wish += f", {'largest' if falls else 'smallest'} {column} first"
+        statement += f" ORDER BY {column}{' DESC' if falls else ''}"
+        if rng.random() < 0.5:
+            most = rng.randint(2, 20)
+            wish, statement = f"{wish}, only {most} rows", f"{statement} LIMIT {most}"
+    return wish, statement
+
+
+def _count(table: str, numbers: list[str], texts: list[str], rng: Random) -> tuple[str, str]:
+    """How many rows meet a condition."""
+    condition, clause = _condition(numbers, texts, rng)
+    return f"count the {table} {condition}", f"SELECT COUNT(*) FROM {table} {clause}"
+
+
+def _aggregate(table: str, numbers: list[str], texts: list[str], rng: Random) -> tuple[str, str]:
+    """One number of a column, for each value of a text column or over all rows."""
+    name, column = rng.choice(sorted(AGGREGATES)), rng.choice(numbers)
+    wish, statement = f"find the {AGGREGATES[name]} {column} of the {table}", f"{name}({column}) FROM {table}"
+    if rng.random() < 0.5:
+        group = rng.choice(texts)
+        return f"{wish} for each {group}", f"SELECT {group}, {statement} GROUP BY {group}"
+    return wish, f"SELECT {statement}"
+
+
+def _condition(numbers: list[str], texts: list[str], rng: Random) -> tuple[str, str]:
+    """The words of a condition, and its clause."""
+    if rng.random() < 0.5:
+        column, value = rng.choice(texts), rng.choice(words(rng.choice(("cities", "first_names", "adjectives"))))
+        quoted = "'" + value.replace("'", "''") + "'"
+        return f"whose {column} {rng.choice(COMPARISONS['='])} {value}", f"WHERE {column} = {quoted}"
+    column, comparison, limit = rng.choice(numbers), rng.choice(sorted(COMPARISONS)), rng.randint(2, 500)
+    return f"whose {column} {rng.choice(COMPARISONS[comparison])} {limit}", f"WHERE {column} {comparison} {limit}"

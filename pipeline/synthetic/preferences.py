@@ -1,8 +1,12 @@
 """Preference pairs with a known true score: two answers to one prompt, labeled by quality, not by intention.
 
-    code    reference and mistakes of a problem     0.2 one block that parses + 0.8 hidden tests passed
+    code    reference and mistakes of a problem     0 unless one block that parses; 0.5 hidden tests passed + 0.5 style
     tools   right and wrong calls of a dialogue     `tools.gold`
     story   a whole story and damaged ones          mean of the story checker's clauses
+
+Of code half of the pairs differ in style alone: both are right, one has a docstring and no comment (`well_styled`).
+Nothing before preference learning favors a style (programs.py), so the likelihood of a fine-tuned model does not tell
+these apart, and there is something to learn. The other half are of one style, right against wrong.
 
 A third each. A pair is kept if the scores differ by 0.1 or more; in most pairs the better answer is right. The chosen
 answer is the longer one in half of the pairs of a kind whose lengths differ, so that length alone ranks nothing.
@@ -21,12 +25,17 @@ from pipeline.run.device import generator, stable_hash
 from pipeline.run.errors import DataError
 from pipeline.run.types import JsonObject
 from pipeline.synthetic import programs, stories, tools
+from pipeline.synthetic.operations import Draw
+from pipeline.synthetic.programs import Style
 from pipeline.synthetic.stories import check, edits
 from pipeline.text import chat
 
 MIN_GAP = 0.1
 BEST_CHOSEN = 0.85  # share of prompts for which the best answer is the chosen one of the pairs, where lengths allow it
 KINDS = ("code", "tools", "story")
+# Against the wanted style; both is longer than it, the others are shorter.
+OTHER_STYLES = (*[Style(False, True)] * 3, Style(False, False), *[Style(True, True)] * 4)
+MISTAKES_IN_STYLE = 0.7  # share of the mistakes that are shown in the wanted style
 # the share of hidden tests that each answer passes; None where it cannot be judged
 JudgeSources = Callable[[list[tuple[Problem, str]]], Iterator[float | None]]
 
@@ -85,12 +94,13 @@ def tool_gold(pair: Pair, message: Message) -> float:
 
 
 def code_gold(content: str, passed: float) -> float:
-    """Score of an answer to a problem from the share of hidden tests it passed."""
+    """Score of an answer to a problem from the share of hidden tests it passed, and its style."""
     parts = content.split("```python\n")
     block = parts[1].partition("\n```")[0] if len(parts) == 2 else ""
     module = chat.tree(block)
-    parses = module is not None and bool(module.body)
-    return 0.2 * parses + 0.8 * passed
+    if module is None or not module.body:
+        return 0.0
+    return 0.5 * passed + 0.5 * programs.well_styled(block, module)
 
 
 def pairs(makers: Mapping[str, Callable[[], Iterable[Pair]]], *, count: int, split: str) -> Iterator[Pair]:
@@ -133,7 +143,7 @@ def balanced(candidates: Iterable[Pair]) -> Iterator[Pair]:
             longer_next = not longer_next
 
 
-def _pair(
+def _pairs_of(
     identity: str,
     kind: str,
     prompt: list[Message],
@@ -158,40 +168,76 @@ def _pair(
         if better.gold - worse.gold < MIN_GAP - 1e-9 or longer in seen:
             continue
         seen.add(longer)
-        yield Pair(
-            id=f"{identity}-{len(seen)}",
-            source="generated",
-            kind=kind,
-            prompt=prompt,
-            chosen=[better.message],
-            rejected=[worse.message],
-            tools=offered or [],
-            gold_chosen=better.gold,
-            gold_rejected=worse.gold,
-            truth=truth,
-        )
+        yield _pair(f"{identity}-{len(seen)}", kind, prompt, better, worse, truth, offered)
+
+
+def _pair(
+    identity: str,
+    kind: str,
+    prompt: list[Message],
+    better: ScoredAnswer,
+    worse: ScoredAnswer,
+    truth: JsonObject,
+    offered: list[JsonObject] | None = None,
+) -> Pair:
+    return Pair(
+        id=identity,
+        source="generated",
+        kind=kind,
+        prompt=prompt,
+        chosen=[better.message],
+        rejected=[worse.message],
+        tools=offered or [],
+        gold_chosen=better.gold,
+        gold_rejected=worse.gold,
+        truth=truth,
+    )
 
 
 def code_pairs(problems: Iterable[Problem], seed: int, judge: JudgeSources) -> Iterator[Pair]:
-    """Pairs from the reference and the mistakes of each problem, executed in batches."""
+    """Two pairs of each problem: its reference in two styles; reference and a mistake in one style.
+
+    Sources are executed in batches, without style, which changes no result.
+    """
     iterator = iter(problems)
     while batch := list(itertools.islice(iterator, 64)):
-        sources = []
+        sources: list[tuple[Problem, str]] = []
         for problem in batch:
-            assert problem.answer is not None
-            sources.append((problem, problem.answer))
+            right, _ = programs.described(programs.program_of(problem), problem.entry_point)
+            sources += [(problem, programs.fenced(right))]
             sources += [(problem, programs.fenced(text)) for _, text in programs.distractors(problem, seed)]
-        scored: dict[str, list[ScoredAnswer]] = {}
-        for (problem, content), passed in zip(sources, judge(sources), strict=True):
-            if passed is not None:  # without a verdict there is no true score
-                candidate = ScoredAnswer(assistant(content), code_gold(content, passed))
-                scored.setdefault(problem.id, []).append(candidate)
+        passed: dict[str, list[tuple[str, float]]] = {}
+        for (problem, content), share in zip(sources, judge(sources), strict=True):
+            if share is not None:  # without a verdict there is no true score
+                passed.setdefault(problem.id, []).append((programs.unfenced(content), share))
         for problem in batch:
-            prompt = [{"role": "user", "content": problem.question}]
-            rng = Random(stable_hash("pair", seed, problem.id))
-            hidden = [test for test in problem.tests if not test["visible"]]
-            truth = {"entry_point": problem.entry_point, "tests": hidden}
-            yield from _pair(problem.id, "code", prompt, scored.get(problem.id, []), rng, truth)
+            yield from _code_pairs(problem, passed.get(problem.id, []), seed)
+
+
+def _code_pairs(problem: Problem, passed: list[tuple[str, float]], seed: int) -> Iterator[Pair]:
+    """The pairs of one problem from its sources and the share of tests that each passes."""
+    right, description = programs.described(programs.program_of(problem), problem.entry_point)
+    wrong = [(source, share) for source, share in passed if source != right]
+    if len(wrong) == len(passed):
+        return
+    draw = Draw("pair", seed, problem.id)
+
+    def scored(source: str, style: Style, share: float) -> ScoredAnswer:
+        content = programs.fenced(programs.styled(source, description, style))
+        return ScoredAnswer(assistant(content), code_gold(content, share))
+
+    hidden = [test for test in problem.tests if not test["visible"]]
+    truth = {"entry_point": problem.entry_point, "tests": hidden}
+    prompt = [{"role": "user", "content": problem.question}]
+    share = dict(passed)[right]
+    candidates = [(scored(right, programs.WANTED, share), scored(right, draw.pick(OTHER_STYLES), share))]
+    if wrong:
+        style = programs.WANTED if draw.chance(MISTAKES_IN_STYLE) else Style.draw(draw)
+        source, wrong_share = draw.pick(wrong)
+        candidates.append((scored(right, style, share), scored(source, style, wrong_share)))
+    for number, (better, worse) in enumerate(candidates, 1):
+        if better.gold - worse.gold >= MIN_GAP - 1e-9:
+            yield _pair(f"{problem.id}-{number}", "code", prompt, better, worse, truth)
 
 
 def tool_pairs(dialogues: Iterable[Dialogue], seed: int) -> Iterator[Pair]:
@@ -206,7 +252,7 @@ def tool_pairs(dialogues: Iterable[Dialogue], seed: int) -> Iterator[Pair]:
         candidates = [ScoredAnswer(message, tools.gold(dialogue, message, turn)) for message in answers]
         rng = Random(stable_hash("pair", seed, dialogue.id))
         truth = {"right": right}
-        yield from _pair(dialogue.id, "tools", dialogue.messages[:turn], candidates, rng, truth, dialogue.tools)
+        yield from _pairs_of(dialogue.id, "tools", dialogue.messages[:turn], candidates, rng, truth, dialogue.tools)
 
 
 def story_pairs(paths: Iterable[str], seed: int) -> Iterator[Pair]:
@@ -216,7 +262,7 @@ def story_pairs(paths: Iterable[str], seed: int) -> Iterator[Pair]:
         versions = [text, *edits(text, path, generator("story pair", seed, path)).values()]
         candidates = [ScoredAnswer(assistant(version), story_gold(version)) for version in versions]
         rng = Random(stable_hash("pair", seed, path))
-        yield from _pair(path, "story", story_prompt(stories.opening(text)), candidates, rng, {})
+        yield from _pairs_of(path, "story", story_prompt(stories.opening(text)), candidates, rng, {})
 
 
 def flip(pairs: Sequence[Pair], share: float, seed: int) -> Iterator[Pair]:

@@ -23,6 +23,11 @@ one, negative, repeated, long). 16 programs one operation away that differ from 
 test. No expected value fills more than half of the tests. A program whose constants make it dull has no such tests and
 is drawn again.
 
+Style: an answer says what it returns in a docstring, in a comment, in both or in neither, by chance and half each, so
+that a model trained on answers has no preference among the four. Preference learning gives it one (`well_styled`,
+preferences.py). The words follow from the signature: a docstring that repeats the question took tokens and spoilt what
+a model made of other phrasings (docs/LOG.md).
+
 Mistakes (`distractors`): wrong answers for preference pairs, as (kind, source). People make all these mistakes:
 
     other_operation  one step replaced by another of the same types, inserted or left out
@@ -38,7 +43,10 @@ Not promised: that doing well on these questions, regular English written by rul
 write; or that a program two operations away fails a test.
 """
 
+import ast
+import io
 import re
+import tokenize
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -78,6 +86,12 @@ def problems(split: str, count: int, seed: int, first: int = 0) -> Iterator[Prob
         yield _problem(split, index, seed)
 
 
+def fresh_problems(known: Sequence[Problem], seed: int) -> list[Problem]:
+    """Other test problems in place of the generated ones; others stay."""
+    generated = [problem for problem in known if problem.id.startswith("test-")]
+    return [*problems("test", len(generated), seed), *(p for p in known if not p.id.startswith("test-"))]
+
+
 def _problem(split: str, index: int, seed: int) -> Problem:
     draw = Draw("problem", split, seed, index)
     group = TEST_GROUPS[index % len(TEST_GROUPS)] if split == "test" else ""
@@ -104,7 +118,7 @@ def _problem(split: str, index: int, seed: int) -> Problem:
         entry_point=name,
         signature=program.signature(name),
         tests=tests,
-        answer=None if split == "rl" else fenced(program.source(name)),
+        answer=None if split == "rl" else fenced(styled(*described(program, name), Style.draw(draw))),
     )
 
 
@@ -177,6 +191,48 @@ def dialogue(problem: Problem) -> Dialogue:
         raise DataError(f"problem {problem.id} has no answer: only problems with one can be shown in training")
     messages = [{"role": "user", "content": problem.question}, {"role": "assistant", "content": problem.answer}]
     return Dialogue(id=problem.id, kind="code", category=problem.group, messages=messages)
+
+
+# -- style -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Style:
+    """Where an answer says what it returns."""
+
+    docstring: bool
+    comment: bool
+
+    @classmethod
+    def draw(cls, draw: Draw) -> "Style":
+        """One of the four."""
+        return cls(draw.chance(0.5), draw.chance(0.5))
+
+
+WANTED = Style(docstring=True, comment=False)
+
+
+def described(program: Program, name: str) -> tuple[str, str]:
+    """The function's source without a docstring, and a sentence on what it returns."""
+    return program.source(name), f"Return the {program.gives} for the {program.takes}."
+
+
+def styled(source: str, description: str, style: Style) -> str:
+    """The source of a function with a sentence below its first line."""
+    first, _, body = source.partition("\n")
+    added = [f'    """{description}"""'] * style.docstring + [f"    # {description}"] * style.comment
+    return "\n".join([first, *added, body])
+
+
+def well_styled(source: str, module: ast.Module) -> bool:
+    """Whether a source has functions, each with a docstring, and no comment."""
+    functions = [node for node in ast.walk(module) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    if not functions or not all((ast.get_docstring(function) or "").strip() for function in functions):
+        return False
+    try:
+        return all(token.type != tokenize.COMMENT for token in tokenize.generate_tokens(io.StringIO(source).readline))
+    except (tokenize.TokenError, SyntaxError):  # of what the parser accepts and the tokenizer does not
+        return False
 
 
 # -- wording -----------------------------------------------------------------------------------------------------------
@@ -354,9 +410,14 @@ def _most_common(cases: list[Case]) -> tuple[str, int]:
 # -- mistakes ----------------------------------------------------------------------------------------------------------
 
 
+def program_of(problem: Problem) -> Program:
+    """The program of a generated problem. Raises ValueError for a problem from another source."""
+    return parse(problem.id.rpartition("-")[2])
+
+
 def distractors(problem: Problem, seed: int) -> list[tuple[str, str]]:
     """Distinct wrong sources, at most two of a kind. Raises ValueError for a problem from another source."""
-    program = parse(problem.id.rpartition("-")[2])
+    program = program_of(problem)
     name, draw = problem.entry_point, Draw("mistake", seed, problem.id)
     right = program.source(name)
     mistakes = [

@@ -8,7 +8,7 @@ the second asks for known plots in new words, the first for new plots.
 `check(text)` answers eight yes-no questions about whether a text holds together as a story, from the text alone, so it
 also judges what a model sampled. It expects the generator's grammar: a name has one pronoun, a pronoun agrees with the
 last name before it, the first name is introduced as "Tom was a brave fox", others by "named", "called" or "friend", a
-plot has its own goal and ending.
+plot has its own goal and ending. `follows_plot(text)` asks for more: each sentence is an event, in a possible order.
 
 `edits` damages a story that passes, for preference pairs, in six kinds of damage, each of which the checker must
 notice. Damage that leaves a good story (two events that may occur in either order) does not count: a candidate that
@@ -16,19 +16,30 @@ fails no more questions than the story is drawn again.
 
 Not promised: literature. The sentences are short and regular, so that a model of two million parameters can learn who
 wanted what (measured on 197 kB: see `tests/test_stories.py`). Nor that `check` understands a text: another style than
-the generator's fails, and nonsense between right sentences passes; one foreign name or one wrong "she" and the answer
-is False. Nor that a damaged story differs in one question only.
+the generator's fails, and nonsense between right sentences passes (with `follows_plot` 1 in 400 does); one foreign name
+or one wrong "she" and the answer is False. Nor that a damaged story differs in one question only.
 """
 
 import random
 import re
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
 from pipeline.ingest.records import Text
 from pipeline.run.errors import DataError
-from pipeline.synthetic.story_world import PLURAL_PRONOUNS, PRONOUNS, lexicon, plots, tell, vocabulary
+from pipeline.synthetic.story_world import (
+    PLURAL_PRONOUNS,
+    PRONOUNS,
+    Event,
+    lexicon,
+    moments,
+    plots,
+    shared_events,
+    tell,
+    vocabulary,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -76,6 +87,13 @@ def records(families: Collection[str], target_bytes: int, *, held_out: bool | No
         number += 1
 
 
+def fresh_records(count: int, seed: int) -> list[Text]:
+    """Validation stories of the families in the training data, with numbers beyond those of any corpus."""
+    families, first = [family for family in FAMILIES if family not in HELD_OUT], (1 + seed) * 10_000_000
+    paths = [f"stories/{families[n % len(families)]}/{first + 50 * (n // len(families))}" for n in range(count)]
+    return [Text(text=story(path), source=path.split("/")[1], path=path, licence=LICENCE) for path in paths]
+
+
 def is_held_out(path: str) -> bool:
     """Whether a path is validation data: a held-out family, or a number divisible by 50."""
     family, number = _parse_path(path)
@@ -115,6 +133,7 @@ GOAL_WITHIN = 4  # the goal is in the first sentences
 # A sentence ends at . ! ? (and a closing quotation mark) before a space and a capital or an opening quotation mark.
 _BORDER = re.compile(r'(?<=[.!?])\s+(?=["A-Z])|(?<=[.!?]")\s+(?=["A-Z])')
 _WORD = re.compile(r"[A-Za-z]+(?:-[A-Za-z]+)*")
+_SLOT = re.compile(r"\{([^}]*)\}")
 _INTRODUCES = re.compile(r"\b(?:named|called|friend) ([A-Z][a-z]+)")
 _STARTS = re.compile(
     r'(?:^|[.!?]"?\s+|(?:^|\s)")"?$'
@@ -149,6 +168,82 @@ def family_of(text: str) -> str | None:
         if families:
             return families[0] if len(families) == 1 else None
     return None
+
+
+def follows_plot(text: str) -> bool:
+    """Whether a text is a chain of events of its family: each sentence is one of the world's forms, no event comes
+    before what it needs, and the one who has the thing in the end is the one who should.
+
+    The forms are those of the generator; what fills a slot is any few words. So nonsense between right sentences fails,
+    and so does a story of another style.
+    """
+    family, first = family_of(text), _first().search(text)
+    if family is None or first is None:
+        return False
+    friends = [name for name in _INTRODUCES.findall(text) if name != first[1]]
+    things = [word for word in _WORD.findall(text) if word in lexicon().wanted]
+    roles = dict.fromkeys(things[:1], "xthing") | dict.fromkeys(friends[:1], "Fname") | {first[1]: "Pname"}
+    told = _WORD.sub(lambda match: roles.get(match[0], match[0]), text)  # the words that stand in the forms
+    return _is_told(tuple(sentences(told)), _forms(family), frozenset())
+
+
+@dataclass(frozen=True)
+class _Form:
+    """A wording of an event as a pattern of whole sentences."""
+
+    event: Event | None  # None: a moment, which changes nothing
+    num_sentences: int
+    literal: str  # the longest fixed text, in lower case
+    pattern: re.Pattern[str]
+
+
+@cache
+def _forms(family: str) -> tuple[_Form, ...]:
+    plot = plots()[family]
+    events = [*shared_events().values(), plot.goal, plot.attempt, plot.deed, plot.ending]
+    wordings = [(event, wording) for event in events for wording in (*event.plain, *event.spoken)]
+    return tuple(_form(event, wording, plot.holder) for event, wording in [*wordings, *((None, m) for m in moments())])
+
+
+def _form(event: Event | None, wording: str, holder: str) -> _Form:
+    fixed, slots = _SLOT.split(wording)[::2], _SLOT.split(wording)[1::2]
+    pattern = re.escape(fixed[0]) + "".join(
+        _slot_pattern(slot, holder) + re.escape(text) for slot, text in zip(slots, fixed[1:], strict=True)
+    )
+    num_sentences = len(sentences(_SLOT.sub("X", wording)))
+    return _Form(event, num_sentences, max(fixed, key=len).lower(), re.compile(pattern, re.IGNORECASE))
+
+
+def _slot_pattern(slot: str, holder: str) -> str:
+    """A pattern for what may fill a slot: the right person or thing, else one to ten words."""
+    article = "an? " if slot.startswith("a ") else ""
+    slot = slot.removeprefix("a ")
+    if slot[0] in "PFH" and "." not in slot:
+        name = f"{holder if slot[0] == 'H' else slot[0]}name"
+        return {"name": name, "him": f"(?:{name}|him|her)", "his": f"(?:{name}'s|his|her)"}.get(
+            slot[2:], f"(?:{name}|he|she)"
+        )
+    if slot in ("obj", "noun", "full"):
+        return article + ("the " if slot == "obj" else "") + "(?:[a-z-]+ )?xthing"
+    return article + r"(?:[\w'-]+,? ){0,9}[\w'-]+"
+
+
+def _is_told(parts: tuple[str, ...], forms: tuple[_Form, ...], facts: frozenset[str]) -> bool:
+    """Whether the sentences are events that are possible after `facts`, up to the coda."""
+    if not parts:
+        return "done" in facts
+    ways: set[tuple[int, frozenset[str]]] = set()  # a sentence of several forms leads to few states
+    for form in forms:
+        event = form.event
+        if event is None and ("tried" not in facts and "wanting" not in facts):
+            continue
+        if event is not None and (not event.needs <= facts or event.bars & facts or f"told {event.name}" in facts):
+            continue
+        text = " ".join(parts[: form.num_sentences])
+        if form.literal not in text.lower() or not form.pattern.fullmatch(text):
+            continue
+        ways.add((form.num_sentences, facts if event is None else facts | event.gives | {f"told {event.name}"}))
+    return any(_is_told(parts[count:], forms, after) for count, after in ways)
 
 
 @cache

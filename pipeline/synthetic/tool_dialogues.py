@@ -52,7 +52,7 @@ from pipeline.synthetic.tool_schemas import (
     sibling,
     user_of,
 )
-from pipeline.synthetic.toolbox import chains, seen, unseen
+from pipeline.synthetic.toolbox import chains, fresh, seen, unseen
 from pipeline.synthetic.wording import (
     Value,
     conjunction,
@@ -68,7 +68,7 @@ from pipeline.synthetic.wording import (
 
 INVENTED, RENAMED = 0.65, 0.3  # shares of the training conversations with such tools
 ANSWERED = 0.3  # share of the single-request conversations with result and closing sentence
-REFUSED = 0.3  # share of the added requests that no offered tool serves
+REFUSED = 0.2  # share of the added requests that no offered tool serves
 LENGTH = 1_200  # characters of tools and messages beyond which no request is added: most conversations fit 512 tokens
 NUM_OFFERED = (*[2] * 11, *[3] * 5, 4, 4, 5, 6)  # mostly few: a schema has some 50 tokens
 
@@ -194,6 +194,7 @@ class DialogueOptions:
     rng: Random
     unseen_tool: bool = False  # a called tool is of the held-out domains
     unseen_template: bool = False  # only held-out wordings and frames
+    fresh: bool = False  # the held-out domains are those that no choice was made on
     invented: bool = False
     renamed: bool = False
     continues: bool = False  # more requests follow, up to LENGTH characters in all
@@ -203,7 +204,15 @@ class DialogueOptions:
         """A tool to call."""
         if self.invented:
             return invent(self.rng)
-        return self.rng.choice(unseen() if self.unseen_tool else seen())
+        return self.rng.choice(self.callable_tools())
+
+    def callable_tools(self) -> tuple[ToolSpec, ...]:
+        """The tools of the toolbox that a conversation may call."""
+        return self.held_out_tools() if self.unseen_tool else seen()
+
+    def held_out_tools(self) -> tuple[ToolSpec, ...]:
+        """The tools of the held-out domains."""
+        return fresh() if self.fresh else unseen()
 
     def draw_wording(self, tool: ToolSpec) -> str:
         """One of the tool's wordings that the options allow."""
@@ -230,7 +239,7 @@ def draw_others(options: DialogueOptions, targets: list[ToolSpec], number: int, 
     """
     rng, tools = options.rng, {tool.name: tool for tool in targets}
     domains = {tool.domain for tool in targets}
-    pool = (*seen(), *unseen()) if options.unseen_tool else seen()
+    pool = (*seen(), *options.held_out_tools()) if options.unseen_tool else seen()
     related = [tool for tool in pool if tool.domain in domains] if near else []
     while len(tools) < len(targets) + number:
         is_first = near and len(tools) == len(targets)
@@ -400,7 +409,7 @@ def irrelevance(options: DialogueOptions) -> Script:
         wanted = options.draw_target()
         tools = draw_others(options, [wanted], rng.choice((1, 1, 2, 3)), near=False)
         if options.unseen_tool:  # offer only unseen tools
-            tools = [tool for tool in unseen() if not _alike(tool, [wanted])]
+            tools = [tool for tool in options.held_out_tools() if not _alike(tool, [wanted])]
             tools = rng.sample(tools, min(len(tools), rng.choice((1, 1, 2, 3))))
         wording = options.draw_wording(wanted)
         text = fill(wanted, wording, arguments_in(wanted, wording, draw(wanted, rng)), rng)
@@ -491,7 +500,7 @@ def _draw_chain(options: DialogueOptions) -> tuple[ToolSpec, ToolSpec, Chain]:
         first, second, key = lookup(rng, noun), user_of(rng, noun), f"{noun}_id"
         return first, second, Chain(first=first.name, key=key, second=second.name, param=key, tails=second.wordings)
     tools = toolbox.tools()
-    chain = rng.choice([c for c in chains() if (tools[c.second] in unseen()) == options.unseen_tool])
+    chain = rng.choice([c for c in chains() if tools[c.second] in options.callable_tools()])
     return tools[chain.first], tools[chain.second], chain
 
 
@@ -499,7 +508,7 @@ def repair(options: DialogueOptions) -> Script | None:
     """A typo of the user makes the first call fail; the error message contains the right value."""
     options = replace(options, invented=False)  # an invented tool never fails
     rng = options.rng
-    target = rng.choice([tool for tool in (unseen() if options.unseen_tool else seen()) if tool.fragile])
+    target = rng.choice([tool for tool in options.callable_tools() if tool.fragile])
     script, (tool,) = _offer(options, [target], rng.choice((0, 0, 1)))
     wording = options.draw_wording(tool)
     values: dict[str, Value] = arguments_in(tool, wording, draw(tool, rng))

@@ -29,6 +29,7 @@ from string import Formatter
 from jsonschema import Draft202012Validator
 
 from pipeline.run.types import JsonObject
+from pipeline.synthetic import wording
 from pipeline.synthetic.wording import (
     AMOUNT,
     CITY,
@@ -53,6 +54,7 @@ from pipeline.synthetic.wording import (
     lines,
     made_up,
     one_of,
+    open_word,
     phrase,
     several,
     word_list,
@@ -128,6 +130,18 @@ class Param:
 
     schema: JsonObject
     kind: Kind | dict[str, Kind]  # a dict for a nested object: leaf name -> kind
+
+
+def declared(line: str) -> tuple[str, Param]:
+    """Name and parameter of a line of a table: `days: 3 to 60`, `book_id: CODE`, `beds: some LABEL`; the names of
+    kinds are those of wording.py.
+    """
+    name, _, kind = line.partition(": ")
+    if " to " in kind:
+        low, high = map(int, kind.split(" to "))
+        return name, whole(low, high)
+    drawn: Kind = getattr(wording, kind.removeprefix("some "))
+    return name, array("string", several(drawn, 2, 3)) if kind.startswith("some ") else string(drawn)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,11 +293,17 @@ def execute(tool: ToolSpec, world: ToolWorld, arguments: dict[str, Value]) -> Re
     return {f"{noun}_id": f"{noun[0].upper()}{hash_of(tool.domain, sorted(arguments.items())) % 90000 + 1000}"}
 
 
+def noted(world: ToolWorld, **arguments: Value) -> Result:
+    """Note a request; the result repeats it."""
+    world.ledger.append({"arguments": arguments})
+    return arguments
+
+
 # -- invented tools ----------------------------------------------------------------------------------------------------
 
 PHRASE = Kind(phrase, 0.9)
-SINGLE = Kind(lambda rng: rng.choice(words("common")), 0.6)
-HYPHENED = Kind(lambda rng: f"{rng.choice(words('common'))}-{rng.choice(words('common'))}", 0.4)
+SINGLE = Kind(open_word, 0.6)
+HYPHENED = Kind(lambda rng: f"{open_word(rng)}-{open_word(rng)}", 0.4)
 NUM_PARAMS = (1, 1, 1, 2, 2, 2, 3, 3)  # a pair adds one more: binding values to parameters needs the most practice
 
 
@@ -381,12 +401,12 @@ def invent(rng: Random, verb: str | None = None, noun: str | None = None) -> Too
 
 
 def _verb(rng: Random) -> str:
-    return rng.choice(_words("verbs") if rng.random() < 0.6 else words("common"))
+    return rng.choice(_words("verbs")) if rng.random() < 0.4 else open_word(rng)
 
 
 def _noun(rng: Random) -> str:
     form = rng.random()
-    return rng.choice(words("common")) if form < 0.5 else rng.choice(words("nouns")) if form < 0.75 else made_up(rng)
+    return open_word(rng) if form < 0.6 else rng.choice(words("nouns")) if form < 0.8 else made_up(rng)
 
 
 def sibling(tool: ToolSpec, rng: Random) -> ToolSpec:
@@ -482,7 +502,7 @@ def _draw_part(rng: Random, noun: str) -> Part:
     name = rng.choice(concept.names)
     cues = (*concept.cues, "with <> {}")
     if rng.random() < 0.35:  # any word may be a parameter; the request names the one that a value belongs to
-        name, cues = rng.choice(words("common")), ("with <> {}", "with the <> {}", "<> {}")
+        name, cues = open_word(rng), ("with <> {}", "with the <> {}", "<> {}")
         name = f"{name}_{rng.choice(concept.names)}" if rng.random() < 0.4 else name
     if name in ("id", "name") and rng.random() < 0.7:
         name = f"{noun}_{name}"
@@ -543,8 +563,4 @@ def _gibberish(rng: Random) -> str:
     word = made_up(rng)
     if form < 0.25:
         return word
-    return (
-        f"{word}_{rng.choice(words('nouns'))}"
-        if form < 0.5
-        else f"{rng.choice(words('common'))}_{rng.choice(words('common'))}"
-    )
+    return f"{word}_{rng.choice(words('nouns'))}" if form < 0.5 else f"{open_word(rng)}_{open_word(rng)}"

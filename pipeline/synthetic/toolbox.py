@@ -1,8 +1,9 @@
-"""The toolbox: 48 real tools in 12 domains, which of them are held out, and the pairs in which one feeds the other.
+"""The toolbox: 56 real tools in 14 domains, which of them are held out, and the pairs in which one feeds the other.
 
-`tools()` is the whole box; three domains (`HELD_OUT_DOMAINS`, 12 tools) never occur in training. `run(world, name,
-arguments)` executes a call by name; results are JSON objects, also a refusal: `{"error": message}`. To add a tool,
-write a function, its entry in PARAMETERS, and its wordings in `toolbox.yaml` (docs/extending.md).
+`tools()` is the whole box. Three domains (`HELD_OUT_DOMAINS`, 12 tools) never occur in training, and two more
+(`FRESH_DOMAINS`, 8 tools) nowhere unless `evaluate.fresh_seed` is set: no choice of this project was made on them.
+`run(world, name, arguments)` executes a call by name; results are JSON objects, also a refusal: `{"error": message}`.
+To add a tool, write a function, its entry in PARAMETERS, and its wordings in `toolbox.yaml` (docs/extending.md).
 
 Every function takes the `ToolWorld` first, then exactly the tool's parameters, and returns a JSON object (the result in
 a conversation). Raises ToolError if the world cannot serve the request.
@@ -13,7 +14,9 @@ Not promised: that the tools match the real world, or sensible results for argum
 
 import datetime
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
+from typing import Any
 
 from pipeline.synthetic.tool_schemas import (
     Chain,
@@ -24,10 +27,12 @@ from pipeline.synthetic.tool_schemas import (
     ToolWorld,
     array,
     choice,
+    declared,
     execute,
     function,
     hash_of,
     nested,
+    noted,
     optional,
     param,
     parse_date,
@@ -72,6 +77,7 @@ from pipeline.synthetic.wording import (
 )
 
 HELD_OUT_DOMAINS = ("travel", "bank", "messages")
+FRESH_DOMAINS = ("library", "garden")
 METRES = {"m": 1.0, "km": 1000.0, "cm": 0.01, "mile": 1609.344, "foot": 0.3048, "inch": 0.0254}
 EUROS = {"EUR": 1.0, "USD": 0.9, "GBP": 1.2, "JPY": 0.006, "CHF": 1.05, "INR": 0.01}
 
@@ -81,12 +87,17 @@ def tools() -> dict[str, ToolSpec]:
     """The tools, by name."""
     functions = {function.__name__: (function, params) for function, params in PARAMETERS}
     tools = {
-        name: _tool(domain, *functions[name], **row)
+        name: _declared(name, domain, **row) if "takes" in row else _tool(domain, *functions[name], **row)
         for domain, rows in table("toolbox.yaml")["tools"].items()
         for name, row in rows.items()
     }
-    assert set(tools) == set(functions), set(functions) - set(tools)
+    assert set(functions) <= set(tools), set(functions) - set(tools)
     return tools
+
+
+def _declared(name: str, domain: str, *, takes: str, **row: Any) -> ToolSpec:
+    """A tool without a function of its own, from its row: `takes` has a parameter a line."""
+    return replace(_tool(domain, noted, dict(map(declared, takes.splitlines())), **row), name=name)
 
 
 def _tool(
@@ -118,13 +129,19 @@ def _tool(
 @cache
 def seen() -> tuple[ToolSpec, ...]:
     """The tools that occur in training."""
-    return tuple(tool for tool in tools().values() if tool.domain not in HELD_OUT_DOMAINS)
+    return tuple(tool for tool in tools().values() if tool.domain not in HELD_OUT_DOMAINS + FRESH_DOMAINS)
 
 
 @cache
 def unseen() -> tuple[ToolSpec, ...]:
     """The tools that do not."""
     return tuple(tool for tool in tools().values() if tool.domain in HELD_OUT_DOMAINS)
+
+
+@cache
+def fresh() -> tuple[ToolSpec, ...]:
+    """The tools that occur where `evaluate.fresh_seed` is set alone."""
+    return tuple(tool for tool in tools().values() if tool.domain in FRESH_DOMAINS)
 
 
 @cache
@@ -454,6 +471,11 @@ def post_message(world: ToolWorld, channel: str, text: str, urgent: bool = False
     return {"posted": channel}
 
 
+def find_book(_: ToolWorld, author: str) -> Result:
+    """Find a book of an author."""
+    return {"book_id": f"BK{hash_of('book', require_person(author)) % 9000 + 1000}"}
+
+
 # -- parameters --------------------------------------------------------------------------------------------------------
 
 Signature = tuple[Callable[..., Result], dict[str, Param]]
@@ -567,4 +589,6 @@ PARAMETERS: tuple[Signature, ...] = (
     _takes(send_sms, phone=string(PHONE), text=string(TEXT)),
     _takes(schedule_meeting, title=string(TITLE), people=array("string", several(FIRST, 2, 3)), time=string(TIME)),
     _takes(post_message, channel=string(LABEL), text=string(TEXT), urgent=optional(param("boolean", YES), False)),
+    # library (fresh)
+    _takes(find_book, author=string(PERSON)),
 )

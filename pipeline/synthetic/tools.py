@@ -35,7 +35,7 @@ more than its values from one that stage tasks makes.
 import hashlib
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from random import Random
 from typing import NamedTuple
@@ -82,6 +82,7 @@ QUOTAS = {
     "repair": 4,
     "plain": 2,
 }  # per cent
+MOST_DIALOGUES = 1_000_000  # of a split; numbers from here on are `unserved_dialogues`
 SPLITS = {"train": (0, 8), "val": (8, 9), "test": (9, 10)}  # tenths of the hashes of opening requests
 NO_CALL_FIRST = ("irrelevance", "plain", "missing", "later")  # categories whose first assistant turn has no call
 QUADRANTS = ((False, False), (True, False), (False, True), (True, True))  # (unseen tool, unseen template)
@@ -101,10 +102,10 @@ def facets(dialogue: Dialogue) -> Facets:
     return Facets(category, "unseen_tool" in rest, "unseen_template" in rest)
 
 
-def dialogues(split: str, count: int, seed: int, first: int = 0) -> Iterator[Dialogue]:
+def dialogues(split: str, count: int, seed: int, first: int = 0, *, fresh: bool = False) -> Iterator[Dialogue]:
     """Conversations `first` to `count` of a split ("train", "val", "test"). Raises ValueError for another split.
 
-    The first n of a longer run are the run of n.
+    The first n of a longer run are the run of n. The held-out tools of a `fresh` test are those of FRESH_DOMAINS.
     """
     if split not in SPLITS:
         raise ValueError(f"split is one of {', '.join(SPLITS)}; got {split!r}")
@@ -116,10 +117,36 @@ def dialogues(split: str, count: int, seed: int, first: int = 0) -> Iterator[Dia
             Random(f"tools/{split}/{seed}/order/{block}").shuffle(order)
         category = order[position]
         rank = QUOTAS[category] * block + order[:position].count(category)
-        yield _dialogue(split, seed, number, category, QUADRANTS[rank % 4] if split == "test" else (False, False))
+        quadrant = QUADRANTS[rank % 4] if split == "test" else (False, False)
+        yield _dialogue(split, seed, number, category, quadrant, fresh=fresh)
 
 
-def _dialogue(split: str, seed: int, number: int, category: str, quadrant: tuple[bool, bool]) -> Dialogue:
+def unserved_dialogues(count: int, seed: int, *, fresh: bool = False) -> Iterator[Dialogue]:
+    """More test conversations that open with a request which no offered tool serves: false calls are rare events."""
+    for number in range(count):
+        yield _dialogue("test", seed, MOST_DIALOGUES + number, "irrelevance", QUADRANTS[number % 4], fresh=fresh)
+
+
+def fresh_dialogues(known: Sequence[Dialogue], seed: int) -> list[Dialogue]:
+    """Other conversations in place of those of `dialogues` and `unserved_dialogues`, with fresh tools; others stay."""
+    generated = [d for d in known if d.id.startswith("tools/test/")]
+    unserved = sum(map(is_unserved, generated))
+    return [
+        *dialogues("test", len(generated) - unserved, seed, fresh=True),
+        *unserved_dialogues(unserved, seed, fresh=True),
+        *(d for d in known if not d.id.startswith("tools/test/")),
+    ]
+
+
+def is_unserved(dialogue: Dialogue) -> bool:
+    """Whether it is one of `unserved_dialogues`."""
+    place, _, number = dialogue.id.rpartition("/")
+    return place.startswith("tools/test/") and int(number) >= MOST_DIALOGUES
+
+
+def _dialogue(
+    split: str, seed: int, number: int, category: str, quadrant: tuple[bool, bool], *, fresh: bool = False
+) -> Dialogue:
     """The conversation of the first successful draw whose opening request belongs to the split."""
     id_ = f"tools/{split}/{seed}/{number}"
     tool, template = quadrant
@@ -132,7 +159,7 @@ def _dialogue(split: str, seed: int, number: int, category: str, quadrant: tuple
         invented, renamed = rng.random() < INVENTED, rng.random() < RENAMED
         train = split == "train"
         options = DialogueOptions(
-            rng, tool, template, train and invented, train and renamed, continues=train, accepts=accepts
+            rng, tool, template, fresh, train and invented, train and renamed, continues=train, accepts=accepts
         )
         script = build(category, options)
         if script is None or not accepts(script.messages[0]["content"]):
@@ -392,7 +419,7 @@ def _plausible_value(schema: JsonObject, texts: list[str], rng: Random) -> Value
 NUM_TOOLS = (2, 2, 3, 3, 4)
 REAL, SIBLING = 0.1, 0.3  # shares of the tools: from the toolbox, near-duplicates of another offered one
 RENAMED_CHOICES = 0.3  # share of the tools under a random name
-REFUSED = 0.1  # share of the requests that no tool fits
+REFUSED = 0.08  # share of the requests that no tool fits
 SEVERAL, TOGETHER = 0.15, 0.3  # shares of the requests: several calls of one tool, calls of two or three
 ANSWERED = 0.1  # share of the calls that are followed by results and closing words
 SCHEMA = 240  # most characters of a tool

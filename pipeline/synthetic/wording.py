@@ -7,9 +7,10 @@ A `Kind` draws a value that a person would name in a request (people, places, nu
 from a `random.Random`, and formats it as a request would. The pools (`words.yaml`) are large, and many values are
 composed by rule, so that a model has to copy them and cannot memorize them. A share of the strings is quoted.
 
-The pool "common" has common English words for names and values that no list of the toolbox contains. What a model must
-copy has to be drawn from far more words than a toolbox has: a token that is never an answer in training is never an
-answer afterwards (docs/LOG.md).
+What a model must copy has to be drawn from far more words than a toolbox has: a token that is never an answer in
+training is never an answer afterwards (docs/LOG.md). The pool "common" has English words that no list of the toolbox
+contains, the pool "pieces" the other letter tokens of the demo's vocabulary; `open_word` makes words of both, also the
+words of held-out tools, but neither their names nor their wordings.
 
 The sentences around a request (`tools.yaml`) are frames around a wording, requests that no tool serves, and the
 assistant's plain sentences. Each list of families ends in its held-out fifth (`HELD_OUT_SHARE`): training and
@@ -178,9 +179,16 @@ def made_up(rng: Random) -> str:
     return "".join(syllables)
 
 
+def open_word(rng: Random) -> str:
+    """A common word, or one or two pieces of words: any token of letters may occur in it."""
+    if rng.random() < 0.4:
+        return rng.choice(words("common"))
+    return "".join(rng.choice(words("pieces")) for _ in range(rng.choice((1, 1, 2))))
+
+
 def phrase(rng: Random) -> str:
-    """One to four common words."""
-    return " ".join(rng.choice(words("common")) for _ in range(rng.randint(1, 4)))
+    """One to four words."""
+    return " ".join(open_word(rng) for _ in range(rng.randint(1, 4)))
 
 
 def integer(low: int, high: int) -> Kind:

@@ -1,4 +1,4 @@
-"""Builds the graph: stages whose inputs are ready, side by side, each as `dvc repro -s STAGE`.
+"""Builds the graph: stages whose inputs are ready, side by side, each as `dvc repro -s STAGE` in a process of its own.
 
     python -m pipeline.tools.launch            the whole graph
     python -m pipeline.tools.launch spine      the chain from text to a deployed model, everything it needs, its
@@ -10,25 +10,29 @@ idle share of the jobs and the command to continue; the exit code is that of the
 whatever was measured, so it waits for the other stages but needs none of them. SIGINT, SIGTERM and SIGHUP reach each
 running stage once; the stage saves its state, and the same command resumes. If the launcher is killed, the kernel ends
 DVC and its stage (Linux). The threads of a stage are the cores divided by the jobs, even if it runs alone: their number
-decides the last bits of a result, so an interrupted stage must resume with as many.
+decides the last bits of a result, so an interrupted stage must resume with as many. On Linux DVC's processes are forks
+of the launcher, which has loaded DVC once.
 
 Not promised: a good estimate of the time left before the first full run; it starts from `seconds` in the scale file.
 """
 
 import argparse
 import json
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import psutil
 
-from pipeline.run import device, graph, processes, workdir
+from pipeline.run import device, graph, processes, tracking, workdir
 from pipeline.run.config import Settings, read_yaml
 from pipeline.run.errors import ConfigError
 from pipeline.sandbox import jail
@@ -37,14 +41,12 @@ SPINE = "spine"
 CHAIN = ("language", "code", "tools", "rlhf")  # their evaluations belong to the spine; that of reward has its own stage
 REPORT, DEPLOY = "stage_report", "stage_deploy"
 UNKNOWN_SECONDS = 30.0  # of a stage without a measured time
-POLL_SECONDS = 0.1
+POLL_SECONDS, LOOK_SECONDS = 0.1, 1.0  # between looks at processes, at what they have for MLflow
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+MLFLOW = "STAGECOACH_MLFLOW"
 ENDED = "STAGECOACH_ENDED"  # the file for a stage's exit code; DVC's own code means only that it failed
-# `python -m dvc ...`, bound to the launcher
-REPRO = (
-    "import runpy, sys; from pipeline.run.processes import die_with_parent; die_with_parent(int(sys.argv.pop(1))); "
-    "sys.argv[0] = 'dvc'; runpy.run_module('dvc', run_name='__main__')"
-)
+# On macOS a fork of a process that has used its frameworks may crash
+PROCESSES = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
 
 
 @dataclass
@@ -230,13 +232,47 @@ def say(text: str) -> None:
     sys.stderr.flush()
 
 
+def _child(function: Callable[..., None], *arguments: object) -> BaseProcess:
+    """Start `function(*arguments, pid of the launcher)` in a process that ends with the launcher."""
+    process = PROCESSES.Process(target=function, args=(*arguments, os.getpid()), daemon=True)
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until the child has its own handlers
+    process.start()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    return process
+
+
+def _become_child(launcher: int) -> None:
+    """In a fork of the launcher: a session of its own, bound to the launcher, without its signal handlers."""
+    os.setsid()
+    for number in filter(_is_handled, SIGNALS):
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    processes.die_with_parent(launcher)
+
+
+def deliver(work: Path, end: Connection, launcher: int) -> None:
+    """Deliver to MLflow what the stages spool, until something is sent to `end`. Runs in a child of the launcher."""
+    _become_child(launcher)
+    tracking.deliver(work, lambda: end.poll(LOOK_SECONDS))
+
+
+def reproduce(name: str, environment: dict[str, str], launcher: int) -> None:
+    """Run `dvc repro -s STAGE` in this process, a child of the launcher, and exit with DVC's code."""
+    _become_child(launcher)
+    os.environ.update(environment)
+    from dvc.cli import main  # here: the import takes a second
+
+    sys.argv = ["dvc", "--wait-for-lock", "repro", "-s", name]
+    raise SystemExit(main(sys.argv[1:]))
+
+
 class Launcher:
     """Starts and ends the stages of a build."""
 
     def __init__(self, build: Build, command: str) -> None:
         self.build = build
         self.command = command  # that continues the build
-        self.running: dict[str, tuple[processes.Process, float]] = {}  # stage -> process, its start
+        self.running: dict[str, tuple[BaseProcess, float]] = {}  # stage -> process of DVC, its start
         self.signal = 0  # the first one received
         self.code = 0  # exit code of the first stage that failed
         self.signaled: set[int] = set()  # pids that were sent SIGINT
@@ -250,9 +286,10 @@ class Launcher:
         began = time.monotonic()
         handlers = {number: signal.signal(number, self._on_signal) for number in SIGNALS if _is_handled(number)}
         try:
-            while self.running or (not self.signal and self.build.ready()):
-                self._start()
-                self._poll()
+            with nullcontext() if MLFLOW in os.environ else self._delivery():
+                while self.running or (not self.signal and self.build.ready()):
+                    self._start()
+                    self._poll()
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
@@ -267,6 +304,16 @@ class Launcher:
             say(f"{failed} failed, see above; all else was built. Go on with: {self.command}")
         return self.code
 
+    @contextmanager
+    def _delivery(self) -> Iterator[None]:
+        """MLflow's runs of the stages, by a process beside them, which has a while to deliver the rest in the end."""
+        receiver, sender = PROCESSES.Pipe(duplex=False)
+        process = _child(deliver, workdir.root(), receiver)
+        yield
+        sender.send("end")
+        process.join(tracking.SHORT_WAIT if self.signal else tracking.WAIT)
+        process.kill()
+
     def _on_signal(self, number: int, _frame: object) -> None:
         self.signal = self.signal or number
 
@@ -275,9 +322,9 @@ class Launcher:
         names = [] if self.signal else self.build.ready()[:free]
         for name in names:
             (self.exit_codes / name).unlink(missing_ok=True)
-            environment = {"OMP_NUM_THREADS": self.threads} | os.environ | {ENDED: str(self.exit_codes / name)}
-            command = [sys.executable, "-c", REPRO, str(os.getpid()), "--wait-for-lock", "repro", "-s", name]
-            process = subprocess.Popen(command, env=environment, start_new_session=True)
+            defaults = {"OMP_NUM_THREADS": self.threads, MLFLOW: tracking.LATER}
+            environment = defaults | os.environ | {ENDED: str(self.exit_codes / name)}
+            process = _child(reproduce, name, environment)
             self.running[name] = (process, time.monotonic())
             self.build.stages[name].state = "running"
             say(f"{name} starts ({self._progress()})")
@@ -290,8 +337,9 @@ class Launcher:
         if self.signal:
             self._stop()
         for name, (process, began) in list(self.running.items()):
-            with suppress(subprocess.TimeoutExpired):
-                self._finish_stage(name, process.wait(timeout=POLL_SECONDS), time.monotonic() - began)
+            process.join(POLL_SECONDS)
+            if process.exitcode is not None:
+                self._finish_stage(name, process.exitcode, time.monotonic() - began)
 
     def _finish_stage(self, name: str, status: int, seconds: float) -> None:
         del self.running[name]
@@ -317,6 +365,7 @@ class Launcher:
         what has not ended after SAVE_SECONDS.
         """
         for process, _ in self.running.values():
+            assert process.pid is not None
             with suppress(psutil.NoSuchProcess):
                 children = psutil.Process(process.pid).children()
                 for target in [p for p in children or [psutil.Process(process.pid)] if p.pid not in self.signaled]:

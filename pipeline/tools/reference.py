@@ -70,6 +70,7 @@ ENVIRONMENT = {
     "STAGECOACH_LAUNCH": (
         "in how many processes a stage trains: `4` (DDP), `fsdp2:4`, or a file of `conf/launch/`; empty or 1: one"
     ),
+    "MASTER_ADDR": "the address of rank 0, by which the processes of a run watch each other; a launcher sets it",
     "MACHINE_RANK": "which of several machines this is, from 0; goes before `machine_rank` of the launch file",
     "OMP_NUM_THREADS": (
         "threads of a process; not set: PyTorch's choice, and for several processes on a CPU the cores divided by them"
@@ -78,7 +79,9 @@ ENVIRONMENT = {
     "STAGECOACH_WORK": (
         "the folder of resumable work; not set: `.work` beside `dvc.yaml`; several machines need one that all share"
     ),
-    "STAGECOACH_MLFLOW": "`off`: no MLflow",
+    "STAGECOACH_MLFLOW": (
+        "`off`: no MLflow; `later`: what it gets waits in the work folder, as under the launcher, which delivers it"
+    ),
     "STAGECOACH_DEVICE": "what `runtime.device` says, for programs that read no params.yaml: auto, cpu, cuda or mps",
     "MLFLOW_TRACKING_URI": "where MLflow's runs go; not set: a SQLite file beside `dvc.yaml`",
     "WANDB_MODE": "Weights & Biases' own, for `runtime.trackers: [wandb]`; `offline` keeps its runs in the work folder",

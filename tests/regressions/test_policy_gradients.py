@@ -16,8 +16,7 @@ from pipeline.learning.update import Totals
 from pipeline.rl import answers
 from pipeline.rl.advantages import PPOConfig, estimate_group, estimate_ppo
 from pipeline.rl.rewards import Score
-from pipeline.rl.rollout import Method, Rollout, RolloutStream
-from stages import grpo
+from pipeline.rl.rollout import Method, Rollout, RolloutStream, group_loss
 from tests import bandit, rollouts
 from tests.goldens import objective
 from tests.loop import job
@@ -100,7 +99,7 @@ def test_a_gradient_is_over_the_step_s_tokens_however_they_are_cut(name: str, tm
     estimate_group(given, method, 2)
 
     def loss(model: torch.nn.Module, batch: object) -> Loss:
-        return grpo.loss(model, batch, method=method, config=settings)  # type: ignore[arg-type]
+        return group_loss(model, batch, method=method, config=settings)  # type: ignore[arg-type]
 
     gradients, values = [], []
     for cut in ([[0, 1, 2, 3]], [[0], [1], [2], [3]]):
@@ -123,7 +122,7 @@ def no_tokens(stream: RolloutStream) -> tuple[Loss, torch.Tensor]:
     batch = stream.batch(0, 0, np.array([-1]))
     assert batch.counts["tokens"] == batch.counts["sequences"] == 0
     method = replace(METHODS["grpo"], beta=0.1)
-    return grpo.loss(model, batch, method=method, config=stream.config), model.model.embed_tokens.weight
+    return group_loss(model, batch, method=method, config=stream.config), model.model.embed_tokens.weight
 
 
 def test_no_token_at_all_is_a_zero_and_not_a_nan() -> None:

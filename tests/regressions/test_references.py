@@ -20,10 +20,10 @@ from pipeline.rl import advantages, answers
 from pipeline.rl.advantages import PPOConfig
 from pipeline.rl.models import CausalSetting
 from pipeline.rl.rewards import Score
-from pipeline.rl.rollout import Method, RolloutConfig, RolloutStream
+from pipeline.rl.rollout import Method, RolloutConfig, RolloutStream, group_loss
 from pipeline.run.errors import ConfigError
 from pipeline.text.tokenizer import Tokenizer
-from stages import grpo, rlhf
+from stages import rlhf
 from tests import rollouts
 from tests.loop import job
 from tests.rollouts import prompts
@@ -156,7 +156,7 @@ def test_every_log_probability_is_at_the_temperature_of_sampling(
         constants = PPOConfig(beta=0.05, target_kl=6.0, horizon=100)
         found = rlhf.loss(model, batch, temperature=temperature, ppo=constants)  # type: ignore[arg-type]
     else:
-        found = grpo.loss(model, batch, method=METHODS["grpo"], config=stream.config)  # type: ignore[arg-type]
+        found = group_loss(model, batch, method=METHODS["grpo"], config=stream.config)  # type: ignore[arg-type]
     name = "val/ratio" if kind == "rlhf" else "ratio"
     total, count = found.metrics[name]
     assert float(total) / count == pytest.approx(1, abs=1e-5)

@@ -16,6 +16,10 @@ The row sums are part of the product: do and v get more columns, [do, -d_high, -
 is computed in float32 before it is rounded to bf16, without another pass over the scores. Probabilities of tiles that
 reach over at most 512 tokens are stored for the backward pass, those of others are recomputed.
 
+**Blocks.** Where the processor has AMX and the C++ sources are loaded, all of this is one pass in C++ (attention.cpp)
+over blocks of 32 queries and 32 keys: scores exist for one block of queries at a time, and are computed again in the
+backward pass from the logarithm of each query's sum (Dao et al. 2022, arXiv:2205.14135, without its running maximum).
+
 Shapes: N tokens, n tiles, H query heads, K key heads, G = H/K, h head size, R = 128 G rows of a tile, r reach, S keys.
 """
 
@@ -28,7 +32,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from pipeline.model.cpu import primitives
+from pipeline.model.cpu import native, primitives
 
 TILE = 128
 KEY_BLOCK = 32  # tokens; a tree's keys are chosen in such blocks
@@ -62,9 +66,80 @@ class TilePlan:
     key_tile: int = TILE  # tokens of one entry of the groups' keys
 
 
+@dataclass(frozen=True)
+class BlockPlan:
+    """Which keys the queries of each block attend to, see attention.cpp; made once a batch, shared by all layers."""
+
+    starts: Tensor  # (blocks + 1,) int64: a block's entries; none of the padding up to a multiple of 128 tokens
+    entries: Tensor  # (E,) int64: a block of keys times two, plus one where a mask applies
+    masks: Tensor  # (E, 32) int32: bit q of j says whether query q of the block attends to key j of the entry's block
+
+    @classmethod
+    def of(cls, offsets: np.ndarray, firsts: np.ndarray, lasts: np.ndarray) -> "BlockPlan":
+        """Token i attends to the keys [firsts[s], lasts[s]) for each span s in [offsets[i], offsets[i + 1])."""
+        tokens = len(offsets) - 1
+        spans = [torch.from_numpy(np.ascontiguousarray(part, dtype=np.int64)) for part in (offsets, firsts, lasts)]
+        counts = torch.empty(-(-tokens // KEY_BLOCK), dtype=torch.int64)
+        native.call("plan_attention", *spans, None, counts, None, None, tokens)
+        starts = pad(counts.cumsum(0), (1, -len(counts) % (TILE // KEY_BLOCK)))
+        starts[1 + len(counts) :] = starts[len(counts)]
+        entries = torch.empty(int(starts[-1]), dtype=torch.int64)
+        masks = torch.empty(len(entries), KEY_BLOCK, dtype=torch.int32)
+        native.call("plan_attention", *spans, starts, counts, entries, masks, tokens)
+        return cls(starts, entries, masks)
+
+    @property
+    def tokens(self) -> int:
+        """Of the line with its padding: a multiple of 128."""
+        return (len(self.starts) - 1) * KEY_BLOCK
+
+
+Plan = TilePlan | BlockPlan
+
+
+def plan(lengths: tuple[int, ...], causal: bool, heads: int) -> Plan:
+    """The plan of documents of these lengths, for `heads` query heads."""
+    return _block_plan(lengths, causal) if native.has_attention_blocks() else _tile_plan(lengths, causal, heads)
+
+
+def tree_plan(lengths: tuple[int, ...], before: tuple[int, ...], parents: tuple[int, ...], heads: int) -> Plan:
+    """The plan of a tree of causal documents, for `heads` query heads.
+
+    Document i adds `lengths[i]` tokens to the line after the first `before[i]` tokens of document `parents[i]`, which
+    comes earlier (of none where `before[i]` is 0).
+    """
+    if native.has_attention_blocks():
+        return _tree_block_plan(lengths, before, parents)
+    return _tree_tile_plan(lengths, before, parents, heads)
+
+
 @lru_cache(maxsize=2)  # batches of full rows have equal plans
-def plan(lengths: tuple[int, ...], causal: bool, heads: int) -> TilePlan:
-    """Cut documents of these lengths, for `heads` query heads. The padding of the last tile is its own document."""
+def _block_plan(lengths: tuple[int, ...], causal: bool) -> BlockPlan:
+    ends, tokens = np.cumsum(lengths), sum(lengths)
+    firsts = np.repeat(ends - lengths, lengths)
+    return BlockPlan.of(np.arange(tokens + 1), firsts, np.arange(1, tokens + 1) if causal else np.repeat(ends, lengths))
+
+
+@lru_cache(maxsize=2)  # an actor and its critic have equal plans
+def _tree_block_plan(lengths: tuple[int, ...], before: tuple[int, ...], parents: tuple[int, ...]) -> BlockPlan:
+    counts: list[np.ndarray] = []  # of spans, for each token
+    firsts: list[np.ndarray] = []
+    lasts: list[np.ndarray] = []
+    for path in _paths(lengths, before, parents):
+        spans = np.array(path)  # (s, 2)
+        length = int(spans[-1, 1] - spans[-1, 0])
+        counts.append(np.full(length, len(path)))
+        firsts.append(np.tile(spans[:, 0], length))
+        own = np.tile(spans[:, 1], (length, 1))  # a token's last span ends with itself
+        own[:, -1] = spans[-1, 0] + 1 + np.arange(length)
+        lasts.append(own.ravel())
+    offsets = np.concatenate([[0], np.cumsum(np.concatenate(counts))])
+    return BlockPlan.of(offsets, np.concatenate(firsts), np.concatenate(lasts))
+
+
+@lru_cache(maxsize=2)
+def _tile_plan(lengths: tuple[int, ...], causal: bool, heads: int) -> TilePlan:
+    """Cut documents into tiles. The padding of the last tile is its own document."""
     missing = -sum(lengths) % TILE
     lengths = (*lengths, missing) if missing else lengths
     document = np.repeat(np.arange(len(lengths)), lengths)  # (N,)
@@ -109,13 +184,11 @@ def _tile_index(tiles: np.ndarray) -> Where:
     return slice(int(tiles[0]), int(tiles[-1]) + 1, step)
 
 
-@lru_cache(maxsize=2)  # an actor and its critic have equal plans
-def tree_plan(lengths: tuple[int, ...], before: tuple[int, ...], parents: tuple[int, ...], heads: int) -> TilePlan:
-    """Cut a tree of causal documents, for `heads` query heads.
-
-    Document i adds `lengths[i]` tokens to the line after the first `before[i]` tokens of document `parents[i]`, which
-    comes earlier (of none where `before[i]` is 0). The padding of the last tile is a document of its own.
-    """
+@lru_cache(maxsize=2)
+def _tree_tile_plan(
+    lengths: tuple[int, ...], before: tuple[int, ...], parents: tuple[int, ...], heads: int
+) -> TilePlan:
+    """Cut a tree into tiles. The padding of the last tile is a document of its own."""
     missing = -sum(lengths) % TILE
     if missing:
         lengths, before, parents = (*lengths, missing), (*before, 0), (*parents, 0)
@@ -196,11 +269,13 @@ def _group_keys(x: Tensor, keys: tuple[Where, ...] | Tensor) -> Tensor:
     return torch.stack([x[where] for where in keys], dim=2).flatten(2, 4).flatten(0, 1)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, plan: TilePlan) -> tuple[Tensor, list[Tensor]]:
+def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, list[Tensor]]:
     """Attention of scaled queries (N, H, h) to keys and values (N, K, h), all in bf16.
 
-    Returns the result, padded to the plan's tokens, and the tensors that the backward pass needs besides it.
+    Returns the result, which may have rows of padding, and the tensors that the backward pass needs besides it.
     """
+    if isinstance(plan, BlockPlan):
+        return _forward_blocks(q, k, v, plan)
     (_, heads, size), kv_heads = q.shape, k.shape[1]
     q = _split_tiles(q, plan.tokens, kv_heads)
     k, v = (_split_tiles(x, plan.tokens, kv_heads, plan.key_tile).contiguous() for x in (k, v))
@@ -227,10 +302,12 @@ def _probabilities(rows: Tensor, keys: Tensor, group: Group, kv_heads: int) -> T
     return primitives.probabilities(masked, group.mask).view(scores.shape)
 
 
-def backward(grad: Tensor, out: Tensor, saved: Sequence[Tensor], plan: TilePlan, kv_heads: int) -> Tensor:
+def backward(grad: Tensor, out: Tensor, saved: Sequence[Tensor], plan: Plan, kv_heads: int) -> Tensor:
     """Gradients of queries, keys and values side by side, (N, H + 2K, h) in float32, from that of the result (N, H,
     h).
     """
+    if isinstance(plan, BlockPlan):
+        return _backward_blocks(grad, out, saved, plan)
     tokens, heads, size = grad.shape
     inner = torch.linalg.vecdot(grad.float(), out[:tokens].float()).neg_()[..., None]
     above, inner = (_split_tiles(x, plan.tokens, kv_heads) for x in (grad, inner))
@@ -276,3 +353,44 @@ def _add_to_tiles(total: Tensor, keys: tuple[Where, ...] | Tensor, part: Tensor)
             total[where] += part[:, :, number]
         else:  # without causality several queries' tiles may have the same keys
             total.index_add_(0, where, part[:, :, number].to(total.dtype))
+
+
+# -- blocks ------------------------------------------------------------------------------------------------------------
+
+
+def _forward_blocks(q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> tuple[Tensor, list[Tensor]]:
+    assert len(q) <= plan.tokens, "a plan of a shorter line"
+    out, sums = q.new_empty(q.shape), torch.empty(q.shape[1], len(q) + -len(q) % KEY_BLOCK)
+    native.call(
+        "attention_forward", *map(_rows, (q, k, v)), plan.starts, plan.entries, plan.masks, out, sums, *_sizes(q, k, v)
+    )
+    return out, [q, k, v, sums]
+
+
+def _backward_blocks(grad: Tensor, out: Tensor, saved: Sequence[Tensor], plan: BlockPlan) -> Tensor:
+    q, k, v, sums = saved
+    grads = torch.empty(len(q), q.shape[1] + 2 * k.shape[1], q.shape[2])
+    native.call(
+        "attention_backward",
+        grad.contiguous(),
+        out,
+        *map(_rows, (q, k, v)),
+        plan.starts,
+        plan.entries,
+        plan.masks,
+        sums,
+        grads,
+        *_sizes(q, k, v),
+    )
+    return grads
+
+
+def _rows(x: Tensor) -> int:
+    """The address of rows whose heads lie side by side, the rows perhaps in a wider tensor."""
+    assert x.stride(2) == 1 and x.stride(1) == x.shape[2] and x.dtype == BF16
+    return x.data_ptr()
+
+
+def _sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
+    tokens, heads, size = q.shape
+    return q.stride(0), k.stride(0), v.stride(0), tokens, heads, k.shape[1], size

@@ -50,7 +50,7 @@ class Context(FunctionCtx):
     needs_input_grad: tuple[bool, ...]
     dtype: torch.dtype
     heads: int
-    plan: cpu_attention.TilePlan
+    plan: cpu_attention.Plan
     normed: bool
     blocks: list[Block]
 
@@ -85,7 +85,7 @@ def attention(
     norms: tuple[Tensor, Tensor] | None,
     eps: float,
     heads: int,
-    plan: cpu_attention.TilePlan,
+    plan: cpu_attention.Plan,
 ) -> Tensor:
     """Attention of queries, keys and values side by side, (N, H + 2K, h) in bf16 -> (N, H * h) in bf16.
 
@@ -147,7 +147,7 @@ class _Attention(Function):
         keys: Tensor | None,
         eps: float,
         heads: int,
-        plan: cpu_attention.TilePlan,
+        plan: cpu_attention.Plan,
     ) -> Tensor:
         both = (x.shape[1] + heads) // 2
         norms = None if queries is None or keys is None else (queries, keys)

@@ -1,7 +1,7 @@
-"""Building primitives.cpp for this processor with the local C++ compiler, and calling it.
+"""Building the C++ sources for this processor with the local compiler, and calling them.
 
 It is optional: without a compiler, or until `load` is called, PyTorch's operators do the same (primitives.py). Building
-takes about four seconds; the library's name is a hash of the source, the compiler and the processor, so each of these
+takes about five seconds; the library's name is a hash of the sources, the compiler and the processor, so each of these
 has its own build.
 """
 
@@ -20,7 +20,8 @@ from torch import Tensor
 
 from pipeline.run.errors import ConfigError
 
-SOURCE = Path(__file__).with_name("primitives.cpp")
+FOLDER = Path(__file__).parent
+SOURCES, HEADER = (FOLDER / "primitives.cpp", FOLDER / "attention.cpp"), FOLDER / "lanes.hpp"
 FLAGS = (
     *["-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC", "-std=c++17"],
 )
@@ -40,6 +41,11 @@ def loaded() -> bool:
     return _library is not None
 
 
+def has_attention_blocks() -> bool:
+    """Whether attention.cpp is loaded, on a processor with AMX and a kernel that lets this process use it."""
+    return _library is not None and bool(_library["has_attention_blocks"]())
+
+
 def load(folder: Path) -> None:
     """Run the primitives in C++ from now on; builds the library in `folder` if needed. Raises ConfigError."""
     global _library
@@ -56,21 +62,20 @@ def unload() -> None:
 def _built(folder: Path) -> ctypes.CDLL:
     name = compiler()
     if name is None:
-        raise ConfigError(
-            "primitives.cpp needs a C++ compiler (g++ or clang++); install one, or set runtime.compile=false"
-        )
+        raise ConfigError("model/cpu needs a C++ compiler (g++ or clang++); install one, or set runtime.compile=false")
     version = subprocess.run([name, "--version"], capture_output=True, text=True).stdout
     command = [name, *FLAGS, *WIDE.get(platform.machine(), ())]
-    key = hashlib.sha256("\n".join([*command, version, _processor(), SOURCE.read_text()]).encode()).hexdigest()[:16]
+    sources = [path.read_text() for path in (*SOURCES, HEADER)]
+    key = hashlib.sha256("\n".join([*command, version, _processor(), *sources]).encode()).hexdigest()[:16]
     file = folder / f"pieces-{key}.so"
     if not file.exists():
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as part:
             built = Path(part, "pieces.so")
-            result = subprocess.run([*command, str(SOURCE), "-o", str(built)], capture_output=True, text=True)
+            result = subprocess.run([*command, *map(str, SOURCES), "-o", str(built)], capture_output=True, text=True)
             if result.returncode:
                 raise ConfigError(
-                    f"{name} could not build primitives.cpp; set runtime.compile=false to go on"
+                    f"{name} could not build the sources of model/cpu; set runtime.compile=false to go on"
                     f" without:\n{result.stderr[-2000:]}"
                 )
             built.replace(file)
@@ -92,7 +97,7 @@ def _processor() -> str:
 
 
 def call(name: str, *values: Tensor | float | None) -> None:
-    """Call a function of primitives.cpp with contiguous tensors (None: a null pointer), then sizes (int), numbers
+    """Call a function of the C++ sources with contiguous tensors (None: a null pointer), then sizes (int), numbers
     (float) and flags (bool).
     """
     assert _library is not None
