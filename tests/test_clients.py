@@ -97,8 +97,8 @@ def test_09_one_seed_gives_one_text(client: openai.OpenAI) -> None:
 
 def test_10_a_seeded_text_does_not_depend_on_seven_neighbours(server: Running, client: openai.OpenAI) -> None:
     alone = chat(client, max_tokens=40).choices[0].message.content
-    neighbours = [
-        chat(client, seed=100 + n, max_tokens=200, stream=True, extra_body={"ignore_eos": True}) for n in range(7)
+    neighbours = [  # long enough that the first speaks when the last has begun
+        chat(client, seed=100 + n, max_tokens=1500, stream=True, extra_body={"ignore_eos": True}) for n in range(7)
     ]
     for stream in neighbours:
         next(iter(stream))

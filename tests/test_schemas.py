@@ -86,6 +86,35 @@ def test_a_literal_without_a_bottom_is_refused() -> None:
         check({"default": endless})
 
 
+@pytest.mark.parametrize(
+    ("exact", "inexact"),
+    [
+        (2**62, 2**62 + 1),
+        (-(2**62), -(2**63)),  # llguidance's process ends at the least of 64 bits
+        (3.141592653589793, 1.6938038750374633),
+        (1e300, 6.64e52),
+        (1e22, 588068114235711.2),  # .25, which may be written .2 or .3
+        (5e-324, 7.267525502e-292),
+        (-0.5, 2**64),
+    ],
+)
+def test_a_literal_number_is_written_as_it_was_asked_for_or_refused(
+    byte_tokenizer: Tokenizer, exact: float, inexact: float
+) -> None:
+    grammar = Grammars(byte_tokenizer, ROWS).json_schema({"enum": [exact]})
+    assert mistake({"const": exact}, byte_tokenizer.decode(answer(grammar, 400, seed=1).ids)) is None
+    with pytest.raises(SchemaError, match="const or enum") as error:
+        check({"enum": [{"a": [inexact]}]})
+    assert error.value.code == "schema_refused"
+
+
+@pytest.mark.parametrize("key", ["minimum", "exclusiveMinimum"])
+def test_a_bound_beyond_64_bits_is_the_widest_that_is_kept_or_refused(key: str) -> None:
+    assert strict({"type": "integer", key: -(2**63)}) == strict({"type": "integer"})
+    with pytest.raises(SchemaError, match="distance from 0"):
+        strict({"type": "integer", key: 2**63})
+
+
 # what may be said (in the order of the schema), and what the schema allows but `strict` does not
 CLOSED: list[tuple[dict[str, Any], list[str], list[str]]] = [
     (A, ['{"a": 1}'], ['{"a": 1, "z": 1}']),

@@ -23,6 +23,7 @@ them, and `re` can be made to hang.
 """
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from decimal import MAX_EMAX, MIN_EMIN, Context, Decimal, localcontext
@@ -47,6 +48,7 @@ LISTS = ("prefixItems", "allOf", "anyOf", "oneOf")  # schemas
 LITERALS = ("const", "enum", "default", "examples")
 SHAPING = {"properties", "required", "patternProperties", "additionalProperties", "minProperties", "maxProperties"}
 LARGEST = 2**53 - 1  # of the integers that a double holds with all before them
+WIDEST = 2**62  # of an integer that llguidance is given: it reads 64 bits, and the least of them end its process
 EXACT = Context(prec=5000, Emax=MAX_EMAX, Emin=MIN_EMIN, traps=[])  # for reading numbers, with digits for any answer
 
 MAX_TOGETHER = 8  # patterns that one text must match: llguidance needs minutes to decide whether twenty are satisfiable
@@ -93,6 +95,13 @@ def check(*schemas: Schema) -> None:
             path = "/".join(map(str, error.absolute_path))
             message = f"not a JSON schema of draft 2020-12, at /{path}: {error.message:.200}"
             raise SchemaError("schema_invalid", message) from error
+        for node in subschemas(schema):
+            for number in filter(misread, _numbers([node.get("const"), node.get("enum")])):
+                message = (
+                    f"const or enum: {str(number)[:40]} cannot be promised to its last digit; use an integer "
+                    "within 2^62, a number of at most 15 digits, or a string"
+                )
+                raise SchemaError("schema_refused", message)
 
 
 def _limit(what: str, size: int, most: int) -> None:
@@ -164,6 +173,32 @@ def measures(schema: JsonObject) -> Iterator[tuple[str, int, int]]:
     for pattern in (schema.get("pattern"), *(by_pattern if isinstance(by_pattern, dict) else ())):
         if isinstance(pattern, str):
             yield "a pattern with its repetitions written out, in characters", written_out(pattern), MAX_WRITTEN
+
+
+def _numbers(literal: object) -> Iterator[float]:
+    """The numbers anywhere in a literal, whose depth is known to be bounded."""
+    if isinstance(literal, dict | list):
+        for inner in literal.values() if isinstance(literal, dict) else literal:
+            yield from _numbers(inner)
+    elif _is_number(literal):
+        yield literal
+
+
+def misread(value: float) -> bool:
+    """Whether llguidance reads another number from what JSON writes, or writes it otherwise: integers beyond 64 bits;
+    fractions, which it computes from their digits and a power of ten with one rounding each; and those halfway between
+    two numbers of as many digits.
+    """
+    if isinstance(value, int) or value in (math.inf, -math.inf):
+        return abs(value) > WIDEST
+    _, digits, exponent = Decimal(repr(value)).as_tuple()
+    assert isinstance(exponent, int)
+    significand, steps = float(int("".join(map(str, digits)))), abs(exponent)
+    while exponent < 0 and steps > 308:
+        significand, steps = significand / 1e308, steps - 308
+    power = float(f"1e{steps}")
+    halfway = 2 * abs(EXACT.subtract(Decimal(value), Decimal(repr(value)))) == EXACT.scaleb(Decimal(1), exponent)
+    return halfway or (significand * power if exponent > 0 else significand / power) != abs(value)
 
 
 def _is_number(value: object) -> TypeGuard[float]:
@@ -321,12 +356,14 @@ def _bounded(node: JsonObject) -> JsonObject:
         return node
     lower = max(node.get("minimum", -LARGEST), node.get("exclusiveMinimum", -LARGEST))
     upper = min(node.get("maximum", LARGEST), node.get("exclusiveMaximum", LARGEST))
+    _limit("a number's distance from 0", max(lower, -upper), WIDEST)
+    bounded = {key: value for key, value in node.items() if key not in RANGES[:4] or abs(value) <= WIDEST}
     missing = {}
-    if not {"minimum", "exclusiveMinimum"} & set(node) and upper > -LARGEST:
+    if not {"minimum", "exclusiveMinimum"} & set(bounded) and upper > -LARGEST:
         missing["minimum"] = -LARGEST
-    if not {"maximum", "exclusiveMaximum"} & set(node) and lower < LARGEST:
+    if not {"maximum", "exclusiveMaximum"} & set(bounded) and lower < LARGEST:
         missing["maximum"] = LARGEST
-    return {**node, **missing}
+    return {**bounded, **missing}
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
