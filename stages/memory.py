@@ -105,6 +105,7 @@ def run(
     wider, _ = checkpoint.load(base)
     assert isinstance(memory, Memory)
     _attach(wider, WiderConfig.like(params.memory, memory.num_parameters(), wider.config), params, job.seed)
+    training.measure_centers(model, stream.both, config.context, device.hardware(job.runtime.precision))
     models = {"memory": model, "baseline": wider}
     trained = {name: sum(p.numel() for p in m.parameters() if p.requires_grad) for name, m in models.items()}
     loss, watchers = training.watched_loss(model, [*stream.facts, *stream.code], params.router, job)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from pipeline.memory.config import MemoryConfig
+from pipeline.memory.model import Memory
 from pipeline.model.config import ModelConfig
 from pipeline.model.transformer import Transformer
 
@@ -28,7 +29,10 @@ STORAGES: list[dict[str, Any]] = [
     {"storage": "factorised", "bank_rank": 16},
     {"storage": "reduced", "bank_rank": 16},
 ]
-FORMS: list[dict[str, Any]] = [*STORAGES, {"storage": "full", "gated": True, "qk_norm": True, "bank_std": 1.0}]
+FORMS: list[dict[str, Any]] = [
+    *STORAGES,
+    {"storage": "full", "gated": True, "qk_norm": True, "bank_std": 1.0, "centered": True},
+]
 
 
 def memory(**changes: Any) -> MemoryConfig:
@@ -42,6 +46,9 @@ def opened(config: MemoryConfig, *, shape: ModelConfig = TINY, seed: int = 0, do
     for name, parameter in model.named_parameters():
         if name.startswith("memory.") and ("o_proj" in name or "router" in name):
             parameter.data.normal_(0, 0.3, generator=generator)
+    assert isinstance(model.hook, Memory)
+    for center in model.hook.centers():
+        center.normal_(0, 0.3, generator=generator)
     return (model.double() if double else model).train(False)
 
 

@@ -2,8 +2,9 @@
 
 import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -11,8 +12,10 @@ from torch.nn import functional
 
 from pipeline.memory.config import MemoryConfig
 from pipeline.memory.model import Memory, Reading, cut
+from pipeline.memory.training import CENTERED, UnitBatch, UnitStream, measure_centers
 from pipeline.model.config import ModelConfig
 from pipeline.model.transformer import Transformer
+from pipeline.run import device
 from pipeline.run.errors import ModelError
 from tests.memory_models import NANO, STORAGES, TINY, asked, memory, opened, tokens
 
@@ -193,6 +196,54 @@ def test_normed_queries_and_keys_are_blind_to_the_size_of_rows_and_a_gate_multip
     assert reader.gate_proj is not None
     gate = functional.silu(reader.gate_proj(normed))
     torch.testing.assert_close(reader.out(normed, read), reader.o_proj(gate * read))
+
+
+def test_a_centered_router_sees_what_a_unit_has_of_its_own() -> None:
+    model = opened(memory(centered=True, layers=(1,)), double=True)
+    memory_ = model.hook
+    assert isinstance(memory_, Memory)
+    reader, _ = memory_.of(1)
+    reader.center.copy_(torch.arange(32) % 2)
+    u = torch.stack([reader.center + 3.0 * (torch.arange(32) < 8), torch.zeros(32, dtype=torch.float64)])
+    first = reader.router.weight[:, :8].sum(1) * 2  # 3 in 8 of 32 numbers: RMS 1.5, so 2 at unit RMS
+    expected = torch.stack([first, torch.zeros(5)]) + reader.router.bias
+    torch.testing.assert_close(reader.route(u).logits, expected, rtol=0, atol=1e-5)
+
+
+class Steps:
+    """A stream of as many steps as it has batches."""
+
+    def __init__(self, batches: list[UnitBatch]) -> None:
+        self.batches = batches
+
+    def rows(self, step: int, context: int) -> np.ndarray:
+        return np.arange(2)
+
+    def batch(self, step: int, context: int, rows: np.ndarray) -> UnitBatch:
+        return self.batches[step]
+
+
+def test_a_center_is_the_mean_over_the_units_of_the_first_steps() -> None:
+    model = opened(memory(centered=True, layers="all", routing="chunk"))
+    assert isinstance(model.hook, Memory)
+    batches = []
+    for step in range(CENTERED):
+        ids = tokens(2, 20, seed=step)
+        places = torch.arange(20).expand(2, -1)
+        units = cut(places.flatten(), routing="chunk", window=8)
+        batches.append(UnitBatch(ids, ids, torch.zeros(2, 20, dtype=torch.int32), places, 40, len(units.places)))
+    readings = []
+    for batch in batches:
+        readings.append(Reading(trained=batch.targets >= 0, watch=True))
+        with torch.no_grad():
+            model(batch.input_ids, reading=readings[-1])
+    expected = [torch.cat([reading.means[layer] for reading in readings]) for layer in range(3)]
+    assert len(expected[0]) == 6 * CENTERED  # chunks of 8, 8 and 4 tokens
+    centers = [center.clone() for center in model.hook.centers()]
+    measure_centers(model, cast("UnitStream", Steps(batches)), 20, device.hardware("fp32"))
+    for center, u, before in zip(model.hook.centers(), expected, centers, strict=True):
+        assert not torch.equal(center, before)
+        torch.testing.assert_close(center, u.mean(0).detach(), rtol=0, atol=1e-5)
 
 
 def test_the_deviation_of_fresh_rows_is_as_said() -> None:

@@ -27,6 +27,8 @@ def kept(
     beside = files.attach(model, config, torch.Generator().manual_seed(7))
     for parameter in beside.parameters():
         parameter.data.normal_(0, 0.1, generator=torch.Generator().manual_seed(8))
+    for center in beside.centers() if isinstance(beside, Memory) else ():
+        center.normal_(0, 0.1, generator=torch.Generator().manual_seed(9))
     checkpoint.save(folder, model, tokenizer, {}, **how)
     return model.train(False)
 
@@ -39,7 +41,7 @@ def ids_of(model: Transformer) -> Tensor:
     "config",
     [
         memory(),
-        memory(share="each", layers="all", storage="reduced", bank_rank=16),
+        memory(share="each", layers="all", storage="reduced", bank_rank=16, centered=True),
         memory(rank=4, storage="factorised", bank_rank=8),
         WiderConfig(width=24, layers=(0, 1)),
     ],

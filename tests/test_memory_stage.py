@@ -33,6 +33,7 @@ SETTINGS: dict[str, Any] = {
     "layers": "last_1",
     "routing": "prompt",
     "window": 16,
+    "centered": True,
     "optimizer": "adamw",
     "learning_rate": 1e-2,
     "warmup_steps": 0,
@@ -95,7 +96,7 @@ def test_it_publishes_a_memory_and_a_wider_model_of_its_size_on_the_untouched_ba
 @pytest.mark.parametrize(
     "changes",
     [
-        {"routing": "chunk"},
+        {"routing": "chunk", "centered": False},
         {"routing": "token"},
         {"storage": "factorised", "bank_rank": 4, "rank": 2, "share": "each", "layers": "all"},
         {"storage": "reduced", "bank_rank": 16},
@@ -299,6 +300,11 @@ def test_a_model_file_with_a_memory_is_trained_and_goes_on_with_its_router(coded
         assert all(float(row["load_balance"]) > 0 and float(row["z"]) >= 0 for row in coded.curve(stage) if row["loss"])
     before = [p.clone() for p in loaded("language").hook.parameters()]
     assert any(not torch.equal(a, b) for a, b in zip(before, loaded("code").hook.parameters(), strict=True))
+
+
+def test_a_router_that_is_to_be_centered_wants_a_trained_base(coded: Workspace) -> None:
+    ended = from_start(coded, "language", SHAPE | {"memory": SHAPE["memory"] | {"centered": True}})
+    assert ended.code == 2 and "measures the center on a trained base" in ended.said
 
 
 @pytest.mark.full

@@ -51,6 +51,8 @@ class MemoryConfig:
     """What chooses the chapters: the chunk before; prompt, the block before an answer; token; sequence."""
     window: int = 64
     """Tokens of a chunk."""
+    centered: bool = False
+    """Choose by what a unit has of its own: its mean less the mean of all units, at unit RMS. Needs a trained base."""
     allow_leak: bool = False
     """Allow routing: sequence with a causal loss, which then depends on the future."""
 

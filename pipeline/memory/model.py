@@ -5,6 +5,7 @@
     x <- x + W_o attention(q = W_q norm(x), k = W_k m, v = W_v m), with ln w_c added to the logits of the rows of
     chapter c
     qk_norm: q and k divided by their root mean square      gated: W_o (read * silu(W_g norm(x)))
+    centered: z = W norm(u - c) + b, with c the mean of u over training batches before the first step; b for u = 0
 
 One softmax runs over all rows of the chosen and the shared chapters, so with all chapters chosen and equal p this is
 attention over the whole bank. W_o is zero at the start: the first step is the base model's. The idea is that of
@@ -90,6 +91,7 @@ class Reading:
     watch: bool = False  # measure the reads
     routed: dict[int, Routed] = field(default_factory=dict)  # result
     measured: dict[int, dict[str, float]] = field(default_factory=dict)  # result, with `watch`
+    means: dict[int, Tensor] = field(default_factory=dict)  # result, with `watch`: u (U, D)
 
 
 class Memory(LayerHook):
@@ -138,10 +140,12 @@ class Memory(LayerHook):
         reader, bank = self.of(layer)
         normed = reader.norm(x)
         chooser = None if reading.choose is None else lambda logits: reading.choose(layer, logits)  # type: ignore[misc]
-        routed = reader.route(means(normed, units), chooser)
+        u = means(normed, units)
+        routed = reader.route(u, chooser)
         reading.routed[layer] = routed
         out = reader.out(normed, reader.attend(normed, units, routed, bank))
         if reading.watch:
+            reading.means[layer] = u
             reading.measured[layer] = {
                 "read_share": float(out.float().norm() / x.float().norm()),
                 "row_entropy": reader.row_entropy(normed, units, routed, bank),
@@ -153,6 +157,11 @@ class Memory(LayerHook):
         reader, bank = self.readers[str(layer)], self.bank[self.bank_of[layer]]
         assert isinstance(reader, Reader)
         return reader, bank
+
+    def centers(self) -> list[Tensor]:
+        """c of each reading layer in order; none without `centered`."""
+        readers = [reader for reader in self.readers.values() if isinstance(reader, Reader)]
+        return [reader.center for reader in readers if self.config.centered]
 
     def flops_per_token(self) -> int:
         """FLOPs of training one token's reads, counted as in `ModelConfig.flops_per_token`; keys and values count for
@@ -218,6 +227,8 @@ class Projection(nn.Module):
 class Reader(nn.Module):
     """One layer's part of the memory: its norm, router and projections."""
 
+    center: Tensor  # (D,) c, with `centered`: zeros until `memory/training.py` has measured it
+
     def __init__(self, config: MemoryConfig, shape: ModelConfig) -> None:
         super().__init__()
         self.config, self.heads, self.kv_heads = config, shape.heads, shape.kv_heads
@@ -234,6 +245,8 @@ class Reader(nn.Module):
 
         self.norm = RMSNorm(shape.width, shape.norm_eps)
         self.router = Linear(shape.width, config.chapters, bias=True)
+        if config.centered:
+            self.register_buffer("center", torch.zeros(shape.width))
         self.q_proj, self.k_proj = projection(shape.width, inner), projection(row, outer)
         self.v_proj, self.o_proj = projection(row, outer), projection(inner, shape.width)
         self.gate_proj = projection(shape.width, inner) if config.gated else None
@@ -242,8 +255,11 @@ class Reader(nn.Module):
         """The chapters that units with means `u` (U, D) choose; the lower number on ties. In float32."""
         with torch.autocast(u.device.type, enabled=False):
             wide = torch.promote_types(u.dtype, torch.float32)
-            bias = self.router.bias
-            logits = functional.linear(u.to(wide), self.router.weight.to(wide), None if bias is None else bias.to(wide))
+            bias, u = self.router.bias, u.to(wide)
+            if self.config.centered:
+                own = functional.rms_norm(u - self.center.to(wide), u.shape[-1:], eps=self.norm.eps)
+                u = own * u.any(-1, keepdim=True)
+            logits = functional.linear(u, self.router.weight.to(wide), None if bias is None else bias.to(wide))
         if choose is None:
             chosen = logits.detach().sort(dim=-1, descending=True, stable=True).indices[:, : self.config.top_k]
         else:

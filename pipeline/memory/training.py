@@ -48,6 +48,7 @@ from pipeline.run.errors import ConfigError
 from pipeline.run.workdir import Job
 
 UNUSED = 0.2  # share of a layer's chapters above which there is a warning
+CENTERED = 8  # steps over whose units a center is the mean
 WATCHED = 8  # batches of the validation split whose choices are measured at each evaluation
 
 
@@ -167,6 +168,11 @@ def next_tokens(
     `tokens` are those of an evaluation. Raises ConfigError for the router's weights without a memory.
     """
     memory = model.hook
+    if isinstance(memory, Memory) and memory.config.centered and not all(c.any() for c in memory.centers()):
+        raise ConfigError(
+            "memory.centered: expected a memory of stage_memory, which measures the center on a trained base; a model"
+            " that is trained from nothing has none: leave the key out of its file in conf/model/"
+        )
     if not isinstance(memory, Memory):
         if weights != type(weights)():
             raise ConfigError(
@@ -177,6 +183,31 @@ def next_tokens(
     units = UnitStream(stream, memory.config)
     batches = [batch for _, batch in zip(range(WATCHED), units.evaluation(tokens), strict=False)]
     return units, *watched_loss(model, batches, weights, job)
+
+
+@torch.no_grad()
+def measure_centers(model: Transformer, stream: UnitStream, context: int, hardware: device.Hardware) -> None:
+    """Set the centers of a `centered` memory, fresh on a trained base: the means of u over the units of the first
+    CENTERED steps, on all ranks alike. Nothing for others.
+    """
+    memory = model.hook
+    assert isinstance(memory, Memory)
+    if not memory.config.centered:
+        return
+    where, was_training = model.model.embed_tokens.weight.device, model.training
+    model.train(False)
+    sums, units = [torch.zeros_like(center) for center in memory.centers()], 0
+    for step in range(CENTERED):
+        own = stream.batch(step, context, stream.rows(step, context))
+        batch, units = own.to(where), units + own.num_units
+        reading = Reading(trained=batch.targets >= 0, watch=True)
+        with hardware.autocast():
+            learning_losses.read_out(model, batch, learning_losses.next_token, reading)
+        for total, u in zip(sums, reading.means.values(), strict=True):
+            total += u.to(total.dtype).sum(0)
+    for center, total in zip(memory.centers(), sums, strict=True):
+        center.copy_(total / max(1, units))
+    model.train(was_training)
 
 
 def watched_loss(
