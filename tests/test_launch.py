@@ -141,9 +141,21 @@ def test_progress_counts_stages_and_minutes_of_the_longest_chain_or_of_all_work(
     assert build.left({}) == 420.0  # a, c, e
     assert build.progress({}) == "0 of 5, about 7 min left"
     build.ended("a", "built")
+    build.stages["a"].took = 60.0
     build.stages["c"].state = "running"
     assert build.left({"c": 200.0}) == 180.0  # b, e against c's rest, e, and (120 + 100 + 60 + 60) / 2
     assert build.progress({"c": 200.0}) == "1 of 5, about 3 min left"
+
+
+def test_what_is_built_tells_how_fast_this_machine_is() -> None:
+    build = build_of(WAITS, jobs=2, a=60.0, b=120.0, c=300.0, d=60.0, e=60.0)
+    build.ended("a", "built")
+    build.stages["a"].took = 150.0
+    assert build.left({}) == 2.5 * 360  # c, e
+    build.stages["a"].seconds = 20.0  # of a guess so short nothing is said
+    assert build.left({}) == 360.0
+    build.ended("b", "up to date")
+    assert build.left({}) == 360.0
 
 
 def test_a_signal_asks_each_stage_once_and_starts_no_more(

@@ -13,7 +13,8 @@ DVC and its stage (Linux). The threads of a stage are the cores divided by the j
 decides the last bits of a result, so an interrupted stage must resume with as many. On Linux DVC's processes are forks
 of the launcher, which has loaded DVC once.
 
-Not promised: a good estimate of the time left before the first full run; it starts from `seconds` in the scale file.
+Not promised: a good estimate of the time left before the first full run; it starts from `seconds` in the scale file
+and follows the pace of the stages that are built.
 """
 
 import argparse
@@ -43,6 +44,7 @@ REPORT, DEPLOY = "stage_report", "stage_deploy"
 UNKNOWN_SECONDS = 30.0  # of a stage without a measured time
 POLL_SECONDS, LOOK_SECONDS = 0.1, 1.0  # between looks at processes, at what they have for MLflow
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+PACED_SECONDS = 30.0  # estimated, of stages that are built, from which on they tell how fast this machine is
 MLFLOW = "STAGECOACH_MLFLOW"
 ENDED = "STAGECOACH_ENDED"  # the file for a stage's exit code; DVC's own code means only that it failed
 # On macOS a fork of a process that has used its frameworks may crash
@@ -103,13 +105,21 @@ class Build:
     def named(self, *states: str) -> list[str]:
         return [stage.name for stage in self.stages.values() if stage.state in states]
 
+    @property
+    def pace(self) -> float:
+        """Seconds that a stage takes for each estimated one, by those built so far; 1 while they say too little."""
+        built = [stage for stage in self.stages.values() if stage.state == "built"]
+        estimate = sum(stage.seconds for stage in built)
+        return sum(stage.took for stage in built) / estimate if estimate >= PACED_SECONDS else 1.0
+
     def left(self, running: dict[str, float]) -> float:
         """Seconds until everything is built: of the longest chain, or of all work divided by the jobs. `running`:
         stage -> seconds since its start.
         """
-        seconds = {name: self.stages[name].seconds for name in self.named("waiting", "running")}
+        pace = self.pace
+        seconds = {name: pace * self.stages[name].seconds for name in self.named("waiting", "running")}
         seconds |= {name: max(1.0, seconds[name] - elapsed) for name, elapsed in running.items()}
-        chains = [self.behind[name] - self.stages[name].seconds + seconds[name] for name in seconds]
+        chains = [pace * (self.behind[name] - self.stages[name].seconds) + seconds[name] for name in seconds]
         return max([sum(seconds.values()) / self.jobs, *chains], default=0.0)
 
     def progress(self, running: dict[str, float]) -> str:
