@@ -24,7 +24,9 @@ SFT |= {"rehearse": "none"}
 
 
 @pytest.mark.oracle
-@pytest.mark.parametrize("shape", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize(
+    "shape", ["qwen2", *(pytest.param(shape, marks=pytest.mark.full) for shape in ("qwen3", "llama"))]
+)
 def test_a_causal_checkpoint_is_fine_tuned_and_aligned_with_no_stage_before(
     shape: str, workspace: Workspace, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
