@@ -158,6 +158,28 @@ def test_what_is_built_tells_how_fast_this_machine_is() -> None:
     assert build.left({}) == 360.0
 
 
+def test_a_stage_with_little_beside_it_trains_on_all_cores_with_nothing_beside_it(
+    repros: type[Repro], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build = build_of(WAITS, d=300.0)
+    build.alone = frozenset("d")
+    assert Launcher(build, "make").run() == 0
+    assert repros.started == ["a", "d", "b", "c", "e"]
+    assert repros.threads == {"a": "2", "b": "2", "c": "2", "d": "4", "e": "2"}
+    build = build_of(WAITS, b=300.0, c=200.0, d=100.0)
+    build.alone = frozenset("c")
+    build.ended("a", "built")
+    assert build.next() == ["b"]  # c waits for it, and d for c
+    build.stages["b"].state = "running"
+    assert build.next() == []
+    build.ended("b", "up to date")
+    build.ended("a", "up to date")
+    assert build.next() == ["c"]
+    build.stages["c"].state = "running"
+    assert build.next() == []
+    assert build.left({"c": 0.0}) == 200.0 + (100.0 + 1.0) / 2  # d and e while c has both
+
+
 def test_a_signal_asks_each_stage_once_and_starts_no_more(
     repros: type[Repro], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -239,6 +261,17 @@ def test_seconds_are_those_of_the_last_run_here_then_of_the_scale_file(
         os.utime(folder / "speed.json", (number, number))
     names = ["stage_language", "stage_evaluate@tools", "stage_evaluate_reward", "stage_new"]
     assert launch.seconds_of(names, "demo") == dict(zip(names, (140.0, 9.5, 60.0, launch.UNKNOWN_SECONDS), strict=True))
+
+
+def test_what_trains_alone_is_decided_by_what_could_run_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = launch.chosen(graph.waits(), launch.SPINE)
+    seconds = dict.fromkeys(waits, 10.0) | {"stage_language": 100.0, "stage_tools": 300.0, "stage_deploy": 300.0}
+    assert launch.alone(waits, seconds) == {"stage_language", "stage_tools"}
+    assert launch.alone(waits, seconds | {"stage_tasks": 60.0}) == {"stage_tools"}
+    monkeypatch.setattr(launch.device, "workers", lambda _: 2)
+    assert launch.prepare(launch.SPINE, 2).alone == {"stage_language", "stage_tools"}
+    monkeypatch.setattr(launch.device, "workers", lambda _: 4)
+    assert not launch.prepare(launch.SPINE, 2).alone  # two threads each
 
 
 def test_without_a_sandbox_what_runs_sampled_programs_is_left_out_and_the_rest_is_built(

@@ -9,9 +9,10 @@ If a stage fails, only the stages that need it are not built. At the end a table
 idle share of the jobs and the command to continue; the exit code is that of the first failure. The report reads
 whatever was measured, so it waits for the other stages but needs none of them. SIGINT, SIGTERM and SIGHUP reach each
 running stage once; the stage saves its state, and the same command resumes. If the launcher is killed, the kernel ends
-DVC and its stage (Linux). The threads of a stage are the cores divided by the jobs, even if it runs alone: their number
-decides the last bits of a result, so an interrupted stage must resume with as many. On Linux DVC's processes are forks
-of the launcher, which has loaded DVC once.
+DVC and its stage (Linux). The threads of a stage are the cores divided by the jobs, or all cores for a stage that
+nothing large could run beside. The graph and the scale decide that, not the moment: the number of threads decides the
+last bits of a result, so an interrupted stage must resume with as many. On Linux DVC's processes are forks of the
+launcher, which has loaded DVC once.
 
 Not promised: a good estimate of the time left before the first full run; it starts from `seconds` in the scale file
 and follows the pace of the stages that are built.
@@ -44,6 +45,10 @@ REPORT, DEPLOY = "stage_report", "stage_deploy"
 UNKNOWN_SECONDS = 30.0  # of a stage without a measured time
 POLL_SECONDS, LOOK_SECONDS = 0.1, 1.0  # between looks at processes, at what they have for MLflow
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SMALL = 0.6
+# Of a waiting OpenMP thread, a few microseconds: without them a second thread gains nothing, and with many more all
+# threads wait for the one whose core does something else.
+SPINS = "1000"
 PACED_SECONDS = 30.0  # estimated, of stages that are built, from which on they tell how fast this machine is
 MLFLOW = "STAGECOACH_MLFLOW"
 ENDED = "STAGECOACH_ENDED"  # the file for a stage's exit code; DVC's own code means only that it failed
@@ -67,6 +72,7 @@ class Build:
 
     stages: dict[str, Stage]
     jobs: int
+    alone: frozenset[str] = frozenset()  # stages beside which no other runs
     behind: dict[str, float] = field(default_factory=dict)  # stage -> seconds of the longest chain that starts with it
 
     def __post_init__(self) -> None:
@@ -83,6 +89,17 @@ class Build:
         """Stages that may start: deploy first, since a person waits for it, then by the longest chain."""
         names = [stage.name for stage in self.stages.values() if stage.state == "waiting" and self._may_start(stage)]
         return sorted(names, key=lambda name: (name != DEPLOY, -self.behind[name], name))
+
+    def next(self) -> list[str]:
+        """The stages to start now. One that runs alone waits for the others, and no other starts before it."""
+        running, names = self.named("running"), list[str]()
+        if self.alone & set(running):
+            return []
+        for name in self.ready()[: self.jobs - len(running)]:
+            if name in self.alone:
+                return names or ([] if running else [name])
+            names.append(name)
+        return names
 
     def _may_start(self, stage: Stage) -> bool:
         states = [self.stages[name].state for name in stage.waits]
@@ -120,7 +137,8 @@ class Build:
         seconds = {name: pace * self.stages[name].seconds for name in self.named("waiting", "running")}
         seconds |= {name: max(1.0, seconds[name] - elapsed) for name, elapsed in running.items()}
         chains = [pace * (self.behind[name] - self.stages[name].seconds) + seconds[name] for name in seconds]
-        return max([sum(seconds.values()) / self.jobs, *chains], default=0.0)
+        work = sum(seconds[name] * (self.jobs if name in self.alone else 1) for name in seconds)
+        return max([work / self.jobs, *chains], default=0.0)
 
     def progress(self, running: dict[str, float]) -> str:
         """`7 of 12, about 4 min left`."""
@@ -148,7 +166,7 @@ class Build:
         """How much of the jobs' time stages took, of a build of so many seconds, and the chain that took longest: with
         other jobs idle only a shorter chain makes a build faster.
         """
-        busy = sum(stage.took for stage in self.stages.values())
+        busy = sum(stage.took * (self.jobs if stage.name in self.alone else 1) for stage in self.stages.values())
         idle = max(0.0, 1 - busy / (seconds * self.jobs)) if seconds else 0.0
         ended: dict[str, float] = {}  # stage -> seconds of the longest chain that ends with it
 
@@ -187,14 +205,38 @@ def chosen(waits: dict[str, set[str]], target: str | None) -> dict[str, set[str]
     return {name: needs & ends for name, needs in waits.items() if name in ends}
 
 
-def seconds_of(names: list[str], scale: str) -> dict[str, float]:
-    """An estimate of the time of each stage: its last run here, else `seconds` of the scale file."""
+def alone(waits: dict[str, set[str]], seconds: dict[str, float], root: Path = Path()) -> frozenset[str]:
+    """Stages that train a model while there is less to do beside them than SMALL of their time: two threads of one
+    stage do less than two stages, but more than one thread beside an idle core.
+
+    `seconds` are those of the scale file, so that a stage that was interrupted resumes with as many threads.
+    """
+
+    before: dict[str, set[str]] = {}
+
+    def ancestors(name: str) -> set[str]:
+        if name not in before:
+            before[name] = waits[name].union(*map(ancestors, waits[name]))
+        return before[name]
+
+    def beside(name: str) -> float:
+        others = waits.keys() - ancestors(name) - {name}
+        return sum(seconds[other] for other in others if name not in ancestors(other))
+
+    outs = {name: stage.outs for name, stage in graph.stages(root).items()}
+    train = {name for name in waits if any(out.startswith("models/") for out in outs[name])} - judging(root) - {DEPLOY}
+    return frozenset(name for name in train if beside(name) < SMALL * seconds[name])
+
+
+def seconds_of(names: list[str], scale: str, *, measured: bool = True) -> dict[str, float]:
+    """An estimate of the time of each stage: its last run here, if `measured`, else `seconds` of the scale file."""
     estimates = read_yaml(Path(f"conf/scale/{scale}.yaml")).get("seconds") or {}
     seconds = {}
     for name in names:
         short_name = name.removeprefix("stage_").replace("evaluate_reward", "evaluate@reward")
         estimate = estimates.get(short_name, estimates.get(short_name.split("@")[0], UNKNOWN_SECONDS))
-        timings = sorted((workdir.root() / short_name).glob("*/speed.json"), key=lambda path: path.stat().st_mtime)
+        timed = (workdir.root() / short_name).glob("*/speed.json") if measured else ()
+        timings = sorted(timed, key=lambda path: path.stat().st_mtime)
         with suppress(OSError, ValueError, KeyError, IndexError):
             estimate = json.loads(timings[-1].read_text())["seconds"]
         seconds[name] = float(estimate)
@@ -287,7 +329,7 @@ class Launcher:
         self.code = 0  # exit code of the first stage that failed
         self.signaled: set[int] = set()  # pids that were sent SIGINT
         self.deadline = float("inf")  # when processes that have not ended are killed
-        self.threads = str(max(1, device.workers("auto") // build.jobs))
+        self.cores = device.workers("auto")
         self.exit_codes = workdir.root() / "ended"
 
     def run(self) -> int:
@@ -328,11 +370,10 @@ class Launcher:
         self.signal = self.signal or number
 
     def _start(self) -> None:
-        free = self.build.jobs - len(self.running)
-        names = [] if self.signal else self.build.ready()[:free]
-        for name in names:
+        for name in [] if self.signal else self.build.next():
             (self.exit_codes / name).unlink(missing_ok=True)
-            defaults = {"OMP_NUM_THREADS": self.threads, MLFLOW: tracking.LATER}
+            threads = max(1, self.cores // (1 if name in self.build.alone else self.build.jobs))
+            defaults = {"OMP_NUM_THREADS": str(threads), "GOMP_SPINCOUNT": SPINS, MLFLOW: tracking.LATER}
             environment = defaults | os.environ | {ENDED: str(self.exit_codes / name)}
             process = _child(reproduce, name, environment)
             self.running[name] = (process, time.monotonic())
@@ -400,6 +441,8 @@ def prepare(target: str | None, jobs: int) -> Build:
     waits = chosen(graph.waits(), target)
     seconds = seconds_of(list(waits), settings.name("scale"))
     build = Build({name: Stage(name, needs, seconds[name]) for name, needs in waits.items()}, jobs)
+    if device.workers("auto") < 2 * jobs:  # else each stage has several threads as it is
+        build.alone = alone(waits, seconds_of(list(waits), settings.name("scale"), measured=False))
     sandboxed = sorted(judging(Path()) & waits.keys())
     if sandboxed and (refused := no_sandbox(settings)):
         say(f"there is no sandbox here ({refused}): what runs programs that a model wrote is left out")
