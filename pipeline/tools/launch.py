@@ -441,7 +441,7 @@ def prepare(target: str | None, jobs: int) -> Build:
     waits = chosen(graph.waits(), target)
     seconds = seconds_of(list(waits), settings.name("scale"))
     build = Build({name: Stage(name, needs, seconds[name]) for name, needs in waits.items()}, jobs)
-    if device.workers("auto") < 2 * jobs:  # else each stage has several threads as it is
+    if device.workers("auto") < 2 * jobs and not os.environ.get("STAGECOACH_LAUNCH"):  # else there are threads enough
         build.alone = alone(waits, seconds_of(list(waits), settings.name("scale"), measured=False))
     sandboxed = sorted(judging(Path()) & waits.keys())
     if sandboxed and (refused := no_sandbox(settings)):

@@ -98,6 +98,7 @@ ENVIRONMENT = {
     "TORCHINDUCTOR_CACHE_DIR": "where compiled layers are kept; not set: `compile` in the work folder",
     "TORCH_CPP_LOG_LEVEL": "PyTorch's own; not set: ERROR",
     "OMP_WAIT_POLICY": "OpenMP's own; not set: PASSIVE",
+    "GOMP_SPINCOUNT": "OpenMP's own; not set: 1000 for the stages of `make`; 0 on a machine that has much else to do",
 }
 # Set by DVC, by the launcher or by us for our own processes: not to be set by hand
 INTERNAL = (
