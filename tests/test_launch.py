@@ -269,7 +269,7 @@ def test_what_trains_alone_is_decided_by_what_could_run_beside_it(monkeypatch: p
     assert launch.alone(waits, seconds) == {"stage_language", "stage_tools"}
     assert launch.alone(waits, seconds | {"stage_tasks": 60.0}) == {"stage_tools"}
     monkeypatch.setattr(launch.device, "workers", lambda _: 2)
-    assert launch.prepare(launch.SPINE, 2).alone == {"stage_language", "stage_tools"}
+    assert launch.prepare(launch.SPINE, 2).alone == {"stage_tools"}
     monkeypatch.setattr(launch.device, "workers", lambda _: 4)
     assert not launch.prepare(launch.SPINE, 2).alone  # two threads each
 

@@ -45,7 +45,7 @@ REPORT, DEPLOY = "stage_report", "stage_deploy"
 UNKNOWN_SECONDS = 30.0  # of a stage without a measured time
 POLL_SECONDS, LOOK_SECONDS = 0.1, 1.0  # between looks at processes, at what they have for MLflow
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-SMALL = 0.6
+SMALL = 0.5
 # Of a waiting OpenMP thread, a few microseconds: without them a second thread gains nothing, and with many more all
 # threads wait for the one whose core does something else.
 SPINS = "1000"
