@@ -1,12 +1,13 @@
 """Stage rlhf: reinforcement learning from the reward model, held back by the divergence from the initial policy.
 
-    models/tools + models/reward + data/preferences (prompts) -> models/rlhf
+    models/tools + models/reward + data/preferences (prompts) (+ data/dialogues + data/tokens) -> models/rlhf
 
     rlhf.method = rloo    an answer against the others to its prompt     (Ahmadian et al. 2024, arXiv:2402.14740)
                   ppo     against a critic, which starts as models/reward (Ziegler et al. 2019; Ouyang et al. 2022)
 
-The policy starts as models/tools. At every evaluation it answers the same held-out prompts. `proxy` is the reward of
-training (`rlhf.rewards`), `gold` the true score, which training never uses.
+The policy starts as models/tools. Each update also has rows of what it learned before (PPO-ptx, Ouyang et al. 2022):
+a reward asks for one thing, and all else would pay for it. At every evaluation the policy answers the same held-out
+prompts. `proxy` is the reward of training (`rlhf.rewards`), `gold` the true score, which training never uses.
 """
 
 from collections.abc import Callable
@@ -16,6 +17,8 @@ from pathlib import Path
 
 from torch import nn
 
+from pipeline.batches.batch import TokenStream
+from pipeline.batches.dialogues import DialogueStream, Shares, rehearsing
 from pipeline.batches.pairs import PairSplit
 from pipeline.evaluation import preferences
 from pipeline.evaluation.tools import call_reward
@@ -31,12 +34,22 @@ from pipeline.rl import advantages, answers
 from pipeline.rl.advantages import PPOConfig
 from pipeline.rl.models import CausalSetting
 from pipeline.rl.rewards import Scorer
-from pipeline.rl.rollout import Method, RolloutBatch, RolloutConfig, RolloutStream, alarms_of, group_loss, watch_alarms
+from pipeline.rl.rollout import (
+    Method,
+    RolloutBatch,
+    RolloutConfig,
+    RolloutStream,
+    alarms_of,
+    group_loss,
+    rehearsed_too,
+    watch_alarms,
+)
 from pipeline.run import device
 from pipeline.run.config import block
 from pipeline.run.stage import main
 from pipeline.run.workdir import Job
 from pipeline.sandbox.judge import SandboxConfig
+from pipeline.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +64,13 @@ class Params:
     """Kinds of prompts to train on; empty: all whose better answer has room."""
     rewards: dict[str, float] = field(default_factory=lambda: {"learned": 1.0})
     """name: weight; tool_call with kinds: [tools], code with [code]."""
+    rehearse: str = "tokens"
+    """tokens: mix in rows of data/tokens; none: dialogues alone."""
+    rehearsal_rows: int = 0
+    """Rows of dialogues, text and code beside the answers of an update; 0: none."""
+    rehearsal_coef: float = 1.0
+    """Of their loss per token beside that of the answers."""
+    shares: Shares = field(default_factory=Shares)
     held_out: preferences.HeldOutConfig = field(default_factory=preferences.HeldOutConfig)
     adapter: AdapterConfig | None = None
     """{rank, alpha, ...}: train an adapter alone, and merge it at the end."""
@@ -71,9 +91,23 @@ class Params:
                 f"horizon: expected at least a fifth of the {self.fit.prompts * self.fit.samples} answers of an"
                 f" iteration, got {self.ppo.horizon}; the coefficient of the divergence would turn negative"
             )
+        if self.rehearsal_rows < 0 or self.rehearsal_coef < 0:
+            raise ValueError("expected rehearsal_rows >= 0, rehearsal_coef >= 0")
 
 
-def run(params: Params, job: Job, *, base: Path, reward: Path, pairs: Path, out: Path, samples: Path) -> None:
+def run(
+    params: Params,
+    job: Job,
+    *,
+    base: Path,
+    reward: Path,
+    pairs: Path,
+    dialogues: Path,
+    text: Path,
+    code: Path,
+    out: Path,
+    samples: Path,
+) -> None:
     """Train the actor, measure gold against proxy on the way, save the model directory `out`."""
     if records.is_empty(pairs / "train.jsonl"):
         samples.touch()
@@ -96,6 +130,7 @@ def run(params: Params, job: Job, *, base: Path, reward: Path, pairs: Path, out:
     with setting.judge(params.sandbox, wanted=params.rewards) as judge:
         scorer = Scorer(params.rewards, setting.resources(judge, call_reward, preferred))
         learner = (_rloo if params.method == "rloo" else _ppo)(params, setting, scorer, reward)
+        rehearsal = _rehearsal(params, job, start.tokenizer, dialogues, text, code)
         stream = RolloutStream(
             prompts["train"],
             config,
@@ -104,7 +139,9 @@ def run(params: Params, job: Job, *, base: Path, reward: Path, pairs: Path, out:
             seed=job.seed,
             ranks=setting.ranks,
             state=learner.carried,
+            rehearsal=rehearsal,
         )
+        loss = rehearsed_too(learner.loss, setting.policy, params.rehearsal_coef) if rehearsal else learner.loss
         held_out = preferences.HeldOutPrompts(prompts["test"], setting, judge, scorer, params.held_out)
         watchers = Watchers(
             first=gates.first_policy(*learner.gated, setting.precision),
@@ -114,7 +151,7 @@ def run(params: Params, job: Job, *, base: Path, reward: Path, pairs: Path, out:
             gradients_at=None,
             save=partial(reference.save_merged, start.policy, start.tokenizer, job),
         )
-        fit(learner.model, stream, learner.loss, learner.config, job, watchers=watchers)
+        fit(learner.model, stream, loss, learner.config, job, watchers=watchers)
         held_out_report = held_out.report()  # before `finish`, which merges an adapter into the reference too
         held_out.write_samples(samples)
         job.report(
@@ -125,6 +162,19 @@ def run(params: Params, job: Job, *, base: Path, reward: Path, pairs: Path, out:
             alarms=alarms_of(job.tracker.rows, target_kl=params.ppo.target_kl),
         )
     checkpoint.save(out, start.policy, start.tokenizer, job.lineage)
+
+
+def _rehearsal(
+    params: Params, job: Job, tokenizer: Tokenizer, dialogues: Path, text: Path, code: Path
+) -> TokenStream | None:
+    """What the policy learned before, in rows as long as those of its answers; None where it shall not be read."""
+    if not params.rehearsal_rows or records.is_empty(dialogues / "train.jsonl"):
+        return None
+    length = params.fit.row_length
+    tokens = length * params.rehearsal_rows
+    conversations = DialogueStream(dialogues, tokenizer, context=length, tokens_per_step=tokens, seed=job.seed)
+    mixed = rehearsing(conversations, params.shares, job, tokenizer, text=text, code=code, base=params.base)
+    return mixed or conversations
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,7 +254,14 @@ def loss(model: ActorCritic, batch: RolloutBatch, *, temperature: float, ppo: PP
 if __name__ == "__main__":
     main(
         run,
-        inputs={"base": "models/{base}", "reward": "models/reward", "pairs": "data/preferences"},
+        inputs={
+            "base": "models/{base}",
+            "reward": "models/reward",
+            "pairs": "data/preferences",
+            "dialogues": "data/dialogues",
+            "text": "data/{rehearse}/text",
+            "code": "data/{rehearse}/code",
+        },
         outs={"out": "models/rlhf", "samples": "metrics/samples/rlhf.jsonl"},
         trains=True,
         cuttable=False,

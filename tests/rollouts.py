@@ -113,10 +113,12 @@ def stream(
     seed: int = 1,
     ranks: Any = None,
     state: dict[str, Any] | None = None,
+    rehearsal: Any = None,
 ) -> RolloutStream:
     asked = [prompt(number) for number in range(prompts)]
     group = Ranks("fp32", "unused") if ranks is None else ranks
-    return RolloutStream(asked, settings or config(), how or method(), pad=PAD, seed=seed, ranks=group, state=state)
+    settings, how = settings or config(), how or method()
+    return RolloutStream(asked, settings, how, pad=PAD, seed=seed, ranks=group, state=state, rehearsal=rehearsal)
 
 
 def names(found: Sequence[Rollout]) -> list[tuple[str, int]]:

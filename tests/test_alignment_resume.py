@@ -49,7 +49,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("kto", {"adapter": {"rank": 2, "alpha": 4}, "desirable_weight": 1.3}),
     ("dpo", {"adapter": {"rank": 2, "alpha": 4}, "precompute_reference": False}),
     ("rlhf", {"adapter": {"rank": 2, "alpha": 4, "dora": True}, "horizon": 10}),
-    ("rlhf", {"rewards": {"learned": 1.0}, "samples": 2, "prompts": 3}),
+    ("rlhf", {"rewards": {"learned": 1.0}, "samples": 2, "prompts": 3, "rehearsal_rows": 0}),
     ("rlhf", {"method": "rloo", "rewards": {"learned": 1.0}, "samples": 2, "prompts": 3}),
     ("grpo", {"method": "dapo", "epochs": 2, "minibatches": 1}),
     ("grpo", {"method": "reinforce_pp", "adapter": {"rank": 2, "alpha": 4}}),

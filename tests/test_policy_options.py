@@ -85,6 +85,9 @@ def run(
             job(workspace.folder / "work/key"),
             reward=Path("models/reward"),
             pairs=Path("data/preferences"),
+            dialogues=Path("data/dialogues"),
+            text=Path("data/none/text"),
+            code=Path("data/none/code"),
             **shared,
         )
     return found, sandboxes
@@ -317,6 +320,35 @@ def test_an_evaluation_of_rlhf_asks_so_many_prompts_and_best_of_n_so_many_of_the
 
 
 # rlhf alone
+
+
+@pytest.mark.parametrize(("method", "adapter"), [("ppo", None), ("rloo", AdapterConfig(rank=2, alpha=4.0))])
+def test_an_update_also_learns_from_rows_of_what_was_known_before(
+    method: str, adapter: AdapterConfig | None, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as are asked for, weighed as is asked for: the mean loss of the policy itself on them."""
+
+    def look(given: Handed) -> Any:
+        _, batch = filled(given)
+        policy = getattr(given.model, "actor", given.model)
+        told = {term.name: term for term in given.loss(given.model, batch).terms}.get("rehearsal")
+        if told is None or batch.rehearsed is None:
+            return told, batch.rehearsed
+        given_rows = batch.rehearsed
+        logits = policy(given_rows.input_ids, positions=given_rows.positions, documents=given_rows.documents)
+        expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), given_rows.targets.flatten())
+        found = float(told.sum.detach()) / batch.counts[told.per]
+        return len(given_rows.input_ids), told.coefficient, found, float(expected.detach())
+
+    def of(rows: int) -> Any:
+        params = of_rlhf(method=method, adapter=adapter, rehearsal_rows=rows, rehearsal_coef=0.4)
+        return run(params, workspace, monkeypatch, look)[0].seen
+
+    rows, coefficient, loss, expected = of(3)
+    assert (rows, coefficient) == (3, 0.4) and loss == pytest.approx(expected, rel=1e-4)
+    assert of(0) == (None, None)
+    with pytest.raises(ValueError, match="expected rehearsal_rows >= 0, rehearsal_coef >= 0"):
+        of(-1)
 
 
 @pytest.mark.parametrize("kinds", [("story",), ("tools",), ()])

@@ -1,16 +1,22 @@
 """Rollouts as batches: what an update gets of an iteration, what padding counts, and two processes against one."""
 
+import copy
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from pipeline.batches.batch import Piece, TokenBatch, token_batch
+from pipeline.learning.policy_losses import METHODS
+from pipeline.model.transformer import Transformer
 from pipeline.rl.answers import Answer
-from pipeline.rl.rollout import RolloutStream
+from pipeline.rl.rollout import RolloutStream, group_loss, rehearsed_too
 from tests import rollouts
 from tests.rollouts import PAD, Request, config, drawn, estimated, filled, method, names, scored_by, stream
 
@@ -81,6 +87,92 @@ def test_padding_rows_count_nothing() -> None:
     assert (only.counts["tokens"], only.counts["sequences"], len(only.old)) == (0, 0, 0)
     assert {name: len(values) for name, values in only.arrays.items()} == {"advantages": 0, "reference": 0}
     assert list(one.evaluation(100)) == []
+
+
+# rehearsal
+
+
+class Given:
+    """A stream of `count` rows an update: row n is one document of n % 7 + 3 tokens, trained but for the first."""
+
+    fingerprint = "given"
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def rows(self, step: int, context: int) -> np.ndarray:
+        return np.arange(step * self.count, (step + 1) * self.count)
+
+    def batch(self, step: int, context: int, rows: np.ndarray) -> TokenBatch:
+        pieces = [[Piece(np.arange(3 + row % 7), True)] for row in rows.tolist()]
+        shape: dict[str, Any] = {"packed": context, "context": context, "pad": PAD, "byte_lengths": np.ones(128, int)}
+        return token_batch(pieces, np.arange(len(rows)), **shape)
+
+
+@pytest.mark.parametrize(("count", "world"), [(1, 1), (3, 1), (3, 2), (7, 2), (20, 2)])
+def test_each_update_has_its_rows_of_the_rehearsal_spread_over_micro_batches(count: int, world: int) -> None:
+    one, plain = filled(rehearsal=Given(count)), filled()
+    one._ranks = type("Ranks", (), {"world": world, "rank": 0})()  # type: ignore[assignment]
+    for step in range(4):
+        rows = one.rows(step, 32)
+        assert len(rows) % world == 0
+        answered = [row for row in rows.tolist() if row >= 0]
+        assert answered == plain.rows(step, 32).tolist()  # in the same order: answers to a prompt stay together
+        assert [-2 - row for row in rows.tolist() if row < -1] == Given(count).rows(step, 32).tolist()
+        parts = [one.batch(step, 32, rows[first : first + 3]) for first in range(0, len(rows), 3)]
+        trained = [0 if part.rehearsed is None else part.rehearsed.num_targets for part in parts]
+        assert [part.counts["rehearsed"] for part in parts] == trained
+        assert sum(trained) == sum(row % 7 + 2 for row in Given(count).rows(step, 32).tolist())
+        assert (
+            sum(part.counts["tokens"] for part in parts) == plain.batch(step, 32, np.array(answered)).counts["tokens"]
+        )
+        if count == 3:  # six answers and three rows of the rehearsal
+            assert all(part.rehearsed is not None for part in parts[:3])
+
+
+def test_a_micro_batch_may_have_nothing_but_rehearsal_and_an_empty_iteration_has_none() -> None:
+    one = filled(rehearsal=Given(2))
+    alone = one.batch(0, 32, np.array([-2, -3]))
+    assert (alone.counts["tokens"], alone.counts["sequences"], alone.counts["rehearsed"]) == (0, 0, 5)
+    assert len(alone.input_ids) == 1  # one row of padding, so that there is a pass
+    assert one.batch(0, 32, np.array([0, -1])).rehearsed is None
+    assert "rehearsed" not in filled().batch(0, 32, np.array([0])).counts
+    one.rollouts = []
+    assert one.rows(0, 32).tolist() == []
+    assert one.fingerprint != filled().fingerprint
+
+
+@pytest.mark.parametrize("coefficient", [0.0, 0.3])
+def test_the_rehearsal_adds_the_gradient_of_its_loss_per_token(coefficient: float, tiny_model: Transformer) -> None:
+    """In float64 and in three micro-batches: the gradient of the policy's loss alone, plus c times that of the mean
+    cross-entropy over the rehearsal (InstructGPT, equation 2).
+    """
+    model = copy.deepcopy(tiny_model).double()
+    how, settings, given = replace(METHODS["grpo"], beta=0.0), config(minibatches=1), Given(4)
+    loss = partial(group_loss, method=how, config=settings)
+    plain, one = filled(settings), filled(settings, rehearsal=given)
+
+    def gradients(objective: torch.Tensor) -> list[torch.Tensor]:
+        return list(torch.autograd.grad(objective, list(model.parameters())))
+
+    whole = plain.batch(0, 32, plain.rows(0, 32))
+    of_answers = loss(model, whole)
+    alone = gradients(sum((t.coefficient * t.sum / whole.counts[t.per] for t in of_answers.terms), torch.zeros(())))
+    batch = given.batch(0, 32, given.rows(0, 32))
+    logits = model(batch.input_ids, positions=batch.positions, documents=batch.documents)
+    rehearsed = gradients(torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten()))
+    rows = one.rows(0, 32)
+    parts = [one.batch(0, 32, rows[first : first + 6]) for first in range(0, len(rows), 6)]
+    counts = {name: sum(part.counts[name] for part in parts) for name in parts[0].counts}
+    both = [torch.zeros_like(p) for p in model.parameters()]
+    for part in parts:
+        told = rehearsed_too(loss, model, coefficient)(model, part)
+        assert told.terms[-1].name == "rehearsal"
+        objective = sum((t.coefficient * t.sum / counts[t.per] for t in told.terms), torch.zeros(()))
+        both = [total + new for total, new in zip(both, gradients(objective), strict=True)]
+    assert max(float(g.abs().max()) for g in rehearsed) > 1e-3
+    for found, first, second in zip(both, alone, rehearsed, strict=True):
+        torch.testing.assert_close(found, first + coefficient * second, rtol=1e-6, atol=1e-9)
 
 
 # two processes

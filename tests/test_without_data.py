@@ -24,7 +24,7 @@ def without(stage: str, data: str) -> Ended:
     path = Path(f"data/{data}.jsonl")
     path.parent.mkdir(exist_ok=True)
     path.write_text("")
-    ended = command(stage, ["tools.rehearse=none"] if stage == "tools" else [])
+    ended = command(stage, [f"{stage}.rehearse=none"] if stage in ("tools", "rlhf") else [])
     assert ended.code == 0, ended.said
     return ended
 

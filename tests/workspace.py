@@ -51,7 +51,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "reward": PAIRS | {"calibration_answers": 4, "answer_tokens": 24, "own_prompts": 0},
     "dpo": PAIRS,
     "kto": {key: value for key, value in PAIRS.items() if key != "pairs"} | {"answers": 6},
-    "rlhf": ROLLOUTS | {"prompts": 6, "kinds": [], "eval_prompts": 2, "best_of_prompts": 0},
+    "rlhf": ROLLOUTS | {"prompts": 6, "kinds": [], "eval_prompts": 2, "best_of_prompts": 0, "rehearse": "none"},
     "grpo": ROLLOUTS | {"prompts": 3, "samples": 4, "rewards": {"length": 1.0, "code_format": 0.5}, "eval_problems": 2},
     "lora": TRAINING
     | {"steps": 4, "tokens_per_step": 256, "context": 128, "eval_tokens": 64, "learning_rate": 1e-2}

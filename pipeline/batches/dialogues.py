@@ -11,6 +11,8 @@ trains nothing in `untrained`; nothing else is left out.
 Facts have a loss on the answer and its end of text (E). Their texts are plain, because a base model has never read the
 turns of a chat. Nothing is left out: a fact that does not fit a row is an error.
 
+`rehearsing` mixes dialogues with text and code of earlier stages, so that a later one forgets nothing.
+
 Not promised: that a later segment of a dialogue contains what was said in an earlier one.
 """
 
@@ -23,10 +25,13 @@ from pathlib import Path
 import numpy as np
 
 from pipeline.batches.batch import Piece, fingerprint_of
+from pipeline.batches.corpus import CorpusStream, MixtureStream, read_meta
 from pipeline.batches.packing import PackedStream, Splits, pack
 from pipeline.ingest import records
 from pipeline.ingest.records import Dialogue, Fact, Message
-from pipeline.run.errors import DataError
+from pipeline.run.errors import DataError, ModelError
+from pipeline.run.tracking import say
+from pipeline.run.workdir import Job
 from pipeline.text import chat
 from pipeline.text.chat import Rendered
 from pipeline.text.tokenizer import Tokenizer
@@ -162,6 +167,58 @@ class DialogueStream(PackedStream):
             seed=seed,
             fingerprint=fingerprint_of([train.digest(), val.digest(), context, tokens_per_step, seed]),
         )
+
+
+# --- rehearsal --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shares:
+    """How many rows of each a mixture has."""
+
+    dialogue_weight: int = 3
+    """Then rows of dialogues."""
+    text_weight: int = 2
+    """For so many rows of text; 0: no text."""
+    code_weight: int = 1
+    """And so many rows of code; 0: no code."""
+
+    def __post_init__(self) -> None:
+        if self.dialogue_weight < 1 or self.text_weight < 0 or self.code_weight < 0:
+            raise ValueError("expected dialogue_weight >= 1, text_weight >= 0, code_weight >= 0")
+
+
+def rehearsing(
+    dialogues: DialogueStream, shares: Shares, job: Job, tokenizer: Tokenizer, *, text: Path, code: Path, base: str
+) -> MixtureStream | None:
+    """The dialogues mixed with those corpora of earlier stages that there are and that fill a batch; None for none.
+
+    Raises ModelError where they are encoded with another tokenizer than that of the model `base`.
+    """
+    members: list[tuple[int, PackedStream | MixtureStream]] = []
+    for folder, weight in ((text, shares.text_weight), (code, shares.code_weight)):
+        if not weight or not (folder / "meta.json").is_file():
+            continue  # data/none has none
+        meta = read_meta(folder)
+        tokens = int(meta["splits"]["train"]["tokens"])
+        if tokens < dialogues.tokens_per_step:
+            say(f"{job.name}: {folder} is not rehearsed: {tokens} tokens do not fill a batch")
+            continue
+        if meta["tokenizer"] != tokenizer.hash:
+            raise ModelError(
+                f"{folder} cannot be rehearsed: it was encoded with another tokenizer than that of the model"
+                f" {base}; set {job.stage}.rehearse=none, or for a checkpoint of your own language.base=base"
+            )
+        stream = CorpusStream(
+            folder,
+            tokenizer,
+            context=dialogues.context,
+            tokens_per_step=dialogues.tokens_per_step,
+            seed=job.seed,
+            cache=job.folder.parent,
+        )
+        members.append((weight, stream))
+    return MixtureStream([(shares.dialogue_weight, dialogues), *members]) if members else None
 
 
 # --- facts -----------------------------------------------------------------------------------------------------------

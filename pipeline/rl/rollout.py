@@ -9,6 +9,9 @@ prompts; then all processes have all answers, so that what is global (whitening,
 States are saved between fills, and a fill is a function of (weights, seed, iteration): a killed run resumes with the
 bits of an uninterrupted one.
 
+With a rehearsal, an update also has rows of given data, whose loss is added (`rehearsed_too`), so that the policy
+forgets nothing of what it was not asked for.
+
 Alarms are symptoms that a healthy run does not show. They warn and never stop a run. `alarms_of` is a function of the
 curve alone, so a resumed run has the same alarms. `watch_alarms` prints each once, when it is new.
 
@@ -26,11 +29,11 @@ from typing import ClassVar
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from pipeline.batches.batch import Piece, answered
+from pipeline.batches.batch import Piece, TokenBatch, TokenStream, answered
 from pipeline.learning import losses, policy_losses
-from pipeline.learning.losses import Loss
+from pipeline.learning.losses import Loss, Term
 from pipeline.learning.policy_losses import GroupMethod
 from pipeline.learning.processes import Ranks
 from pipeline.learning.settings import TrainingConfig
@@ -145,14 +148,16 @@ class RolloutBatch:
     row_of: Tensor  # (N,) int64, the row of each policy token
     old: Tensor  # (N,) float32, log-probabilities when sampled
     arrays: dict[str, Tensor]  # (N,) float32 each: advantages and others of the method
-    counts: dict[str, int]  # tokens, sequences, positions
+    counts: dict[str, int]  # tokens, sequences, positions; rehearsed: targets of the given data
     fresh: bool  # the policy has not moved since it sampled
+    rehearsed: TokenBatch | None = None
 
     def to(self, device: torch.device | str) -> "RolloutBatch":
         """The same batch on another device."""
         names = ("input_ids", "targets", "documents", "positions", "row_of", "old")
         moved = {name: getattr(self, name).to(device, non_blocking=True) for name in names}
-        return replace(self, **moved, arrays={name: value.to(device) for name, value in self.arrays.items()})
+        arrays = {name: value.to(device) for name, value in self.arrays.items()}
+        return replace(self, **moved, arrays=arrays, rehearsed=self.rehearsed and self.rehearsed.to(device))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,17 +184,22 @@ class RolloutStream:
         seed: int,
         ranks: Ranks,
         state: JsonObject | None = None,
+        rehearsal: TokenStream | None = None,
     ) -> None:
-        """`state` is what the method carries from iteration to iteration (a KL coefficient). States include it."""
+        """`state` is what the method carries from iteration to iteration (a KL coefficient). States include it.
+
+        Each update has a batch of `rehearsal`, where there is one.
+        """
         self.prompts, self.config, self.method = list(prompts), config, method
         self.steps_per_rollout = config.steps_per_rollout
         self.tokens_per_epoch = len(self.prompts) * config.row_length
-        identity = json.dumps([[p.id, p.ids] for p in self.prompts] + [seed])
+        given = [rehearsal.fingerprint] if rehearsal else []
+        identity = json.dumps([[p.id, p.ids] for p in self.prompts] + [seed] + given)
         self.fingerprint = hashlib.sha256(identity.encode()).hexdigest()[:16]
         self.carried = {} if state is None else state
         self.empty_in_row = 0
         self.rollouts: list[Rollout] = []
-        self._pad, self._seed, self._ranks = pad, seed, ranks
+        self._pad, self._seed, self._ranks, self._rehearsal = pad, seed, ranks, rehearsal
 
     def fill(self, step: int) -> dict[str, float]:
         """Sample and score the iteration that starts at `step`. Returns numbers to log.
@@ -256,7 +266,8 @@ class RolloutStream:
             )
 
     def rows(self, step: int, context: int) -> Array:
-        """Indices of this update's rollouts. -1 pads, so that each process has as many.
+        """Indices of this update's rollouts. -1 pads, so that each process has as many; -2 - n is row n of the
+        rehearsal. These stand between the others, so that each micro-batch has its share.
 
         An epoch shuffles prompts, not rows: answers to one prompt are neighbors, so that where the rows of a batch
         share a beginning (`attention.Branches`) the prompt is computed once. Only the border of two minibatches may
@@ -268,28 +279,34 @@ class RolloutStream:
         groups = np.arange(len(self.rollouts)).reshape(-1, self.config.samples)  # (P, G)
         order = groups[rng.permutation(len(groups))].reshape(-1)
         rows = np.array_split(order, self.config.minibatches)[minibatch]
+        if self._rehearsal and len(rows):
+            given = -2 - self._rehearsal.rows(step, context)
+            rows = np.insert(rows, np.arange(len(given)) * len(rows) // len(given), given)
         missing = -len(rows) % self._ranks.world
         return np.concatenate([rows, np.full(missing, -1, dtype=rows.dtype)])
 
     def batch(self, step: int, context: int, rows: Array) -> RolloutBatch:
-        """The batch of these rollouts."""
+        """The batch of these rollouts, and of these rows of the rehearsal."""
         rollouts = [self.rollouts[int(row)] for row in rows if row >= 0]
         pieces = [piece_of(rollout.answer) for rollout in rollouts]
-        pieces += [Piece(np.array([self._pad, self._pad]), False)] * (len(rows) - len(rollouts))
+        pieces += [Piece(np.array([self._pad, self._pad]), False)] * max(int((rows == -1).sum()), not pieces)
         padded = answered(pieces, self._pad)
         lengths = [len(rollout.answer.ids) for rollout in rollouts]
         names = sorted((rollouts or self.rollouts)[0].arrays) if self.rollouts else []
+        counts = {"tokens": sum(lengths), "sequences": len(rollouts), "positions": int((padded.documents >= 0).sum())}
+        rehearsed = None
+        if self._rehearsal:
+            if (given := -2 - rows[rows <= -2]).size:
+                rehearsed = self._rehearsal.batch(step, context, given)
+            counts["rehearsed"] = rehearsed.num_targets if rehearsed else 0
         return RolloutBatch(
             *padded,
             row_of=torch.repeat_interleave(torch.arange(len(rollouts)), torch.tensor(lengths, dtype=torch.int64)),
             old=_concatenate([np.array(rollout.answer.logprobs) for rollout in rollouts]),
             arrays={name: _concatenate([rollout.arrays[name] for rollout in rollouts]) for name in names},
-            counts={
-                "tokens": sum(lengths),
-                "sequences": len(rollouts),
-                "positions": int((padded.documents >= 0).sum()),
-            },
+            counts=counts,
             fresh=step % self.steps_per_rollout == 0,
+            rehearsed=rehearsed,
         )
 
     def evaluation(self, tokens: int) -> Iterator[RolloutBatch]:
@@ -326,6 +343,23 @@ def group_loss(model: Transformer, batch: RolloutBatch, *, method: GroupMethod, 
         max_tokens=config.max_new_tokens,
     )
     return policy_losses.with_agreement(result, logprobs, batch.old) if batch.fresh else result
+
+
+def rehearsed_too(loss: Callable[..., Loss], policy: Transformer, coefficient: float) -> Callable[..., Loss]:
+    """`loss` of an update, and `coefficient` times the cross-entropy of its rehearsal, per token, in nats.
+
+    The gradient of PPO-ptx (Ouyang et al. 2022, arXiv:2203.02155, equation 2). `policy` is the trained model inside
+    what wraps it: its gradients meet those of `loss` in the same backward pass.
+    """
+
+    def both(model: nn.Module, batch: RolloutBatch) -> Loss:
+        result = loss(model, batch)
+        total = result.terms[0].sum * 0
+        if batch.rehearsed is not None:
+            total = losses.read_out(policy, batch.rehearsed, losses.next_token)
+        return replace(result, terms=[*result.terms, Term("rehearsal", total, "rehearsed", coefficient)])
+
+    return both
 
 
 def grouped(rollouts: Sequence[Rollout], samples: int) -> list[Sequence[Rollout]]:
