@@ -68,8 +68,8 @@ class Params:
     """tokens: mix in rows of data/tokens; none: dialogues alone."""
     rehearsal_rows: int = 0
     """Rows of dialogues, text and code beside the answers of an update; 0: none."""
-    rehearsal_coef: float = 1.0
-    """Of their loss per token beside that of the answers."""
+    rehearsal_coef: float = 20.0
+    """Of their loss per token beside that of the answers (InstructGPT: 27.8)."""
     shares: Shares = field(default_factory=Shares)
     held_out: preferences.HeldOutConfig = field(default_factory=preferences.HeldOutConfig)
     adapter: AdapterConfig | None = None
