@@ -46,7 +46,9 @@ from pipeline.rl.rollout import (
 )
 from pipeline.run import device
 from pipeline.run.config import block
+from pipeline.run.errors import DataError
 from pipeline.run.stage import main
+from pipeline.run.tracking import say
 from pipeline.run.workdir import Job
 from pipeline.sandbox.judge import SandboxConfig
 from pipeline.text.tokenizer import Tokenizer
@@ -167,12 +169,18 @@ def run(
 def _rehearsal(
     params: Params, job: Job, tokenizer: Tokenizer, dialogues: Path, text: Path, code: Path
 ) -> TokenStream | None:
-    """What the policy learned before, in rows as long as those of its answers; None where it shall not be read."""
+    """What the policy learned before, in rows as long as those of its answers; None where it shall not be read, and
+    where the dialogues do not fill the rows of an update, which is said.
+    """
     if not params.rehearsal_rows or records.is_empty(dialogues / "train.jsonl"):
         return None
     length = params.fit.row_length
     tokens = length * params.rehearsal_rows
-    conversations = DialogueStream(dialogues, tokenizer, context=length, tokens_per_step=tokens, seed=job.seed)
+    try:
+        conversations = DialogueStream(dialogues, tokenizer, context=length, tokens_per_step=tokens, seed=job.seed)
+    except DataError as error:
+        say(f"{job.name}: nothing is rehearsed beside the answers: {error}")
+        return None
     mixed = rehearsing(conversations, params.shares, job, tokenizer, text=text, code=code, base=params.base)
     return mixed or conversations
 

@@ -324,7 +324,11 @@ def test_an_evaluation_of_rlhf_asks_so_many_prompts_and_best_of_n_so_many_of_the
 
 @pytest.mark.parametrize(("method", "adapter"), [("ppo", None), ("rloo", AdapterConfig(rank=2, alpha=4.0))])
 def test_an_update_also_learns_from_rows_of_what_was_known_before(
-    method: str, adapter: AdapterConfig | None, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+    method: str,
+    adapter: AdapterConfig | None,
+    workspace: Workspace,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """As many as are asked for, weighed as is asked for: the mean loss of the policy itself on them."""
 
@@ -347,6 +351,9 @@ def test_an_update_also_learns_from_rows_of_what_was_known_before(
     rows, coefficient, loss, expected = of(3)
     assert (rows, coefficient) == (3, 0.4) and loss == pytest.approx(expected, rel=1e-4)
     assert of(0) == (None, None)
+    assert "nothing is rehearsed" not in capsys.readouterr().err
+    assert of(10_000) == (None, None)  # few dialogues of one's own end no run
+    assert "nothing is rehearsed beside the answers: data/dialogues: too few tokens" in capsys.readouterr().err
     with pytest.raises(ValueError, match="expected rehearsal_rows >= 0, rehearsal_coef >= 0"):
         of(-1)
 

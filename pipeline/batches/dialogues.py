@@ -177,9 +177,9 @@ class Shares:
     """How many rows of each a mixture has."""
 
     dialogue_weight: int = 3
-    """Then rows of dialogues."""
+    """Rows of dialogues in the mixture."""
     text_weight: int = 2
-    """For so many rows of text; 0: no text."""
+    """To so many rows of text; 0: no text."""
     code_weight: int = 1
     """And so many rows of code; 0: no code."""
 
