@@ -1,5 +1,7 @@
 """The style of answers: drawn by chance before preference learning, judged by syntax tree and tokens."""
 
+from dataclasses import replace
+
 import pytest
 
 from pipeline.synthetic import programs
@@ -51,8 +53,8 @@ def test_the_true_score_is_half_tests_and_half_style() -> None:
     assert code_gold(programs.fenced("def f(:"), 1.0) == 0.0 == code_gold(SOURCE, 1.0)
 
 
-def test_answers_have_each_style_as_often() -> None:
-    answers = [problem.answer or "" for problem in programs.problems("train", 400, 5)]
+def test_dialogues_have_each_style_as_often() -> None:
+    answers = [programs.dialogue(problem).messages[1]["content"] for problem in programs.problems("train", 400, 5)]
     styles = [('"""' in answer, "    # " in answer) for answer in answers]
     for style in {(a, b) for a in (False, True) for b in (False, True)}:
         assert 70 <= styles.count(style) <= 130, (style, styles.count(style))
@@ -70,3 +72,13 @@ def test_style_changes_no_result() -> None:
                 arguments = eval(test["args"])
                 results = [repr(world[problem.entry_point](*arguments)) for world in worlds]  # type: ignore[operator]
                 assert results[0] == results[1] == test["expected"]
+
+
+def test_a_dialogue_adds_style_to_a_generated_answer_alone() -> None:
+    for problem in programs.problems("train", 12, 5):
+        shown = programs.unfenced(programs.dialogue(problem).messages[1]["content"])
+        first, *rest = shown.splitlines()
+        code = [line for line in rest if not line.startswith(('    """Return the', "    # Return the"))]
+        assert programs.fenced("\n".join([first, *code])) == problem.answer
+        for own in (replace(problem, id="mine"), replace(problem, answer="```python\npass\n```")):
+            assert programs.dialogue(own).messages[1]["content"] == own.answer

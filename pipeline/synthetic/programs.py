@@ -23,10 +23,11 @@ one, negative, repeated, long). 16 programs one operation away that differ from 
 test. No expected value fills more than half of the tests. A program whose constants make it dull has no such tests and
 is drawn again.
 
-Style: an answer says what it returns in a docstring, in a comment, in both or in neither, by chance and half each, so
-that a model trained on answers has no preference among the four. Preference learning gives it one (`well_styled`,
-preferences.py). The words follow from the signature: a docstring that repeats the question took tokens and spoilt what
-a model made of other phrasings (docs/LOG.md).
+Style: the answer of a problem is code alone. In a dialogue (`dialogue`) it says what it returns in a docstring, in a
+comment, in both or in neither, by chance and half each, so that a model trained on dialogues has no preference among
+the four. Preference learning gives it one (`well_styled`, preferences.py). The words follow from the signature: a
+docstring that repeats the question took tokens and spoilt what a model made of other phrasings. On a canvas, where all
+tokens are written at once, optional lines made half of the answers wrong (docs/LOG.md).
 
 Mistakes (`distractors`): wrong answers for preference pairs, as (kind, source). People make all these mistakes:
 
@@ -118,7 +119,7 @@ def _problem(split: str, index: int, seed: int) -> Problem:
         entry_point=name,
         signature=program.signature(name),
         tests=tests,
-        answer=None if split == "rl" else fenced(styled(*described(program, name), Style.draw(draw))),
+        answer=None if split == "rl" else fenced(program.source(name)),
     )
 
 
@@ -186,10 +187,14 @@ def _source_program(shape: str, draw: Draw) -> Program:
 
 
 def dialogue(problem: Problem) -> Dialogue:
-    """The problem as one user and one assistant message. Raises DataError if its answer is not known."""
+    """The problem as one user and one assistant message; a generated answer in one of the four styles.
+
+    Raises DataError if its answer is not known.
+    """
     if problem.answer is None:
         raise DataError(f"problem {problem.id} has no answer: only problems with one can be shown in training")
-    messages = [{"role": "user", "content": problem.question}, {"role": "assistant", "content": problem.answer}]
+    answer = _in_a_style(problem, problem.answer)
+    messages = [{"role": "user", "content": problem.question}, {"role": "assistant", "content": answer}]
     return Dialogue(id=problem.id, kind="code", category=problem.group, messages=messages)
 
 
@@ -222,6 +227,17 @@ def styled(source: str, description: str, style: Style) -> str:
     first, _, body = source.partition("\n")
     added = [f'    """{description}"""'] * style.docstring + [f"    # {description}"] * style.comment
     return "\n".join([first, *added, body])
+
+
+def _in_a_style(problem: Problem, answer: str) -> str:
+    """The answer of a generated problem in a style drawn by its id; that of any other problem as it is."""
+    try:
+        source, description = described(program_of(problem), problem.entry_point)
+    except ValueError:
+        return answer
+    if answer != fenced(source):  # a problem of the user's with an id like ours
+        return answer
+    return fenced(styled(source, description, Style.draw(Draw("style", problem.id))))
 
 
 def well_styled(source: str, module: ast.Module) -> bool:
