@@ -15,6 +15,7 @@ import torch
 
 from pipeline.generation.sampling import Sampling, generate
 from pipeline.learning.fit import Watchers, fit
+from pipeline.learning.losses import Loss
 from pipeline.learning.policy_losses import GroupMethod
 from pipeline.learning.processes import Ranks
 from pipeline.model.config import ModelConfig
@@ -24,7 +25,7 @@ from pipeline.rl import answers
 from pipeline.rl.advantages import PPOConfig, annotate_group, annotate_ppo, estimate_group, estimate_ppo
 from pipeline.rl.answers import Answer
 from pipeline.rl.rewards import Score
-from pipeline.rl.rollout import Method, Rollout, RolloutConfig, RolloutStream, group_loss
+from pipeline.rl.rollout import Method, Rollout, RolloutConfig, RolloutStream, group_loss, rehearsed_too
 from stages import rlhf
 from tests import rollouts
 from tests.loop import job
@@ -85,13 +86,21 @@ def sampler(model: Transformer, seed: int) -> Callable[[Sequence[Any]], list[Ans
 
 
 def filling(
-    method: Method, settings: RolloutConfig, state: dict[str, Any] | None = None, seed: int = 1
+    method: Method, settings: RolloutConfig, state: dict[str, Any] | None = None, seed: int = 1, rehearsal: Any = None
 ) -> RolloutStream:
     prompts = [rollouts.prompt(number % 14 + 2, length=1) for number in range(8)]
-    return RolloutStream(prompts, settings, method, pad=PAD, seed=seed, ranks=Ranks("fp32", ""), state=state)
+    ranks = Ranks("fp32", "")
+    return RolloutStream(prompts, settings, method, pad=PAD, seed=seed, ranks=ranks, state=state, rehearsal=rehearsal)
 
 
-def group_run(model: Transformer, method: GroupMethod, settings: RolloutConfig, folder: Path, **runtime: Any) -> Any:
+def group_run(
+    model: Transformer,
+    method: GroupMethod,
+    settings: RolloutConfig,
+    folder: Path,
+    rehearsal: Any = None,
+    **runtime: Any,
+) -> Any:
     """Train the model by a group method as the stages do; the job, whose curve is kept."""
     frozen = copy.deepcopy(model).requires_grad_(False)
     needed = method.beta > 0
@@ -110,8 +119,10 @@ def group_run(model: Transformer, method: GroupMethod, settings: RolloutConfig, 
         estimate=lambda found: estimate_group(found, method, settings.samples),
     )
     one = job(folder, **runtime)
-    loss = partial(group_loss, method=method, config=settings)
-    fit(model, filling(how, settings), loss, settings, one, watchers=Watchers(gradients_at=None))
+    loss: Callable[..., Loss] = partial(group_loss, method=method, config=settings)
+    if rehearsal:
+        loss = rehearsed_too(loss, model, 0.5)
+    fit(model, filling(how, settings, rehearsal=rehearsal), loss, settings, one, watchers=Watchers(gradients_at=None))
     return one
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.batches.batch import Piece, TokenBatch, token_batch
 from pipeline.generation.sampling import Sampling, sampler
 from pipeline.ingest.records import Pair
 from pipeline.learning.processes import Ranks
@@ -119,6 +120,23 @@ def stream(
     group = Ranks("fp32", "unused") if ranks is None else ranks
     settings, how = settings or config(), how or method()
     return RolloutStream(asked, settings, how, pad=PAD, seed=seed, ranks=group, state=state, rehearsal=rehearsal)
+
+
+class Given:
+    """A stream of `count` rows an update: row n is one document of n % 7 + 3 tokens, trained but for the first."""
+
+    fingerprint = "given"
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def rows(self, step: int, context: int) -> np.ndarray:
+        return np.arange(step * self.count, (step + 1) * self.count)
+
+    def batch(self, step: int, context: int, rows: np.ndarray) -> TokenBatch:
+        pieces = [[Piece(np.arange(3 + row % 7), True)] for row in rows.tolist()]
+        shape: dict[str, Any] = {"packed": context, "context": context, "pad": PAD, "byte_lengths": np.ones(128, int)}
+        return token_batch(pieces, np.arange(len(rows)), **shape)
 
 
 def names(found: Sequence[Rollout]) -> list[tuple[str, int]]:

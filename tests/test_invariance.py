@@ -43,10 +43,11 @@ from stages import reward
 from tests import bandit
 from tests.conftest import SENTENCES
 from tests.loop import job
+from tests.rollouts import Given
 from tests.settings import flat
 
 ROOT = Path(__file__).parents[1]
-KINDS = ("dpo", "kto", "reward", "grpo", "ppo")
+KINDS = ("dpo", "kto", "reward", "grpo", "rehearsed", "ppo")
 SMOOTH: dict[str, Any] = {"eps": 1e-2, "learning_rate": 1e-2}
 
 
@@ -142,11 +143,12 @@ def train_labels(folder: Path, **runtime: Any) -> nn.Module:
     return model
 
 
-def train_grpo(folder: Path, **runtime: Any) -> nn.Module:
+def train_grpo(folder: Path, rehearsal: Given | None = None, **runtime: Any) -> nn.Module:
     """15 answers in minibatches of 8 and 7: in the second one of two processes has a row of padding alone."""
     model = bandit.actor()
     settings = bandit.config(prompts=5, samples=3, minibatches=2, epochs=1, iterations=2, **SMOOTH)
-    keep_curve(bandit.group_run(model, replace(METHODS["grpo"], beta=0.05), settings, folder, **runtime), folder)
+    method = replace(METHODS["grpo"], beta=0.05)
+    keep_curve(bandit.group_run(model, method, settings, folder, rehearsal, **runtime), folder)
     return model
 
 
@@ -176,6 +178,7 @@ def run(kind: str, folder: Path, **runtime: Any) -> None:
         "reward": partial(train_pairs, method="reward"),
         "kto": train_labels,
         "grpo": train_grpo,
+        "rehearsed": partial(train_grpo, rehearsal=Given(3)),
         "ppo": train_ppo,
     }[kind]
     model = train(folder, logging_steps=1, **runtime)

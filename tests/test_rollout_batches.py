@@ -12,13 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.batches.batch import Piece, TokenBatch, token_batch
 from pipeline.learning.policy_losses import METHODS
 from pipeline.model.transformer import Transformer
 from pipeline.rl.answers import Answer
 from pipeline.rl.rollout import RolloutStream, group_loss, rehearsed_too
 from tests import rollouts
-from tests.rollouts import PAD, Request, config, drawn, estimated, filled, method, names, scored_by, stream
+from tests.rollouts import PAD, Given, Request, config, drawn, estimated, filled, method, names, scored_by, stream
 
 
 @pytest.mark.parametrize("minibatches", [1, 2, 5, 12])
@@ -90,23 +89,6 @@ def test_padding_rows_count_nothing() -> None:
 
 
 # rehearsal
-
-
-class Given:
-    """A stream of `count` rows an update: row n is one document of n % 7 + 3 tokens, trained but for the first."""
-
-    fingerprint = "given"
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def rows(self, step: int, context: int) -> np.ndarray:
-        return np.arange(step * self.count, (step + 1) * self.count)
-
-    def batch(self, step: int, context: int, rows: np.ndarray) -> TokenBatch:
-        pieces = [[Piece(np.arange(3 + row % 7), True)] for row in rows.tolist()]
-        shape: dict[str, Any] = {"packed": context, "context": context, "pad": PAD, "byte_lengths": np.ones(128, int)}
-        return token_batch(pieces, np.arange(len(rows)), **shape)
 
 
 @pytest.mark.parametrize(("count", "world"), [(1, 1), (3, 1), (3, 2), (7, 2), (20, 2)])
