@@ -57,7 +57,7 @@ ALL = {
     *(f"stage_evaluate@{model}" for model in (*MASKED, *MEMORY, *SECOND)),
 }
 ALIGNED = {f"{stage}{model}" for model in ("dpo", "kto", "grpo", "rlhf") for stage in ("stage_", "stage_evaluate@")}
-AFTER_RLHF = {"stage_rlhf", "stage_evaluate@rlhf", "stage_report"}
+AFTER_RLHF = {"stage_rlhf", "stage_deploy", "stage_evaluate@rlhf", "stage_report"}
 AFTER_TOOLS = {
     "stage_tools",
     "stage_evaluate@tools",

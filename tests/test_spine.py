@@ -16,7 +16,7 @@ from tests.graph import Repository, ran
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 SPINE = ["python", "-m", "pipeline.tools.launch", "-j", "2", "spine"]
 MODELS = ("language", "code", "tools", "reward", "rlhf", "deploy")
-AFTER_RLHF = {"stage_rlhf", "stage_evaluate@rlhf", "stage_report"}
+AFTER_RLHF = {"stage_rlhf", "stage_deploy", "stage_evaluate@rlhf", "stage_report"}
 
 
 def launched(repository: Repository) -> set[str]:

@@ -20,13 +20,12 @@ from pathlib import Path
 
 from pipeline.diffusion import files
 from pipeline.diffusion.model import Denoiser
-from pipeline.diffusion.sampling import CanvasState, Denoising, stepwise
+from pipeline.diffusion.sampling import CANVAS, CanvasState, Denoising, stepwise
 from pipeline.run.device import stable_hash
 from pipeline.serve.loop import Denoised, Ended, Loop, Said, Ticket, notify
 from pipeline.serve.models import Served, fingerprint_of, never_said
 
 KIND: str = "diffusion"
-CANVAS = 96  # tokens
 MAX_PROBABILITY = 1 + 1e-6  # room for rounding
 
 
