@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from pipeline.run import graph
+from pipeline.run.config import Settings
 from pipeline.run.errors import ConfigError
 from pipeline.tools import launch
 from pipeline.tools.launch import Build, Launcher, Stage
@@ -274,21 +275,20 @@ def test_what_trains_alone_is_decided_by_what_could_run_beside_it(monkeypatch: p
     assert not launch.prepare(launch.SPINE, 2).alone  # two threads each
 
 
-def test_without_a_sandbox_what_runs_sampled_programs_is_left_out_and_the_rest_is_built(
+def test_without_a_sandbox_what_learns_from_sampled_programs_is_left_out_and_the_rest_is_built(
     repros: type[Repro], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(launch.jail, "probe", lambda: {"refused": "no seccomp"})
     build = launch.prepare(None, 2)
     assert Launcher(build, "make all").run() == 0
     left_out = {one.name for one in build.stages.values() if one.state == "left out"}
-    assert left_out == {"stage_reward", "stage_rlhf", "stage_grpo", "stage_diffusion_grpo"} & build.stages.keys()
-    assert (
-        set(build.named("not built"))
-        == {"stage_evaluate_reward", "stage_evaluate@rlhf", "stage_evaluate@grpo", "stage_evaluate@diffusion_grpo"}
-        & build.stages.keys()
-    )
-    assert build.stages["stage_deploy"].state == build.stages["stage_report"].state == "built"
+    assert left_out == {"stage_grpo", "stage_diffusion_grpo"}
+    assert set(build.named("not built")) == {"stage_evaluate@grpo", "stage_evaluate@diffusion_grpo"}
+    assert build.stages["stage_rlhf"].state == build.stages["stage_deploy"].state == "built"
+    assert build.stages["stage_report"].state == "built"
     assert "there is no sandbox here (no seccomp)" in capsys.readouterr().err
+    settings = Settings(Path(), ["rlhf.rewards={code: 1.0}"])
+    assert launch.rewarded_by_code(settings, ("stage_rlhf", "stage_grpo")) == ["stage_grpo", "stage_rlhf"]
 
 
 @pytest.mark.parametrize(

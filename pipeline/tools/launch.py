@@ -25,7 +25,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -249,6 +249,14 @@ def judging(root: Path) -> set[str]:
     return {s.name for s in made if "sandbox" in s.tracked and any(out.startswith("models/") for out in s.outs)}
 
 
+def rewarded_by_code(settings: Settings, names: Iterable[str]) -> list[str]:
+    """Those stages that train on the results of programs that a model wrote: others only measure by them."""
+    blocks = {name: settings.layers(name.removeprefix("stage_")) for name in names}
+    return sorted(
+        name for name, block in blocks.items() if "rewards" in block and "code" in (block["rewards"].raw or {})
+    )
+
+
 def no_sandbox(settings: Settings) -> str:
     """The reason that programs written by a model cannot run here; empty if they can, or may run without a sandbox."""
     runtime, sandbox = settings.layers("runtime"), settings.layers("sandbox")
@@ -443,9 +451,9 @@ def prepare(target: str | None, jobs: int) -> Build:
     build = Build({name: Stage(name, needs, seconds[name]) for name, needs in waits.items()}, jobs)
     if device.workers("auto") < 2 * jobs and not os.environ.get("STAGECOACH_LAUNCH"):  # else there are threads enough
         build.alone = alone(waits, seconds_of(list(waits), settings.name("scale"), measured=False))
-    sandboxed = sorted(judging(Path()) & waits.keys())
+    sandboxed = rewarded_by_code(settings, judging(Path()) & waits.keys())
     if sandboxed and (refused := no_sandbox(settings)):
-        say(f"there is no sandbox here ({refused}): what runs programs that a model wrote is left out")
+        say(f"there is no sandbox here ({refused}): what learns from programs that a model wrote is left out")
         for name in sandboxed:
             build.ended(name, "left out", "no sandbox; sandbox.allow_unsafe: true runs it without one")
     return build
