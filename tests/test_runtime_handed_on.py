@@ -113,7 +113,7 @@ def test_tasks_tries_problems_and_labels_pairs_where_the_address_says(
         tasks._try_out([lot], TASKS, at_work(tmp_path), tmp_path, {})
     with pytest.raises(NotHere):
         tasks._pairs(TASKS, at_work(tmp_path))
-    assert judges.made == [ASKED, ASKED]
+    assert judges.made == [ASKED, (replace(ASKED[0], allow_unsafe=True), *ASKED[1:])]  # the second: our own programs
 
 
 def test_evaluate_judges_problems_and_test_sets_where_the_address_says(

@@ -1,6 +1,7 @@
 """The stage of conversations, problems and pairs: shares, splits that share nothing, what leaves and what joins."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,8 +22,11 @@ from pipeline.synthetic import preferences, stories, tools
 from pipeline.synthetic import programs as synthetic_programs
 from stages import tasks
 from stages.tasks import Params
+from tests.conftest import ROOT
 from tests.data_stages import TASKS, Made, made
 from tests.judges import LengthJudge
+
+FEW = replace(TASKS, dialogues=20, problems=10, rl_problems=2, pairs=3, test_items=1)
 
 
 @pytest.fixture
@@ -416,5 +420,20 @@ def test_answers_to_be_paired_run_in_the_sandbox_of_its_block(tmp_path: Path, mo
 
     monkeypatch.setattr(tasks, "Judge", Taking)
     config = SandboxConfig(preload=("json",))
-    made(tmp_path, replace(TASKS, dialogues=20, problems=10, rl_problems=2, pairs=3, test_items=1, sandbox=config))
-    assert asked == [config]
+    made(tmp_path, replace(FEW, sandbox=config))
+    assert asked == [replace(config, allow_unsafe=True)]  # our own programs
+
+
+def test_our_own_programs_run_where_there_is_no_sandbox(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with_one = made(tmp_path / "with", FEW)["preferences"]
+    shutil.copytree(ROOT / "pipeline/sandbox", tmp_path / "sandbox")
+    jail = tmp_path / "sandbox/jail.py"
+    whole, refused = jail.read_text(), 'raise kernel.Refused("no seccomp")'
+    jail.write_text(whole.replace("self_test(alone=alone)", refused, 1))
+    assert refused in jail.read_text()
+    monkeypatch.setattr(servers, "JAIL", jail)
+    assert made(tmp_path / "without", FEW)["preferences"] == with_one
+    assert any(pair.kind == "code" for pair in with_one["train"])
+    assert "no sandbox here: programs run with resource limits only" in caplog.text

@@ -30,7 +30,10 @@ JAIL = Path(__file__).with_name("jail.py")
 ENVIRONMENT = {"PYTHONHASHSEED": "0"}  # same iteration order of sets in every run; python -I would ignore it
 ATTEMPTS = 2  # a job that kills its server this many times is unscorable
 START_SECONDS = 120.0
-UNSAFE_WARNING = "sandbox.allow_unsafe: generated code runs with resource limits only; it can read and write your files"
+UNSAFE_WARNING = (
+    "no sandbox here: programs run with resource limits only, and could read and write your files. They are our"
+    " generators', or sandbox.allow_unsafe is true"
+)
 NO_SANDBOX = (
     "Running generated code safely needs Linux with seccomp. Set runtime.sandbox.url to a Linux machine, "
     "or sandbox.allow_unsafe: true to run it with resource limits only."
