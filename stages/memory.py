@@ -87,7 +87,7 @@ def run(
         write_json(routes, {})
         checkpoint.pass_through(base, baseline, job, code)
         return checkpoint.pass_through(base, out, job, code)
-    config = params.fit
+    config, hardware = params.fit, device.hardware(job.runtime.precision)
     model, tokenizer = checkpoint.load(base)
     try:
         config.check_context(model)
@@ -99,13 +99,13 @@ def run(
     questions = {
         kind: measure.questions(facts / f"{kind}.jsonl", tokenizer, params.questions) for kind in ("test", "control")
     }
-    base_measurement = _measure(model, tokenizer, stream.code, questions)
+    base_measurement = _measure(model.to(hardware.device), tokenizer, stream.code, questions)
     digest, phases = checkpoint.weights_digest(model), Phases(job)
     memory = _attach(model, params.memory, params, job.seed)
     wider, _ = checkpoint.load(base)
     assert isinstance(memory, Memory)
     _attach(wider, WiderConfig.like(params.memory, memory.num_parameters(), wider.config), params, job.seed)
-    training.measure_centers(model, stream.both, config.context, device.hardware(job.runtime.precision))
+    training.measure_centers(model.to(hardware.device), stream.both, config.context, hardware)
     models = {"memory": model, "baseline": wider}
     trained = {name: sum(p.numel() for p in m.parameters() if p.requires_grad) for name, m in models.items()}
     loss, watchers = training.watched_loss(model, [*stream.facts, *stream.code], params.router, job)
@@ -126,9 +126,7 @@ def run(
     )
     _merge_or_check(model, params, digest)
     _merge_or_check(wider, params, digest)
-    diagnostics = training.diagnostics(
-        model, [*stream.facts, *stream.code], device.hardware(job.runtime.precision), seed=job.seed
-    )
+    diagnostics = training.diagnostics(model, [*stream.facts, *stream.code], hardware, seed=job.seed)
     for warning in training.verdicts(diagnostics, params.memory.chapters):
         say(f"warning: {warning}")
     measurements = {name: _measure(m, tokenizer, stream.code, questions) for name, m in models.items()}

@@ -1,0 +1,191 @@
+"""A second kind of device, `fake:0`. Its tensors compute on the CPU but refuse one that lies there, as CUDA's do.
+
+    python -m tests.accelerator '{"stage": ["key=value", ...], ...}'     runs these stages on it, in this directory
+
+Prints {"stage": {"code": exit code, "said": stderr, "there": matrix products there, "cpu": those on the CPU}}. A tensor
+that a stage leaves on the CPU fails the first operation that meets both devices, or is part of a product there. Indices
+and scalars may come from the CPU, as on CUDA. Precision is fp32: the device has no autocast.
+"""
+
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+from pipeline.run import device
+from tests import workspace
+
+NAME = "fake"
+aten = torch.ops.aten
+TAKE_INDICES = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
+MULTIPLY = ("mm", "bmm", "addmm", "baddbmm", "_scaled_dot_product", "convolution")
+
+
+class Elsewhere(Tensor):
+    """A tensor of the device. `inside` is the CPU tensor that has its numbers; views of one have views of the other."""
+
+    inside: Tensor
+
+    @staticmethod
+    def __new__(cls, inside: Tensor) -> "Elsewhere":
+        made = Tensor._make_wrapper_subclass(
+            cls,
+            inside.size(),
+            strides=inside.stride(),
+            storage_offset=inside.storage_offset(),
+            dtype=inside.dtype,
+            device=torch.device(NAME, 0),
+        )
+        made.inside = inside
+        return made
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"Elsewhere({self.inside})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return compute(func, args, kwargs or {})
+
+    # What PyTorch refuses of subclasses, and devices have.
+
+    def tolist(self) -> Any:
+        return self.inside.tolist()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Elsewhere":
+        if id(self) not in memo:
+            memo[id(self)] = made = Elsewhere(self.inside.clone())
+            if isinstance(self, torch.nn.Parameter):
+                made._is_param = True  # type: ignore[attr-defined]  # what isinstance reads
+            made.requires_grad_(self.requires_grad)
+        return memo[id(self)]
+
+    def data_ptr(self) -> int:
+        return self.inside.data_ptr()
+
+    def untyped_storage(self) -> Any:
+        return self.inside.untyped_storage()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        raise TypeError(f"can't convert a tensor of {NAME}:0 to numpy; copy it to the CPU first")
+
+
+def compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """An operation with tensors of the device, on what is inside them. Raises RuntimeError if one lies on the CPU."""
+    given = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+    copies = func in (aten._to_copy.default, aten.copy_.default, aten._copy_from.default)
+    if not copies and func not in TAKE_INDICES:
+        for value in given:
+            if not isinstance(value, Elsewhere) and value.dim():
+                raise RuntimeError(
+                    f"{func}: expected tensors on {NAME}:0, found {tuple(value.shape)} on {value.device}"
+                )
+    args, kwargs = pytree.tree_map_only(Elsewhere, lambda tensor: tensor.inside, (args, kwargs))
+    to = kwargs.get("device")
+    if to is not None:
+        kwargs = kwargs | {"device": torch.device("cpu")}
+    result = func(*args, **kwargs)
+    if func is aten._local_scalar_dense.default or (to is not None and torch.device(to).type == "cpu"):
+        return result
+    if func is aten.copy_.default:
+        return given[0]
+    known = {id(value.inside): value for value in given if isinstance(value, Elsewhere)}  # of operations in place
+    return pytree.tree_map_only(
+        Tensor, lambda tensor: known[id(tensor)] if id(tensor) in known else Elsewhere(tensor), result
+    )
+
+
+def factories() -> Iterator[Any]:
+    """The operations that make a tensor on a device from none."""
+    for full in torch._C._dispatch_get_all_op_names():
+        if not full.startswith("aten::"):
+            continue
+        name, _, overload = full.removeprefix("aten::").partition(".")
+        try:
+            op = getattr(getattr(aten, name), overload or "default")
+        except (AttributeError, RuntimeError):
+            continue
+        schema = op._schema
+        placed = any(argument.name == "device" for argument in schema.arguments)
+        takes = any("Tensor" in str(argument.type) for argument in schema.arguments)
+        makes = len(schema.returns) == 1 and "Tensor" in str(schema.returns[0].type)
+        composite = torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
+        if placed and makes and not takes and not composite:
+            yield op
+
+
+def on_cpu(op: Any) -> Any:
+    """The kernel of a factory."""
+
+    def kernel(*args: Any, **kwargs: Any) -> Tensor:
+        return Elsewhere(op(*args, **kwargs | {"device": "cpu", "pin_memory": False}))
+
+    return kernel
+
+
+def register() -> torch.library.Library:
+    """Make `fake:0` a device of this process, as long as what is returned lives."""
+    module = SimpleNamespace(
+        is_available=lambda: True,
+        is_initialized=lambda: True,
+        current_device=lambda: 0,
+        device_count=lambda: 1,
+        _is_in_bad_fork=lambda: False,
+        manual_seed_all=lambda seed: None,
+        get_amp_supported_dtype=lambda: [torch.bfloat16, torch.float16],
+    )
+    _setup_privateuseone_for_python_backend(NAME, backend_module=module)
+    torch.__future__.set_swap_module_params_on_conversion(True)  # so that tied weights stay tied
+    library = torch.library.Library("aten", "IMPL")
+    for op in factories():
+        library.impl(op.name().removeprefix("aten::"), on_cpu(op), "PrivateUse1")
+
+    def copied(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
+        inside = [value.inside if isinstance(value, Elsewhere) else value for value in (target, source)]
+        inside[0].copy_(inside[1])
+        return target
+
+    library.impl("_copy_from", copied, "PrivateUse1")
+    return library
+
+
+class Multiplications(TorchDispatchMode):
+    """Counts those with a tensor of the device, and those without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if str(func).removeprefix("aten.").startswith(MULTIPLY):
+            self.count["there" if any(issubclass(kind, Elsewhere) for kind in types) else "cpu"] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def main() -> None:
+    """Run the stages."""
+    kept = register()
+    hardware = device.Hardware(device=torch.device(NAME, 0), precision="fp32", threads=1)
+    device.hardware = lambda precision="auto": hardware
+    device.matmul_gflops = lambda *_: 1.0
+    ended = {}
+    for stage, arguments in json.loads(sys.argv[1]).items():
+        with Multiplications() as made:
+            done = workspace.command(stage, arguments)
+        ended[stage] = {"code": done.code, "said": done.said, "there": made.count["there"], "cpu": made.count["cpu"]}
+    print(json.dumps(ended))
+    del kept
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
