@@ -1,6 +1,7 @@
 """A second kind of device, `fake:0`. Its tensors compute on the CPU but refuse one that lies there, as CUDA's do.
 
     python -m tests.accelerator '{"stage": ["key=value", ...], ...}'     runs these stages on it, in this directory
+    python -m tests.accelerator '{"serve": ["tools", ...]}'              serves these models on it
 
 Prints {"stage": {"code": exit code, "said": stderr, "there": matrix products there, "cpu": those on the CPU}}. A tensor
 that a stage leaves on the CPU fails the first operation that meets both devices, or is part of a product there. Indices
@@ -12,6 +13,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +23,10 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+from pipeline.generation.sampling import Sampling
 from pipeline.run import device
+from pipeline.serve import models
+from pipeline.serve.loop import Ended, GenerationRequest
 from tests import workspace
 
 NAME = "fake"
@@ -170,6 +175,22 @@ class Multiplications(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def served(names: list[str]) -> None:
+    """Load models of models/ as the server does, and let each answer or score once."""
+    ids = [300, 301, 302]
+    for one in models.load([Path("models") / name for name in names], rows=2, queue=2, weights=None):
+        if one.reward_model is not None:
+            one.score([{"role": "user", "content": "go"}, {"role": "assistant", "content": "left"}], [])
+            continue
+        assert one.engine is not None
+        heard: list[Any] = []
+        for sampling in (Sampling(6), Sampling(6, temperature=1.0, top_p=0.9)):
+            one.engine.submit(GenerationRequest(ids=ids, sampling=sampling, seed=1, listener=heard.append))
+        for _ in range(150):  # a canvas of 64 tokens for each of them
+            one.engine.step()
+        assert sum(isinstance(event, Ended) and not event.message for event in heard) == 2, heard
+
+
 def main() -> None:
     """Run the stages."""
     kept = register()
@@ -179,7 +200,11 @@ def main() -> None:
     ended = {}
     for stage, arguments in json.loads(sys.argv[1]).items():
         with Multiplications() as made:
-            done = workspace.command(stage, arguments)
+            done = workspace.Ended(0, "")
+            if stage == "serve":
+                served(arguments)
+            else:
+                done = workspace.command(stage, arguments)
         ended[stage] = {"code": done.code, "said": done.said, "there": made.count["there"], "cpu": made.count["cpu"]}
     print(json.dumps(ended))
     del kept

@@ -66,3 +66,7 @@ def test_the_branches_train_there(coded: Workspace) -> None:
 @pytest.mark.full
 def test_the_masked_models_train_there(masked: Workspace) -> None:
     on_accelerator({stage: diffusion_workspace.arguments(stage, {}) for stage in diffusion_workspace.STAGES})
+
+
+def test_models_answer_and_score_there(masked: Workspace) -> None:
+    on_accelerator({"serve": ["tools", "reward", "diffusion"]})

@@ -21,7 +21,7 @@ from pathlib import Path
 from pipeline.diffusion import files
 from pipeline.diffusion.model import Denoiser
 from pipeline.diffusion.sampling import CANVAS, CanvasState, Denoising, stepwise
-from pipeline.run.device import stable_hash
+from pipeline.run import device
 from pipeline.serve.loop import Denoised, Ended, Loop, Said, Ticket, notify
 from pipeline.serve.models import Served, fingerprint_of, never_said
 
@@ -40,6 +40,8 @@ def load(folder: Path, name: str, stage: str, *, rows: int, queue: int) -> Serve
     model.train(False).requires_grad_(False)
     banned = {*model.traits.banned, *never_said(tokenizer)}
     model.traits = replace(model.traits, banned=tuple(sorted(banned)))
+    fingerprint = fingerprint_of(model.trunk)
+    model = device.placed(model)
     return Served(
         id=name,
         kind=KIND,
@@ -48,7 +50,7 @@ def load(folder: Path, name: str, stage: str, *, rows: int, queue: int) -> Serve
         parameters=model.trunk.num_parameters(),
         context=model.config.max_context,
         vocab_size=model.config.vocab_size,
-        fingerprint=fingerprint_of(model.trunk),
+        fingerprint=fingerprint,
         weights="native",
         engine=CanvasEngine(model, rows=rows, queue=queue),
     )
@@ -134,7 +136,7 @@ class CanvasEngine(Loop):
             top_p=request.sampling.top_p,
             block=self.model.traits.block_size or None,
         )
-        seed = request.seed if not slot.offset else stable_hash(request.seed, "canvas", slot.offset)
+        seed = request.seed if not slot.offset else device.stable_hash(request.seed, "canvas", slot.offset)
         return stepwise(self.model, slot.held, settings, seed % 2**64)  # OpenAI's may be negative
 
     def _emit(self, row: int, progress: CanvasState) -> None:

@@ -280,7 +280,7 @@ def main() -> int:
     except StagecoachError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
-    model.train(False)
+    model = device.placed(model.train(False))
     sys.stdout.write(
         f"{options.model}: {model.num_parameters() / 1e6:.1f} M parameters. /new starts over, /quit or an empty line"
         " ends, /help.\n"

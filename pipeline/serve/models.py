@@ -34,6 +34,7 @@ from pipeline.generation.constrain import Grammars
 from pipeline.model import checkpoint, lora
 from pipeline.model.heads import RewardModel
 from pipeline.model.transformer import Transformer
+from pipeline.run import device
 from pipeline.run.errors import ConfigError, ModelError
 from pipeline.run.types import JsonObject
 from pipeline.serve.engine import Engine
@@ -114,7 +115,8 @@ class Served:
                 "context_length_exceeded",
             )
         with self.lock:
-            return float(self.reward_model(torch.tensor([ids]))[0, -1])
+            where = self.reward_model.score.weight.device
+            return float(self.reward_model(torch.tensor([ids], device=where))[0, -1])
 
 
 class OwnKind(Protocol):
@@ -197,6 +199,7 @@ def _load_adapter(folder: Path, bases: dict[str, tuple[Served, Path]], rows: int
     whole = folder.resolve()
     name = f"{base.id}:{whole.parent.name if whole.name == 'adapter' else whole.name}"
     served = _describe(model, tokenizer, name, "causal", base.stage, base.weights)
+    model = model if base.weights == "int8" else device.placed(model)
     served.engine = Engine(inference.with_adapter(shared, model), rows=rows, queue=queue)
     return served
 
@@ -219,14 +222,16 @@ def never_said(tokenizer: Tokenizer) -> tuple[int, ...]:
 def _load_reward(folder: Path, name: str, stage: str) -> Served:
     model, tokenizer = checkpoint.load_reward(folder)
     served = _describe(model, tokenizer, name, "reward", stage, "native")
-    served.reward_model = model
+    served.reward_model = model.to(device.hardware().device)
     return served
 
 
 def _load_causal(folder: Path, name: str, stage: str, rows: int, queue: int, weights: Weights | None) -> Served:
     model, tokenizer = checkpoint.load(folder)
-    weights = weights or ("int8" if inference.pays(model) else "native")
-    served = _describe(model, tokenizer, name, "causal", stage, weights)  # before int8 replaces the weights
+    on_cpu = device.hardware().device.type == "cpu"
+    weights = weights or ("int8" if on_cpu and inference.pays(model) else "native")
+    served = _describe(model, tokenizer, name, "causal", stage, weights)  # before its weights change
+    model = model if weights == "int8" else device.placed(model)  # int8 is for CPUs
     served.engine = Engine(inference.for_serving(model, weights), rows=rows, queue=queue)
     return served
 
