@@ -18,6 +18,16 @@ TOKENIZER = Tokenizer.train(iter([SOURCE]), 512)
 CONTEXT, STEP = 64, 256
 
 
+def write_raw(folder: Path, **files: list[tuple[str, str, str]]) -> Path:
+    """A folder of parquet files, of (text, source, path) rows: split_number=rows."""
+    folder.mkdir()
+    for name, rows in files.items():
+        columns = {key: [row[n] for row in rows] for n, key in enumerate(("text", "source", "path"))}
+        table = pa.table(columns | {"licence": ["MIT"] * len(rows)})
+        pq.write_table(table, folder / f"{name.replace('_', '-')}.parquet")
+    return folder
+
+
 def write_corpus(folder: Path, train: list[str], val: list[str], tokenizer: Tokenizer = TOKENIZER) -> Path:
     """Parquet files and, beside them, their tokens; returns the token folder."""
     raw, tokens = folder / "raw", folder / "tokens"

@@ -1,5 +1,6 @@
 """Small models with a memory, and rows for them."""
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -59,3 +60,32 @@ def tokens(rows: int, length: int, seed: int = 1) -> Tensor:
 def asked(rows: int, length: int, prompt: int) -> Tensor:
     """Positions with a loss of rows that begin with a prompt."""
     return (torch.arange(length) >= prompt).expand(rows, length)
+
+
+SETTINGS: dict[str, Any] = {
+    "steps": 4,
+    "tokens_per_step": 512,
+    "context": 128,
+    "rows": 24,
+    "shared": 1,
+    "chapters": 5,
+    "top_k": 2,
+    "layers": "last_1",
+    "routing": "prompt",
+    "window": 16,
+    "centered": True,
+    "optimizer": "adamw",
+    "learning_rate": 1e-2,
+    "warmup_steps": 0,
+    "eval_steps": 2,
+    "eval_tokens": 400,
+    "questions": 6,
+}
+
+
+def arguments(**changes: Any) -> list[str]:
+    """The command line of stage memory with SETTINGS and `changes`."""
+    values = SETTINGS | {"runtime.precision": "fp32"} | changes
+    return [
+        f"{key if key.startswith('runtime') else f'memory.{key}'}={json.dumps(value)}" for key, value in values.items()
+    ]

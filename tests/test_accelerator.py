@@ -17,11 +17,10 @@ from pipeline.model import checkpoint
 from pipeline.model.transformer import Transformer
 from pipeline.synthetic import programs, stories, tools
 from pipeline.text.tokenizer import Tokenizer
-from tests import corpora, diffusion_workspace, test_memory_stage, workspace
+from tests import corpora, diffusion_workspace, memory_models, workspace
 from tests.conftest import ROOT, SENTENCES
 from tests.diffusion_workspace import masked_workspace as masked_workspace
 from tests.suites import FEW
-from tests.test_evaluate import corpus
 from tests.workspace import TRAINING, Workspace
 
 pytestmark = pytest.mark.slow
@@ -69,7 +68,7 @@ def test_the_spine_trains_there(coded: Workspace) -> None:
 @pytest.mark.full
 def test_the_branches_train_there(coded: Workspace) -> None:
     stages = {stage: workspace.arguments(stage, {}) for stage in ("lora", "dpo", "kto", "grpo")}
-    on_accelerator(stages | {"memory": test_memory_stage.arguments()})
+    on_accelerator(stages | {"memory": memory_models.arguments()})
 
 
 @pytest.mark.full
@@ -87,8 +86,8 @@ def test_models_are_measured_there(masked: Workspace, tiny_model: Transformer) -
     told = [(stories.story(f"stories/{family}/50"), family, f"stories/{family}/50") for family in ("gift", "trade")]
     for name in ("raw", "benchmarks"):
         (data / name).mkdir()
-    corpus(data / "raw/text", val_0=[("Prose. " * 40, "docs", "docs/1"), *told])
-    corpus(data / "raw/code", val_0=[("def f(x):\n    return x + 1\n" * 6, "package", "a.py")])
+    corpora.write_raw(data / "raw/text", val_0=[("Prose. " * 40, "docs", "docs/1"), *told])
+    corpora.write_raw(data / "raw/code", val_0=[("def f(x):\n    return x + 1\n" * 6, "package", "a.py")])
     (data / "overlap.json").write_text('{"dialogues": [], "problems": []}')
     long = Transformer(replace(tiny_model.config, max_context=4096), torch.Generator().manual_seed(0))
     checkpoint.save(masked.folder / "models/tools", long, masked.tokenizer, {})

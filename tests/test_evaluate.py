@@ -6,8 +6,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 import torch
 
@@ -27,6 +25,7 @@ from pipeline.synthetic.toolbox import fresh as fresh_tools
 from pipeline.synthetic.toolbox import unseen
 from pipeline.text.tokenizer import Tokenizer
 from stages import evaluate
+from tests.corpora import write_raw
 from tests.suites import FEW, HALF, PARAMS, write_set
 
 
@@ -35,24 +34,15 @@ class NoSandbox(Judge):
         raise ConfigError("sandbox: no name spaces here")
 
 
-def corpus(folder: Path, **files: list[tuple[str, str, str]]) -> Path:
-    folder.mkdir()
-    for name, rows in files.items():
-        columns = {key: [row[n] for row in rows] for n, key in enumerate(("text", "source", "path"))}
-        table = pyarrow.table(columns | {"licence": ["MIT"] * len(rows)})
-        pyarrow.parquet.write_table(table, folder / f"{name.replace('_', '-')}.parquet")
-    return folder
-
-
 def test_held_out_texts_are_those_of_the_val_files_in_order(tmp_path: Path) -> None:
-    folder = corpus(
+    folder = write_raw(
         tmp_path / "text", val_1=[("c", "s", "3")], val_0=[("a", "s", "1"), ("b", "s", "2")], train_0=[("x", "s", "0")]
     )
     assert [t.text for t in evaluate.held_out(folder)] == ["a", "b", "c"]
 
 
 def test_a_long_document_counts_with_its_beginning_alone(tmp_path: Path) -> None:
-    folder = corpus(tmp_path / "code", val_0=[("ab" * 9000, "s", "1"), ("short", "s", "2")])
+    folder = write_raw(tmp_path / "code", val_0=[("ab" * 9000, "s", "1"), ("short", "s", "2")])
     assert [len(t.text) for t in evaluate.held_out(folder)] == [evaluate.DOCUMENT_CHARACTERS, 5]
 
 
@@ -145,8 +135,8 @@ def test_a_model_is_measured_into_three_files_the_same_each_time(
         (stories.story(f"stories/{family}/50"), family, f"stories/{family}/50") for family in ("gift", "trade", "grow")
     ]
     source = "".join(f"def function_{n}(value):\n    return value + {n}\n\n\n" for n in range(6))
-    text = corpus(tmp_path / "text", val_0=[("Prose. " * 40, "docs", "docs/1"), *told], train_0=[("x", "s", "0")])
-    code = corpus(tmp_path / "code", val_0=[(source, "package", "a.py")])
+    text = write_raw(tmp_path / "text", val_0=[("Prose. " * 40, "docs", "docs/1"), *told], train_0=[("x", "s", "0")])
+    code = write_raw(tmp_path / "code", val_0=[(source, "package", "a.py")])
     write(
         tmp_path / "dialogues/test.jsonl",
         [*tools.dialogues("test", 24, 1), preferences.story_dialogue("stories/gift/50")],

@@ -17,38 +17,13 @@ from pipeline.memory.files import QuantisedBank, Wider
 from pipeline.memory.model import Memory
 from pipeline.model import checkpoint
 from pipeline.run import device
+from tests.memory_models import arguments
 from tests.stopping import killed
 from tests.workspace import Ended, Workspace, command
 
 pytestmark = pytest.mark.slow  # nearly all of them train; those without the mark `full` are one of each kind of stage
 
-SETTINGS: dict[str, Any] = {
-    "steps": 4,
-    "tokens_per_step": 512,
-    "context": 128,
-    "rows": 24,
-    "shared": 1,
-    "chapters": 5,
-    "top_k": 2,
-    "layers": "last_1",
-    "routing": "prompt",
-    "window": 16,
-    "centered": True,
-    "optimizer": "adamw",
-    "learning_rate": 1e-2,
-    "warmup_steps": 0,
-    "eval_steps": 2,
-    "eval_tokens": 400,
-    "questions": 6,
-}
 SAVING: dict[str, Any] = {"runtime.save_steps": 1}
-
-
-def arguments(**changes: Any) -> list[str]:
-    values = SETTINGS | {"runtime.precision": "fp32"} | changes
-    return [
-        f"{key if key.startswith('runtime') else f'memory.{key}'}={json.dumps(value)}" for key, value in values.items()
-    ]
 
 
 def run(**changes: Any) -> Ended:

@@ -356,6 +356,63 @@ def test_trackers_remember_that_they_went_back(tmp_path: Path, monkeypatch: pyte
     others._open.append(sink)
     others.log([{"step": 5, "loss": 1.0}])
     others.back_to(2)
-    assert json.loads(others.note.read_text()) == {"step": 2}
+    assert json.loads(others.note.read_text())["step"] == 2
     others.log([{"step": 2, "loss": 1.0}, {"step": 3, "loss": 1.0}])
     assert given == [5, 3]
+
+
+class Sent:
+    """What a tracker is given."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+
+    def log(self, rows: list[dict[str, Any]]) -> None:
+        self.rows += rows
+
+
+def test_a_row_is_sent_with_its_speed_within_seconds_and_no_out_has_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now: list[float] = []
+    monkeypatch.setattr(tracking.time, "monotonic", lambda: now[-1])
+    one = Tracker("toy", tmp_path, {}, {}, quiet=True)
+    one._mlflow, one._live = Sent(), tmp_path / "logs/toy.jsonl"  # type: ignore[assignment]
+    sent: list[list[int]] = []
+    for step, seconds in enumerate((100.0, 102.0, 104.0, 106.0, 120.0, 121.0), 1):
+        now.append(seconds)
+        one.log(step, {"loss": 9.0 - step})
+        one.beat({"tokens_per_second": 10.0 * step})
+        sent.append([row["step"] for row in one._mlflow.rows])  # type: ignore[union-attr]
+    assert sent == [[1], [1], [1], [1, 2, 3, 4], [1, 2, 3, 4, 5], [1, 2, 3, 4, 5]]
+    assert one._mlflow.rows[3] == {"step": 4, "loss": 5.0, "speed/tokens_per_second": 40.0}  # type: ignore[union-attr]
+    live = [json.loads(line) for line in (tmp_path / "logs/toy.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in live] == [1, 2, 3, 4, 5, 6] and live[5]["speed/tokens_per_second"] == 60.0
+    assert one.rows[3] == {"step": 4, "loss": 5.0}
+
+
+def test_what_a_row_gets_later_is_sent_alone_and_a_step_that_was_sent_is_not_sent_again() -> None:
+    rows: list[dict[str, tracking.Number]] = [{"step": 3, "loss": 1.0, "val/loss": 2.0}, {"step": 4, "loss": 0.5}]
+    assert tracking.unknown(rows, 3, {"loss"}) == [{"step": 3, "val/loss": 2.0}, {"step": 4, "loss": 0.5}]
+    assert tracking.unknown(rows, 4, {"loss"}) == []
+    assert tracking.unknown(rows, -1, set()) == rows
+    assert tracking.names_at(rows[0], 3, {"grad_norm"}) == {"loss", "val/loss", "grad_norm"}
+    assert tracking.names_at(rows[1], 3, {"grad_norm"}) == {"loss"}
+
+
+def test_the_log_has_what_was_said_with_the_time_and_a_folder_that_cannot_be_written_ends_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tracking.log_to(tmp_path / "logs/toy.log")
+    say("one")
+    tracking.log_to(tmp_path / "logs/other.log")
+    say("two")
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d one\n", (tmp_path / "logs/toy.log").read_text())
+    assert (tmp_path / "logs/other.log").read_text().endswith(" two\n")
+    (tmp_path / "taken").write_text("")
+    tracking.log_to(tmp_path / "taken/toy.log")
+    (tmp_path / "folder.log").mkdir()
+    tracking.log_to(tmp_path / "folder.log")
+    say("three")
+    say("four")
+    assert capsys.readouterr().err == "one\ntwo\nthree\nfour\n"

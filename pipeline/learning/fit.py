@@ -343,12 +343,15 @@ class Run:
         course, runtime = self.course, self.job.runtime
         last = course.step == self.steps
         every = self.rolling.steps_per_rollout if self.rolling else runtime.logging_steps
-        if course.step % every == 0 or last or course.step == 1:
+        logged = course.step % every == 0 or last or course.step == 1
+        if logged:
             self._log()
         self.save_due |= save or course.step % runtime.save_steps == 0 or course.step == self.free
         if course.step in runtime.keep_models and not self.ranks.sharding:
             self._keep_model()
         self._finish_step(evaluate=course.step % self.config.eval_steps == 0 or last)
+        if logged:
+            self.job.tracker.beat(self.instruments.live(course.step))
 
     def _finish_step(self, *, evaluate: bool) -> None:
         """Evaluate and save. After a signal during the evaluation the resumed run repeats it."""

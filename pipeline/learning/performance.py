@@ -63,6 +63,7 @@ class Instruments:
         self._tried = footprint.of(run)
         self._profile = Profile(job.runtime.profile, job.folder, run.ranks.rank, run.hardware.device)
         self._began, self._first_step, self._first_tokens = 0.0, 0, 0
+        self._last = (0.0, 0, 0)  # time, step and tokens seen of the last `live`
 
     @property
     def micro_batch(self) -> int:
@@ -73,6 +74,24 @@ class Instruments:
         """Print the headline before the step `step`, after `tokens` trained targets, and start the clock."""
         say(headline(self._run))
         self._began, self._first_step, self._first_tokens = time.monotonic(), step, tokens
+        self._last = (self._began, step, self._run.seen)
+
+    def live(self, step: int) -> dict[str, float]:
+        """Speed since the last call or the beginning, and the memory that is held now. Evaluations count as time."""
+        run, now = self._run, time.monotonic()
+        (before, first, seen), self._last = self._last, (now, step, run.seen)
+        seconds, tokens, where = max(now - before, 1e-9), run.seen - seen, run.hardware.device
+        values = {
+            "tokens_per_second": tokens / seconds,
+            "samples_per_second": (step - first) * run.config.rows / seconds,
+            "memory_gb": run_device.resident_memory() / 1e9,
+        }
+        if held := run_device.held_memory(where):
+            values["gpu_memory_gb"] = held / 1e9
+        if per_token := flops_per_token(run.plain):
+            flops = tokens * per_token(run.config.row_length) / seconds
+            values |= {"gflops": flops / 1e9} | utilization(flops / run.ranks.world, run.hardware)
+        return values
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:

@@ -137,6 +137,10 @@ class PhaseTracker:
         tokens = {"tokens": others + self._reported_tokens} if "tokens" in own else {}
         self._stage.final |= tokens | ({"best": own["best"]} if "best" in own else {})
 
+    def beat(self, measured: Mapping[str, float]) -> None:
+        """As `Tracker.beat`."""
+        self._stage.beat(measured)
+
     def flush(self) -> None:
         self._stage.flush()
 

@@ -262,6 +262,7 @@ def move(batch: Movable, device: torch.device, *, pin: bool) -> Movable:
     return batch.to(device)
 
 
+@functools.cache
 def matmul_gflops(precision: str = "fp32", size: int = 1024, repeats: int = 8) -> float:
     """Measured speed of a square matrix product in GFLOP/s: the yardstick for every reported time."""
     import time
@@ -304,6 +305,13 @@ def peak_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def resident_memory() -> int:
+    """Bytes of this process in the machine's memory now."""
+    import psutil
+
+    return psutil.Process().memory_info().rss
 
 
 def held_memory(device: torch.device) -> int:

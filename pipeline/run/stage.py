@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 ANY = ("*",)
+LOGS = Path("logs")  # for a person who looks while a stage runs; in no out, and not in git
 RESUME = "--resume"
 
 
@@ -63,37 +64,52 @@ def main(run: Callable[..., None], **wiring: Any) -> None:
     stage = Path(inspect.getfile(run)).stem
     _write_exit_code(1)  # until the real one is known: for an exception or a kill
     try:
-        _run(run, module, stage, Wiring(**wiring), sys.argv[1:], start)
+        _logged(run, module, stage, Wiring(**wiring), sys.argv[1:], start)
     except StagecoachError as error:
-        sys.stderr.write(f"stage_{stage}{_rank_suffix()}: {error}\n")
-        sys.stderr.flush()
+        _complain(f"stage_{stage}{_rank_suffix()}: {error}")
         _exit(error.exit_code)
     except RuntimeError as error:
         if not device.is_lost_peer(error):
             raise
         first = str(error).splitlines()[0][:200]
-        sys.stderr.write(
-            f"stage_{stage}{_rank_suffix()}: another process of this run is gone: {first}. The same command resumes\n"
+        _complain(
+            f"stage_{stage}{_rank_suffix()}: another process of this run is gone: {first}. The same command resumes"
         )
         _exit(1)
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
-        sys.stderr.write(
+        _complain(
             f"stage_{stage}: no space left on the device of {error.filename or 'the work folder'}. Nothing was"
             " published; free some space (python -m pipeline.run.workdir prune removes unfinished work) and run again:"
-            " it resumes.\n"
+            " it resumes."
         )
         _exit(1)
     except workdir.Stopped as end:
-        sys.stderr.write(
-            f"stage_{stage}{_rank_suffix()}: stopped by {end.name} outside the loop; the same command resumes\n"
-        )
+        _complain(f"stage_{stage}{_rank_suffix()}: stopped by {end.name} outside the loop; the same command resumes")
         _exit(end.status)
     except KeyboardInterrupt:  # data stages; a training stage handles the signal itself
-        sys.stderr.write(f"stage_{stage}: interrupted; the same command resumes\n")
+        _complain(f"stage_{stage}: interrupted; the same command resumes")
         _exit(128 + signal.SIGINT)
     _exit(0)
+
+
+def _logged(*arguments: Any) -> None:
+    """`_run`, of whose exceptions the log has the traceback."""
+    try:
+        _run(*arguments)
+    except StagecoachError:
+        raise
+    except Exception:
+        tracking.LOG.info("failed", exc_info=True)
+        raise
+
+
+def _complain(text: str) -> None:
+    """Why the stage ends, on stderr and in the log."""
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
+    tracking.LOG.info("%s", text)
 
 
 def _write_exit_code(code: int) -> None:
@@ -146,6 +162,8 @@ def _run(
         workdir.need_writable(folder / "lock", *(target for target, _ in out_paths(folder, wiring, names)))
     if is_follower:
         os.environ["STAGECOACH_LOCKED"] = str(folder)
+    if device.rank() == 0:
+        tracking.log_to(LOGS / f"{name}.log")
     with workdir.locked(folder):
         if runtime.fresh and device.rank() == 0 and "STAGECOACH_LOCKED" not in os.environ:
             workdir.start_over(folder)
@@ -337,7 +355,9 @@ def _make_job(
     if stage not in ("corpus", "tasks", "encode"):  # these never import torch
         tags |= device.describe(runtime.precision)
     name = f"{stage}@{item}" if item else stage
-    tracker = tracking.Tracker(name, folder, tags, resolved, quiet=runtime.find_lr, others=runtime.trackers)
+    tracker = tracking.Tracker(
+        name, folder, tags, resolved, quiet=runtime.find_lr, others=runtime.trackers, live=LOGS / f"{name}.jsonl"
+    )
     return workdir.Job(
         stage=stage,
         item=item,

@@ -4,6 +4,7 @@
     metrics/<stage>.json            final numbers and `lineage`
     metrics/training/<stage>.json   the few of them that people compare       (DVC metrics)
     .work/.../speed.json            how fast and where: never in an out
+    logs/<stage>.log, .jsonl        what a stage says, and its curve with speed and memory, as they come
     MLflow                          one run for each built stage, continued when a killed stage resumes
     .work/.../mlflow.jsonl          what a stage has for its MLflow run, until the launcher's process delivers it
     runtime.trackers                TensorBoard, Weights & Biases: the curve, through Accelerate's trackers
@@ -13,9 +14,11 @@ run. The other trackers come with the extra `trackers`. TensorBoard's files are 
 --logdir .work`); the environment variables of Weights & Biases set where its runs go (WANDB_MODE=offline keeps them in
 the work folder).
 
-Not promised: that MLflow has the steps between the last saved state and a `kill -9` before they are redone and logged
-again, or what was being delivered when the launcher was killed; that the other trackers have these steps only once;
-that Weights & Biases, which refuses steps that it has, shows what follows a rollback.
+A row is sent once it is complete, within SEND_SECONDS of its step or after its evaluation, with `speed/` values that no
+out has. Steps that a resumed run repeats are sent once: they are equal.
+
+Not promised: that MLflow has what was being delivered when the launcher was killed; that the other trackers have steps
+only once after a `kill -9`; that Weights & Biases, which refuses steps that it has, shows what follows a rollback.
 """
 
 from __future__ import annotations
@@ -24,12 +27,13 @@ import csv
 import fcntl
 import io
 import json
+import logging
 import math
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,13 +51,15 @@ if TYPE_CHECKING:
 
 Number = float | int | str
 NOTE = "mlflow.json"  # in the work folder: the id of its MLflow run
+SEND_SECONDS = 5.0  # between two sendings of the curve
+LOG = logging.getLogger("stagecoach.stage")  # what `say` says; without `log_to` nobody listens
 SPOOL, LATER = "mlflow.jsonl", "later"  # in the work folder: calls of an MlflowRun; the STAGECOACH_MLFLOW that spools
 WAIT, SHORT_WAIT = 120.0, 5.0  # seconds for the store to open: for a run that trains, for one that is being stopped
 
 
 class Tracker:
     """The numbers of one stage run. `quiet` opens no MLflow run and no others, as for ranks other than 0; `others`:
-    names of `runtime.trackers`.
+    names of `runtime.trackers`; `live`: the file of the curve as it comes.
     """
 
     def __init__(
@@ -65,17 +71,21 @@ class Tracker:
         *,
         quiet: bool,
         others: Sequence[str] = (),
+        live: Path | None = None,
     ) -> None:
         self.name, self.folder = name, folder
         self.rows: list[dict[str, Number]] = []
         self.final: JsonObject = {}
         self.speed: JsonObject = {}
         self._logged = 0  # rows already in MLflow
+        self._sent_at = -SEND_SECONDS
+        self._measured: dict[int, dict[str, Number]] = {}  # by step: what the clock and the memory say
         self._model: tuple[Path, dict[str, str]] | None = None  # to be registered once the run has succeeded
         quiet = quiet or rank() != 0
         run = Spool if os.environ.get("STAGECOACH_MLFLOW") == LATER else MlflowRun
         self._mlflow = None if quiet else run(name, folder, tags, parameters)
         self._others = None if quiet or not others else Others(others, name, folder, parameters)
+        self._live = None if quiet else live
 
     def log(self, step: int, values: Mapping[str, Number]) -> None:
         """Add values to the curve at `step`; a second call with the same step adds to the same row."""
@@ -107,6 +117,23 @@ class Tracker:
         """Send the curve to the trackers, without its last row, which may still grow. Called after each saved state."""
         self._send(max(self._logged, len(self.rows) - 1))
 
+    def beat(self, measured: Mapping[str, float]) -> None:
+        """Show the last row, which is complete, with what was `measured` since the one before."""
+        if not self.rows:
+            return
+        step = int(self.rows[-1]["step"])
+        self._measured[step] = {f"speed/{name}": value for name, value in measured.items()}
+        if self._live is not None:
+            try:
+                self._live.parent.mkdir(exist_ok=True)
+                with self._live.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(self.rows[-1] | self._measured[step]) + "\n")
+            except OSError as error:
+                say(f"warning: {self._live} is not written: {error.strerror}")
+                self._live = None
+        if time.monotonic() - self._sent_at >= SEND_SECONDS:
+            self._send(len(self.rows))
+
     def back_to(self, step: int) -> None:
         """Go back to a step: the next rows replace those of the steps after it."""
         for tracker in (self._mlflow, self._others):
@@ -114,10 +141,11 @@ class Tracker:
                 tracker.back_to(step)
 
     def _send(self, end: int) -> None:
+        rows = [row | self._measured.get(int(row["step"]), {}) for row in self.rows[self._logged : end]]
         for tracker in (self._mlflow, self._others):
             if tracker is not None:
-                tracker.log(self.rows[self._logged : end])
-        self._logged = end
+                tracker.log(rows)
+        self._logged, self._sent_at = end, time.monotonic()
 
     def abandon(self, status: str) -> None:
         """Set MLflow's status of a run that ended early: "KILLED" (it resumes) or "FAILED", without a long wait."""
@@ -150,7 +178,7 @@ class MlflowRun:
         self.client: MlflowClient | None = None
         self.run_id = ""
         self.failed = os.environ.get("STAGECOACH_MLFLOW") == "off"
-        self._last_step = -1
+        self._last_step, self._last_names = -1, set[str]()
         self._thread = threading.Thread(target=self._start, daemon=True)
         if not self.failed:
             self._thread.start()
@@ -178,8 +206,9 @@ class MlflowRun:
         except MlflowException:  # the store was deleted, or another one is in use now
             return ""
         curve = [name for name in names if not name.startswith("system/")]
-        steps = [m.step for name in curve for m in client.get_metric_history(run_id, name)]
-        self._last_step = max(steps, default=-1)
+        steps = {name: max(m.step for m in client.get_metric_history(run_id, name)) for name in curve}
+        self._last_step = max(steps.values(), default=-1)
+        self._last_names = {name for name, step in steps.items() if step == self._last_step}
         return run_id
 
     def _create(self, client: MlflowClient, experiment: str) -> str:
@@ -208,15 +237,14 @@ class MlflowRun:
         return None if self.failed else self.client
 
     def log(self, rows: list[dict[str, Number]]) -> None:
-        """Log rows of the curve, without steps that the run has already."""
-        new_rows = [row for row in rows if int(row["step"]) > self._last_step]
-        if not new_rows or (client := self._wait_for_client()) is None:
+        """Log rows of the curve, without what the run has already."""
+        if not rows or (client := self._wait_for_client()) is None:  # once it is open, `_resume` knows what it has
             return
-        new_rows = [row for row in new_rows if int(row["step"]) > self._last_step]  # _resume may have moved it
-        if new_rows:
+        if new_rows := unknown(rows, self._last_step, self._last_names):
             now = int(time.time() * 1000)
             values = [(k, v, now, int(row["step"])) for row in new_rows for k, v in row.items() if k != "step"]
             self._send(client, values)
+            self._last_names = names_at(new_rows[-1], self._last_step, self._last_names)
             self._last_step = int(new_rows[-1]["step"])
 
     def system(self, samples: Sequence[tuple[int, Mapping[str, float]]]) -> None:
@@ -271,6 +299,18 @@ class MlflowRun:
             client.set_terminated(self.run_id, status=status)
         except Exception as error:  # as in _start
             self._fail(error)
+
+
+def unknown(rows: list[dict[str, Number]], last: int, names: Set[str]) -> list[dict[str, Number]]:
+    """The rows after the step `last`, and what its row has beside the values `names`."""
+    new_rows = [row for row in rows if int(row["step"]) > last]
+    more = [{k: v for k, v in row.items() if k not in names} for row in rows if int(row["step"]) == last]
+    return [row for row in more if len(row) > 1] + new_rows
+
+
+def names_at(row: dict[str, Number], last: int, names: Set[str]) -> set[str]:
+    """The values that a tracker has at the step of `row`, the last that it got; before, it had `names` at `last`."""
+    return row.keys() - {"step"} | (names if int(row["step"]) == last else set())
 
 
 class Spool:
@@ -379,7 +419,8 @@ class Others:
             )
         self.names, self.run, self.folder, self.parameters = names, run, folder, parameters
         self.note = folder / "trackers.json"  # the last step that they have
-        self._last = json.loads(self.note.read_text())["step"] if self.note.is_file() else -1
+        known = json.loads(self.note.read_text()) if self.note.is_file() else {}
+        self._last, self._names = int(known.get("step", -1)), set[str](known.get("names", ()))
         self._open: list[GeneralTracker] = []
 
     def _start(self) -> None:
@@ -399,9 +440,8 @@ class Others:
             tracker.store_init_configuration(configuration)
 
     def log(self, rows: list[dict[str, Number]]) -> None:
-        """Log rows of the curve, without steps that the trackers have already."""
-        new_rows = [row for row in rows if int(row["step"]) > self._last]
-        if not new_rows:
+        """Log rows of the curve, without what the trackers have already."""
+        if not (new_rows := unknown(rows, self._last, self._names)):
             return
         if not self._open:
             self._start()
@@ -409,13 +449,17 @@ class Others:
             numbers = {k: v for k, v in row.items() if k != "step" and isinstance(v, int | float) and math.isfinite(v)}
             for tracker in self._open:
                 tracker.log(numbers, step=int(row["step"]))
+        self._names = names_at(new_rows[-1], self._last, self._names)
         self._last = int(new_rows[-1]["step"])
-        self.note.write_text(json.dumps({"step": self._last}))
+        self._write_note()
 
     def back_to(self, step: int) -> None:
         """Accept the steps after this one again."""
         self._last = min(self._last, step)
-        self.note.write_text(json.dumps({"step": self._last}))
+        self._write_note()
+
+    def _write_note(self) -> None:
+        self.note.write_text(json.dumps({"step": self._last, "names": sorted(self._names)}))
 
     def finish(self) -> None:
         """Close the trackers."""
@@ -513,7 +557,37 @@ def progress(*, total: float | None = None, desc: str, unit: str = "it", initial
 
 
 def say(text: str) -> None:
-    """Print a line on stderr, above any progress bar; rank 0 only."""
+    """Print a line on stderr, above any progress bar, and into the log; rank 0 only."""
     if rank() == 0:
         tqdm.write(text, file=sys.stderr)
         sys.stderr.flush()
+        LOG.info("%s", text)
+
+
+class _LogFile(logging.FileHandler):
+    """A file that ends no run: one that cannot be opened or written is given up."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            super().emit(record)
+        except OSError:
+            self.handleError(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        LOG.removeHandler(self)
+
+
+def log_to(path: Path) -> None:
+    """Append to a file what `say` says from now on, each line with the time."""
+    for handler in list(LOG.handlers):
+        LOG.removeHandler(handler)
+        handler.close()
+    try:
+        path.parent.mkdir(exist_ok=True)
+    except OSError:
+        return
+    handler = _LogFile(path, encoding="utf-8", delay=True)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S"))
+    LOG.addHandler(handler)
+    LOG.setLevel(logging.INFO)
+    LOG.propagate = False
