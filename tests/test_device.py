@@ -147,3 +147,54 @@ def test_a_machine_whose_gpus_are_not_asked_for_has_none(monkeypatch: pytest.Mon
     assert device.num_gpus() == 4
     monkeypatch.setenv(device.ASKED, "cpu")
     assert device.num_gpus() == 0
+
+
+HOLDER = (
+    "import sys; from pathlib import Path; import torch; from pipeline.run import device;"
+    " torch.cuda.device_count = lambda: int(sys.argv[2]);"
+    " told = device.claim_gpu(Path(sys.argv[1]));"
+    " import os; print(os.environ.get('CUDA_VISIBLE_DEVICES', 'any'), told, sep='|', flush=True); sys.stdin.read()"
+)
+
+
+def holder(locks: Path, count: int, **environment: str) -> tuple["subprocess.Popen[str]", str, str]:
+    """A process on a machine with `count` GPUs, the one that it took, and what it was told."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(locks), str(count)],
+        cwd=ROOT,
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    taken, _, told = process.stdout.readline().strip().partition("|")
+    return process, taken, told
+
+
+def test_stages_side_by_side_take_a_gpu_each_and_one_that_finds_none_says_so(tmp_path: Path) -> None:
+    running = [holder(tmp_path / "locks", 2) for _ in range(3)]
+    try:
+        assert [taken for _, taken, _ in running[:2]] == ["0", "1"]
+        assert [told for _, _, told in running[:2]] == ["", ""]
+        assert running[2][1] in ("0", "1")
+        assert running[2][2].startswith("all 2 GPUs have a stage already: this one shares GPU ")
+        running[0][0].communicate()
+        running.append(holder(tmp_path / "locks", 2))
+        assert running[3][1:] == ("0", "")
+    finally:
+        for process, *_ in running:
+            process.kill()
+            process.wait()
+
+
+def test_only_the_gpus_that_a_person_shows_are_taken_and_a_rank_or_a_machine_without_takes_none(tmp_path: Path) -> None:
+    for count, environment, expected in (
+        (2, {"CUDA_VISIBLE_DEVICES": "3,GPU-1/2"}, "3"),
+        (0, {}, "any"),
+        (2, {"LOCAL_RANK": "1"}, "any"),
+        (2, {"STAGECOACH_DEVICE": "cpu"}, "any"),
+    ):
+        process, taken, told = holder(tmp_path / "locks", count, **environment)
+        process.communicate()
+        assert (taken, told) == (expected, "")

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import functools
 import hashlib
 import os
 import platform
+import tempfile
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -70,6 +72,32 @@ def num_gpus() -> int:
     import torch
 
     return torch.cuda.device_count() if requested_kind() in ("auto", "cuda") else 0
+
+
+def claim_gpu(locks: Path | None = None) -> str:
+    """Keep this process, and those that it starts, on one GPU that no other stage of this user has: stages side by side
+    take one each. It is free again when the process ends.
+
+    Nothing happens without a GPU, and for a rank, whose launcher decides. Returns what a person should know, or "".
+    Call it before CUDA is initialized.
+    """
+    if "LOCAL_RANK" in os.environ or not (count := num_gpus()):
+        return ""
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")[:count]
+    locks = locks or Path(tempfile.gettempdir()) / f"stagecoach-gpus-{os.getuid()}"
+    locks.mkdir(mode=0o700, exist_ok=True)
+    for name in names:
+        held = os.open(locks / name.strip().replace("/", "-"), os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(held)
+            continue
+        os.environ["CUDA_VISIBLE_DEVICES"] = name  # `held` stays open: its end is the process's
+        return ""
+    os.environ["CUDA_VISIBLE_DEVICES"] = names[os.getpid() % len(names)]
+    others = "the GPU has" if count == 1 else f"all {count} GPUs have"
+    return f"{others} a stage already: this one shares GPU {os.environ['CUDA_VISIBLE_DEVICES']}, and both are slower"
 
 
 def request_kind(kind: str) -> None:

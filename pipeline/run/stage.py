@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 ANY = ("*",)
 LOGS = Path("logs")  # for a person who looks while a stage runs; in no out, and not in git
 RESUME = "--resume"
+WITHOUT_TORCH = ("corpus", "tasks", "encode")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -180,6 +181,8 @@ def _run(
             if plan is not None:
                 os.environ["STAGECOACH_LOCKED"] = str(folder)
                 _exit(processes.run_workers(plan, f"stages.{stage}", argv))
+            if stage not in WITHOUT_TORCH and (shared := device.claim_gpu()):
+                tracking.say(f"{name}: {shared}")
             job = _make_job(stage, item, seed, resolved, runtime, folder, lineage)
             job = dataclasses.replace(job, family=_family(stage, item, seed, parameters, lineage))
             _compute(run, job, parameters, inputs, wiring, names, start)
@@ -352,7 +355,7 @@ def _make_job(
         "dvc.baseline": os.environ.get("DVC_EXP_BASELINE_REV", ""),
         "git.commit": git_commit(),
     }
-    if stage not in ("corpus", "tasks", "encode"):  # these never import torch
+    if stage not in WITHOUT_TORCH:
         tags |= device.describe(runtime.precision)
     name = f"{stage}@{item}" if item else stage
     tracker = tracking.Tracker(
