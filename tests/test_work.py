@@ -140,7 +140,22 @@ def test_prune_removes_unfinished_work_that_nobody_holds(tmp_path: Path) -> None
         (folder / "lock").write_text("")
     (workdir.root() / "code/done/finished.json").write_text(json.dumps({}))
     with workdir.locked(workdir.root() / "code/held"):
-        assert [p.name for p in workdir.prune_unfinished()] == ["left"]
+        assert [p.name for p, _ in workdir.prune()] == ["left"]
+
+
+def test_prune_of_finished_runs_frees_what_it_says_and_leaves_outs_and_seconds(tmp_path: Path) -> None:
+    key = workdir.root() / "code/done"
+    (key / "out/models/code").mkdir(parents=True)
+    for name, size in (("lock", 0), ("speed.json", 10), ("finished.json", 10), ("out/models/code/weights", 200_000)):
+        (key / name).write_bytes(b"1" * size)
+    (key / "parts").mkdir()
+    (key / "parts/rows").write_bytes(b"1" * 300_000)
+    os.link(key / "out/models/code/weights", tmp_path / "published")
+    assert list(workdir.prune()) == []
+    told = {path.name: num_bytes for path, num_bytes in workdir.prune(finished=True)}
+    assert told["out"] == 0 and 300_000 <= told["parts"] < 310_000
+    assert {path.name for path in key.iterdir()} == {"lock", "speed.json"}
+    assert (tmp_path / "published").stat().st_nlink == 1 and not workdir.is_finished(key)
 
 
 def test_digests_are_remembered_until_the_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,8 @@
         finished.json   sizes and sha256 of everything in out/
     family          the key without the length of the run: a longer run goes on from a state of this one
 
-    python -m pipeline.run.workdir prune        remove unfinished work that no process holds; states of finished runs
+    python -m pipeline.run.workdir prune           remove unfinished work that no process holds; states of finished runs
+    ... prune --finished                           what finished runs have too: DVC's cache has what they published
 
 key = 16 hex of sha256 over canonical JSON of [format, stage, item, seed, resolved parameters, digest of each input,
 code closure]. Device, dtype, process and worker counts are not part of it: they change no result that is promised.
@@ -431,23 +432,31 @@ def prune_finished(stage_folder: Path, current: str) -> None:
                     remove(entry)
 
 
-def prune_unfinished() -> list[Path]:
+def prune(*, finished: bool = False) -> Iterator[tuple[Path, int]]:
     """Remove every key that is neither finished nor locked by a living process, and the states that finished runs have
-    kept for longer ones; return what was removed.
+    kept for longer ones; with `finished` all that finished runs hold but speed.json. Yields what was removed, and the
+    bytes that this freed: none for what has another link, as in models/ or DVC's cache.
     """
-    removed = []
     for lock in sorted(root().glob("*/*/lock")):
         with held(lock.parent) as is_held:
             if not is_held:
                 continue
-            if not (lock.parent / "finished.json").is_file():
-                shutil.rmtree(lock.parent)
-                removed.append(lock.parent)
-                continue
-            for state in lock.parent.glob("step-*"):
-                remove(state)
-                removed.append(state)
-    return removed
+            done = (lock.parent / "finished.json").is_file()
+            doomed = [lock.parent] if not done else sorted(lock.parent.glob("step-*"))
+            if done and finished:
+                doomed = [entry for entry in lock.parent.iterdir() if entry.name not in ("speed.json", "lock")]
+                doomed.sort(key=lambda entry: entry.name != "finished.json")  # half of a key is no finished one
+            for path in doomed:
+                num_bytes = freed_by_removing(path)
+                remove(path)
+                yield path, num_bytes
+
+
+def freed_by_removing(path: Path) -> int:
+    """Bytes on the disk that removing a file or folder frees."""
+    files = [path] if not path.is_dir() else [file for file in path.rglob("*") if file.is_file()]
+    status = [file.lstat() for file in files]
+    return sum(512 * one.st_blocks for one in status if one.st_nlink == 1)
 
 
 def main() -> int:
@@ -456,9 +465,13 @@ def main() -> int:
         prog="python -m pipeline.run.workdir", description="Look after the work directory."
     )
     parser.add_argument("command", choices=["prune"], help="prune: remove unfinished work that no process holds")
-    parser.parse_args()
-    for path in prune_unfinished():
-        sys.stdout.write(f"removed {path}\n")
+    parser.add_argument("--finished", action="store_true", help="also what finished runs hold besides their outs")
+    arguments = parser.parse_args()
+    total = 0
+    for path, num_bytes in prune(finished=arguments.finished):
+        sys.stdout.write(f"removed {path}: {num_bytes / 1e6:,.1f} MB\n")
+        total += num_bytes
+    sys.stdout.write(f"{total / 1e6:,.1f} MB freed\n")
     return 0
 
 
