@@ -117,9 +117,23 @@ def planned(asked: str, monkeypatch: pytest.MonkeyPatch) -> Plan | None:
     return processes.plan()
 
 
-@pytest.mark.parametrize("asked", ["", "1", "fsdp2:1"])
+@pytest.mark.parametrize("asked", ["", "1"])
 def test_one_process_is_launched_by_nobody(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert planned(asked, monkeypatch) is None
+
+
+def test_one_process_that_shall_shard_or_offload_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match="fsdp2:1 asks for one process, which has nothing to shard: expected at least 2"
+    ):
+        planned("fsdp2:1", monkeypatch)
+    text = (ROOT / "conf/launch/fsdp2.yaml").read_text()
+    alone = text.replace("num_processes: -1", "num_processes: 1").replace(
+        "# fsdp_offload_params", "fsdp_offload_params"
+    )
+    (tmp_path / "alone.yaml").write_text(alone)
+    with pytest.raises(ConfigError, match="nothing to shard and offloads nothing"):
+        planned(str(tmp_path / "alone.yaml"), monkeypatch)
 
 
 def test_a_worker_is_not_launched_again(monkeypatch: pytest.MonkeyPatch) -> None:

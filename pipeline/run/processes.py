@@ -144,7 +144,14 @@ def plan() -> Plan | None:
             "STAGECOACH_LAUNCH: expected a number of processes (4), fsdp2 and a number (fsdp2:4), or an Accelerate"
             f" config file, got {launch!r}; files: {files}"
         )
-    return workers if workers.processes * workers.machines > 1 else None
+    if workers.processes * workers.machines > 1:
+        return workers
+    if workers.sharded:
+        raise ConfigError(
+            f"STAGECOACH_LAUNCH: {launch} asks for one process, which has nothing to shard"
+            f"{' and offloads nothing' if workers.offload else ''}: expected at least 2, or leave it out"
+        )
+    return None
 
 
 def _read_plan(path: Path) -> Plan:
