@@ -59,6 +59,7 @@ def test_language_trains_there(coded: Workspace) -> None:
     on_accelerator({"language": keys("language", WINDOWS | {"induction_heads": False})})
 
 
+@pytest.mark.full
 def test_the_spine_trains_there(coded: Workspace) -> None:
     texts(coded.folder, coded.tokenizer)
     stages = {stage: keys(stage, WINDOWS | {"base": "tools"}) for stage in ("code", "tools")}

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from pipeline.diffusion import files
-from pipeline.diffusion.sampling import Denoising, denoise
+from pipeline.diffusion.sampling import CANVAS, Denoising, denoise
 from pipeline.serve.models import never_said
 from pipeline.text import chat
 from pipeline.text.tokenizer import Tokenizer
@@ -53,7 +53,7 @@ def test_an_answer_is_what_the_sampler_uncovers(server: Running, byte_tokenizer:
     model = files.from_causal(random_model(byte_tokenizer), byte_tokenizer)
     model.traits = replace(model.traits, banned=tuple({*model.traits.banned, *never_said(byte_tokenizer)}))
     prompt = chat.render(byte_tokenizer, TALK, generation_prompt=True).ids
-    expected = denoise(model, [prompt], Denoising(length=96, steps=96), [0])[0]
+    expected = denoise(model, [prompt], Denoising(length=CANVAS, steps=CANVAS), [0])[0]
     found = asked(server, max_completion_tokens=40, return_token_ids=True, seed=7).json()
     assert found["choices"][0]["token_ids"] == expected.ids[:40]
     assert found["usage"]["prompt_tokens"] == len(prompt) and found["usage"]["completion_tokens"] == len(
@@ -71,7 +71,7 @@ def test_a_stream_tells_each_step_where_it_is_asked_to(server: Running) -> None:
     frames = [chunk["denoising"] for chunk in shown if "denoising" in chunk]
     assert [frame["step"] for frame in frames] == list(range(1, len(frames) + 1))
     assert all(
-        frame["steps"] == 96 and frame["offset"] == frame["index"] == 0 and len(frame["tokens"]) == 96
+        frame["steps"] == CANVAS and frame["offset"] == frame["index"] == 0 and len(frame["tokens"]) == CANVAS
         for frame in frames
     )
     for chunks in (plain, shown):
