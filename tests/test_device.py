@@ -198,3 +198,11 @@ def test_only_the_gpus_that_a_person_shows_are_taken_and_a_rank_or_a_machine_wit
         process, taken, told = holder(tmp_path / "locks", count, **environment)
         process.communicate()
         assert (taken, told) == (expected, "")
+
+
+def test_a_folder_of_locks_that_cannot_be_used_ends_no_stage(tmp_path: Path) -> None:
+    (tmp_path / "locks").write_text("")
+    process, taken, told = holder(tmp_path / "locks", 2)
+    process.communicate()
+    assert taken == "any" and process.returncode == 0
+    assert told.endswith("stages side by side may take the same GPU")

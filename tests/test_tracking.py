@@ -416,3 +416,13 @@ def test_the_log_has_what_was_said_with_the_time_and_a_folder_that_cannot_be_wri
     say("three")
     say("four")
     assert capsys.readouterr().err == "one\ntwo\nthree\nfour\n"
+
+
+def test_without_a_log_what_is_said_reaches_no_other_logger(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracking.LOG, "handlers", [])
+    monkeypatch.setattr(tracking.LOG, "propagate", True)
+    with caplog.at_level("INFO"):
+        say("once")
+    assert caplog.text == ""

@@ -78,19 +78,22 @@ def claim_gpu(locks: Path | None = None) -> str:
     """Keep this process, and those that it starts, on one GPU that no other stage of this user has: stages side by side
     take one each. It is free again when the process ends.
 
-    Nothing happens without a GPU, and for a rank, whose launcher decides. Returns what a person should know, or "".
-    Call it before CUDA is initialized.
+    Nothing happens without a GPU, and for a rank, whose launcher decides: a run of several processes holds no GPU.
+    Returns what a person should know, or "". Call it before CUDA is initialized.
     """
     if "LOCAL_RANK" in os.environ or not (count := num_gpus()):
         return ""
     names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")[:count]
     locks = locks or Path(tempfile.gettempdir()) / f"stagecoach-gpus-{os.getuid()}"
-    locks.mkdir(mode=0o700, exist_ok=True)
     for name in names:
-        held = os.open(locks / name.strip().replace("/", "-"), os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            locks.mkdir(mode=0o700, exist_ok=True)
+            held = os.open(locks / name.strip().replace("/", "-"), os.O_RDWR | os.O_CREAT, 0o600)
+        except OSError as error:
+            return f"{locks} cannot be used ({error.strerror}): stages side by side may take the same GPU"
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        except OSError:
             os.close(held)
             continue
         os.environ["CUDA_VISIBLE_DEVICES"] = name  # `held` stays open: its end is the process's

@@ -561,7 +561,8 @@ def say(text: str) -> None:
     if rank() == 0:
         tqdm.write(text, file=sys.stderr)
         sys.stderr.flush()
-        LOG.info("%s", text)
+        if LOG.handlers:  # else a program that sets up logging, as the server does, would print it twice
+            LOG.info("%s", text)
 
 
 class _LogFile(logging.FileHandler):
