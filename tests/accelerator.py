@@ -10,9 +10,12 @@ and scalars may come from the CPU, as on CUDA. Precision is fp32: the device has
 
 import json
 import os
+import shutil
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,10 +27,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from pipeline.generation.sampling import Sampling
+from pipeline.ingest.records import write
 from pipeline.run import device
 from pipeline.serve import models
 from pipeline.serve.loop import Ended, GenerationRequest
-from tests import workspace
+from pipeline.synthetic import programs, stories, tools
+from tests import corpora, workspace
+from tests.conftest import ROOT
+from tests.suites import FEW
+from tests.workspace import Workspace
 
 NAME = "fake"
 aten = torch.ops.aten
@@ -189,6 +197,35 @@ def served(names: list[str]) -> None:
         for _ in range(150):  # a canvas of 64 tokens for each of them
             one.engine.step()
         assert sum(isinstance(event, Ended) and not event.message for event in heard) == 2, heard
+
+
+def on_accelerator(stages: dict[str, list[str]]) -> None:
+    """Each stage ends well, with all of its matrix products there."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.accelerator", json.dumps(stages)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    ended = json.loads(done.stdout.splitlines()[-1])
+    assert {stage: told["said"] for stage, told in ended.items() if told["code"]} == {}
+    assert all(told["there"] > 10 for told in ended.values()), ended
+    assert {stage: told["cpu"] for stage, told in ended.items()} == dict.fromkeys(stages, 0)
+
+
+def to_measure(work: Workspace) -> list[str]:
+    """Write the data that `stages.evaluate` reads; the keys for a few items of every suite."""
+    data = work.folder / "data"
+    shutil.rmtree(data / "dialogues")
+    shutil.rmtree(data / "problems")
+    write(data / "dialogues/test.jsonl", tools.dialogues("test", 24, 1))
+    write(data / "problems/test.jsonl", programs.problems("test", 8, 1))
+    told = [(stories.story(f"stories/{family}/50"), family, f"stories/{family}/50") for family in ("gift", "trade")]
+    for name in ("raw", "benchmarks"):
+        (data / name).mkdir()
+    corpora.write_raw(data / "raw/text", val_0=[("Prose. " * 40, "docs", "docs/1"), *told])
+    corpora.write_raw(data / "raw/code", val_0=[("def f(x):\n    return x + 1\n" * 6, "package", "a.py")])
+    (data / "overlap.json").write_text('{"dialogues": [], "problems": []}')
+    few = [f"evaluate.{key}={json.dumps(value)}" for key, value in asdict(FEW).items() if value is not None]
+    return [*few, "evaluate.every_suite=true", "runtime.precision=fp32"]
 
 
 def main() -> None:

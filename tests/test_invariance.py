@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -238,3 +239,5 @@ def test_an_update_is_the_same_however_its_rows_are_cut(kind: str, tmp_path: Pat
 if __name__ == "__main__":
     Ranks.leave = lambda self: None  # type: ignore[method-assign]  # rank 1 too tells what it has in the end
     run(sys.argv[1], Path(sys.argv[2]))
+    dist.barrier()
+    dist.destroy_process_group()
