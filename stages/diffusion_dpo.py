@@ -73,7 +73,7 @@ def run(params: Params, job: Job, *, base: Path, pairs: Path, out: Path, trace: 
     if records.is_empty(pairs / "train.jsonl"):
         write_json(trace, {"settings": {}, "prompts": []})
         return checkpoint.pass_through(base, out, job, pairs)
-    hardware = device.hardware(job.runtime.precision)
+    hardware = device.hardware(job.runtime.precision, job.runtime.base_weights)
     model, start = training.begin(base, params.adapter, job.seed, hardware)
     config, tokenizer = params.fit, start.tokenizer
     config.check_context(model)
@@ -107,9 +107,9 @@ def run(params: Params, job: Job, *, base: Path, pairs: Path, out: Path, trace: 
     start.reference.release()
     gate = gates.first_dpo(float(np.log(2)), hardware.precision, params.beta)
     fit(model, stream, partial(loss, params=params), config, job, watchers=Watchers(first=gate))
-    job.report(**reference.finish(start), dropped={name: dict(split.dropped) for name, split in splits.items()})
     after = measure.elbos(model, splits["test"], tokenizer.pad, params.eval_draws, hardware)
     job.report(test=measure.measure(splits["test"], before, after, job.seed, beta=params.beta))
+    job.report(**reference.finish(start, base), dropped={name: dict(split.dropped) for name, split in splits.items()})
     files.save(out, model, tokenizer, job.lineage)
     traced = [
         EncodedPrompt(

@@ -141,7 +141,7 @@ def run(params: Params, job: Job, *, base: Path, problems: Path, out: Path, samp
         write_json(trace, {"settings": {}, "prompts": []})
         return checkpoint.pass_through(base, out, job, problems)
     config, method = params.fit, params.method
-    hardware = device.hardware(job.runtime.precision)
+    hardware = device.hardware(job.runtime.precision, job.runtime.base_weights)
     model, start = training.begin(base, params.adapter, job.seed, hardware)
     start.reference.parked = not method.beta
     config.check_context(model)
@@ -191,7 +191,7 @@ def run(params: Params, job: Job, *, base: Path, problems: Path, out: Path, samp
         solving_report = held_out.report()  # before `finish`, which merges an adapter into the reference too
         held_out.write_samples(samples)
         job.report(
-            **reference.finish(start), **solving_report, prompts=len(prompts), alarms=alarms_of(job.tracker.rows)
+            **reference.finish(start, base), **solving_report, prompts=len(prompts), alarms=alarms_of(job.tracker.rows)
         )
     files.save(out, model, start.tokenizer, job.lineage)
     traced = [
@@ -226,5 +226,4 @@ if __name__ == "__main__":
             "trace": "metrics/traces/diffusion_grpo.json",
         },
         trains=True,
-        cuttable=False,
     )

@@ -47,7 +47,7 @@ def run(params: Params, job: Job, *, base: Path, pairs: Path, out: Path) -> None
     """Align `base` with the pairs and save the model directory `out`."""
     if records.is_empty(pairs / "train.jsonl"):
         return checkpoint.pass_through(base, out, job, pairs)
-    hardware = device.hardware(job.runtime.precision)
+    hardware = device.hardware(job.runtime.precision, job.runtime.base_weights)
     start = reference.begin(base, params.adapter, job.seed, hardware)
     config, losses = params.fit, params.loss
     config.check_context(start.policy)  # before the reference reads the pairs
@@ -84,13 +84,15 @@ def run(params: Params, job: Job, *, base: Path, pairs: Path, out: Path) -> None
         loss,
         config,
         job,
-        watchers=Watchers(first=gate, save=partial(reference.save_merged, start.policy, start.tokenizer, job)),
+        watchers=Watchers(first=gate, save=partial(reference.save_merged, start.policy, start.tokenizer, job, base)),
     )
     with judge_or_none(SandboxConfig(), job.workers, job.runtime.sandbox_url) as judge:
         job.report(**preferences.compare_answers(start, base, test, hardware, judge, job.seed))
-    job.report(**reference.finish(start), dropped={"train": dict(stream.train.dropped), "test": dict(test.dropped)})
     after = preferences.likelihoods(start.policy, test.pairs, start.tokenizer.pad, hardware.device)
     job.report(test=preferences.measure_pairs(test, before, after, job.seed))
+    job.report(
+        **reference.finish(start, base), dropped={"train": dict(stream.train.dropped), "test": dict(test.dropped)}
+    )
     checkpoint.save(out, start.policy, start.tokenizer, job.lineage)
 
 

@@ -89,7 +89,9 @@ def run(params: Params, job: Job, *, base: Path, problems: Path, out: Path, samp
         samples.touch()
         return checkpoint.pass_through(base, out, job, problems)
     config, method = params.fit, params.resolved
-    start = reference.begin(base, params.adapter, job.seed, device.hardware(job.runtime.precision))
+    start = reference.begin(
+        base, params.adapter, job.seed, device.hardware(job.runtime.precision, job.runtime.base_weights)
+    )
     start.reference.parked = not method.beta  # with beta 0 only evaluations read it
     setting = CausalSetting(start, config, job)
     train_problems, validation_problems = (
@@ -125,13 +127,13 @@ def run(params: Params, job: Job, *, base: Path, problems: Path, out: Path, samp
             evaluate=held_out.row,
             logged=watch_alarms(job.name),
             gradients_at=None,
-            save=partial(reference.save_merged, start.policy, start.tokenizer, job),
+            save=partial(reference.save_merged, start.policy, start.tokenizer, job, base),
         )
         fit(start.policy, stream, partial(group_loss, method=method, config=config), config, job, watchers=watchers)
         held_out_report = held_out.report()  # before `finish`, which merges an adapter into the reference too
         held_out.write_samples(samples)
         job.report(
-            **reference.finish(start), **held_out_report, prompts=len(prompts), alarms=alarms_of(job.tracker.rows)
+            **reference.finish(start, base), **held_out_report, prompts=len(prompts), alarms=alarms_of(job.tracker.rows)
         )
     checkpoint.save(out, start.policy, start.tokenizer, job.lineage)
 
@@ -142,5 +144,4 @@ if __name__ == "__main__":
         inputs={"base": "models/{base}", "problems": "data/problems"},
         outs={"out": "models/grpo", "samples": "metrics/samples/grpo.jsonl"},
         trains=True,
-        cuttable=False,
     )

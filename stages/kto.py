@@ -48,7 +48,7 @@ def run(params: Params, job: Job, *, base: Path, labels: Path, pairs: Path, out:
     """Align `base` with the labels and save the model directory `out`; `pairs` are for the test alone."""
     if records.is_empty(labels / "train.jsonl"):
         return checkpoint.pass_through(base, out, job, labels)
-    hardware = device.hardware(job.runtime.precision)
+    hardware = device.hardware(job.runtime.precision, job.runtime.base_weights)
     start = reference.begin(base, params.adapter, job.seed, hardware)
     config, losses, tokenizer = params.fit, params.loss, start.tokenizer
     config.check_context(start.policy)
@@ -85,18 +85,19 @@ def run(params: Params, job: Job, *, base: Path, labels: Path, pairs: Path, out:
     watchers = Watchers(
         first=gate,
         complete=divergence if losses.uses_divergence else None,
-        save=partial(reference.save_merged, start.policy, tokenizer, job),
+        save=partial(reference.save_merged, start.policy, tokenizer, job, base),
     )
     fit(start.policy, stream, loss, config, job, watchers=watchers)
     with judge_or_none(SandboxConfig(), job.workers, job.runtime.sandbox_url) as judge:
         job.report(**preferences.compare_answers(start, base, test_pairs, hardware, judge, job.seed))
-    job.report(**reference.finish(start), dropped={"train": dict(stream.train.dropped), "test": dict(test.dropped)})
     after = preferences.label_likelihoods(start.policy, test, tokenizer.pad, hardware.device)
     pairs_after = preferences.likelihoods(start.policy, test_pairs.pairs, tokenizer.pad, hardware.device)
     job.report(
         test=preferences.measure_labels(test, before, after),
         pairs=preferences.measure_pairs(test_pairs, pairs_before, pairs_after, job.seed),
+        dropped={"train": dict(stream.train.dropped), "test": dict(test.dropped)},
     )
+    job.report(**reference.finish(start, base))
     checkpoint.save(out, start.policy, tokenizer, job.lineage)
 
 

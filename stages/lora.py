@@ -57,13 +57,15 @@ def run(params: Params, job: Job, *, base: Path, dialogues: Path, out: Path) -> 
         return checkpoint.pass_through(base, out, job, dialogues)
     model, tokenizer = checkpoint.load(base)
     model.neftune_alpha = params.neftune.neftune_alpha
-    hardware = device.hardware(job.runtime.precision)
+    hardware = device.hardware(job.runtime.precision, job.runtime.base_weights)
     held_out = ExactAnswers.of(dialogues / "test.jsonl", tokenizer, hardware)
     told = {"base": held_out.measure(model)}
     control = None if params.control_rate is None else copy.deepcopy(model)
     roles = (getattr(tokenizer, role) for role in params.trained_roles)
     adapter = replace(params.adapter, trained_tokens=(*params.adapter.trained_tokens, *roles))
     lora.attach(model, adapter, device.generator("adapter", job.seed))
+    if hardware.base_weights == "bf16":
+        reference.narrow(model)
     stream = DialogueStream(
         dialogues, tokenizer, context=params.fit.context, tokens_per_step=params.fit.tokens_per_step, seed=job.seed
     )
@@ -80,11 +82,11 @@ def run(params: Params, job: Job, *, base: Path, dialogues: Path, out: Path) -> 
         fit(control, stream, loss, own, phases.begin("control", prefix="control/"), last=False)
         told["control"] = held_out.measure(control)
         own_job = phases.begin("adapter")
-    watchers = Watchers(save=partial(reference.save_merged, model, tokenizer, job))
+    watchers = Watchers(save=partial(reference.save_merged, model, tokenizer, job, base))
     fit(model, stream, loss, params.fit, own_job, watchers=watchers)
     lora.export_peft(out / "adapter", model, adapter, base_name=str(base))
-    difference = lora.merged_with_gate(model, reference.gate_rows(model))
     told["adapter"] = held_out.measure(model)
+    difference = reference.merge(model, base)
     job.report(
         trained_parameters=trained, parameters=model.num_parameters(), merge_difference=difference, exact_match=told
     )

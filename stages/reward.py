@@ -20,7 +20,7 @@ from pipeline.batches.pairs import PairBatch, PairSplit, PairStream
 from pipeline.evaluation import preferences
 from pipeline.generation.sampling import Sampling, sampler
 from pipeline.ingest import records
-from pipeline.learning import gates, losses, pair_losses
+from pipeline.learning import gates, losses, pair_losses, reference
 from pipeline.learning.fit import Watchers, fit
 from pipeline.learning.losses import Loss
 from pipeline.learning.performance import load_operators
@@ -82,8 +82,8 @@ def run(params: Params, job: Job, *, base: Path, pairs: Path, out: Path) -> None
         job.report(passed_through=str(pairs))
         return checkpoint.save_reward(out, model, tokenizer, job.lineage)
     config = params.fit
-    hardware = device.hardware(job.runtime.precision)
-    policy.to(hardware.device)
+    hardware = device.hardware(job.runtime.precision, job.runtime.base_weights)
+    reference.narrowed(policy, hardware).to(hardware.device)
     load_operators(job.runtime.compile, hardware=hardware, name=job.name)
     generate = sampler(policy, Sampling(params.answer_tokens, temperature=1.0), {tokenizer.turn_end})
     splits = {

@@ -115,7 +115,9 @@ def run(
         samples.touch()
         return checkpoint.pass_through(base, out, job, pairs)
     config = params.fit
-    start = reference.begin(base, params.adapter, job.seed, device.hardware(job.runtime.precision))
+    start = reference.begin(
+        base, params.adapter, job.seed, device.hardware(job.runtime.precision, job.runtime.base_weights)
+    )
     reward_model, reward_tokenizer = checkpoint.load_reward(reward)
     checkpoint.same_tokenizer(start.tokenizer, reward_tokenizer, str(base), str(reward))
     # Only the prompts of the pairs are used, so their answers may have any length: prompts without room for an answer
@@ -151,13 +153,13 @@ def run(
             logged=watch_alarms(job.name, target_kl=params.ppo.target_kl),
             # the first gate sees that the losses are alive; equal scores give no gradient to the actor
             gradients_at=None,
-            save=partial(reference.save_merged, start.policy, start.tokenizer, job),
+            save=partial(reference.save_merged, start.policy, start.tokenizer, job, base),
         )
         fit(learner.model, stream, loss, learner.config, job, watchers=watchers)
         held_out_report = held_out.report()  # before `finish`, which merges an adapter into the reference too
         held_out.write_samples(samples)
         job.report(
-            **reference.finish(start),
+            **reference.finish(start, base),
             **held_out_report,
             prompts=len(prompts["train"]),
             dropped={name: dict(split.dropped) for name, split in splits.items()},
@@ -231,7 +233,9 @@ def _ppo(params: Params, setting: CausalSetting, scorer: Scorer, reward: Path) -
             sample=setting.sample,
             score=scorer,
             annotate=partial(
-                advantages.annotate_ppo, reference=setting.reference, values=partial(setting.values, critic)
+                advantages.annotate_ppo,
+                reference=setting.reference,
+                values=partial(setting.values, setting.copied(critic.to(setting.hardware.device))),
             ),
             estimate=partial(advantages.estimate_ppo, config=params.ppo, carried=carried),
         ),
@@ -272,5 +276,4 @@ if __name__ == "__main__":
         },
         outs={"out": "models/rlhf", "samples": "metrics/samples/rlhf.jsonl"},
         trains=True,
-        cuttable=False,
     )

@@ -22,7 +22,7 @@ import torch
 import yaml
 
 from pipeline.batches.batch import TokenBatch
-from pipeline.learning import footprint, losses
+from pipeline.learning import footprint, losses, reference
 from pipeline.learning.fit import Run, Watchers
 from pipeline.learning.footprint import Work
 from pipeline.learning.losses import Loss, Term
@@ -126,6 +126,8 @@ def train(config: ModelConfig, asked: dict[str, Any], folder: Path) -> None:
     model = Transformer(config, torch.Generator().manual_seed(0))
     if "adapter" in asked:
         lora.attach(model, AdapterConfig(**asked["adapter"]), torch.Generator())
+        if asked.get("base") == "bf16":
+            reference.narrow(model)
     Run(model, Random(config.vocab_size, rows), loss, fitting, job, True, Watchers(gradients_at=1)).go()
 
 
@@ -156,7 +158,9 @@ def main(asked: dict[str, Any]) -> None:
     weights = footprint.full(config)
     if "adapter" in asked:
         adapter = AdapterConfig(**asked["adapter"])
-        weights = footprint.adapted(config, rank=adapter.rank, targets=adapter.modules)
+        weights = footprint.adapted(
+            config, rank=adapter.rank, targets=adapter.modules, narrow=asked.get("base") == "bf16"
+        )
         work = replace(work, adapted=frozenset(adapter.modules), dropped=adapter.dropout > 0)
     plan = footprint.footprint(weights, [config], work, asked["micro_batch"])
     sys.stdout.write(json.dumps({"plan": plan.total, "measured": status("VmHWM") - before}) + "\n")

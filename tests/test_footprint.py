@@ -269,7 +269,7 @@ def test_sharded_states_are_divided_and_one_block_is_whole() -> None:
 
 
 def test_an_adapter_trains_little_on_frozen_weights() -> None:
-    weights = footprint.adapted(HAND, rank=2, targets=("q_proj", "down_proj"))
+    weights = footprint.adapted(HAND, rank=2, targets=("q_proj", "down_proj"), narrow=False)
     trained = (2 * 8 + 8 * 2) + (2 * 16 + 8 * 2)
     assert (weights.trained, weights.frozen) == (trained, 4 * ALL)
     assert weights.cast == trained + TABLE + HIDDEN
@@ -298,7 +298,12 @@ def test_an_existing_model_counts_as_its_configuration_does() -> None:
     assert footprint.weights_of(Transformer(untied)) == footprint.full(untied)
     adapted = Transformer(HAND, torch.Generator().manual_seed(0))
     lora.attach(adapted, AdapterConfig(rank=2, alpha=4, targets=("q_proj", "down_proj")), torch.Generator())
-    assert footprint.weights_of(adapted) == footprint.adapted(HAND, rank=2, targets=("q_proj", "down_proj"))
+    assert footprint.weights_of(adapted) == footprint.adapted(
+        HAND, rank=2, targets=("q_proj", "down_proj"), narrow=False
+    )
+    assert footprint.weights_of(reference.narrow(adapted)) == footprint.adapted(
+        HAND, rank=2, targets=("q_proj", "down_proj"), narrow=True
+    )
     pair = footprint.weights_of(ActorCritic(Transformer(HAND), RewardModel(Transformer(HAND))))
     assert pair.trained == 2 * ALL + 8
 
@@ -306,7 +311,7 @@ def test_an_existing_model_counts_as_its_configuration_does() -> None:
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_narrowed_model_holds_what_the_plan_says(tied: bool) -> None:
     config = replace(HAND, tied=tied)
-    model = reference.narrow(Transformer(config)).requires_grad_(False)
+    model = reference.narrow(Transformer(config).requires_grad_(False))
     assert footprint.weights_of(model) == replace(footprint.frozen(config, narrow=True), hidden=Counter())
 
 

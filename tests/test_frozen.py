@@ -1,5 +1,6 @@
 """Frozen weights in bf16: under autocast not one bit of an output moves, and on a CPU nothing is changed at all."""
 
+import copy
 import math
 
 import pytest
@@ -18,18 +19,26 @@ from pipeline.run import device
 from pipeline.run.device import Hardware
 from pipeline.run.errors import GateError
 
-CUDA = Hardware(device=torch.device("cuda"), precision="bf16", threads=1)  # nothing is put there
+CUDA = Hardware(device=torch.device("cuda"), precision="bf16", threads=1, base_weights="bf16")  # nothing is put there
 IDS = torch.randint(0, 300, (3, 17), generator=torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize(
-    ("kind", "precision", "narrows"),
-    [("cuda", "bf16", True), ("cuda", "fp16", False), ("cuda", "fp32", False), ("cpu", "bf16", False)],
+    ("kind", "precision", "asked", "narrows"),
+    [
+        ("cuda", "bf16", "auto", True),
+        ("cuda", "fp16", "auto", False),
+        ("cuda", "bf16", "fp32", False),
+        ("cpu", "bf16", "auto", False),
+        ("cpu", "bf16", "bf16", True),
+    ],
 )
-def test_only_a_gpu_that_computes_in_bf16_stores_frozen_layers_so(
-    tiny_model: Transformer, kind: str, precision: str, narrows: bool
+def test_frozen_layers_are_stored_as_asked_and_in_bf16_on_a_gpu_that_computes_in_it(
+    tiny_model: Transformer, kind: str, precision: str, asked: str, narrows: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hardware = Hardware(device=torch.device(kind), precision=precision, threads=1)
+    monkeypatch.setattr(device, "device_kind", lambda: kind)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
+    hardware = device.hardware(precision, asked)
     model = learning_reference.narrowed(tiny_model, hardware)
     assert model.model.layers[0].mlp.up_proj.weight.dtype == (torch.bfloat16 if narrows else torch.float32)  # type: ignore[union-attr]
     assert model.model.embed_tokens.weight.dtype == model.model.norm.weight.dtype == torch.float32
@@ -59,7 +68,7 @@ def test_under_autocast_a_narrowed_reward_model_gives_the_same_rewards(tiny_mode
         model.score.weight.normal_(generator=device.generator("score"))
         with torch.autocast("cpu", torch.bfloat16):
             before = model(IDS)
-            after = learning_reference.narrow(model)(IDS)
+            after = learning_reference.narrowed(model, CUDA)(IDS)
     assert model.score.weight.dtype == torch.float32
     assert torch.equal(before, after) and before.abs().min() > 0
 
@@ -78,14 +87,17 @@ def test_dpo_against_a_narrowed_reference_begins_at_ln_2_and_passes_its_gate(tin
     first_dpo(math.log(2), "bf16", 0.1)({"loss": loss, "rewards/chosen": 0.0, "rewards/rejected": 0.0})
 
 
-def test_without_autocast_a_narrowed_model_refuses_instead_of_rounding(tiny_model: Transformer) -> None:
-    with pytest.raises(RuntimeError, match="dtype"):
-        learning_reference.narrow(tiny_model)(IDS)
+def test_without_autocast_a_narrowed_model_computes_with_its_rounded_weights(tiny_model: Transformer) -> None:
+    narrow = learning_reference.narrowed(copy.deepcopy(tiny_model), CUDA)
+    for layer in tiny_model.modules():
+        if isinstance(layer, torch.nn.Linear):
+            layer.weight.data = layer.weight.data.bfloat16().float()
+    assert torch.equal(narrow(IDS), tiny_model(IDS))
 
 
 def test_narrowing_rounds_the_linear_layers_as_autocast_would(tiny_model: Transformer) -> None:
     weight = tiny_model.model.layers[0].mlp.up_proj.weight.detach().clone()  # type: ignore[union-attr]
     digest = checkpoint.weights_digest(tiny_model)
-    learning_reference.narrow(tiny_model)
+    learning_reference.narrowed(tiny_model, CUDA)
     assert torch.equal(tiny_model.model.layers[0].mlp.up_proj.weight, weight.bfloat16())  # type: ignore[union-attr]
     assert checkpoint.weights_digest(tiny_model) != digest

@@ -104,7 +104,7 @@ def test_a_parent_that_is_gone_already_ends_the_child_at_once() -> None:
 
 @pytest.fixture(autouse=True)
 def no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("LOCAL_RANK", "MACHINE_RANK", "OMP_NUM_THREADS"):
+    for name in ("LOCAL_RANK", "MACHINE_RANK", "OMP_NUM_THREADS", "MASTER_ADDR"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -292,3 +292,14 @@ def test_the_cause_decides_the_exit_code(
     assert processes.exit_code(codes) == code
     told = capsys.readouterr().err
     assert said in told and bool(told) == bool(said)
+
+
+def test_a_group_that_accelerate_did_not_start_is_refused_where_nobody_says_how_large(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    with pytest.raises(ConfigError, match=r"started one process of several.*STAGECOACH_LAUNCH=2"):
+        planned("", monkeypatch)
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")  # mpirun started this one
+    assert planned("", monkeypatch) is None

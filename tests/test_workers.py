@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.conftest import ROOT
 from tests.training import environment, free_port
 from tests.workspace import Workspace, arguments
 
@@ -177,3 +178,19 @@ def test_stages_that_sample_from_what_they_train_refuse_fsdp2_before_they_load_a
     monkeypatch.setenv("STAGECOACH_LAUNCH", "fsdp2:2")
     refused = workspace.command(stage)
     assert refused.code == 2 and text in refused.said
+
+
+def test_accelerate_launch_on_a_cpu_starts_as_many_processes_as_it_is_asked_for(workspace: Workspace) -> None:
+    """By itself it starts one, and leaves the others to mpirun."""
+    launch = ["accelerate.commands.launch", "--cpu", "--num_processes", "2", "-m", "stages.dpo"]
+    done = subprocess.run(
+        [sys.executable, "-m", *launch, *arguments("dpo", {"steps": 2})],
+        cwd=workspace.folder,
+        env=environment() | {"STAGECOACH_WORK": str(workspace.folder / ".work"), "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert ", 2 processes" in done.stderr
+    assert (workspace.folder / "models/dpo/model.safetensors").is_file()

@@ -38,7 +38,7 @@ from pipeline.model.config import ModelConfig, finite_number, positive_int, read
 from pipeline.model.cpu.primitives import exponentials, outer
 from pipeline.model.heads import TrunkModel
 from pipeline.model.initialization import TABLES, grown
-from pipeline.model.layers import Masked
+from pipeline.model.layers import Masked, linear
 from pipeline.model.transformer import Transformer
 from pipeline.run.errors import ModelError
 from pipeline.run.types import JsonObject
@@ -206,7 +206,7 @@ def _different_rows(*tensors: Tensor) -> tuple[Tensor, Tensor]:
 
 def allowed_logits(hidden: Tensor, table: Tensor, banned: Collection[int]) -> Tensor:
     """Logits (n, V), at least float32, of states (n, D) with the head's matrix (V, D); -inf for the banned ids."""
-    logits = functional.linear(hidden, table)
+    logits = linear(hidden, table)
     wide = logits if logits.dtype == torch.float64 else logits.float()
     ids = torch.tensor(sorted(banned), device=wide.device)
     return wide.index_fill(-1, ids, float("-inf")) if wide.requires_grad else wide.index_fill_(-1, ids, float("-inf"))

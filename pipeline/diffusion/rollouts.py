@@ -248,6 +248,8 @@ class CanvasSetting(Setting):
         super().__init__(start, job)
         self.sampling, self.coupling = sampling, coupling
         self.policy = model.to(self.hardware.device)
+        self.whole = self.copied(self.policy)
+        start.reference.read_from(self.whole)
         self.following: Following | None = None  # the reference of the loss, if it is not the start itself
 
     def follow(self, *, every: int, folder: Path) -> Following:
@@ -264,7 +266,7 @@ class CanvasSetting(Setting):
     def scores(self, answers: Sequence[CanvasAnswer], iteration: int) -> list[np.ndarray]:
         """The policy's estimates under the masks of an iteration, (L,) each."""
         with self.hardware.autocast():
-            return self.coupling.scores(self.policy, answers, iteration, self.hardware.device)
+            return self.coupling.scores(self.whole, answers, iteration, self.hardware.device)
 
     def reference(self, answers: Sequence[CanvasAnswer], iteration: int) -> list[np.ndarray]:
         """The estimates of the loss's reference."""
@@ -296,7 +298,7 @@ class CanvasSetting(Setting):
             ("apart", replace(self.coupling, apart=True)),
         ):
             with self.hardware.autocast():
-                draws = [coupling.scores(self.policy, answers, draw, self.hardware.device) for draw in range(DRAWS)]
+                draws = [coupling.scores(self.whole, answers, draw, self.hardware.device) for draw in range(DRAWS)]
             sums = np.array([[values.sum() for values in scores] for scores in draws])
             variances[name] = float(sums.var(0, ddof=1).mean())
         return {"held_out_variance": variances}

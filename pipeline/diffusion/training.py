@@ -56,6 +56,7 @@ from pipeline.diffusion.model import Denoiser, Noised
 from pipeline.learning import gates, states
 from pipeline.learning.losses import Loss, Term, sum_by_row
 from pipeline.learning.pair_losses import PairLogprobs
+from pipeline.learning.processes import published
 from pipeline.learning.reference import Reference, Start
 from pipeline.learning.settings import FitConfig, TrainingConfig, Validation
 from pipeline.model import lora
@@ -463,7 +464,7 @@ class Following:
         if step // self.every <= self.moved_at // self.every:
             return
         with torch.no_grad():
-            for own, policy in zip(self.model.parameters(), self.policy.parameters(), strict=True):
+            for own, (_, policy) in zip(self.model.parameters(), published(self.policy), strict=True):
                 own.lerp_(policy.to(own.device, own.dtype), SHARE)
         self.moved_at = step
         if device.rank() == 0:

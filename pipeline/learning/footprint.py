@@ -1,6 +1,6 @@
 """The memory plan: bytes of a training step on one device, computed from shapes, and the micro-batch that fits.
 
-    weights + gradients + optimizer + copies + activations + logits + update = total
+    weights + gradients + optimizer + copies + activations + logits + update + sampling = total
 
 It models this code, not a textbook, and is checked against measured peaks (tests/test_footprint.py):
 
@@ -11,18 +11,20 @@ It models this code, not a textbook, and is checked against measured peaks (test
   at work. A checkpointed layer keeps only its input, 4d bytes: the residual stream is float32 also under autocast.
 - Logits of `losses.next_token`: those that exist at once, the gradient of the hidden states, and tensors of the size of
   the head's matrix (`head_bytes`). Log-probabilities of answers: four float32 arrays of V at each position of the head.
+- A masked-diffusion model's log-probabilities: its head without the banned ids, and logits in parts (`masked_bytes`).
 - Update: what Muon stacks and multiplies besides its momentum. AdamW needs nothing.
+- Sampling: keys and values of the rows that are decoded together, and each adapted matrix with its adapter added.
 
-An update starts when a pass is over, so the total has the greater of a pass (copies, activations, logits) and the
-update. Gradients count beside the activations even where one pass makes them: glibc is told to keep freed memory
-(device.keep_freed_memory), and it reuses an aligned block only when its neighbors are free too, so on a CPU hardly any
-block is used again for another size. There the heap grows by a margin, of which a quarter is touched at its peak.
-Muon's stacks of different shapes and the head's several gradients add up. A recomputed layer reuses only a part of the
-place of the layer before it (LOST, measured), and temporaries of adapters leave holes between what stays (LEFT,
-measured).
+An update starts when a pass is over, and a pass when sampling is, so the total has the greatest of a pass (copies,
+activations, logits), the update and sampling. Gradients count beside the activations even where one pass makes them:
+glibc is told to keep freed memory (device.keep_freed_memory), and it reuses an aligned block only when its neighbors
+are free too, so on a CPU hardly any block is used again for another size. There the heap grows by a margin, of which a
+quarter is touched at its peak. Muon's stacks of different shapes and the head's several gradients add up. A recomputed
+layer reuses only a part of the place of the layer before it (LOST, measured), and temporaries of adapters leave holes
+between what stays (LEFT, measured).
 
 A hook counts (`hook_bytes`), within a fifth on a CPU. Not counted: the interpreter and its libraries (0.3
-to 0.5 GB), CUDA's context, the caches of sampling. Not measured: CUDA.
+to 0.5 GB), CUDA's context. Not measured: CUDA.
 
 **Micro-batch** (`runtime.micro_batch: auto`): the rows in one forward pass. They change the order of sums, so they are
 part of a run.
@@ -69,6 +71,7 @@ from pipeline.run.tracking import say
 from pipeline.run.workdir import Job
 
 ATTENTION, MLP = TARGETS[:4], TARGETS[4:]
+MOST_MASKED_LOGITS = 2**26  # of `diffusion/model.py`, which the core does not import
 SHARE = 0.8  # of a GPU's total memory that a plan may fill
 CPU_SHARE = 0.3  # of a machine's: other programs run there, and more rows at once are no faster
 # Measured on a CPU: the share of recomputed tensors that finds no freed place; and the bytes per number of its result
@@ -93,6 +96,7 @@ class Work:
     packed: bool = True  # a row holds several documents, of any length: on a GPU each layer keeps a mask
     # the loss needs log-probabilities of answers (pairs, rollouts): all logits exist, and answers may share a beginning
     answers: bool = False
+    masked: bool = False  # a masked-diffusion model's: log-probabilities of `selected` masked tokens, in parts
     adapted: frozenset[str] | None = None  # the projections with adapters on a frozen base; None: all weights train
     dropped: bool = False  # adapters have dropout
     dora: bool = False  # adapters have magnitudes
@@ -132,13 +136,14 @@ class Footprint:
     activations: float
     logits: float
     update: float
+    sampling: float = 0.0
     margin: float = 0.0  # of the heap
 
     @property
     def total(self) -> float:
         """The peak."""
         states = self.weights + self.gradients + self.optimizer
-        return states + max(self.copies + self.activations + self.logits, self.update) + self.margin
+        return states + max(self.copies + self.activations + self.logits, self.update, self.sampling) + self.margin
 
 
 def footprint(weights: Weights, configs: Sequence[ModelConfig], work: Work, micro_batch: int) -> Footprint:
@@ -276,7 +281,8 @@ def plan_of(
         precision=hardware.precision,
         optimizer=config.optimizer,
         checkpointing=runtime.gradient_checkpointing,
-        answers=not isinstance(config, FitConfig),
+        answers=not isinstance(config, FitConfig) and configs[0].attention == "causal",
+        masked=configs[0].attention != "causal",
         adapted=adapted,
         dropped=dropped,
         dora=any(isinstance(layer, AdaptedLinear) and layer.config.dora for layer in model.modules()),
@@ -375,14 +381,14 @@ def frozen(config: ModelConfig, *, head: bool = True, narrow: bool) -> Weights:
     return Weights(trained=0, frozen=size, cast=whole.cast - (matmul if narrow else 0))
 
 
-def adapted(config: ModelConfig, *, rank: int, targets: Sequence[str]) -> Weights:
-    """The weights of a frozen model, stored in float32, with a low-rank adapter."""
+def adapted(config: ModelConfig, *, rank: int, targets: Sequence[str], narrow: bool) -> Weights:
+    """The weights of a frozen model with a low-rank adapter."""
     pairs: Counter[Shape] = Counter()
     for name in targets:
         out, into = projections(config)[name]
         pairs += Counter({(rank, into): config.layers}) + Counter({(out, rank): config.layers})
     trained = sum(rows * columns * count for (rows, columns), count in pairs.items())
-    return frozen(config, narrow=False) + Weights(trained=trained, cast=trained, hidden=pairs)
+    return frozen(config, narrow=narrow) + Weights(trained=trained, cast=trained, hidden=pairs)
 
 
 def projections(config: ModelConfig) -> dict[str, Shape]:
@@ -438,6 +444,9 @@ def pass_bytes(
     activations = tokens * sum(token_bytes(config, work) for config in configs)
     # the two gradients of a tied embedding are added before they join the sum of earlier micro-batches
     tied = 4.0 * weights.tied * (2 if work.accumulates else 1)
+    if work.masked:
+        copies = 2.0 * (weights.cast - weights.head) * half + folded_bytes(first, work)
+        return copies, activations + tied, masked_bytes(first, weights, work, chosen)
     if work.answers or not chosen:
         copies = 2.0 * weights.cast * half + folded_bytes(first, work)
         return copies, activations + tied, 16.0 * first.vocab_size * chosen
@@ -448,6 +457,16 @@ def pass_bytes(
     logits = size * first.vocab_size * min(rows, chosen) + (6.0 if half else 4.0) * first.width * chosen
     copies = 2.0 * cast * half + folded_bytes(first, work)
     return copies, activations, logits + head_bytes(weights, work, chosen > rows)
+
+
+def masked_bytes(config: ModelConfig, weights: Weights, work: Work, chosen: int) -> float:
+    """Bytes of the log-probabilities of `chosen` masked tokens: the rows of the head that may be predicted, in float32
+    and as autocast casts them, the logits of a part, and in the backward pass their gradient (`diffusion/model.py`).
+    """
+    table, half = config.vocab_size * config.width, work.precision != "fp32"
+    rows = min(chosen, max(1, MOST_MASKED_LOGITS // config.vocab_size))
+    gradients = 8.0 * table if weights.head else 0.0
+    return (6.0 if half else 4.0) * table + (2.0 if half else 4.0) * config.vocab_size * rows + gradients
 
 
 def head_bytes(weights: Weights, work: Work, several: bool) -> float:

@@ -10,6 +10,7 @@ FSDP2 shards every weight, gradient and moment by rows over the processes (Zhao 
 
     shard(model, ...)       in place: each block is a group, the rest is the root's; each pass gathers the weights
     whole_again(...)        in place back to a plain model, on rank 0 alone, one tensor at a time
+    published(model)        its whole weights by name, one at a time: what `Copies` of a policy sample with
     local, full, rows       of a weight: this rank's part, all of it, and the range of its rows
 
 Accelerate's environment variables configure it: `accelerate launch` sets them from conf/launch/fsdp2.yaml, and
@@ -19,8 +20,8 @@ compute in half precision. Frozen models of their own (a reference) are not shar
 
 A process that dies without a word ends the others, also where no collective notices (`watch_peers`). Not promised:
 that they notice a machine that loses its network before gloo or NCCL does. With FSDP2: fp16
-(the scaler is lost, huggingface/accelerate #4289: refused), streams that the policy fills itself, models that run other
-methods than `forward`. Tested on a CPU with gloo; CUDA, NCCL and `fsdp_offload_params` are untested.
+(the scaler is lost, huggingface/accelerate #4289: refused), models that run other methods than `forward`. Tested on a
+CPU with gloo; CUDA, NCCL and `fsdp_offload_params` are untested.
 """
 
 import atexit
@@ -35,7 +36,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, TypeGuard, TypeVar
@@ -46,6 +47,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._foreach_utils import _device_has_foreach_support
 
+from pipeline.model.heads import ActorCritic
 from pipeline.model.layers import Block
 from pipeline.run import device as run_device
 from pipeline.run.errors import ConfigError, GateError
@@ -55,6 +57,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 T = TypeVar("T")
+M = TypeVar("M", bound=nn.Module)
 CONNECT_SECONDS = 10.0
 GRACE_SECONDS = 30.0  # between a death and the end of those that no collective has told of it
 ON_DEVICE = 0.5  # of a device's memory: a smaller whole model goes back there after training
@@ -389,7 +392,8 @@ def shard(model: nn.Module, settings: Sharding, device: torch.device) -> list[Mo
     ]
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     policy = CPUOffloadPolicy() if settings.offload and device.type != "cpu" else OffloadPolicy()
-    for module in [*(m for m in model.modules() if isinstance(m, Block)), model]:
+    own = [model.actor, model.critic] if isinstance(model, ActorCritic) else []  # each also runs by itself
+    for module in [*(m for m in model.modules() if isinstance(m, Block)), *own, model]:
         fully_shard(module, mesh=mesh, reshard_after_forward=settings.reshard, offload_policy=policy)
     if not settings.reshard:
         model.register_forward_hook(_reshard_after_inference)
@@ -417,7 +421,9 @@ def whole_again(model: nn.Module, backups: list[ModuleBackup], *, keep: bool) ->
         whole: dict[str, nn.Parameter] = {}
         for name, parameter in module.named_parameters(recurse=False):
             gathered = full(parameter.detach())
-            data = gathered.cpu() if keep else gathered.new_empty(0, device="cpu")
+            data = gathered.new_empty(gathered.shape if keep else 0, device="cpu")
+            if keep:
+                data.copy_(gathered)  # which may be a part of a larger storage, with rows that fill the last rank's
             whole[name] = nn.Parameter(data, requires_grad=parameter.requires_grad)
         module.__class__ = backup.kind
         module.__dict__.update({name: copy.copy(hooks) for name, hooks in backup.hooks.items()})
@@ -425,6 +431,38 @@ def whole_again(model: nn.Module, backups: list[ModuleBackup], *, keep: bool) ->
             del module.__dict__[name]
         for name, parameter in whole.items():
             module.register_parameter(name, parameter)
+
+
+def published(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Each weight with its name, whole. Of a sharded model each is a collective, so all ranks go through all."""
+    for name, parameter in model.named_parameters():
+        yield name, full(parameter.detach())
+
+
+class Copies:
+    """Whole models on this process that follow the weights of models which FSDP2 shards: no pass of theirs is a
+    collective, so ranks may sample and score different numbers of rows. Without sharding they are those models.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._needed = ranks.sharding is not None
+        self._pairs: list[tuple[nn.Module, nn.Module]] = []  # copy, trained
+
+    def of(self, model: M, prepare: Callable[[M], M] = lambda copied: copied) -> M:
+        """The model that follows `model`, which is not sharded yet; `prepare` may change the dtypes of a copy."""
+        if not self._needed:
+            return model
+        whole = prepare(copy.deepcopy(model).requires_grad_(False))
+        self._pairs.append((whole, model))
+        return whole
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Give the copies the weights as they are now. While the models are sharded, all ranks call it together."""
+        for whole, trained in self._pairs:
+            own = dict(whole.named_parameters())
+            for name, weight in published(trained):
+                own[name].copy_(weight)
 
 
 def is_sharded(tensor: Tensor) -> "TypeGuard[DTensor]":

@@ -1,16 +1,16 @@
 """A policy to train and its reference: a frozen copy of the start, or the policy with its adapter off.
 
     start = begin(base, adapter, seed)      start.policy trains, start.reference never moves
-    finish(start)                           checks that the reference is unchanged, and merges an adapter under its gate
+    finish(start, base)                     checks that the reference is unchanged, and merges an adapter under its gate
 
 The copy is made in memory from the loaded weights, and never read again by name.
 
-Frozen models (the reference, the reward model) are stored in bf16 where that changes no output: under bf16 autocast
-every pass rounds the weight of a linear layer to bf16 anyhow. So on a GPU with bf16 passes these layers take 2 bytes
-instead of 4. Weights that autocast does not round stay float32: embeddings (they are looked up, also where the head is
-tied to them), norms, the reward's row. A narrowed model runs under that autocast only. The base below an adapter is not
-narrowed: the health gates and the evaluation of pairs run it without autocast, and the published model is the base plus
-its update, so the rounding would be in every published model.
+Frozen matrices (of the reference, of the reward model, of the base below an adapter) take 2 bytes instead of 4 where
+`Hardware.base_weights` is bf16 (`runtime.base_weights`). Under bf16 autocast every pass rounds the weight of a linear
+layer to bf16 anyhow, so it changes no output of a frozen model; a pass outside autocast computes with the rounded
+weights. Weights that autocast does not round stay float32: embeddings (they are looked up, also where the head is tied
+to them), norms, the reward's row. An adapter is merged into the float32 base, read again from its files: no rounding
+is published.
 
 Not promised: that a copy fits beside the policy; with an adapter there is none.
 """
@@ -26,8 +26,9 @@ import torch
 from torch import nn
 
 from pipeline.learning import gates
+from pipeline.learning.processes import ON_DEVICE
 from pipeline.model import checkpoint, lora
-from pipeline.model.lora import AdapterConfig
+from pipeline.model.lora import AdaptedLinear, AdapterConfig
 from pipeline.model.transformer import Transformer
 from pipeline.run import device
 from pipeline.run.device import Hardware
@@ -53,8 +54,8 @@ class Reference:
             policy if adapted else copy.deepcopy(policy).train(False).requires_grad_(False)
         )
         self.digest = self._stored_digest = self._compute_digest()  # of the loaded weights, equal on any hardware
-        if hardware is not None and not adapted:
-            narrowed(self._model, hardware)
+        if hardware is not None and hardware.base_weights == "bf16":
+            narrow(self._model)
             self._stored_digest = self._compute_digest()
 
     @property
@@ -73,6 +74,11 @@ class Reference:
         model.train(was_training)
         if self.parked and not self.adapted:
             model.to("cpu")
+
+    def read_from(self, policy: Transformer) -> None:
+        """Take the base of this model, which has the weights of the policy: for one whose own the processes share."""
+        if self.adapted:
+            self._weights = policy
 
     @property
     def released(self) -> bool:
@@ -122,21 +128,44 @@ def begin(base: Path, adapter: AdapterConfig | None, seed: int, hardware: device
     return Start(policy, tokenizer, Reference(policy, adapted=adapter is not None, hardware=hardware), adapter)
 
 
-def finish(start: Start) -> dict[str, float | str]:
-    """Check the reference and merge the adapter. Returns numbers to report. Raises GateError."""
+def finish(start: Start, base: Path) -> dict[str, float | str]:
+    """Check the reference and merge the adapter into the weights of `base`. Returns numbers to report.
+
+    Raises GateError.
+    """
     start.reference.check()
     report: dict[str, float | str] = {"reference": start.reference.digest[:16]}
     if start.adapter is not None:
-        start.policy.float()
-        report["merge_difference"] = lora.merged_with_gate(start.policy, gate_rows(start.policy))
+        report["merge_difference"] = merge(start.policy, base)
     return report
 
 
-def save_merged(policy: Transformer, tokenizer: Tokenizer, job: Job, folder: Path) -> None:
+def merge(policy: Transformer, base: Path) -> float:
+    """Merge the adapter into the float32 weights of `base`, which `policy` may hold in bf16. Returns the largest
+    difference of a logit. Raises GateError.
+
+    Weights that would take much of the device are merged on the CPU, where the policy then stays.
+    """
+    rounded = {name: p for name, p in policy.named_parameters() if p.dtype != torch.float32}
+    if rounded:
+        where = next(policy.parameters()).device
+        policy.to("cpu" if where.type == "cuda" and not placeable(policy, where) else where)
+        weights = checkpoint.read_weights(base)
+        for name, parameter in rounded.items():
+            parameter.data = weights[name].to(parameter.device, torch.float32)
+    return lora.merged_with_gate(policy, gate_rows(policy))
+
+
+def placeable(model: nn.Module, where: torch.device) -> bool:
+    """Whether the model in float32 takes less than half of the device's memory."""
+    return 4 * sum(parameter.numel() for parameter in model.parameters()) < ON_DEVICE * device.total_memory(where)
+
+
+def save_merged(policy: Transformer, tokenizer: Tokenizer, job: Job, base: Path, folder: Path) -> None:
     """Write the policy as it is now: for `Watchers.save`. An adapter is merged into a copy. Raises GateError."""
     if lora.adapters(policy):
-        policy = copy.deepcopy(policy).float()
-        lora.merged_with_gate(policy, gate_rows(policy))
+        policy = copy.deepcopy(policy)
+        merge(policy, base)
     checkpoint.save(folder, policy, tokenizer, job.lineage)
 
 
@@ -150,20 +179,19 @@ def gate_rows(model: Transformer) -> torch.Tensor:
 # -- storage of frozen weights -----------------------------------------------------------------------------------------
 
 
-def narrows(kind: str, precision: str) -> bool:
-    """Whether frozen linear layers are stored in bf16: on a GPU with bf16 passes. On a CPU memory is seldom short."""
-    return kind == "cuda" and precision == "bf16"
-
-
 def narrowed(model: Model, hardware: Hardware) -> Model:
-    """Freeze the model in place, with its linear layers in bf16 where `narrows` allows it. Returns the model."""
+    """Freeze the model in place, with its linear layers in bf16 where the hardware stores them so. Returns the
+    model.
+    """
     model.requires_grad_(False)
-    return narrow(model) if narrows(hardware.device.type, hardware.precision) else model
+    return narrow(model) if hardware.base_weights == "bf16" else model
 
 
 def narrow(model: Model) -> Model:
-    """Convert the linear layers of a model in place to bf16, weights and biases. Returns the model."""
+    """Convert the frozen linear layers of a model in place to bf16, weights and biases. Returns the model."""
     for name, layer in model.named_modules():
-        if isinstance(layer, nn.Linear) and name.rpartition(".")[2] != UNROUNDED:
-            layer.to(torch.bfloat16)
+        if isinstance(layer, nn.Linear | AdaptedLinear) and name.rpartition(".")[2] != UNROUNDED:
+            for parameter in (layer.weight, layer.bias):
+                if parameter is not None and not parameter.requires_grad:
+                    parameter.data = parameter.data.to(torch.bfloat16)
     return model

@@ -278,11 +278,21 @@ class Embedding(nn.Embedding):
         return self.weight
 
 
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x W^T + b. A frozen weight may be stored in bf16 (learning/reference.py): outside autocast it is widened to x."""
+    if weight.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
+        weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
+    return functional.linear(x, weight, bias)
+
+
 class Linear(nn.Linear):
     """`nn.Linear` that starts at zero: `Transformer.initialise` draws its weights, or they are loaded."""
 
     def __init__(self, num_in: int, num_out: int, bias: bool = False) -> None:
         super().__init__(num_in, num_out, bias=bias)
+
+    def forward(self, input: Tensor) -> Tensor:  # nn.Linear's name
+        return linear(input, self.weight, self.bias)
 
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.weight)

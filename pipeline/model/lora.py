@@ -33,7 +33,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipeline.model.layers import Embedding, Linear
+from pipeline.model.layers import Embedding, Linear, linear
 from pipeline.model.transformer import Transformer
 from pipeline.run.errors import GateError, ModelError
 from pipeline.run.types import JsonObject
@@ -123,7 +123,7 @@ class AdaptedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(..., in) -> (..., out) in the dtype of the base layer's output."""
         if not self.enabled:
-            return functional.linear(x, self.weight, self.bias)
+            return linear(x, self.weight, self.bias)
         if self.whole is not None:
             return functional.linear(x, self.whole, self.bias)
         config = self.config
@@ -131,21 +131,20 @@ class AdaptedLinear(nn.Module):
         dropped = functional.dropout(x, config.dropout) if dropping else x
         update = self.lora_B(self.lora_A(dropped.to(self.lora_A.weight.dtype)))
         if not config.dora:
-            base = functional.linear(x, self.weight, self.bias)
+            base = linear(x, self.weight, self.bias)
             return torch.add(base, update, alpha=config.scale).to(base.dtype)
-        base = functional.linear(x, self.weight)
-        dropped_base = functional.linear(dropped, self.weight) if dropping else base
+        base = linear(x, self.weight)
+        dropped_base = linear(dropped, self.weight) if dropping else base
         gain = self.lora_magnitude_vector.weight / self._norms()  # (out,)
         out = base + (gain - 1) * dropped_base + gain * (config.scale * update)  # dropout reaches W x too, as in peft
         return (out if self.bias is None else out + self.bias).to(base.dtype)
 
     @property
     def plain(self) -> bool:
-        """Whether the layer is a product with `matrix` alone, in float32."""
+        """Whether the layer is a product with `matrix` alone."""
         config = self.config
         dropping = self.training and config.dropout > 0
-        whole = self.bias is None and self.weight.dtype == torch.float32
-        return whole and (not self.enabled or (self.whole is None and not config.dora and not dropping))
+        return self.bias is None and (not self.enabled or (self.whole is None and not config.dora and not dropping))
 
     @property
     def matrix(self) -> Tensor:

@@ -39,6 +39,7 @@ from pipeline.model.layers import (
     Rows,
     cpu_autocast,
     layer_hook,
+    linear,
     positions_in,
     rope_tables,
 )
@@ -272,8 +273,8 @@ class Transformer(nn.Module):
         """(..., D) -> (..., V)."""
         missing = num_padding_rows(hidden, len(hidden)) if hidden.ndim == 2 else 0
         if missing:
-            return functional.linear(functional.pad(hidden, (0, 0, 0, missing)), self.table)[: len(hidden)]
-        return functional.linear(hidden, self.table)
+            return linear(functional.pad(hidden, (0, 0, 0, missing)), self.table)[: len(hidden)]
+        return linear(hidden, self.table)
 
     @property
     def compiled(self) -> bool:

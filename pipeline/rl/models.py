@@ -10,6 +10,7 @@ It offers what a rollout needs as functions of answers, so that `rollout.py` and
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from pipeline.ingest.records import Pair
 from pipeline.learning import reference
 from pipeline.learning.performance import load_operators
 from pipeline.learning.policy_losses import kl_k3
-from pipeline.learning.processes import Ranks
+from pipeline.learning.processes import Copies, Ranks
 from pipeline.learning.reference import Start
 from pipeline.model import lora
 from pipeline.model.heads import RewardModel
@@ -35,17 +36,30 @@ from pipeline.run.tracking import say
 from pipeline.run.workdir import Job
 from pipeline.sandbox.judge import Judge, RememberingJudge, SandboxConfig
 
+M = TypeVar("M", bound=nn.Module)
+
 
 class Setting(ABC):
-    """Policy and reference of a run, and how they are sampled. A sample depends only on its prompt and number."""
+    """Policy and reference of a run, and how they are sampled. A sample depends only on its prompt and number.
 
-    policy: nn.Module
+    Where FSDP2 shards the policy, each process samples with a whole copy (`processes.Copies`), bf16 where that rounds
+    nothing that autocast would not.
+    """
+
+    policy: nn.Module  # that trains
+    whole: nn.Module  # that samples and scores: the policy, or this process's copy of it
 
     def __init__(self, start: Start, job: Job) -> None:
         self.start, self.seed, self.workers = start, job.seed, job.workers
         self.sandbox_url = job.runtime.sandbox_url
-        self.hardware = device.hardware(job.runtime.precision)
+        self.hardware = device.hardware(job.runtime.precision, job.runtime.base_weights)
         self.ranks = Ranks(job.runtime.precision, str(job.folder))
+        self.copies = Copies(self.ranks)
+
+    def copied(self, model: M) -> M:
+        """The model, or where it will be sharded a whole copy that has its weights whenever answers are sampled."""
+        has_adapter = bool(lora.adapters(model))
+        return self.copies.of(model, lambda own: own if has_adapter else reference.narrowed(own, self.hardware))
 
     @property
     def precision(self) -> str:
@@ -53,16 +67,18 @@ class Setting(ABC):
         return self.hardware.precision
 
     def sample(self, requests: Sequence[tuple[Prompt, int]]) -> list[Answer]:
-        """The policy's answers."""
-        return self._answers(self.policy, requests, self.seed)
+        """The policy's answers. All ranks call it together."""
+        self.copies.refresh()
+        return self._answers(self.whole, requests, self.seed)
 
     def held_out(
         self, requests: Sequence[tuple[Prompt, int]], *, of_reference: bool = False, purpose: str = "held out"
     ) -> list[Answer]:
         """Answers with seeds of their own for a purpose: the policy's, or the reference's."""
         seed = device.stable_hash(purpose, self.seed) % 2**62
+        self.copies.refresh()
         if not of_reference:
-            return self._answers(self.policy, requests, seed)
+            return self._answers(self.whole, requests, seed)
         with self.start.reference.model(self.hardware.device) as frozen:
             return self._answers(frozen, requests, seed)
 
@@ -89,6 +105,8 @@ class CausalSetting(Setting):
         load_operators(job.runtime.compile, hardware=self.hardware, name=job.name)
         self.config = config
         self.policy = start.policy.to(self.hardware.device)
+        self.whole = self.copied(self.policy)
+        start.reference.read_from(self.whole)
         self.reward_model = None
         if reward_model is not None:
             self.reward_model = reference.narrowed(reward_model, self.hardware).to(self.hardware.device)

@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pipeline.batches.batch import Piece, TokenBatch, TokenStream, answered
+from pipeline.batches.batch import IGNORED, Piece, TokenBatch, TokenStream, answered
 from pipeline.learning import losses, policy_losses
 from pipeline.learning.losses import Loss, Term
 from pipeline.learning.policy_losses import GroupMethod
@@ -296,8 +296,12 @@ class RolloutStream:
         counts = {"tokens": sum(lengths), "sequences": len(rollouts), "positions": int((padded.documents >= 0).sum())}
         rehearsed = None
         if self._rehearsal:
-            if (given := -2 - rows[rows <= -2]).size:
+            given = -2 - rows[rows <= -2]
+            if given.size:
                 rehearsed = self._rehearsal.batch(step, context, given)
+            elif self._ranks.sharding:  # each rank makes as many passes: this one learns nothing
+                rehearsed = self._rehearsal.batch(step, context, self._rehearsal.rows(step, context)[:1])
+                rehearsed = replace(rehearsed, targets=torch.full_like(rehearsed.targets, IGNORED))
             counts["rehearsed"] = rehearsed.num_targets if rehearsed else 0
         return RolloutBatch(
             *padded,

@@ -46,6 +46,7 @@ GROUPS = ("model", "scale", "data")
 SEEDS = ("seed", "data_seed")  # of training; of the data and the measurements
 TOP_KEYS = (*SEEDS, *GROUPS, "runtime")
 SHARED_BLOCKS = ("sandbox",)  # read by several stages
+BASE_WEIGHTS = ("auto", "fp32", "bf16")
 CHECKPOINTING = ("none", "full", "every_2", "selective")
 DEVICES = ("auto", "cpu", "cuda", "mps")
 TRACKERS = ("tensorboard", "wandb")
@@ -67,6 +68,8 @@ class Runtime:
     """auto: CUDA where there is one, else the CPU; cpu, cuda, mps (Apple's GPU: untested)."""
     precision: str = "auto"
     """auto, fp32, bf16, fp16."""
+    base_weights: str = "auto"
+    """Of frozen matrices, also below an adapter: fp32; bf16: half the memory; auto: bf16 on a GPU that trains in it."""
     micro_batch: int | str = "auto"
     """Rows in one forward pass; auto: what fits the memory."""
     workers: int | str = "auto"
@@ -110,6 +113,8 @@ class Runtime:
             raise ValueError(f"device: expected one of {', '.join(DEVICES)}, got {self.device!r}")
         if self.precision not in ("auto", "fp32", "bf16", "fp16"):
             raise ValueError(f"precision: expected auto, fp32, bf16 or fp16, got {self.precision!r}")
+        if self.base_weights not in BASE_WEIGHTS:
+            raise ValueError(f"base_weights: expected one of {', '.join(BASE_WEIGHTS)}, got {self.base_weights!r}")
         if self.gradient_checkpointing not in CHECKPOINTING:
             raise ValueError(
                 f"gradient_checkpointing: expected one of {', '.join(CHECKPOINTING)}, got"

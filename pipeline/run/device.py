@@ -148,8 +148,9 @@ class Hardware:
     """Device, precision and threads of a stage that trains or generates."""
 
     device: torch.device
-    precision: str  # "fp32", "bf16", "fp16": the dtype of autocast; weights stay fp32
+    precision: str  # "fp32", "bf16", "fp16": the dtype of autocast; trained weights stay fp32
     threads: int
+    base_weights: str = "fp32"  # "fp32", "bf16": of frozen matrices
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
         """The context for a forward pass in `precision`; a null context for fp32."""
@@ -170,9 +171,11 @@ def keep_freed_memory() -> None:
         libc.mallopt(option, value)
 
 
-def hardware(precision: str = "auto") -> Hardware:
+def hardware(precision: str = "auto", base_weights: str = "auto") -> Hardware:
     """Device and precision of this process. `auto`: on CUDA bf16 or fp16; on a CPU bf16 if it has bf16 instructions,
-    else fp32.
+    else fp32. Frozen matrices are bf16 on a GPU that computes in it: on a CPU memory is seldom short.
+
+    Raises ConfigError for frozen matrices in bf16 where passes are not.
     """
     import torch
 
@@ -185,9 +188,14 @@ def hardware(precision: str = "auto") -> Hardware:
         device, best = torch.device("mps"), "fp32"
     else:
         device, best = torch.device("cpu"), "bf16" if has_fast_bf16() else "fp32"
-    return Hardware(
-        device=device, precision=best if precision == "auto" else precision, threads=torch.get_num_threads()
-    )
+    precision = best if precision == "auto" else precision
+    if base_weights == "bf16" != precision:
+        raise ConfigError(
+            f"runtime.base_weights: bf16 is for passes in bf16, these are in {precision}; set it to auto or fp32"
+        )
+    if base_weights == "auto":
+        base_weights = "bf16" if device.type == "cuda" and precision == "bf16" else "fp32"
+    return Hardware(device=device, precision=precision, threads=torch.get_num_threads(), base_weights=base_weights)
 
 
 def placed(model: M) -> M:

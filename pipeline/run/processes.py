@@ -9,13 +9,15 @@ STAGECOACH_LAUNCH is empty or 1 (one process), `4` (processes of this machine, e
 `fsdp2:4` (each with a shard of it) or an Accelerate config file (conf/launch/*.yaml), the only form for several
 machines; MACHINE_RANK is the number of this one. Workers read their settings from the variables that `accelerate
 launch` sets, so starting them with it by hand works too. Where there are GPUs, Accelerate starts them. On a CPU it
-would silently turn FSDP into DDP and start one process, so there torch.distributed.run starts them.
+would silently turn FSDP into DDP and start one process, so there torch.distributed.run starts them, also for
+`accelerate launch --cpu --num_processes 2 -m stages.language`.
 
 Not promised: restarts of a failed worker (the same command resumes), elastic numbers of machines.
 """
 
 from __future__ import annotations
 
+import argparse
 import collections
 import concurrent.futures
 import ctypes
@@ -29,6 +31,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
+
+import psutil
 
 from pipeline.run import device
 from pipeline.run.errors import ConfigError
@@ -130,7 +134,7 @@ class Plan:
 
 def plan() -> Plan | None:
     """The plan of STAGECOACH_LAUNCH; None for one process, and inside a worker. Raises ConfigError."""
-    launch = "" if "LOCAL_RANK" in os.environ else os.environ.get("STAGECOACH_LAUNCH", "")
+    launch = "" if "LOCAL_RANK" in os.environ else os.environ.get("STAGECOACH_LAUNCH") or _asked_of_accelerate()
     kind, _, count = launch.rpartition(":")
     if launch == "":
         return None
@@ -152,6 +156,28 @@ def plan() -> Plan | None:
             f"{' and offloads nothing' if workers.offload else ''}: expected at least 2, or leave it out"
         )
     return None
+
+
+def _asked_of_accelerate() -> str:
+    """What `accelerate launch` was asked for where it started one process of several, as STAGECOACH_LAUNCH; else "".
+
+    On a CPU it sets the address of their group, and leaves starting the others to mpirun. Raises ConfigError where its
+    command line does not say how many.
+    """
+    by_accelerate = {"MASTER_ADDR", "ACCELERATE_MIXED_PRECISION"} <= os.environ.keys()
+    if not by_accelerate or any(name in os.environ for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")):
+        return ""
+    parent = psutil.Process().parent()
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--num_processes", "--num-processes", default="")
+    parser.add_argument("--config_file", "--config-file", default="")
+    options, _ = parser.parse_known_args(parent.cmdline() if parent else [])
+    if not (options.num_processes or options.config_file):
+        raise ConfigError(
+            "accelerate launch started one process of several: on a CPU it needs mpirun for the others; expected"
+            " --num_processes in its command line, or STAGECOACH_LAUNCH=2 without accelerate"
+        )
+    return options.num_processes or options.config_file
 
 
 def _read_plan(path: Path) -> Plan:

@@ -55,7 +55,6 @@ class Wiring:
     seed: str = "seed"  # the key of its seed; "data_seed" for a stage that makes data or measures
     metrics: str | None = "metrics/{name}.json"  # the final numbers; None: the stage writes its own
     trains: bool = False  # has a curve and a line for `dvc metrics show`, and may run in several processes
-    cuttable: bool = True  # its model may be sharded over the processes (FSDP2)
 
 
 def main(run: Callable[..., None], **wiring: Any) -> None:
@@ -157,7 +156,7 @@ def _run(
     folder = workdir.root() / name / lineage["key"]
     if runtime.find_lr:
         folder = _finder_folder(folder, stage, wiring)
-    plan = _launch_plan(wiring, stage)
+    plan = processes.plan() if wiring.trains else None
     is_follower = plan is not None and plan.machine > 0  # machine 0 has the lock, starts afresh and publishes
     if device.rank() == 0 and not is_follower:
         workdir.need_writable(folder / "lock", *(target for target, _ in out_paths(folder, wiring, names)))
@@ -213,20 +212,6 @@ def _finder_folder(folder: Path, stage: str, wiring: Wiring) -> Path:
             f"python -m stages.{stage} runtime.find_lr=true"
         )
     return folder.with_name(f"{folder.name}-find-lr")
-
-
-def _launch_plan(wiring: Wiring, stage: str) -> processes.Plan | None:
-    """The processes that the stage trains in; None: this one alone. Raises ConfigError for a plan that it cannot
-    use.
-    """
-    plan = processes.plan() if wiring.trains else None
-    is_sharded = plan.sharded if plan else os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
-    if is_sharded and not wiring.cuttable:
-        raise ConfigError(
-            f"stage_{stage} samples from the model that it trains, which FSDP2 has cut: expected DDP; use "
-            "STAGECOACH_LAUNCH=conf/launch/ddp.yaml, or a number of processes, for this stage"
-        )
-    return plan
 
 
 def _compute(

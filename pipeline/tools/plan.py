@@ -10,17 +10,29 @@ are always for CUDA). The arithmetic, and what it leaves out, is in `learning/fo
 uses the same.
 """
 
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from pipeline.learning import footprint, reference
-from pipeline.learning.footprint import CPU_SHARE, SHARE, Footprint, Weights, Work
+from pipeline.generation import sampling
+from pipeline.learning import footprint
+from pipeline.learning.footprint import CPU_SHARE, SHARE, Footprint, Work
 from pipeline.model.config import ModelConfig
 from pipeline.model.lora import AdapterConfig
 from pipeline.run import device
-from pipeline.run.config import CHECKPOINTING, Settings, Value, build, group, listing, parse_override, suggest
+from pipeline.run.config import (
+    BASE_WEIGHTS,
+    CHECKPOINTING,
+    Settings,
+    Value,
+    build,
+    group,
+    listing,
+    parse_override,
+    suggest,
+)
 from pipeline.run.errors import ConfigError
 
 STRATEGIES = {
@@ -29,11 +41,19 @@ STRATEGIES = {
     "fsdp2": "FSDP2",
     "lora": "LoRA",
     "dpo": "DPO, with its reference",
+    "dpo_lora": "DPO, LoRA",
+    "grpo": "GRPO, with its reference",
+    "grpo_lora": "GRPO, LoRA",
     "ppo": "PPO, four models",
+    "diffusion": "masked diffusion",
+    "diffusion_dpo": "Diffusion-DPO, with its reference",
+    "diffusion_dpo_lora": "Diffusion-DPO, LoRA",
 }
+ALIGNED = ("dpo", "grpo", "ppo", "diffusion_dpo")  # with a reference, unless its adapter is switched off
+SAMPLED = ("grpo", "ppo")
 CARDS = (16, 24, 40, 80)  # GB
 MAX_ROWS = 4096  # of a micro-batch
-PARTS = ("weights", "gradients", "optimizer", "copies", "activations", "logits", "update")
+PARTS = ("weights", "gradients", "optimizer", "copies", "activations", "logits", "update", "sampling")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,14 +61,16 @@ class PlanConfig:
     """The keys of a plan. Raises ValueError."""
 
     model: ModelConfig = group("model")
-    strategy: str | None = None  # one, ddp, fsdp2, lora, dpo, ppo; none: all
+    strategy: str | None = None  # a name of STRATEGIES; none: all
     context: int | None = None  # tokens of a row; none: 2,048, or the model's context where that is shorter
-    micro_batch: int = 1  # rows of one pass
+    micro_batch: int = 1  # rows of one pass; of pairs: answers
+    samples: int = 64  # answers of an iteration, where answers are sampled
     processes: int = 8  # of ddp and fsdp2
     device: str = "auto"  # of the table of parts: cpu, cuda; auto: this machine's
     precision: str = "auto"  # fp32, bf16, fp16; auto: this machine's, and bf16 on cards
     optimizer: str = "adamw"  # adamw, muon
     gradient_checkpointing: str = "none"  # none, full, every_2, selective
+    base_weights: str = "auto"  # of frozen matrices: fp32, bf16; auto: bf16 on cuda in bf16
     ema: bool = False  # keep an average of the weights
     rank: int = 16  # of LoRA
     targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")  # of LoRA, or all-linear
@@ -59,6 +81,7 @@ class PlanConfig:
             "device": ("auto", "cpu", "cuda"),
             "precision": ("auto", "fp32", "bf16", "fp16"),
             "optimizer": ("adamw", "muon"),
+            "base_weights": BASE_WEIGHTS,
             "gradient_checkpointing": CHECKPOINTING,
         }
         for key, allowed in choices.items():
@@ -66,8 +89,8 @@ class PlanConfig:
                 names = ", ".join(name for name in allowed if name)
                 raise ValueError(f"{key}: expected one of {names}, got {getattr(self, key)!r}")
         assert self.adapter  # its own checks
-        if min(self.micro_batch, self.processes) < 1:
-            raise ValueError("micro_batch, processes: expected at least 1")
+        if min(self.micro_batch, self.processes, self.samples) < 1:
+            raise ValueError("micro_batch, processes, samples: expected at least 1")
         if not 1 <= self.tokens <= self.model.max_context:
             raise ValueError(f"context: expected 1 to {self.model.max_context}, the model's, got {self.tokens}")
 
@@ -114,24 +137,37 @@ def work_of(config: PlanConfig, kind: str, precision: str) -> Work:
 
 def plan(config: PlanConfig, strategy: str, work: Work, micro_batch: int) -> Footprint:
     """Bytes per device of a strategy."""
-    model, narrow = config.model, reference.narrows(work.kind, work.precision)
-    whole = footprint.full(model)
-    if strategy == "lora":
-        weights = footprint.adapted(model, rank=config.rank, targets=config.adapter.modules)
-        adapted = replace(work, adapted=frozenset(config.adapter.modules))
-        return footprint.footprint(weights, [model], adapted, micro_batch)
-    if strategy in ("dpo", "ppo"):
-        work = replace(work, answers=True)
-    if strategy == "dpo":
-        return footprint.footprint(whole + footprint.frozen(model, narrow=narrow), [model], work, micro_batch)
-    if strategy == "ppo":
-        weights: Weights = whole + footprint.full(model, head=False)
-        weights += footprint.frozen(model, narrow=narrow) + footprint.frozen(model, head=False, narrow=narrow)
-        return footprint.footprint(weights, [model, model], work, micro_batch)
-    single = footprint.footprint(whole, [model], work, micro_batch)
+    model, method = config.model, strategy.removesuffix("_lora")
+    narrow = config.base_weights == "bf16"
+    if config.base_weights == "auto":
+        narrow = (work.kind, work.precision) == ("cuda", "bf16")
+    masked = method.startswith("diffusion")
+    work = replace(work, answers=method in ALIGNED and not masked, masked=masked)
+    models, whole = [model], footprint.full(model)
+    weights = whole
+    if strategy.endswith("lora"):
+        work = replace(work, adapted=frozenset(config.adapter.modules))
+        weights = footprint.adapted(model, rank=config.rank, targets=config.adapter.modules, narrow=narrow)
+    elif method in ALIGNED:
+        weights += footprint.frozen(model, narrow=narrow)
+    if method == "ppo":
+        weights += footprint.full(model, head=False) + footprint.frozen(model, head=False, narrow=narrow)
+        models = [model, model]
+    single = footprint.footprint(weights, models, work, micro_batch)
+    if method in SAMPLED:
+        single = replace(single, sampling=sampling_bytes(model, work, config.samples))
     if strategy == "ddp":
         return footprint.data_parallel(single, whole)
     return footprint.sharded(single, model, work, config.processes) if strategy == "fsdp2" else single
+
+
+def sampling_bytes(config: ModelConfig, work: Work, answers: int) -> float:
+    """Bytes of decoding `answers` rows: as many at once as `sampling.rows_within` takes, and the folded adapters."""
+    row = 8 * config.layers * config.kv_heads * config.head_dim * work.row  # float32
+    budget = sampling.CACHE_BYTES["cpu" if work.kind == "cpu" else "accelerator"]
+    shapes, size = footprint.projections(config), 4 if work.precision == "fp32" else 2
+    folded = size * config.layers * sum(math.prod(shapes[name]) for name in work.adapted or ())
+    return float(row * min(answers, max(8, min(512, budget // row))) + folded)
 
 
 def render(config: PlanConfig, hardware: device.Hardware) -> str:

@@ -81,7 +81,7 @@ def fold(weight: Tensor, *matrices: Tensor) -> Tensor:
     result = torch.empty(sum(map(len, matrices)), len(weight), dtype=BF16)
     begin = 0
     for matrix in matrices:
-        call("fold", matrix.detach(), weight.detach(), result[begin:], *matrix.shape)
+        call("fold", matrix.detach().float(), weight.detach(), result[begin:], *matrix.shape)
         begin += len(matrix)
     return result
 
@@ -101,7 +101,7 @@ def unfold(part: Tensor, weight: Tensor, *matrices: Tensor) -> tuple[list[Tensor
     shares = weight.new_empty(len(matrices), torch.get_num_threads(), len(weight))
     begin = 0
     for matrix, result, sums in zip(matrices, results, shares, strict=True):
-        call("unfold", part[begin:], matrix, weight, result, sums, *matrix.shape)
+        call("unfold", part[begin:], matrix.float(), weight, result, sums, *matrix.shape)
         begin += len(matrix)
     return results, shares.sum((0, 1))
 

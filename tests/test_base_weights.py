@@ -1,0 +1,117 @@
+"""`runtime.base_weights: bf16`: a frozen base below an adapter takes half the memory, no rounding is published."""
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.learning import reference
+from pipeline.model import checkpoint, lora
+from pipeline.model.cpu import native
+from pipeline.model.lora import AdapterConfig
+from pipeline.model.transformer import Transformer
+from pipeline.run import device
+from pipeline.run.device import Hardware
+from pipeline.run.errors import ConfigError
+from pipeline.text.tokenizer import Tokenizer
+from tests.workspace import Workspace
+
+IDS = torch.randint(0, 300, (3, 40), generator=torch.Generator().manual_seed(0))
+ADAPTER = AdapterConfig(rank=2, alpha=4, targets=("q_proj", "down_proj"))
+NARROW = Hardware(device=torch.device("cpu"), precision="bf16", threads=1, base_weights="bf16")
+
+
+@pytest.fixture(autouse=True)
+def unloaded() -> Iterator[None]:
+    yield
+    native.unload()
+
+
+@pytest.fixture
+def base(tmp_path: Path, tiny_model: Transformer, byte_tokenizer: Tokenizer) -> Path:
+    checkpoint.save(tmp_path / "base", tiny_model, byte_tokenizer, {})
+    return tmp_path / "base"
+
+
+def stirred(start: reference.Start) -> reference.Start:
+    """Adapters that change something."""
+    for layer in lora.adapters(start.policy):
+        assert isinstance(layer, lora.AdaptedLinear)
+        layer.lora_B.weight.data.normal_(0, 0.02, generator=torch.Generator().manual_seed(1))
+    return start
+
+
+@pytest.mark.parametrize("library", [True, False])
+@pytest.mark.parametrize("autocast", [True, False])
+def test_it_computes_what_a_base_rounded_by_hand_does(
+    base: Path, autocast: bool, library: bool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """To the bit, gradients too, by our operators with and without the C++ library."""
+    if library:
+        native.load(tmp_path_factory.getbasetemp() / "native")
+    narrow = stirred(reference.begin(base, ADAPTER, 1, NARROW)).policy
+    wide = stirred(reference.begin(base, ADAPTER, 1, device.hardware("fp32"))).policy
+    for name, parameter in wide.named_parameters():
+        other = narrow.get_parameter(name)
+        assert other.dtype == (torch.bfloat16 if "_proj.weight" in name else torch.float32), name
+        if other.dtype == torch.bfloat16:
+            parameter.data = parameter.data.bfloat16().float()
+    losses = []
+    for model in (narrow, wide):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            losses.append(model(IDS).float().logsumexp(-1).mean())
+        losses[-1].backward()
+    assert torch.equal(*losses)
+    found, expected = ({n: p.grad for n, p in m.named_parameters() if p.requires_grad} for m in (narrow, wide))
+    assert found and all(torch.equal(value, expected[name]) for name, value in found.items())  # type: ignore[arg-type]
+
+
+def test_the_merged_model_is_the_float32_base_with_the_update(base: Path) -> None:
+    start = stirred(reference.begin(base, ADAPTER, 1, NARROW))
+    before, _ = checkpoint.load(base)
+    update = {
+        f"{name}.weight": layer.config.scale * (layer.lora_B.weight @ layer.lora_A.weight)
+        for name, layer in start.policy.named_modules()
+        if isinstance(layer, lora.AdaptedLinear)
+    }
+    kept = copy.deepcopy(start.policy)
+    assert reference.finish(start, base)["merge_difference"] < 1e-4  # type: ignore[operator]
+    for name, parameter in before.named_parameters():
+        expected = parameter.detach() + update.get(name, 0)
+        torch.testing.assert_close(start.policy.get_parameter(name).detach(), expected, atol=1e-7, rtol=1e-6)
+    reference.merge(kept, base)
+    assert checkpoint.weights_digest(kept) == checkpoint.weights_digest(start.policy)
+
+
+def test_bf16_weights_are_refused_where_passes_are_not_bf16() -> None:
+    with pytest.raises(ConfigError, match="base_weights: bf16 is for passes in bf16, these are in fp32"):
+        device.hardware("fp32", "bf16")
+
+
+@pytest.mark.slow
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("stage", "changes"),
+    [
+        ("lora", {"control_rate": 1e-3}),
+        ("dpo", {"adapter": {"rank": 2, "alpha": 4}, "precompute_reference": False}),
+        ("kto", {"adapter": {"rank": 2, "alpha": 4}}),
+        ("grpo", {"adapter": {"rank": 2, "alpha": 4}, "beta": 0.1}),
+        ("rlhf", {"adapter": {"rank": 2, "alpha": 4}}),
+        ("dpo", {}),
+        ("reward", {}),
+    ],
+)
+def test_stages_train_on_it(stage: str, changes: dict[str, Any], workspace: Workspace) -> None:
+    ended = workspace.command(stage, **{"runtime.precision": "bf16", "runtime.base_weights": "bf16"}, **changes)
+    assert ended.code == 0, ended.said
+    if "adapter" in changes or stage == "lora":
+        before, after = (workspace.weights(name) for name in ("tools", stage))
+        frozen = [name for name in before if "gate_proj" in name or "norm" in name]
+        assert frozen and all(torch.equal(after[name], before[name]) for name in frozen)
+        assert not torch.equal(
+            after["model.layers.0.self_attn.q_proj.weight"], before["model.layers.0.self_attn.q_proj.weight"]
+        )

@@ -1,0 +1,41 @@
+"""Reinforcement learning with a sharded model: each process samples with a whole copy of it."""
+
+import re
+from typing import Any
+
+import pytest
+
+from tests import sharded
+from tests.workspace import Workspace, arguments
+
+pytestmark = [pytest.mark.slow, pytest.mark.full]
+ADAPTER = {"rank": 2, "alpha": 4}
+GROUPS = {"method": "rloo", "samples": 2, "prompts": 4}
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("grpo", {"beta": 0.05}),
+    ("grpo", {"beta": 0.05, "adapter": ADAPTER}),
+    ("grpo", {"method": "dapo", "epochs": 2, "minibatches": 1}),
+    ("rlhf", {"method": "ppo"}),
+    ("rlhf", {"method": "ppo", "rehearsal_rows": 3, "rehearsal_coef": 0.5}),
+    ("rlhf", GROUPS | {"rehearsal_rows": 1, "rehearsal_coef": 0.5}),
+    ("rlhf", GROUPS | {"adapter": ADAPTER}),
+]
+
+
+@pytest.mark.parametrize(("stage", "changes"), CASES)
+def test_two_processes_equal_one(stage: str, changes: dict[str, Any], coded: Workspace) -> None:
+    sharded.assert_equal_updates(stage, arguments(stage, sharded.SMOOTH | changes), "tools")
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3])
+@pytest.mark.parametrize(("stage", "changes"), [("grpo", {"beta": 0.05}), ("rlhf", {"method": "ppo"})])
+def test_a_run_that_stopped_resumes_to_the_bit(
+    stage: str, changes: dict[str, Any], processes: int, coded: Workspace
+) -> None:
+    """It publishes what an uninterrupted run of as many processes does; of three the last has fewer rows."""
+    line = arguments(stage, sharded.SMOOTH | {"prompts": 6, "iterations": 6, "runtime.save_steps": 1} | changes)
+    sharded.ended(stage, line, processes)
+    whole = coded.published()
+    sharded.stopped(stage, line, processes)
+    assert re.search("resumed at step [0-9]+ of 12", sharded.ended(stage, line, processes))
+    assert coded.published() == whole
