@@ -11,8 +11,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,17 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from torch import nn
 
 from pipeline.batches.batch import TokenBatch
+from pipeline.diffusion.model import Denoiser, Noised, Traits
+from pipeline.diffusion.training import masked_logprobs
+from pipeline.generation.sampling import Sampling, sampler
 from pipeline.learning import footprint, losses, reference
 from pipeline.learning.fit import Run, Watchers
 from pipeline.learning.footprint import Work
 from pipeline.learning.losses import Loss, Term
+from pipeline.learning.reference import Reference
 from pipeline.learning.settings import FitConfig, Validation
 from pipeline.model import lora
 from pipeline.model.config import ModelConfig
@@ -35,6 +41,7 @@ from pipeline.run import device
 from pipeline.run.config import Runtime, Value, build
 from pipeline.run.tracking import Tracker
 from pipeline.run.workdir import Job, StopRequest
+from pipeline.tools import plan
 
 ROOT = Path(__file__).parents[1]
 TOTALS = {
@@ -119,7 +126,7 @@ def train(config: ModelConfig, asked: dict[str, Any], folder: Path) -> None:
     )
 
     def loss(model: Transformer, batch: TokenBatch) -> Loss:
-        if asked.get("answers"):
+        if asked.get("method") in ("dpo", "grpo"):
             return Loss([Term("loss", -losses.token_logprobs(model, batch)[0].sum())])
         return Loss([Term("loss", losses.read_out(model, batch, losses.next_token))])
 
@@ -128,17 +135,64 @@ def train(config: ModelConfig, asked: dict[str, Any], folder: Path) -> None:
         lora.attach(model, AdapterConfig(**asked["adapter"]), torch.Generator())
         if asked.get("base") == "bf16":
             reference.narrow(model)
-    Run(model, Random(config.vocab_size, rows), loss, fitting, job, True, Watchers(gradients_at=1)).go()
+            device.give_back(torch.device("cpu"))
+    hardware = device.hardware(asked["precision"])
+    trained, watchers = model, Watchers(gradients_at=1)
+    if asked.get("method") == "dpo":
+        loss = beside(Reference(model, adapted="adapter" in asked))
+    if asked.get("method") == "grpo":
+        watchers = replace(watchers, step=partial(sampled, model, Reference(model, adapted="adapter" in asked), asked))
+    if asked.get("method") == "diffusion":
+        trained, loss = Denoiser(model, Traits(mask=0, fill=1, banned=(0,), shift=True)), denoised
+    assert hardware.precision == asked["precision"]
+    from_scratch = asked.get("method") != "dpo"  # else the first loss is 0
+    Run(trained, Random(config.vocab_size, rows), loss, fitting, job, from_scratch, watchers).go()
+
+
+def beside(frozen: Reference) -> Callable[[Transformer, TokenBatch], Loss]:
+    """The loss of answers whose likelihood is compared with the reference's."""
+
+    def loss(model: Transformer, batch: TokenBatch) -> Loss:
+        policy = losses.token_logprobs(model, batch)[0]
+        with frozen.model() as other:
+            reference = losses.token_logprobs(other, batch)[0]
+        return Loss([Term("loss", -(policy - reference).sum())])
+
+    return loss
+
+
+def sampled(model: Transformer, frozen: Reference, asked: dict[str, Any], step: int) -> None:
+    """Sample as many answers as a step has rows, and score them by the reference."""
+    length, rows = asked["context"] // 2, asked["rows"]
+    batch = Random(model.config.vocab_size, rows).batch(step, asked["context"], np.arange(rows) + rows * step)
+    with device.hardware(asked["precision"]).autocast(), lora.folded_in(model):
+        sampler(model, Sampling(length), {})(batch.input_ids[:, :length].tolist(), list(range(rows)))
+    with torch.no_grad(), frozen.model() as other, device.hardware(asked["precision"]).autocast():
+        for first in range(0, rows, asked["micro_batch"]):
+            part = slice(first, first + asked["micro_batch"])
+            tensors = (batch.input_ids[part], batch.targets[part], batch.documents[part], batch.positions[part])
+            losses.token_logprobs(other, TokenBatch(*tensors, 0))
+
+
+def denoised(model: nn.Module, batch: TokenBatch) -> Loss:
+    """The loss of a masked-diffusion model that predicts all but the first of each row's tokens."""
+    masks = torch.ones_like(batch.input_ids, dtype=torch.bool)
+    masks[:, 0] = False
+    logprobs = masked_logprobs(model, Noised(batch.input_ids, masks, batch.documents, batch.positions))
+    return Loss([Term("loss", -logprobs.sum())])
 
 
 def main(asked: dict[str, Any]) -> None:
     """Measure, and print JSON."""
     device.hardware(asked["precision"])
     small = {"rows": 2, "micro_batch": 1, "context": 8}
-    config = shape(asked["shape"])
+    sides = {"attention": "bidirectional"} if asked.get("method") == "diffusion" else {}
+    config = shape(asked["shape"] | sides)
     with tempfile.TemporaryDirectory() as folder:
         train(
-            shape({"width": 64, "layers": 1, "d_ff": 64, "vocab_size": 64}), asked | small, Path(folder, "small")
+            shape({"width": 64, "layers": 1, "d_ff": 64, "vocab_size": 64} | sides),
+            asked | small,
+            Path(folder, "small"),
         )  # loads libraries
         Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
         before = status("VmHWM")
@@ -153,7 +207,8 @@ def main(asked: dict[str, Any]) -> None:
         checkpointing=asked["checkpointing"],
         accumulates=asked["micro_batch"] < asked["rows"],
         packed=False,
-        answers=asked.get("answers", False),
+        answers=asked.get("method") in ("dpo", "grpo"),
+        masked=asked.get("method") == "diffusion",
     )
     weights = footprint.full(config)
     if "adapter" in asked:
@@ -162,8 +217,12 @@ def main(asked: dict[str, Any]) -> None:
             config, rank=adapter.rank, targets=adapter.modules, narrow=asked.get("base") == "bf16"
         )
         work = replace(work, adapted=frozenset(adapter.modules), dropped=adapter.dropout > 0)
-    plan = footprint.footprint(weights, [config], work, asked["micro_batch"])
-    sys.stdout.write(json.dumps({"plan": plan.total, "measured": status("VmHWM") - before}) + "\n")
+    elif asked.get("method") in ("dpo", "grpo"):
+        weights += footprint.frozen(config, narrow=False)
+    planned = footprint.footprint(weights, [config], work, asked["micro_batch"])
+    if asked.get("method") == "grpo":
+        planned = replace(planned, sampling=plan.sampling_bytes(config, work, asked["rows"]))
+    sys.stdout.write(json.dumps({"plan": planned.total, "measured": status("VmHWM") - before}) + "\n")
 
 
 def at_32000(name: str) -> ModelConfig:

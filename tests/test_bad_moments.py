@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline.learning import footprint, performance, states, update
+from pipeline.learning import performance, states, update
 from pipeline.learning.fit import Watchers, fit
 from pipeline.learning.losses import Loss
 from pipeline.learning.protocols import LossFunction
@@ -224,12 +224,12 @@ def test_the_proof_of_a_micro_batch_runs_in_a_run_that_is_still_made(
     proved = []
 
     def of(run: Any) -> list[int]:
-        footprint.dry_step(run, 2)
+        performance.dry_step(run, 2)
         proved.append(any(p.grad is not None for p in run.plain.parameters()))
         run.optimizers.zero_grad()
         return [2]
 
-    monkeypatch.setattr(footprint, "of", of)
+    monkeypatch.setattr(performance, "micro_batches", of)
     fit(Net(), Rows(), loss, config(), job(tmp_path))
     assert proved == [True]
 

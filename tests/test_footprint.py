@@ -81,6 +81,7 @@ def test_parts_of_one_device_by_hand() -> None:
     assert one.total == 16 * ALL + one.activations + one.logits
 
 
+PROBABILITIES = 2 * 4 * 64 * 4 + 8 * TABLE  # of four positions, their gradient, and the head's twice
 PADDING = {"margin": device.TOP_PAD / 4}
 CPU = {"kind": "cpu", "packed": False}
 HALF = CPU | {"precision": "bf16"}
@@ -107,10 +108,14 @@ NARROW = {"copies": 2 * HIDDEN, "logits": 2 * 64 * 4 + 6 * 8 * 4 + 12 * TABLE} |
         ({"packed": False}, {"activations": 4 * (2 * 576 + TOKEN)}),
         ({"selected": 1}, {"logits": 4 * 64 + 4 * 8 + 4 * TABLE}),
         ({"selected": 0}, {"logits": 0, "activations": 4 * (2 * 592 + TOKEN) + 4 * TABLE}),
-        ({"answers": True}, {"logits": 16 * 64 * 4, "activations": 4 * (2 * 592 + TOKEN) + 4 * TABLE}),
+        ({"answers": True}, {"logits": PROBABILITIES, "activations": 4 * (2 * 592 + TOKEN) + 4 * TABLE}),
         (
             {"answers": True, "accumulates": True},
-            {"logits": 16 * 64 * 4, "activations": 4 * (2 * 592 + TOKEN) + 8 * TABLE},
+            {"logits": PROBABILITIES, "activations": 4 * (2 * 592 + TOKEN) + 8 * TABLE},
+        ),
+        (
+            {"masked": True},
+            {"logits": 4 * TABLE + 4 * 64 * 4 + 8 * TABLE, "activations": 4 * (2 * 592 + TOKEN) + 4 * TABLE},
         ),
         (
             CPU,
@@ -152,7 +157,7 @@ def test_logits_stop_growing_where_they_come_in_parts() -> None:
     kept = (
         footprint.footprint(weights, [wide], replace(WORK, selected=rows * n, answers=True), 1).logits for n in (1, 3)
     )
-    assert [4 * 2**23 * n for n in (4, 12)] == list(kept)
+    assert [4 * 2**23 * (n + 1) + 8 * weights.head for n in (1, 3)] == list(kept)  # the gradient comes in parts
 
 
 def test_copies_of_layers_that_are_computed_again_are_one_layers() -> None:
@@ -278,8 +283,23 @@ def test_an_adapter_trains_little_on_frozen_weights() -> None:
 
 def test_a_frozen_model_of_half_precision_keeps_its_embedding_in_float32() -> None:
     tied, untied = (footprint.frozen(replace(HAND, tied=tied), narrow=True) for tied in (True, False))
-    assert (tied.frozen, tied.cast) == (4 * ALL - 2 * HIDDEN, TABLE)
-    assert (untied.frozen, untied.cast) == (4 * (ALL + TABLE) - 2 * (HIDDEN + TABLE), 0)
+    assert (tied.frozen, tied.cast, tied.narrow) == (4 * ALL - 2 * HIDDEN, TABLE, HIDDEN)
+    assert (untied.frozen, untied.cast, untied.narrow) == (4 * (ALL + TABLE) - 2 * (HIDDEN + TABLE), 0, HIDDEN + TABLE)
+
+
+def test_the_cpus_operators_copy_what_is_stored_in_bf16_too() -> None:
+    weights = footprint.adapted(HAND, rank=2, targets=("q_proj",), narrow=True)
+    work = replace(WORK, precision="bf16", adapted=frozenset({"q_proj"}))
+    on_gpu, on_cpu = (
+        footprint.footprint(weights, [HAND], replace(work, kind=kind), 1).copies for kind in ("cuda", "cpu")
+    )
+    assert on_cpu - on_gpu == 2 * HIDDEN + 8 * 64  # and the adapted matrix with its adapter, in float32
+
+
+def test_a_heap_does_not_use_the_blocks_of_sampling_again() -> None:
+    one = footprint.footprint(footprint.full(HAND), [HAND], WORK, 1)
+    assert replace(one, sampling=1e6).total == states(one) + 1e6
+    assert replace(one, sampling=1e6, margin=1.0).total == one.total + 1e6 + 1.0
 
 
 def test_four_models_of_ppo_by_hand() -> None:
@@ -290,7 +310,7 @@ def test_four_models_of_ppo_by_hand() -> None:
     assert weights.frozen == 2 * (4 * ALL - 2 * HIDDEN) + 4 * 8
     one = footprint.footprint(weights, [HAND, HAND], replace(WORK, answers=True), 1)
     assert one.activations == 2 * 4 * 1280 + 4 * TABLE  # two models keep theirs, one has a head
-    assert one.logits == 16 * 64 * 4
+    assert one.logits == PROBABILITIES
 
 
 def test_an_existing_model_counts_as_its_configuration_does() -> None:
@@ -323,7 +343,9 @@ def test_the_largest_micro_batch_is_a_power_of_two_or_all_rows() -> None:
 MIDDLE = {"width": 512, "layers": 6, "d_ff": 1536, "vocab_size": 8192}  # 25 M parameters: states of 0.4 GB
 WIDE = {"width": 256, "layers": 2, "d_ff": 768, "vocab_size": 65536}
 MUON = {"width": 384, "layers": 10, "d_ff": 1024, "vocab_size": 8192}
-CASES = {
+ADAPTER = {"rank": 8, "alpha": 16, "targets": ["q_proj", "k_proj", "v_proj", "o_proj"]}
+FOUR: dict[str, Any] = {"shape": MIDDLE, "rows": 4, "micro_batch": 4, "context": 256, "precision": "bf16"}
+CASES: dict[str, dict[str, Any]] = {
     "adamw": {"shape": MIDDLE, "rows": 2, "micro_batch": 2, "context": 128},
     "accumulating in bf16": {"shape": MIDDLE, "rows": 2, "micro_batch": 1, "context": 128, "precision": "bf16"},
     "checkpointing": {"shape": MIDDLE, "rows": 4, "micro_batch": 4, "context": 64, "checkpointing": "full"},
@@ -344,8 +366,15 @@ CASES = {
         "micro_batch": 8,
         "context": 256,
         "precision": "bf16",
-        "adapter": {"rank": 8, "alpha": 16, "targets": ["q_proj", "k_proj", "v_proj", "o_proj"]},
+        "adapter": ADAPTER,
     },
+    "an adapter on a base in bf16": FOUR | {"adapter": ADAPTER, "base": "bf16"},
+    "dpo": FOUR | {"method": "dpo"},
+    "dpo with an adapter": FOUR | {"method": "dpo", "adapter": ADAPTER, "base": "bf16"},
+    "grpo": FOUR | {"method": "grpo", "rows": 8},
+    "grpo with an adapter": FOUR | {"method": "grpo", "rows": 32, "adapter": ADAPTER, "base": "bf16"},
+    "masked diffusion": FOUR | {"method": "diffusion"},
+    "masked diffusion in fp32": FOUR | {"method": "diffusion", "precision": "fp32"},
 }
 
 

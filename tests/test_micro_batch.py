@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline.learning import footprint
+from pipeline.learning import footprint, performance
 from pipeline.learning.fit import Run, Watchers, fit
 from pipeline.learning.footprint import Work
 from pipeline.learning.losses import Loss
@@ -42,9 +42,11 @@ def nano() -> ModelConfig:
 def planned(model: nn.Module, fitting: Any, memory: int, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> int:
     monkeypatch.setattr(device, "total_memory", lambda where: memory)
     hardware = device.Hardware(device=CPU, precision=changes.pop("precision", "fp32"), threads=1)
-    plan = footprint.plan_of(model, fitting, hardware, Runtime(**changes), rows=fitting.rows, ranks=Ranks("fp32", "k"))
+    plan = performance.plan_of(
+        model, fitting, hardware, Runtime(**changes), rows=fitting.rows, ranks=Ranks("fp32", "k")
+    )
     assert plan is not None
-    return footprint.planned(plan, hardware, fitting.rows)
+    return performance.planned(plan, hardware, fitting.rows)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -58,8 +60,8 @@ def test_a_demo_step_is_one_pass_on_a_machine_of_24_gb_or_a_few(
     known = {name for owner in kind.__mro__ for name in getattr(owner, "__annotations__", {})}
     values = {key: value for key, value in settings.layers(stage).items() if key in known}
     fitting = build(kind, values, stage)
-    # 512 answers, 16 pairs, 32 labels
-    parts = {"grpo": 4, "reward": 2, "dpo": 2, "kto": 2} if precision == "fp32" else {"grpo": 2}
+    # 512 answers
+    parts = {"grpo": 4 if precision == "fp32" else 2}
     expected = fitting.rows // parts.get(stage, 1)
     assert planned(Transformer(nano()), fitting, 24 * 10**9, monkeypatch, precision=precision) == expected
 
@@ -134,7 +136,7 @@ def test_a_dry_step_that_finds_no_room_is_halved_until_it_does(
     tmp_path: Path, most: int, tried: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = run_of(tmp_path, narrow(most))
-    assert footprint.proved(run.plain, CPU, 6, partial(footprint.dry_step, run), 1000.0) == tried
+    assert performance.proved(run.plain, CPU, 6, partial(performance.dry_step, run), 1000.0) == tried
     said = capsys.readouterr().err
     assert said.count("out of memory in a dry step") == len(tried) - 1
     assert len(tried) == 1 or "out of memory in a dry step of 6 rows; trying 4" in said
@@ -146,7 +148,7 @@ def test_a_dry_step_leaves_weights_moments_gradients_and_generators_as_they_were
     before, moments = checkpoint.weights_digest(run.plain), run.optimizers.state_tensors()
     generator, course = torch.get_rng_state(), vars(run.course).copy()
     rows_before = len(run.stream.rows_seen)  # type: ignore[attr-defined]
-    footprint.proved(run.plain, CPU, 2, partial(footprint.dry_step, run), 0.0)
+    performance.proved(run.plain, CPU, 2, partial(performance.dry_step, run), 0.0)
     assert run.stream.rows_seen[rows_before:] == [[0, 1], [2, 3]]  # type: ignore[attr-defined]  # a real pass, and a second
     assert checkpoint.weights_digest(run.plain) == before
     assert run.optimizers.state_tensors().keys() == moments.keys()
@@ -160,7 +162,7 @@ def test_a_run_after_a_dry_step_ends_with_the_bits_of_one_without(tmp_path: Path
     for name in ("without", "with"):
         run = run_of(tmp_path / name, micro_batch=2)
         if name == "with":
-            footprint.proved(run.plain, CPU, 2, partial(footprint.dry_step, run), 0.0)
+            performance.proved(run.plain, CPU, 2, partial(performance.dry_step, run), 0.0)
         run.go()
         finals.append(checkpoint.weights_digest(run.plain))
     assert finals[0] == finals[1]
@@ -169,9 +171,12 @@ def test_a_run_after_a_dry_step_ends_with_the_bits_of_one_without(tmp_path: Path
 def test_no_room_for_one_row_says_what_to_do(tmp_path: Path) -> None:
     run = run_of(tmp_path, narrow(0))
     with pytest.raises(torch.OutOfMemoryError):
-        footprint.proved(run.plain, CPU, 2, partial(footprint.dry_step, run), 0.0)
-    with pytest.raises(InputError, match=r"micro-batches tried: 2 "), footprint.explained(run.job, run.config, 0, [2]):
-        footprint.proved(run.plain, CPU, 2, partial(footprint.dry_step, run), 0.0)
+        performance.proved(run.plain, CPU, 2, partial(performance.dry_step, run), 0.0)
+    with (
+        pytest.raises(InputError, match=r"micro-batches tried: 2 "),
+        performance.explained(run.job, run.config, 0, [2]),
+    ):
+        performance.proved(run.plain, CPU, 2, partial(performance.dry_step, run), 0.0)
 
 
 def test_running_out_in_the_loop_names_the_step_and_every_way_out(tmp_path: Path) -> None:
@@ -211,13 +216,13 @@ def test_a_resumed_run_keeps_the_micro_batch_that_it_began_with(tmp_path: Path) 
 
 
 def test_a_state_of_another_world_or_a_damaged_one_decides_nothing(tmp_path: Path) -> None:
-    assert footprint.kept(tmp_path, 1) is None
+    assert performance.kept(tmp_path, 1) is None
     for step, text in ((5, json.dumps({"micro_batch": 4, "world": 1})), (6, "{"), (7, "{}")):
         folder = tmp_path / f"step-{step:08d}"
         folder.mkdir()
         (folder / "state.json").write_text(text)
-    assert footprint.kept(tmp_path, 1) == 4
-    assert footprint.kept(tmp_path, 2) is None
+    assert performance.kept(tmp_path, 1) == 4
+    assert performance.kept(tmp_path, 2) is None
 
 
 def test_the_dry_step_is_taken_where_there_is_one(tmp_path: Path) -> None:
@@ -231,11 +236,11 @@ def test_the_dry_step_is_taken_where_there_is_one(tmp_path: Path) -> None:
         if rows > 2:
             raise torch.OutOfMemoryError("none left")
 
-    found = footprint.chosen(shaped, config(), run.job, run.hardware, run.ranks, 6, dry)
+    found = performance.chosen(shaped, config(), run.job, run.hardware, run.ranks, 6, dry)
     assert found == tried == [6, 4, 2]
-    assert footprint.chosen(shaped, config(), run.job, run.hardware, run.ranks, 6, None) == [6]
+    assert performance.chosen(shaped, config(), run.job, run.hardware, run.ranks, 6, None) == [6]
     asked = replace(run.job, runtime=Runtime(micro_batch=4))
-    assert footprint.chosen(shaped, config(), asked, run.hardware, run.ranks, 6, dry) == [4]
+    assert performance.chosen(shaped, config(), asked, run.hardware, run.ranks, 6, dry) == [4]
 
 
 SMALL = ModelConfig(

@@ -22,8 +22,8 @@ def test_the_table_has_every_strategy_every_part_and_every_card(
     code, text = printed(capsys, "model=7b", "model.vocab_size=32000", "context=2048", "device=cuda", "precision=bf16")
     assert code == 0
     assert "7,208,219,648 parameters" in text
-    for name in ("one device", "DDP (8)", "FSDP2 (8)", "LoRA", "PPO, four models"):
-        assert text.count(name) == 2, name
+    for name in ("one device", "DDP (8)", "FSDP2 (8)", "LoRA", "GRPO, LoRA", "masked diffusion", "PPO, four models"):
+        assert text.count(f"\n{name}  ") == 2, name
     for head in (*plan.PARTS, "total", "this machine", "16 GB", "24 GB", "40 GB", "80 GB"):
         assert head in text, head
 
@@ -43,7 +43,8 @@ def test_answers_keep_their_logits_and_rows_of_tokens_do_not(in_repository: Path
     config = plan.configured(["model=nano", "model.vocab_size=32000", "context=2048"])
     work = plan.work_of(config, "cuda", "bf16")
     logits = {name: plan.plan(config, name, work, 8).logits for name in ("one", "lora", "dpo", "ppo")}
-    assert logits["dpo"] == logits["ppo"] == 16 * 32_000 * 8 * 2048
+    width, part = config.model.width, 2**23 // 32_000  # positions whose gradient is computed at once
+    assert logits["dpo"] == logits["ppo"] == 2 * 32_000 * (8 * 2048 + part) + (2 + 8) * 32_000 * width
     width, most = config.model.width, 2**23 // 32_000 * 32_000
     assert logits["lora"] == 6 * most + 6 * width * 8 * 2048  # a frozen head has no gradient
     assert logits["one"] == logits["lora"] + 8 * 32_000 * width
@@ -71,15 +72,15 @@ def test_the_machine_has_its_own_column(
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["contxt=3"], r"unknown key 'contxt' \(did you mean 'context'\?\); valid keys: context, device"),
+        (["contxt=3"], r"unknown key 'contxt' \(did you mean 'context'\?\); valid keys: base_weights, context, device"),
         (["language.steps=3"], "unknown key 'language.steps'.*valid keys"),
         (["model=8b"], "model: no file .*8b.yaml.*options: 7b, large, medium"),
         (["model.depth=3"], "model: unknown key 'depth'.*valid keys: .*layers"),
         (["7b"], "expected key=value"),
-        (["strategy=zero"], "strategy: expected one of one, ddp, fsdp2, lora, dpo, ppo, got 'zero'"),
+        (["strategy=zero"], "strategy: expected one of one, ddp, fsdp2, lora, dpo, dpo_lora, grpo, .*got 'zero'"),
         (["context=one"], 'plan.context: expected int or none, got "one"'),
         (["context=9999"], "context: expected 1 to 2048, the model's, got 9999"),
-        (["processes=0"], "micro_batch, processes: expected at least 1"),
+        (["processes=0"], "micro_batch, processes, samples: expected at least 1"),
         (["targets=[qkv]"], r"adapter.targets: expected some of q_proj"),
     ],
 )
@@ -91,3 +92,28 @@ def test_a_wrong_word_is_answered_with_the_valid_ones(
     code, text = printed(capsys, *argv)
     assert code == 2
     assert re.search(message, text), text
+
+
+def test_what_users_want_fits_by_plan(in_repository: Path) -> None:
+    """3B with an adapter (SFT, DPO, Diffusion-DPO) on 16 GB, 7B on 24, GRPO of 7B on 80; the base is in bf16."""
+    for model, strategy, card in (
+        ("xlarge", "lora", 16),
+        ("xlarge", "dpo_lora", 16),
+        ("xlarge", "diffusion_dpo_lora", 16),
+        ("7b", "lora", 24),
+        ("7b", "grpo_lora", 80),
+    ):
+        config = plan.configured([f"model={model}", "gradient_checkpointing=full"])
+        work = plan.work_of(config, "cuda", "bf16")
+        assert int(plan.rows_in(config, strategy, work, card * 1e9)) >= 1, (model, strategy)
+    wide = plan.configured(["model=7b", "gradient_checkpointing=full", "base_weights=fp32"])
+    assert plan.rows_in(wide, "lora", plan.work_of(wide, "cuda", "bf16"), 24e9) == "-"
+
+
+def test_sampling_holds_keys_and_values_of_the_rows_that_are_decoded_together(in_repository: Path) -> None:
+    config = plan.configured(["model=nano", "context=1000", "samples=20", "model.max_context=2048"])
+    model, work = config.model, plan.work_of(config, "cuda", "bf16")
+    row = 2 * 4 * model.layers * model.kv_heads * model.head_dim * 1000
+    assert plan.sampling_bytes(model, work, 20) == plan.plan(config, "grpo", work, 1).sampling == 20 * row
+    assert plan.sampling_bytes(model, work, 10**6) == 512 * row
+    assert plan.plan(config, "dpo", work, 1).sampling == 0

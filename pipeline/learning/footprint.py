@@ -1,4 +1,4 @@
-"""The memory plan: bytes of a training step on one device, computed from shapes, and the micro-batch that fits.
+"""The memory plan: bytes of a training step on one device, computed from shapes.
 
     weights + gradients + optimizer + copies + activations + logits + update + sampling = total
 
@@ -10,7 +10,7 @@ It models this code, not a textbook, and is checked against measured peaks (test
 - Activations per token and layer: what `Block` saves for the backward pass (`layer_bytes`), and one more layer, the one
   at work. A checkpointed layer keeps only its input, 4d bytes: the residual stream is float32 also under autocast.
 - Logits of `losses.next_token`: those that exist at once, the gradient of the hidden states, and tensors of the size of
-  the head's matrix (`head_bytes`). Log-probabilities of answers: four float32 arrays of V at each position of the head.
+  the head's matrix (`head_bytes`). Log-probabilities of answers: V probabilities at each position (`answer_bytes`).
 - A masked-diffusion model's log-probabilities: its head without the banned ids, and logits in parts (`masked_bytes`).
 - Update: what Muon stacks and multiplies besides its momentum. AdamW needs nothing.
 - Sampling: keys and values of the rows that are decoded together, and each adapted matrix with its adapter added.
@@ -25,29 +25,12 @@ between what stays (LEFT, measured).
 
 A hook counts (`hook_bytes`), within a fifth on a CPU. Not counted: the interpreter and its libraries (0.3
 to 0.5 GB), CUDA's context. Not measured: CUDA.
-
-**Micro-batch** (`runtime.micro_batch: auto`): the rows in one forward pass. They change the order of sums, so they are
-part of a run.
-
-    kept        that of the run's newest state: a resumed run stays exact
-    planned     else all rows, or the largest power of two that by the plan fits 80 % of a GPU's memory, or 30 % of a
-                machine's, which other programs need too
-    proved      on a GPU, a dry step of that size follows, a real forward and backward pass; out of memory: half of it
-
-The limits are shares of the total memory, not of the free, so that equal runs choose alike. The dry step leaves
-weights, moments and generators unchanged. On a CPU the system kills a pass that exhausts the memory, instead of an
-exception, so there the plan alone decides; so it does where the batches do not exist yet (a rollout). Running out of
-memory later ends the run with a list of remedies.
 """
 
-import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -55,9 +38,6 @@ from torch import nn
 from pipeline import wings
 from pipeline.learning.losses import EVEN_ROWS, MOST_LOGITS
 from pipeline.learning.optim import BY_MUON, MOST_GATHERED, groups
-from pipeline.learning.processes import Ranks
-from pipeline.learning.protocols import TrainingRun
-from pipeline.learning.settings import FitConfig, TrainingConfig
 from pipeline.model.config import ModelConfig
 from pipeline.model.cpu import native
 from pipeline.model.cpu.attention import KEPT_REACH, TILE
@@ -65,10 +45,6 @@ from pipeline.model.cpu.layers import QUERY_BLOCK
 from pipeline.model.layers import KEPT_PROBABILITIES, layer_hook
 from pipeline.model.lora import TARGETS, AdaptedLinear
 from pipeline.run import device
-from pipeline.run.config import Runtime
-from pipeline.run.errors import InputError
-from pipeline.run.tracking import say
-from pipeline.run.workdir import Job
 
 ATTENTION, MLP = TARGETS[:4], TARGETS[4:]
 MOST_MASKED_LOGITS = 2**26  # of `diffusion/model.py`, which the core does not import
@@ -110,6 +86,7 @@ class Weights:
     trained: int  # parameters
     frozen: int = 0  # bytes
     cast: int = 0  # parameters that autocast copies
+    narrow: int = 0  # parameters stored in bf16, which the CPU's operators copy with their norm
     tied: int = 0  # parameters of a tied embedding, whose gradient comes from two places
     head: int = 0  # parameters of the head's matrix, where it gets a gradient
     hidden: Counter[Shape] = field(default_factory=Counter)  # how many trained matrices of each shape Muon may take
@@ -119,6 +96,7 @@ class Weights:
             trained=self.trained + other.trained,
             frozen=self.frozen + other.frozen,
             cast=self.cast + other.cast,
+            narrow=self.narrow + other.narrow,
             tied=self.tied + other.tied,
             head=self.head + other.head,
             hidden=self.hidden + other.hidden,
@@ -142,8 +120,10 @@ class Footprint:
     @property
     def total(self) -> float:
         """The peak."""
-        states = self.weights + self.gradients + self.optimizer
-        return states + max(self.copies + self.activations + self.logits, self.update, self.sampling) + self.margin
+        states, work = self.weights + self.gradients + self.optimizer, self.copies + self.activations + self.logits
+        if self.margin:  # a heap does not use the cache's blocks again
+            return states + max(work + self.sampling, self.update) + self.margin
+        return states + max(work, self.update, self.sampling)
 
 
 def footprint(weights: Weights, configs: Sequence[ModelConfig], work: Work, micro_batch: int) -> Footprint:
@@ -191,167 +171,6 @@ def largest(limit: float, total: Callable[[int], float], most: int) -> int:
     return rows
 
 
-# -- micro-batch -------------------------------------------------------------------------------------------------------
-
-
-def of(run: TrainingRun) -> list[int]:
-    """The micro-batches tried for a run; the last one is used. Raises ConfigError for fewer rows than processes."""
-    config, ranks = run.config, run.ranks
-    # A rank that ran out of memory inside a collective would leave the others waiting: no dry step of a sharded model.
-    provable = run.hardware.device.type == "cuda" and not run.rolling and not ranks.sharding
-    rows = ranks.share_of(config.rows, run.job.stage)
-    return chosen(run.plain, config, run.job, run.hardware, ranks, rows, partial(dry_step, run) if provable else None)
-
-
-def dry_step(run: TrainingRun, micro: int) -> None:
-    """Forward and backward of the first two micro-batches of this size. It leaves nothing but gradients."""
-    length = run.config.row_length
-    mine = run.stream.rows(0, length)[run.ranks.rank :: run.ranks.world]
-    batches = [run.stream.batch(0, length, rows) for rows in (mine[:micro], mine[micro : 2 * micro]) if len(rows)]
-    counts = {name: sum(batch.counts[name] for batch in batches) for name in batches[0].counts}
-    with run.ranks.no_sync(run.model, skip=True):
-        run.backward(batches, counts)
-
-
-def chosen(
-    model: nn.Module,
-    config: TrainingConfig,
-    job: Job,
-    hardware: device.Hardware,
-    ranks: Ranks,
-    rows: int,
-    dry: Callable[[int], object] | None,
-) -> list[int]:
-    """The micro-batches tried for the `rows` of a step on this process. The last one is used, by all processes.
-
-    `dry` runs forward and backward of so many rows; None: the plan alone decides. Raises InputError where none fits.
-    """
-    setting, before = job.runtime.micro_batch, kept(job.folder, ranks.world)
-    if setting != "auto" or before is not None:
-        return [min(rows, int(before or 1) if setting == "auto" else int(setting))]
-    plan = plan_of(model, config, hardware, job.runtime, rows=rows, ranks=ranks)
-    if plan is None:
-        return [rows]
-    tried = [-int(ranks.greatest(-planned(plan, hardware, rows)))]
-    if dry is not None:
-        with explained(job, config, 0, tried):
-            tried = proved(model, hardware.device, tried[0], dry, plan(1).optimizer)
-    return [*tried[:-1], -int(ranks.greatest(-tried[-1]))]
-
-
-def kept(folder: Path, world: int) -> int | None:
-    """The micro-batch of the newest readable state, if as many processes trained it."""
-    for path in sorted(folder.glob("step-????????/state.json"), reverse=True):
-        with suppress(OSError, ValueError, KeyError):  # a damaged state: the one before it has the same
-            meta = json.loads(path.read_text())
-            return int(meta["micro_batch"]) if meta["world"] == world else None
-    return None
-
-
-def planned(plan: Callable[[int], Footprint], hardware: device.Hardware, rows: int) -> int:
-    """All `rows`, or the largest power of two that by the plan fits the usable share of the memory; at least 1."""
-    total = device.total_memory(hardware.device)
-    others = max(0.0, device.held_memory(hardware.device) - plan(1).weights)  # a reward model that is there already
-    share = CPU_SHARE if hardware.device.type == "cpu" else SHARE
-    micro_batch = largest(share * total - others, lambda size: plan(size).total, rows)
-    if not micro_batch:
-        say(
-            f"warning: one row needs about {(plan(1).total + others) / 1e9:.1f} GB by the plan, and "
-            f"{hardware.device.type} has {total / 1e9:.1f}; see python -m pipeline.tools.plan"
-        )
-    return max(1, micro_batch)
-
-
-def plan_of(
-    model: nn.Module, config: TrainingConfig, hardware: device.Hardware, runtime: Runtime, *, rows: int, ranks: Ranks
-) -> Callable[[int], Footprint] | None:
-    """micro-batch -> the footprint of a step of `rows`; None for a model without a config."""
-    configs = [shape for shape in (getattr(part, "config", None) for part in _models(model)) if shape is not None]
-    if not configs:
-        return None
-    weights = weights_of(model)
-    adapted, dropped = adapters_of(model)
-    # a reward model has no head for tokens
-    selected = config.trained_length if hasattr(_models(model)[0], "logits") else 0
-    work = Work(
-        row=config.row_length,
-        context=config.longest,
-        selected=selected,
-        kind=hardware.device.type,
-        precision=hardware.precision,
-        optimizer=config.optimizer,
-        checkpointing=runtime.gradient_checkpointing,
-        answers=not isinstance(config, FitConfig) and configs[0].attention == "causal",
-        masked=configs[0].attention != "causal",
-        adapted=adapted,
-        dropped=dropped,
-        dora=any(isinstance(layer, AdaptedLinear) and layer.config.dora for layer in model.modules()),
-    )
-
-    def plan(micro_batch: int) -> Footprint:
-        single = footprint(weights, configs, replace(work, accumulates=micro_batch < rows), micro_batch)
-        if ranks.sharding:
-            return sharded(single, configs[0], work, ranks.world)
-        return data_parallel(single, weights) if ranks.world > 1 else single
-
-    return plan
-
-
-def _models(model: nn.Module) -> list[nn.Module]:
-    """An actor and its critic, or the model itself."""
-    return [getattr(model, name) for name in ("actor", "critic") if hasattr(model, name)] or [model]
-
-
-def proved(
-    model: nn.Module, where: torch.device, first: int, dry: Callable[[int], object], reserve: float
-) -> list[int]:
-    """The micro-batches tried; for the last, `dry` (forward and backward of so many rows) had enough memory.
-
-    `reserve` bytes stand for the moments that the first update will allocate. Drops the gradients and restores the
-    generators. Raises torch.OutOfMemoryError where a single row does not fit.
-    """
-    tried = [first]
-    while not _fits(model, where, tried[-1], dry, reserve):
-        half = 2 ** math.ceil(math.log2(tried[-1]) - 1)
-        say(f"out of memory in a dry step of {tried[-1]} rows; trying {half}")
-        tried.append(half)
-    return tried
-
-
-def _fits(model: nn.Module, where: torch.device, rows: int, dry: Callable[[int], object], reserve: float) -> bool:
-    """Whether a dry step passes. The error must be freed before the next try: its frames keep the activations."""
-    with torch.random.fork_rng([where] if where.type == "cuda" else []):
-        try:
-            moments = torch.empty(int(reserve), dtype=torch.uint8, device=where)
-            dry(rows)
-            del moments
-            return True
-        except torch.OutOfMemoryError:
-            if rows == 1:
-                raise
-        finally:
-            for parameter in model.parameters():
-                parameter.grad = None
-    device.give_back(where)
-    return False
-
-
-@contextmanager
-def explained(job: Job, config: TrainingConfig, step: int, tried: list[int]) -> Iterator[None]:
-    """Turn running out of a GPU's memory inside the block into an InputError with remedies."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        first = str(error).splitlines()[0] if str(error) else "no more is known"
-        raise InputError(
-            f"{job.stage}: out of memory in step {step}, at rows of {config.row_length} tokens; micro-batches tried:"
-            f" {', '.join(map(str, tried))} ({first}). Recompute activations (runtime.gradient_checkpointing=full), ask"
-            f" for fewer rows at once (runtime.micro_batch={max(1, tried[-1] // 2)}), take a smaller model (model: a"
-            " file of conf/model/), or divide the states over processes (STAGECOACH_LAUNCH=conf/launch/fsdp2.yaml)."
-            " What fits: python -m pipeline.tools.plan"
-        ) from error
-
-
 # -- weights -----------------------------------------------------------------------------------------------------------
 
 
@@ -378,7 +197,8 @@ def frozen(config: ModelConfig, *, head: bool = True, narrow: bool) -> Weights:
     table = config.vocab_size * config.width
     matmul = whole.cast - (table if config.tied and head else 0)  # an embedding that is looked up stays float32
     size = 4 * whole.trained - (2 * matmul if narrow else 0)
-    return Weights(trained=0, frozen=size, cast=whole.cast - (matmul if narrow else 0))
+    moved = matmul if narrow else 0
+    return Weights(trained=0, frozen=size, cast=whole.cast - moved, narrow=moved)
 
 
 def adapted(config: ModelConfig, *, rank: int, targets: Sequence[str], narrow: bool) -> Weights:
@@ -409,7 +229,7 @@ def weights_of(model: nn.Module) -> Weights:
     members = groups(model)
     by_muon = (p for group in BY_MUON for p in members.get(group, {}).values() if p.ndim == 2)
     hidden = Counter((p.shape[0], p.shape[1]) for p in by_muon)
-    trained = stored = cast = tied_size = head = 0
+    trained = stored = cast = narrow = tied_size = head = 0
     for name, parameter in model.named_parameters():
         size, lookup = parameter.numel(), "embed_tokens" in name
         tied = lookup and getattr(getattr(model, "config", None), "tied", False)
@@ -421,7 +241,8 @@ def weights_of(model: nn.Module) -> Weights:
             stored += size * parameter.element_size()
         if parameter.ndim > 1 and parameter.element_size() == 4 and (tied or not lookup):
             cast += size
-    return Weights(trained=trained, frozen=stored, cast=cast, tied=tied_size, head=head, hidden=hidden)
+        narrow += size if parameter.element_size() == 2 else 0
+    return Weights(trained=trained, frozen=stored, cast=cast, narrow=narrow, tied=tied_size, head=head, hidden=hidden)
 
 
 def adapters_of(model: nn.Module) -> tuple[frozenset[str] | None, bool]:
@@ -444,19 +265,28 @@ def pass_bytes(
     activations = tokens * sum(token_bytes(config, work) for config in configs)
     # the two gradients of a tied embedding are added before they join the sum of earlier micro-batches
     tied = 4.0 * weights.tied * (2 if work.accumulates else 1)
-    if work.masked:
-        copies = 2.0 * (weights.cast - weights.head) * half + folded_bytes(first, work)
-        return copies, activations + tied, masked_bytes(first, weights, work, chosen)
-    if work.answers or not chosen:
-        copies = 2.0 * weights.cast * half + folded_bytes(first, work)
-        return copies, activations + tied, 16.0 * first.vocab_size * chosen
-    cast = weights.cast - weights.head  # next_token casts the head, and frees it before the backward pass
+    cast = weights.cast - weights.head  # the losses cast the head, and next_token frees it before the backward pass
+    cast += weights.narrow if work.kind == "cpu" else 0
+    if work.masked or work.answers or not chosen:
+        copies = 2.0 * (cast if chosen else weights.cast) * half + folded_bytes(first, work)
+        of_tokens = masked_bytes if work.masked else answer_bytes
+        return copies, activations + tied, of_tokens(first, weights, work, chosen) if chosen else 0.0
     if _uses_cpu_operators(first, work, ATTENTION):  # a layer's copies go with it
         cast *= min(1.0, (first.layers - recomputed_layers(first, work) + 1) / first.layers)
     size = (2 if work.kind == "cpu" else 6) if half else 4  # a CPU widens few at a time
     logits = size * first.vocab_size * min(rows, chosen) + (6.0 if half else 4.0) * first.width * chosen
     copies = 2.0 * cast * half + folded_bytes(first, work)
     return copies, activations, logits + head_bytes(weights, work, chosen > rows)
+
+
+def answer_bytes(config: ModelConfig, weights: Weights, work: Work, chosen: int) -> float:
+    """Bytes of the log-probabilities of `chosen` tokens: the head as autocast casts it, all probabilities, in the
+    backward pass the gradient of a part of them and that of the head (`losses.token_logprobs`).
+    """
+    table, size = config.vocab_size * config.width, 2.0 if work.precision != "fp32" else 4.0
+    part = min(chosen, max(EVEN_ROWS, MOST_LOGITS // config.vocab_size))
+    gradients = 8.0 * table if weights.head else 0.0
+    return (size * table if size < 4 else 0.0) + size * config.vocab_size * (chosen + part) + gradients
 
 
 def masked_bytes(config: ModelConfig, weights: Weights, work: Work, chosen: int) -> float:
@@ -519,10 +349,12 @@ def _uses_cpu_operators(config: ModelConfig, work: Work, names: Sequence[str]) -
 
 
 def folded_bytes(config: ModelConfig, work: Work) -> float:
-    """Bytes of the matrices with their adapters added, in float32."""
+    """Bytes of the matrices with their adapters added, in float32: twice, since a heap does not use the places of the
+    last pass again (measured).
+    """
     shapes = projections(config)
     names = [name for part in (ATTENTION, MLP) if _uses_cpu_operators(config, work, part) for name in part]
-    return 4.0 * config.layers * sum(math.prod(shapes[name]) for name in names if name in (work.adapted or ()))
+    return 8.0 * config.layers * sum(math.prod(shapes[name]) for name in names if name in (work.adapted or ()))
 
 
 def input_bytes(config: ModelConfig, work: Work, names: Sequence[str]) -> float:

@@ -1,9 +1,22 @@
 """What stands around the training loop and makes no update: the micro-batch that fits, compiled layers, a profile of
 single steps, the throughput of a run, and the learning-rate finder.
 
-    instruments = Instruments(run)      the micro-batch (footprint.py)
+    instruments = Instruments(run)      the micro-batch
     with instruments.step(number): ...  a step: out of memory is explained, the profile counts
     instruments.report(...)             at the end
+
+**Micro-batch** (`runtime.micro_batch: auto`): the rows in one forward pass. They change the order of sums, so they are
+part of a run.
+
+    kept        that of the run's newest state: a resumed run stays exact
+    planned     else all rows, or the largest power of two that by the plan fits 80 % of a GPU's memory, or 30 % of a
+                machine's, which other programs need too
+    proved      on a GPU, a dry step of that size follows, a real forward and backward pass; out of memory: half of it
+
+The limits are shares of the total memory, not of the free, so that equal runs choose alike. The dry step leaves
+weights, moments and generators unchanged. On a CPU the system kills a pass that exhausts the memory, instead of an
+exception, so there the plan alone decides; so it does where the batches do not exist yet (a rollout). Running out of
+memory later ends the run with a list of remedies.
 
 **Compilation** (`compiled`). On a CPU in bf16, where the layers are written by hand, the operations between their
 matrix products, and attention where there is AMX, are compiled from C++ (`model/cpu`). That takes five seconds, so
@@ -30,11 +43,15 @@ utilization (Chowdhery et al. 2022, arXiv:2204.02311, appendix B): training FLOP
 Not promised: that torch.compile is faster than eager for every shape; `benchmarks/train_speed.py` measures it.
 """
 
+import json
+import math
 import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -43,14 +60,17 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from pipeline.learning import footprint, lr_finder
+from pipeline.learning.processes import Ranks
 from pipeline.learning.protocols import TrainingRun
-from pipeline.learning.settings import TrainingConfig
+from pipeline.learning.settings import FitConfig, TrainingConfig
 from pipeline.model.cpu import native
 from pipeline.model.layers import Block
+from pipeline.model.lora import AdaptedLinear
 from pipeline.run import device as run_device
 from pipeline.run import workdir
+from pipeline.run.config import Runtime
 from pipeline.run.device import Hardware
-from pipeline.run.errors import ConfigError
+from pipeline.run.errors import ConfigError, InputError
 from pipeline.run.tracking import say
 from pipeline.run.workdir import Job
 
@@ -60,7 +80,7 @@ class Instruments:
 
     def __init__(self, run: TrainingRun) -> None:
         self._run, job = run, run.job
-        self._tried = footprint.of(run)
+        self._tried = micro_batches(run)
         self._profile = Profile(job.runtime.profile, job.folder, run.ranks.rank, run.hardware.device)
         self._began, self._first_step, self._first_tokens = 0.0, 0, 0
         self._last = (0.0, 0, 0)  # time, step and tokens seen of the last `live`
@@ -96,7 +116,7 @@ class Instruments:
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
         """A step of the loop. Raises InputError with remedies where it runs out of a GPU's memory."""
-        with footprint.explained(self._run.job, self._run.config, number, self._tried):
+        with explained(self._run.job, self._run.config, number, self._tried):
             yield
         self._profile.step()
 
@@ -110,6 +130,167 @@ class Instruments:
 def find_learning_rate(run: TrainingRun) -> NoReturn:
     """Look for a rate instead of training (lr_finder.py)."""
     lr_finder.look(run)
+
+
+# -- micro-batch -------------------------------------------------------------------------------------------------------
+
+
+def micro_batches(run: TrainingRun) -> list[int]:
+    """The micro-batches tried for a run; the last one is used. Raises ConfigError for fewer rows than processes."""
+    config, ranks = run.config, run.ranks
+    # A rank that ran out of memory inside a collective would leave the others waiting: no dry step of a sharded model.
+    provable = run.hardware.device.type == "cuda" and not run.rolling and not ranks.sharding
+    rows = ranks.share_of(config.rows, run.job.stage)
+    return chosen(run.plain, config, run.job, run.hardware, ranks, rows, partial(dry_step, run) if provable else None)
+
+
+def dry_step(run: TrainingRun, micro: int) -> None:
+    """Forward and backward of the first two micro-batches of this size. It leaves nothing but gradients."""
+    length = run.config.row_length
+    mine = run.stream.rows(0, length)[run.ranks.rank :: run.ranks.world]
+    batches = [run.stream.batch(0, length, rows) for rows in (mine[:micro], mine[micro : 2 * micro]) if len(rows)]
+    counts = {name: sum(batch.counts[name] for batch in batches) for name in batches[0].counts}
+    with run.ranks.no_sync(run.model, skip=True):
+        run.backward(batches, counts)
+
+
+def chosen(
+    model: nn.Module,
+    config: TrainingConfig,
+    job: Job,
+    hardware: Hardware,
+    ranks: Ranks,
+    rows: int,
+    dry: Callable[[int], object] | None,
+) -> list[int]:
+    """The micro-batches tried for the `rows` of a step on this process. The last one is used, by all processes.
+
+    `dry` runs forward and backward of so many rows; None: the plan alone decides. Raises InputError where none fits.
+    """
+    setting, before = job.runtime.micro_batch, kept(job.folder, ranks.world)
+    if setting != "auto" or before is not None:
+        return [min(rows, int(before or 1) if setting == "auto" else int(setting))]
+    plan = plan_of(model, config, hardware, job.runtime, rows=rows, ranks=ranks)
+    if plan is None:
+        return [rows]
+    tried = [-int(ranks.greatest(-planned(plan, hardware, rows)))]
+    if dry is not None:
+        with explained(job, config, 0, tried):
+            tried = proved(model, hardware.device, tried[0], dry, plan(1).optimizer)
+    return [*tried[:-1], -int(ranks.greatest(-tried[-1]))]
+
+
+def kept(folder: Path, world: int) -> int | None:
+    """The micro-batch of the newest readable state, if as many processes trained it."""
+    for path in sorted(folder.glob("step-????????/state.json"), reverse=True):
+        with suppress(OSError, ValueError, KeyError):  # a damaged state: the one before it has the same
+            meta = json.loads(path.read_text())
+            return int(meta["micro_batch"]) if meta["world"] == world else None
+    return None
+
+
+def planned(plan: Callable[[int], footprint.Footprint], hardware: Hardware, rows: int) -> int:
+    """All `rows`, or the largest power of two that by the plan fits the usable share of the memory; at least 1."""
+    total = run_device.total_memory(hardware.device)
+    others = max(0.0, run_device.held_memory(hardware.device) - plan(1).weights)  # a reward model that is there already
+    share = footprint.CPU_SHARE if hardware.device.type == "cpu" else footprint.SHARE
+    micro_batch = footprint.largest(share * total - others, lambda size: plan(size).total, rows)
+    if not micro_batch:
+        say(
+            f"warning: one row needs about {(plan(1).total + others) / 1e9:.1f} GB by the plan, and "
+            f"{hardware.device.type} has {total / 1e9:.1f}; see python -m pipeline.tools.plan"
+        )
+    return max(1, micro_batch)
+
+
+def plan_of(
+    model: nn.Module, config: TrainingConfig, hardware: Hardware, runtime: Runtime, *, rows: int, ranks: Ranks
+) -> Callable[[int], footprint.Footprint] | None:
+    """micro-batch -> the footprint of a step of `rows`; None for a model without a config."""
+    configs = [shape for shape in (getattr(part, "config", None) for part in _models(model)) if shape is not None]
+    if not configs:
+        return None
+    weights = footprint.weights_of(model)
+    adapted, dropped = footprint.adapters_of(model)
+    # a reward model has no head for tokens
+    selected = config.trained_length if hasattr(_models(model)[0], "logits") else 0
+    work = footprint.Work(
+        row=config.row_length,
+        context=config.longest,
+        selected=selected,
+        kind=hardware.device.type,
+        precision=hardware.precision,
+        optimizer=config.optimizer,
+        checkpointing=runtime.gradient_checkpointing,
+        answers=not isinstance(config, FitConfig) and configs[0].attention == "causal",
+        masked=configs[0].attention != "causal",
+        adapted=adapted,
+        dropped=dropped,
+        dora=any(isinstance(layer, AdaptedLinear) and layer.config.dora for layer in model.modules()),
+    )
+
+    def plan(micro_batch: int) -> footprint.Footprint:
+        single = footprint.footprint(weights, configs, replace(work, accumulates=micro_batch < rows), micro_batch)
+        if ranks.sharding:
+            return footprint.sharded(single, configs[0], work, ranks.world)
+        return footprint.data_parallel(single, weights) if ranks.world > 1 else single
+
+    return plan
+
+
+def _models(model: nn.Module) -> list[nn.Module]:
+    """An actor and its critic, or the model itself."""
+    return [getattr(model, name) for name in ("actor", "critic") if hasattr(model, name)] or [model]
+
+
+def proved(
+    model: nn.Module, where: torch.device, first: int, dry: Callable[[int], object], reserve: float
+) -> list[int]:
+    """The micro-batches tried; for the last, `dry` (forward and backward of so many rows) had enough memory.
+
+    `reserve` bytes stand for the moments that the first update will allocate. Drops the gradients and restores the
+    generators. Raises torch.OutOfMemoryError where a single row does not fit.
+    """
+    tried = [first]
+    while not _fits(model, where, tried[-1], dry, reserve):
+        half = 2 ** math.ceil(math.log2(tried[-1]) - 1)
+        say(f"out of memory in a dry step of {tried[-1]} rows; trying {half}")
+        tried.append(half)
+    return tried
+
+
+def _fits(model: nn.Module, where: torch.device, rows: int, dry: Callable[[int], object], reserve: float) -> bool:
+    """Whether a dry step passes. The error must be freed before the next try: its frames keep the activations."""
+    with torch.random.fork_rng([where] if where.type == "cuda" else []):
+        try:
+            moments = torch.empty(int(reserve), dtype=torch.uint8, device=where)
+            dry(rows)
+            del moments
+            return True
+        except torch.OutOfMemoryError:
+            if rows == 1:
+                raise
+        finally:
+            for parameter in model.parameters():
+                parameter.grad = None
+    run_device.give_back(where)
+    return False
+
+
+@contextmanager
+def explained(job: Job, config: TrainingConfig, step: int, tried: list[int]) -> Iterator[None]:
+    """Turn running out of a GPU's memory inside the block into an InputError with remedies."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        first = str(error).splitlines()[0] if str(error) else "no more is known"
+        raise InputError(
+            f"{job.stage}: out of memory in step {step}, at rows of {config.row_length} tokens; micro-batches tried:"
+            f" {', '.join(map(str, tried))} ({first}). Recompute activations (runtime.gradient_checkpointing=full), ask"
+            f" for fewer rows at once (runtime.micro_batch={max(1, tried[-1] // 2)}), take a smaller model (model: a"
+            " file of conf/model/), or divide the states over processes (STAGECOACH_LAUNCH=conf/launch/fsdp2.yaml)."
+            " What fits: python -m pipeline.tools.plan"
+        ) from error
 
 
 # -- compiled layers ---------------------------------------------------------------------------------------------------

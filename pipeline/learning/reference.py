@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -56,6 +56,7 @@ class Reference:
         self.digest = self._stored_digest = self._compute_digest()  # of the loaded weights, equal on any hardware
         if hardware is not None and hardware.base_weights == "bf16":
             narrow(self._model)
+            device.give_back(torch.device("cpu"))
             self._stored_digest = self._compute_digest()
 
     @property
@@ -75,7 +76,7 @@ class Reference:
         if self.parked and not self.adapted:
             model.to("cpu")
 
-    def read_from(self, policy: Transformer) -> None:
+    def read_from(self, policy: Any) -> None:
         """Take the base of this model, which has the weights of the policy: for one whose own the processes share."""
         if self.adapted:
             self._weights = policy

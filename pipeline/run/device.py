@@ -361,7 +361,7 @@ def held_memory(device: torch.device) -> int:
 
 
 def give_back(device: torch.device) -> None:
-    """Release the GPU memory that the allocator caches, after an attempt that needed too much, in other block sizes."""
+    """Release the memory that the allocator caches: blocks of other sizes than those needed from now on."""
     import gc
 
     import torch
@@ -369,6 +369,8 @@ def give_back(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
+    elif platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def need_memory(num_bytes: int, what: str) -> None:
