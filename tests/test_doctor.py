@@ -170,11 +170,11 @@ def test_little_space_is_a_note_and_less_a_problem_in_each_of_the_three_places(
 
 
 def test_the_cache_links_where_it_can_and_a_copy_that_need_not_be_is_a_note(scratch: Path) -> None:
-    configure(scratch, '[cache]\n    type = "reflink,hardlink,copy"\n')
+    configure(scratch, '[cache]\n    type = "hardlink,reflink,copy"\n')
     assert summary(doctor.cache_links(scratch)).startswith(("ok: reflink", "ok: hardlink"))
     configure(scratch, "[cache]\n    type = copy\n", "config.local")
     found = summary(doctor.cache_links(scratch))
-    assert found.startswith("note: copy") and found.endswith("-> dvc config cache.type reflink,hardlink,copy")
+    assert found.startswith("note: copy") and found.endswith("-> dvc config cache.type hardlink,reflink,copy")
     assert not list(scratch.rglob(".doctor-*"))
 
 
@@ -182,7 +182,7 @@ def test_a_cache_on_another_file_system_copies_and_is_told_to_move(scratch: Path
     shm = Path("/dev/shm")
     if not os.access(shm, os.W_OK) or shm.stat().st_dev == scratch.stat().st_dev:
         pytest.skip("no second file system at hand")
-    configure(scratch, f"[cache]\n    type = reflink,hardlink,copy\n    dir = {shm}/not-there\n")
+    configure(scratch, f"[cache]\n    type = hardlink,reflink,copy\n    dir = {shm}/not-there\n")
     found = summary(doctor.cache_links(scratch))
     assert found.startswith("note: copy") and "dvc cache dir --local FOLDER" in found
     assert not list(shm.glob(".doctor-*"))
@@ -195,7 +195,7 @@ def test_links_that_cannot_be_had_are_a_problem(scratch: Path, monkeypatch: pyte
     monkeypatch.setattr(doctor, "reflink", refuse)
     configure(scratch, "[cache]\n    type = reflink\n")
     found = summary(doctor.cache_links(scratch))
-    assert found.startswith("problem: none (cache.type: reflink;") and found.endswith("reflink,hardlink,copy")
+    assert found.startswith("problem: none (cache.type: reflink;") and found.endswith("hardlink,reflink,copy")
 
 
 def test_an_rwlock_of_a_dead_process_is_a_note_and_of_a_reused_pid_a_problem(scratch: Path, dead: int) -> None:

@@ -218,7 +218,7 @@ def cache_links(root: Path) -> list[Finding]:
     if selected not in (None, "copy"):
         return [Finding("cache links", "ok", text)]
     move = "every out takes twice its size: put the cache on the working tree's disk, dvc cache dir --local FOLDER"
-    remedy = "dvc config cache.type reflink,hardlink,copy" if "hardlink" in works or selected is None else move
+    remedy = "dvc config cache.type hardlink,reflink,copy" if "hardlink" in works or selected is None else move
     return [Finding("cache links", "note" if selected else "problem", text, remedy)]
 
 
