@@ -64,8 +64,7 @@ def run(params: Params, job: Job, *, base: Path, dialogues: Path, out: Path) -> 
     roles = (getattr(tokenizer, role) for role in params.trained_roles)
     adapter = replace(params.adapter, trained_tokens=(*params.adapter.trained_tokens, *roles))
     lora.attach(model, adapter, device.generator("adapter", job.seed))
-    if hardware.base_weights == "bf16":
-        reference.narrow(model)
+    reference.store(model, hardware)
     stream = DialogueStream(
         dialogues, tokenizer, context=params.fit.context, tokens_per_step=params.fit.tokens_per_step, seed=job.seed
     )

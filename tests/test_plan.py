@@ -117,3 +117,13 @@ def test_sampling_holds_keys_and_values_of_the_rows_that_are_decoded_together(in
     assert plan.sampling_bytes(model, work, 20) == plan.plan(config, "grpo", work, 1).sampling == 20 * row
     assert plan.sampling_bytes(model, work, 10**6) == 512 * row
     assert plan.plan(config, "dpo", work, 1).sampling == 0
+
+
+def test_nf4_stores_half_a_byte_a_weight(in_repository: Path) -> None:
+    found = {}
+    for base in ("bf16", "nf4"):
+        config = plan.configured(["model=7b", f"base_weights={base}", "gradient_checkpointing=full"])
+        found[base] = plan.plan(config, "lora", plan.work_of(config, "cuda", "bf16"), 1).weights
+    matrices = sum(rows * columns * n for (rows, columns), n in footprint.matrices(config.model).items())
+    assert (found["bf16"] - found["nf4"]) / matrices == pytest.approx(2 - 0.51587, abs=1e-5)
+    assert plan.rows_in(config, "lora", plan.work_of(config, "cuda", "bf16"), 16e9) != "-"  # QLoRA of 7B on 16 GB

@@ -39,3 +39,14 @@ def test_a_run_that_stopped_resumes_to_the_bit(
     sharded.stopped(stage, line, processes)
     assert re.search("resumed at step [0-9]+ of 12", sharded.ended(stage, line, processes))
     assert coded.published() == whole
+
+
+def test_a_base_in_bf16_is_sharded_too(coded: Workspace) -> None:
+    """Below an adapter, in bf16 passes: as far from one process as rounding is."""
+    changes = {"adapter": ADAPTER, "beta": 0.05, "runtime.precision": "bf16", "runtime.base_weights": "bf16"}
+    line = arguments("grpo", sharded.SMOOTH | changes)
+    assert "2 processes" in sharded.ended("grpo", line, 2)
+    before, after = sharded.weights("tools"), sharded.weights("grpo")
+    frozen = [name for name in before if "mlp" in name or "norm" in name]
+    assert frozen and all((after[name] == before[name]).all() for name in frozen)
+    assert any(not (after[name] == before[name]).all() for name in before)

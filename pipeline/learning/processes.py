@@ -380,6 +380,8 @@ def shard(model: nn.Module, settings: Sharding, device: torch.device) -> list[Mo
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
+    if any(not parameter.is_floating_point() for parameter in model.parameters()):
+        raise ConfigError("runtime.base_weights: FSDP2 cannot shard weights in NF4; use bf16")
     owners = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     assert len(owners) == len(list(model.named_parameters())), (
         "a weight under two names would be cut twice: tie by reading"

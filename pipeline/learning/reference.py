@@ -6,16 +6,18 @@
 The copy is made in memory from the loaded weights, and never read again by name.
 
 Frozen matrices (of the reference, of the reward model, of the base below an adapter) take 2 bytes instead of 4 where
-`Hardware.base_weights` is bf16 (`runtime.base_weights`). Under bf16 autocast every pass rounds the weight of a linear
-layer to bf16 anyhow, so it changes no output of a frozen model; a pass outside autocast computes with the rounded
-weights. Weights that autocast does not round stay float32: embeddings (they are looked up, also where the head is tied
-to them), norms, the reward's row. An adapter is merged into the float32 base, read again from its files: no rounding
-is published.
+`Hardware.base_weights` is bf16 (`runtime.base_weights`), and below an adapter half a byte where it is nf4: NormalFloat
+with double quantization (QLoRA; Dettmers et al. 2023, arXiv:2305.14314), by bitsandbytes. Under bf16 autocast every
+pass rounds the weight of a linear layer to bf16 anyhow, so bf16 changes no output of a frozen model; a pass outside
+autocast computes with the rounded weights. Weights that autocast does not round stay float32: embeddings (they are
+looked up, also where the head is tied to them), norms, the reward's row. An adapter is merged into the float32 base,
+read again from its files: no rounding is published.
 
 Not promised: that a copy fits beside the policy; with an adapter there is none.
 """
 
 import copy
+import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +30,7 @@ from torch import nn
 from pipeline.learning import gates
 from pipeline.learning.processes import ON_DEVICE
 from pipeline.model import checkpoint, lora
+from pipeline.model.layers import Linear
 from pipeline.model.lora import AdaptedLinear, AdapterConfig
 from pipeline.model.transformer import Transformer
 from pipeline.run import device
@@ -38,6 +41,7 @@ from pipeline.text.tokenizer import Tokenizer
 
 Model = TypeVar("Model", bound=nn.Module)
 UNROUNDED = "score"  # the reward model's row: computed in float32 also under autocast
+NF4_BLOCK = 64  # weights of one scale
 GATE_TOKENS = 32  # of each row of the merge gate
 
 
@@ -54,8 +58,8 @@ class Reference:
             policy if adapted else copy.deepcopy(policy).train(False).requires_grad_(False)
         )
         self.digest = self._stored_digest = self._compute_digest()  # of the loaded weights, equal on any hardware
-        if hardware is not None and hardware.base_weights == "bf16":
-            narrow(self._model)
+        if hardware is not None and hardware.base_weights != "fp32":
+            (store if adapted else narrowed)(self._model, hardware)
             device.give_back(torch.device("cpu"))
             self._stored_digest = self._compute_digest()
 
@@ -154,6 +158,9 @@ def merge(policy: Transformer, base: Path) -> float:
         weights = checkpoint.read_weights(base)
         for name, parameter in rounded.items():
             parameter.data = weights[name].to(parameter.device, torch.float32)
+        for layer in policy.modules():
+            if isinstance(layer, Linear | AdaptedLinear):
+                layer.nf4 = None
     return lora.merged_with_gate(policy, gate_rows(policy))
 
 
@@ -185,7 +192,30 @@ def narrowed(model: Model, hardware: Hardware) -> Model:
     model.
     """
     model.requires_grad_(False)
-    return narrow(model) if hardware.base_weights == "bf16" else model
+    return narrow(model) if hardware.base_weights != "fp32" else model
+
+
+def store(model: Transformer, hardware: Hardware) -> None:
+    """Store the base below the adapters of a model as `Hardware.base_weights` says. The head stays at least bf16."""
+    if hardware.base_weights == "nf4":
+        quantise(model, hardware.device)
+    if hardware.base_weights != "fp32":
+        narrow(model)
+
+
+def quantise(model: nn.Module, where: torch.device) -> None:
+    """Convert the frozen layers of a model in place to NF4, on the device where they compute. Not its head, nor layers
+    whose rows are not whole blocks.
+    """
+    quantise_4bit = importlib.import_module("bitsandbytes.functional").quantize_4bit
+    for name, layer in model.named_modules():
+        if not isinstance(layer, Linear | AdaptedLinear) or layer.weight.requires_grad or "lm_head" in name:
+            continue
+        if layer.weight.shape[1] % NF4_BLOCK == 0:
+            weight = layer.weight.data.to(where, torch.bfloat16)
+            layer.weight.data, layer.nf4 = quantise_4bit(
+                weight, blocksize=NF4_BLOCK, quant_type="nf4", compress_statistics=True
+            )
 
 
 def narrow(model: Model) -> Model:
@@ -193,6 +223,6 @@ def narrow(model: Model) -> Model:
     for name, layer in model.named_modules():
         if isinstance(layer, nn.Linear | AdaptedLinear) and name.rpartition(".")[2] != UNROUNDED:
             for parameter in (layer.weight, layer.bias):
-                if parameter is not None and not parameter.requires_grad:
+                if parameter is not None and not parameter.requires_grad and parameter.is_floating_point():
                     parameter.data = parameter.data.to(torch.bfloat16)
     return model

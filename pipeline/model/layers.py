@@ -38,10 +38,11 @@ What a wing offers for it:
 The core sees a hook only as this class; its weights stand in `state_dict()` under its name.
 """
 
+import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -278,21 +279,34 @@ class Embedding(nn.Embedding):
         return self.weight
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x W^T + b. A frozen weight may be stored in bf16 (learning/reference.py): outside autocast it is widened to x."""
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, nf4: Any = None) -> Tensor:
+    """x W^T + b. A frozen weight may be stored narrower (learning/reference.py): in bf16, which outside autocast is
+    widened to x, or in NF4 with the state `nf4`, of which a part is widened at a time.
+    """
+    if nf4 is not None:
+        return importlib.import_module("bitsandbytes").matmul_4bit(x, weight.t(), quant_state=nf4, bias=bias)
     if weight.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
         weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
     return functional.linear(x, weight, bias)
 
 
+def dense(weight: Tensor, nf4: Any) -> Tensor:
+    """A weight (out, in), widened to bf16 where it is stored in NF4."""
+    if nf4 is None:
+        return weight
+    return importlib.import_module("bitsandbytes.functional").dequantize_4bit(weight, nf4)
+
+
 class Linear(nn.Linear):
     """`nn.Linear` that starts at zero: `Transformer.initialise` draws its weights, or they are loaded."""
+
+    nf4: Any = None  # bitsandbytes' state of a weight in NF4
 
     def __init__(self, num_in: int, num_out: int, bias: bool = False) -> None:
         super().__init__(num_in, num_out, bias=bias)
 
     def forward(self, input: Tensor) -> Tensor:  # nn.Linear's name
-        return linear(input, self.weight, self.bias)
+        return linear(input, self.weight, self.bias, self.nf4)
 
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.weight)
@@ -307,7 +321,7 @@ class Linear(nn.Linear):
     @property
     def matrix(self) -> Tensor:
         """The matrix (out, in)."""
-        return self.weight
+        return dense(self.weight, self.nf4)
 
 
 class RMSNorm(nn.Module):

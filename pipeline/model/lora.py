@@ -26,6 +26,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -33,7 +34,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipeline.model.layers import Embedding, Linear, linear
+from pipeline.model.layers import Embedding, Linear, dense, linear
 from pipeline.model.transformer import Transformer
 from pipeline.run.errors import GateError, ModelError
 from pipeline.run.types import JsonObject
@@ -105,6 +106,7 @@ class AdaptedLinear(nn.Module):
     def __init__(self, base: nn.Linear, config: AdapterConfig, generator: torch.Generator) -> None:
         super().__init__()
         self.weight, self.bias = base.weight, base.bias
+        self.nf4: Any = None  # as in Linear
         self.config = config
         self.enabled = True
         self.whole: Tensor | None = None  # within `folded_in`: the weight with the adapter added
@@ -123,7 +125,7 @@ class AdaptedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(..., in) -> (..., out) in the dtype of the base layer's output."""
         if not self.enabled:
-            return linear(x, self.weight, self.bias)
+            return linear(x, self.weight, self.bias, self.nf4)
         if self.whole is not None:
             return functional.linear(x, self.whole, self.bias)
         config = self.config
@@ -131,10 +133,10 @@ class AdaptedLinear(nn.Module):
         dropped = functional.dropout(x, config.dropout) if dropping else x
         update = self.lora_B(self.lora_A(dropped.to(self.lora_A.weight.dtype)))
         if not config.dora:
-            base = linear(x, self.weight, self.bias)
+            base = linear(x, self.weight, self.bias, self.nf4)
             return torch.add(base, update, alpha=config.scale).to(base.dtype)
-        base = linear(x, self.weight)
-        dropped_base = linear(dropped, self.weight) if dropping else base
+        base = linear(x, self.weight, nf4=self.nf4)
+        dropped_base = linear(dropped, self.weight, nf4=self.nf4) if dropping else base
         gain = self.lora_magnitude_vector.weight / self._norms()  # (out,)
         out = base + (gain - 1) * dropped_base + gain * (config.scale * update)  # dropout reaches W x too, as in peft
         return (out if self.bias is None else out + self.bias).to(base.dtype)
@@ -152,7 +154,7 @@ class AdaptedLinear(nn.Module):
 
         For many tokens one product with it is faster than three, and dW than gradients through the thin matrices.
         """
-        return self._sum() if self.enabled else self.weight
+        return self._sum() if self.enabled else dense(self.weight, self.nf4)
 
     @torch.no_grad()
     def folded(self) -> Tensor:
@@ -165,7 +167,8 @@ class AdaptedLinear(nn.Module):
     def _sum(self) -> Tensor:
         """W + k B A (out, in), at least float32 also under autocast."""
         with torch.autocast(self.weight.device.type, enabled=False):
-            return self.weight.to(_at_least_float32(self.weight.dtype)) + self.config.scale * (
+            weight = dense(self.weight, self.nf4)
+            return weight.to(_at_least_float32(weight.dtype)) + self.config.scale * (
                 self.lora_B.weight @ self.lora_A.weight
             )
 

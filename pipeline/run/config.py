@@ -46,7 +46,7 @@ GROUPS = ("model", "scale", "data")
 SEEDS = ("seed", "data_seed")  # of training; of the data and the measurements
 TOP_KEYS = (*SEEDS, *GROUPS, "runtime")
 SHARED_BLOCKS = ("sandbox",)  # read by several stages
-BASE_WEIGHTS = ("auto", "fp32", "bf16")
+BASE_WEIGHTS = ("auto", "fp32", "bf16", "nf4")
 CHECKPOINTING = ("none", "full", "every_2", "selective")
 DEVICES = ("auto", "cpu", "cuda", "mps")
 TRACKERS = ("tensorboard", "wandb")
@@ -69,7 +69,7 @@ class Runtime:
     precision: str = "auto"
     """auto, fp32, bf16, fp16."""
     base_weights: str = "auto"
-    """Of frozen matrices, also below an adapter: fp32; bf16: half the memory; auto: bf16 on a GPU that trains in it."""
+    """Of frozen matrices: fp32, bf16, below an adapter nf4 (the extra gpu); auto: bf16 on a GPU that trains in it."""
     micro_batch: int | str = "auto"
     """Rows in one forward pass; auto: what fits the memory."""
     workers: int | str = "auto"

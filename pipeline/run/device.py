@@ -15,6 +15,7 @@ import ctypes
 import fcntl
 import functools
 import hashlib
+import importlib.util
 import os
 import platform
 import tempfile
@@ -150,7 +151,7 @@ class Hardware:
     device: torch.device
     precision: str  # "fp32", "bf16", "fp16": the dtype of autocast; trained weights stay fp32
     threads: int
-    base_weights: str = "fp32"  # "fp32", "bf16": of frozen matrices
+    base_weights: str = "fp32"  # "fp32", "bf16", "nf4": of frozen matrices
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
         """The context for a forward pass in `precision`; a null context for fp32."""
@@ -175,7 +176,7 @@ def hardware(precision: str = "auto", base_weights: str = "auto") -> Hardware:
     """Device and precision of this process. `auto`: on CUDA bf16 or fp16; on a CPU bf16 if it has bf16 instructions,
     else fp32. Frozen matrices are bf16 on a GPU that computes in it: on a CPU memory is seldom short.
 
-    Raises ConfigError for frozen matrices in bf16 where passes are not.
+    Raises ConfigError for frozen matrices in bf16 where passes are not, and for NF4 without CUDA and bitsandbytes.
     """
     import torch
 
@@ -192,6 +193,11 @@ def hardware(precision: str = "auto", base_weights: str = "auto") -> Hardware:
     if base_weights == "bf16" != precision:
         raise ConfigError(
             f"runtime.base_weights: bf16 is for passes in bf16, these are in {precision}; set it to auto or fp32"
+        )
+    if base_weights == "nf4" and (device.type != "cuda" or importlib.util.find_spec("bitsandbytes") is None):
+        raise ConfigError(
+            f"runtime.base_weights: nf4 needs CUDA and bitsandbytes (pip install -e '.[gpu]'); this is {device.type},"
+            f" bitsandbytes is {'here' if importlib.util.find_spec('bitsandbytes') else 'not installed'}; expected bf16"
         )
     if base_weights == "auto":
         base_weights = "bf16" if device.type == "cuda" and precision == "bf16" else "fp32"

@@ -52,6 +52,7 @@ STRATEGIES = {
 ALIGNED = ("dpo", "grpo", "ppo", "diffusion_dpo")  # with a reference, unless its adapter is switched off
 SAMPLED = ("grpo", "ppo")
 CARDS = (16, 24, 40, 80)  # GB
+NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)  # a weight: 4 bits, a scale of 8 bits for 64 of them, and one of 32 for 256
 MAX_ROWS = 4096  # of a micro-batch
 PARTS = ("weights", "gradients", "optimizer", "copies", "activations", "logits", "update", "sampling")
 
@@ -70,7 +71,7 @@ class PlanConfig:
     precision: str = "auto"  # fp32, bf16, fp16; auto: this machine's, and bf16 on cards
     optimizer: str = "adamw"  # adamw, muon
     gradient_checkpointing: str = "none"  # none, full, every_2, selective
-    base_weights: str = "auto"  # of frozen matrices: fp32, bf16; auto: bf16 on cuda in bf16
+    base_weights: str = "auto"  # of frozen matrices: fp32, bf16, nf4 (below an adapter); auto: bf16 on cuda in bf16
     ema: bool = False  # keep an average of the weights
     rank: int = 16  # of LoRA
     targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")  # of LoRA, or all-linear
@@ -138,7 +139,7 @@ def work_of(config: PlanConfig, kind: str, precision: str) -> Work:
 def plan(config: PlanConfig, strategy: str, work: Work, micro_batch: int) -> Footprint:
     """Bytes per device of a strategy."""
     model, method = config.model, strategy.removesuffix("_lora")
-    narrow = config.base_weights == "bf16"
+    narrow = config.base_weights in ("bf16", "nf4")
     if config.base_weights == "auto":
         narrow = (work.kind, work.precision) == ("cuda", "bf16")
     masked = method.startswith("diffusion")
@@ -148,6 +149,9 @@ def plan(config: PlanConfig, strategy: str, work: Work, micro_batch: int) -> Foo
     if strategy.endswith("lora"):
         work = replace(work, adapted=frozenset(config.adapter.modules))
         weights = footprint.adapted(model, rank=config.rank, targets=config.adapter.modules, narrow=narrow)
+        if config.base_weights == "nf4":  # instead of 2 bytes
+            quantised = sum(rows * columns * count for (rows, columns), count in footprint.matrices(model).items())
+            weights = replace(weights, frozen=int(weights.frozen - (2 - NF4_BYTES) * quantised))
     elif method in ALIGNED:
         weights += footprint.frozen(model, narrow=narrow)
     if method == "ppo":
