@@ -17,6 +17,8 @@ from pipeline.learning.states import weights_of
 from pipeline.model.transformer import Transformer
 from pipeline.run import device
 from pipeline.run.config import Runtime
+from pipeline.serve import models
+from tests import workspace as workspace_of_stages
 from tests.stopping import Stopped, before
 from tests.training import Case, Rows, job_of, model_of
 
@@ -172,3 +174,38 @@ def test_the_benchmark_of_a_gpu_says_speed_use_and_memory() -> None:
         ]
     )
     assert found["tokens_per_second"] > 0 and found["peak_gb"] > 0 and device.hardware("bf16").device.type == "cuda"
+
+
+@pytest.mark.parametrize("stage", workspace_of_stages.SETTINGS)
+def test_a_stage_trains_there(stage: str, workspace: workspace_of_stages.Workspace) -> None:
+    torch.cuda.reset_peak_memory_stats()
+    ended = workspace.command(stage, **{"runtime.precision": "bf16"})
+    assert ended.code == 0, ended.said
+    assert torch.cuda.max_memory_allocated() > 1_000_000
+
+
+@pytest.mark.parametrize("weights", ["bf16", "nf4"])
+@pytest.mark.parametrize("stage", ["lora", "dpo", "grpo"])
+def test_an_adapter_trains_there_on_a_base_of_less_memory(
+    stage: str, weights: str, workspace: workspace_of_stages.Workspace
+) -> None:
+    """What does not train is published as it was."""
+    if weights == "nf4":
+        pytest.importorskip("bitsandbytes")
+    adapter = {} if stage == "lora" else {"adapter": {"rank": 2, "alpha": 4}}
+    ended = workspace.command(stage, **{"runtime.precision": "bf16", "runtime.base_weights": weights}, **adapter)
+    assert ended.code == 0, ended.said
+    before, after = (workspace.weights(name) for name in ("tools", stage))
+    assert all(torch.equal(after[name], before[name]) for name in before if "norm" in name)
+    assert any(not torch.equal(after[name], before[name]) for name in before)
+
+
+def test_models_answer_and_score_there(coded: workspace_of_stages.Workspace) -> None:
+    """As the server loads them, in 16 bits."""
+    names = [Path("models") / name for name in ("tools", "reward")]
+    for one in models.load(names, rows=2, queue=2, weights=None):
+        model = one.reward_model if one.engine is None else one.engine.model
+        assert model is not None and {p.device.type for p in model.parameters()} == {"cuda"}
+        if one.reward_model is not None:
+            score = one.score([{"role": "user", "content": "go"}, {"role": "assistant", "content": "left"}], [])
+            assert isinstance(score, float)

@@ -94,7 +94,7 @@ def test_padding_rows_count_nothing() -> None:
 @pytest.mark.parametrize(("count", "world"), [(1, 1), (3, 1), (3, 2), (7, 2), (20, 2)])
 def test_each_update_has_its_rows_of_the_rehearsal_spread_over_micro_batches(count: int, world: int) -> None:
     one, plain = filled(rehearsal=Given(count)), filled()
-    one._ranks = type("Ranks", (), {"world": world, "rank": 0})()  # type: ignore[assignment]
+    one._ranks = type("Ranks", (), {"world": world, "rank": 0, "sharding": None})()  # type: ignore[assignment]
     for step in range(4):
         rows = one.rows(step, 32)
         assert len(rows) % world == 0
@@ -217,3 +217,16 @@ def test_two_processes_share_the_sampling_and_know_the_same(dynamic: bool) -> No
         assert len(padded) == len(rows) + len(rows) % 2  # each process gets as many
         assert [row for row in padded if row >= 0] == rows.tolist()
         assert both[1].rows(step, 9).tolist() == padded.tolist()
+
+
+def test_a_rank_of_a_sharded_model_without_rehearsed_rows_makes_their_pass_nevertheless() -> None:
+    """Each pass gathers the weights from all ranks. It trains nothing."""
+    one = filled(rehearsal=Given(1))
+    rows = one.rows(0, 32)
+    own = rows[rows >= 0]
+    assert one.batch(0, 32, own).rehearsed is None
+    one._ranks = type("Ranks", (), {"world": 2, "rank": 1, "sharding": True})()  # type: ignore[assignment]
+    batch = one.batch(0, 32, own)
+    assert batch.rehearsed is not None and batch.rehearsed.input_ids.numel() > 0
+    assert batch.counts["rehearsed"] == batch.rehearsed.num_targets == 0
+    assert one.batch(0, 32, rows).counts["rehearsed"] > 0

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from pipeline.evaluation import benchmarks
 from pipeline.evaluation.suites import SuiteResult
 from pipeline.ingest.mixture import Lot
 from pipeline.ingest.records import Dialogue, Problem, write
+from pipeline.learning.reference import Reference, Start
 from pipeline.learning.settings import PairConfig
 from pipeline.model.transformer import Transformer
 from pipeline.rl import models
@@ -71,7 +71,7 @@ def test_reinforcement_judges_where_the_address_says(
 ) -> None:
     judges = Judges(ConfigError)
     monkeypatch.setattr(models, "RememberingJudge", judges)
-    start: Any = SimpleNamespace(policy=tiny_model, tokenizer=byte_tokenizer)
+    start = Start(tiny_model, byte_tokenizer, Reference(tiny_model, adapted=False), None)
     config: Any = None
     with CausalSetting(start, config, at_work(tmp_path)).judge(SandboxConfig(), wanted=()) as judge:
         assert judge is None
