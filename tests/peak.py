@@ -24,8 +24,6 @@ import yaml
 from torch import nn
 
 from pipeline.batches.batch import TokenBatch
-from pipeline.diffusion.model import Denoiser, Noised, Traits
-from pipeline.diffusion.training import masked_logprobs
 from pipeline.generation.sampling import Sampling, sampler
 from pipeline.learning import footprint, losses, reference
 from pipeline.learning.fit import Run, Watchers
@@ -55,6 +53,8 @@ TOTALS = {
 }
 WORK = Work(row=4, context=4, selected=4, precision="fp32", accumulates=False)
 SMALL = {"width": 256, "layers": 6, "d_ff": 768, "vocab_size": 4096}  # 6 M: activations of 0.3 GB
+MIDDLE = {"width": 512, "layers": 6, "d_ff": 1536, "vocab_size": 8192}  # 25 M parameters: states of 0.4 GB
+FOUR: dict[str, Any] = {"shape": MIDDLE, "rows": 4, "micro_batch": 4, "context": 256, "precision": "bf16"}
 on_linux = pytest.mark.skipif(
     not Path("/proc/self/clear_refs").exists(), reason="Linux alone tells a process's peak anew"
 )
@@ -143,7 +143,7 @@ def train(config: ModelConfig, asked: dict[str, Any], folder: Path) -> None:
     if asked.get("method") == "grpo":
         watchers = replace(watchers, step=partial(sampled, model, Reference(model, adapted="adapter" in asked), asked))
     if asked.get("method") == "diffusion":
-        trained, loss = Denoiser(model, Traits(mask=0, fill=1, banned=(0,), shift=True)), denoised
+        trained, loss = denoising(model)
     assert hardware.precision == asked["precision"]
     from_scratch = asked.get("method") != "dpo"  # else the first loss is 0
     Run(trained, Random(config.vocab_size, rows), loss, fitting, job, from_scratch, watchers).go()
@@ -174,12 +174,18 @@ def sampled(model: Transformer, frozen: Reference, asked: dict[str, Any], step: 
             losses.token_logprobs(other, TokenBatch(*tensors, 0))
 
 
-def denoised(model: nn.Module, batch: TokenBatch) -> Loss:
-    """The loss of a masked-diffusion model that predicts all but the first of each row's tokens."""
-    masks = torch.ones_like(batch.input_ids, dtype=torch.bool)
-    masks[:, 0] = False
-    logprobs = masked_logprobs(model, Noised(batch.input_ids, masks, batch.documents, batch.positions))
-    return Loss([Term("loss", -logprobs.sum())])
+def denoising(model: Transformer) -> tuple[nn.Module, Callable[[Any, TokenBatch], Loss]]:
+    """A masked-diffusion model, and its loss of all but the first of each row's tokens."""
+    from pipeline.diffusion.model import Denoiser, Noised, Traits
+    from pipeline.diffusion.training import masked_logprobs
+
+    def loss(trained: nn.Module, batch: TokenBatch) -> Loss:
+        masks = torch.ones_like(batch.input_ids, dtype=torch.bool)
+        masks[:, 0] = False
+        logprobs = masked_logprobs(trained, Noised(batch.input_ids, masks, batch.documents, batch.positions))
+        return Loss([Term("loss", -logprobs.sum())])
+
+    return Denoiser(model, Traits(mask=0, fill=1, banned=(0,), shift=True)), loss
 
 
 def main(asked: dict[str, Any]) -> None:

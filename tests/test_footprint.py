@@ -18,7 +18,7 @@ from pipeline.model.heads import ActorCritic, RewardModel
 from pipeline.model.lora import AdapterConfig
 from pipeline.model.transformer import Transformer
 from pipeline.run import device
-from tests.peak import SMALL, TOTALS, WORK, at_32000, on_linux, planned_and_measured
+from tests.peak import FOUR, MIDDLE, SMALL, TOTALS, WORK, at_32000, on_linux, planned_and_measured
 
 # d 8, one head of 8, d_ff 16: a layer of 4 * 64 + 3 * 128 hidden weights, norms 16 + 16 + 8, a table of 64 * 8
 HAND = ModelConfig(
@@ -340,11 +340,9 @@ def test_the_largest_micro_batch_is_a_power_of_two_or_all_rows() -> None:
         assert footprint.largest(limit, lambda n: 10.0 * n, rows) == expected, (limit, rows)
 
 
-MIDDLE = {"width": 512, "layers": 6, "d_ff": 1536, "vocab_size": 8192}  # 25 M parameters: states of 0.4 GB
 WIDE = {"width": 256, "layers": 2, "d_ff": 768, "vocab_size": 65536}
 MUON = {"width": 384, "layers": 10, "d_ff": 1024, "vocab_size": 8192}
 ADAPTER = {"rank": 8, "alpha": 16, "targets": ["q_proj", "k_proj", "v_proj", "o_proj"]}
-FOUR: dict[str, Any] = {"shape": MIDDLE, "rows": 4, "micro_batch": 4, "context": 256, "precision": "bf16"}
 CASES: dict[str, dict[str, Any]] = {
     "adamw": {"shape": MIDDLE, "rows": 2, "micro_batch": 2, "context": 128},
     "accumulating in bf16": {"shape": MIDDLE, "rows": 2, "micro_batch": 1, "context": 128, "precision": "bf16"},
@@ -373,8 +371,6 @@ CASES: dict[str, dict[str, Any]] = {
     "dpo with an adapter": FOUR | {"method": "dpo", "adapter": ADAPTER, "base": "bf16"},
     "grpo": FOUR | {"method": "grpo", "rows": 8},
     "grpo with an adapter": FOUR | {"method": "grpo", "rows": 32, "adapter": ADAPTER, "base": "bf16"},
-    "masked diffusion": FOUR | {"method": "diffusion"},
-    "masked diffusion in fp32": FOUR | {"method": "diffusion", "precision": "fp32"},
 }
 
 

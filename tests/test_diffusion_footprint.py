@@ -1,0 +1,17 @@
+"""The plan of a masked-diffusion model's training against what Linux measures."""
+
+from typing import Any
+
+import pytest
+
+from tests.peak import FOUR, on_linux, planned_and_measured
+
+CASES: dict[str, dict[str, Any]] = {"bf16": {}, "accumulating": {"micro_batch": 2}, "fp32": {"precision": "fp32"}}
+
+
+@pytest.mark.slow
+@pytest.mark.full
+@on_linux
+@pytest.mark.parametrize("name", CASES)
+def test_the_plan_is_within_a_fifth_of_the_measured_peak(name: str) -> None:
+    planned_and_measured(FOUR | {"method": "diffusion"} | CASES[name])
