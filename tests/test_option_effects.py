@@ -230,6 +230,7 @@ def recomputed(folder: Path, policy: str) -> tuple[list[int], int]:
 
 
 def test_gradient_checkpointing_runs_layers_again_in_the_backward_pass(tmp_path: Path) -> None:
+    recomputed(tmp_path / "first", "none")  # the speed of a product is measured once in a process
     found = {policy: recomputed(tmp_path / policy, policy) for policy in ("none", "every_2", "full", "selective")}
     runs = {policy: of_layer for policy, (of_layer, _) in found.items()}
     assert runs == {"none": [1, 1], "every_2": [2, 1], "full": [2, 2], "selective": [2, 2]}
