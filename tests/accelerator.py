@@ -232,7 +232,7 @@ def main() -> None:
     """Run the stages."""
     kept = register()
     hardware = device.Hardware(device=torch.device(NAME, 0), precision="fp32", threads=1)
-    device.hardware = lambda precision="auto": hardware
+    device.hardware = lambda *_: hardware
     device.matmul_gflops = lambda *_: 1.0
     ended = {}
     for stage, arguments in json.loads(sys.argv[1]).items():

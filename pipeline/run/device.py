@@ -176,7 +176,8 @@ def hardware(precision: str = "auto", base_weights: str = "auto") -> Hardware:
     """Device and precision of this process. `auto`: on CUDA bf16 or fp16; on a CPU bf16 if it has bf16 instructions,
     else fp32. Frozen matrices are bf16 on a GPU that computes in it: on a CPU memory is seldom short.
 
-    Raises ConfigError for frozen matrices in bf16 where passes are not, and for NF4 without CUDA and bitsandbytes.
+    Raises ConfigError for frozen matrices in less than fp32 where passes are not in bf16, and for NF4 without CUDA and
+    bitsandbytes.
     """
     import torch
 
@@ -190,9 +191,10 @@ def hardware(precision: str = "auto", base_weights: str = "auto") -> Hardware:
     else:
         device, best = torch.device("cpu"), "bf16" if has_fast_bf16() else "fp32"
     precision = best if precision == "auto" else precision
-    if base_weights == "bf16" != precision:
+    if base_weights in ("bf16", "nf4") and precision != "bf16":
         raise ConfigError(
-            f"runtime.base_weights: bf16 is for passes in bf16, these are in {precision}; set it to auto or fp32"
+            f"runtime.base_weights: {base_weights} is for passes in bf16, these are in {precision}; set it to auto or"
+            " fp32"
         )
     if base_weights == "nf4" and (device.type != "cuda" or importlib.util.find_spec("bitsandbytes") is None):
         raise ConfigError(
