@@ -253,10 +253,10 @@ def test_a_reference_whose_weights_changed_is_not_compared_with(
     """With an adapter the reference is the base model beneath it."""
     original = reference.finish
 
-    def finish(start: Start) -> dict[str, float | str]:
+    def finish(start: Start, base: Path) -> dict[str, float | str]:
         with start.reference.model() as frozen, torch.no_grad():
             frozen.model.layers[0].mlp.up_proj.weight[0, 0] += 1e-3  # type: ignore[union-attr, operator, index]
-        return original(start)
+        return original(start, base)
 
     monkeypatch.setattr(reference, "finish", finish)
     changes: dict[str, Any] = {"adapter": adapter} if adapter else {}

@@ -171,15 +171,6 @@ def test_a_store_that_is_gone_is_an_exception_and_no_stack_of_c10d() -> None:
     assert (told.returncode, told.stdout, told.stderr) == (0, "told\n", "")
 
 
-@pytest.mark.parametrize(("stage", "text"), [("rlhf", "which FSDP2 has cut: expected DDP"), ("grpo", "ddp.yaml")])
-def test_stages_that_sample_from_what_they_train_refuse_fsdp2_before_they_load_anything(
-    stage: str, text: str, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("STAGECOACH_LAUNCH", "fsdp2:2")
-    refused = workspace.command(stage)
-    assert refused.code == 2 and text in refused.said
-
-
 def test_accelerate_launch_on_a_cpu_starts_as_many_processes_as_it_is_asked_for(workspace: Workspace) -> None:
     """By itself it starts one, and leaves the others to mpirun."""
     launch = ["accelerate.commands.launch", "--cpu", "--num_processes", "2", "-m", "stages.dpo"]
