@@ -47,6 +47,8 @@ class Params:
     """Weight of the divergence from the reference."""
     dynamic: bool | None = None
     """Draw again for groups whose scores are all equal."""
+    sampler: str = "model"
+    """model: the policy itself; server: an engine at runtime.sampler.url, which gets its weights (rl/engine.py)."""
     held_out: solving.SolvingConfig = field(default_factory=solving.SolvingConfig)
     adapter: AdapterConfig | None = None
     """{rank, alpha, ...}: train an adapter alone, and merge it at the end."""
@@ -57,6 +59,8 @@ class Params:
         """Raises ValueError for an unknown method, and for groups of one."""
         if self.method not in METHODS:
             raise ValueError(f"method: expected one of {', '.join(METHODS)}, got {self.method!r}")
+        if self.sampler not in ("model", "server"):
+            raise ValueError(f"sampler: expected model or server, got {self.sampler!r}")
         if self.fit.samples < 2 and self.method != "reinforce_pp":
             raise ValueError(f"samples: {self.method} compares answers to one prompt; expected at least 2, got 1")
         for key in ("beta", "clip_low", "clip_high"):
@@ -93,7 +97,7 @@ def run(params: Params, job: Job, *, base: Path, problems: Path, out: Path, samp
         base, params.adapter, job.seed, device.hardware(job.runtime.precision, job.runtime.base_weights)
     )
     start.reference.parked = not method.beta  # with beta 0 only evaluations read it
-    setting = CausalSetting(start, config, job)
+    setting = CausalSetting(start, config, job, engine_for=base if params.sampler == "server" else None)
     train_problems, validation_problems = (
         list(records.read(problems / f"{split}.jsonl", Problem)) for split in ("rl", "val")
     )
@@ -130,6 +134,7 @@ def run(params: Params, job: Job, *, base: Path, problems: Path, out: Path, samp
             save=partial(reference.save_merged, start.policy, start.tokenizer, job, base),
         )
         fit(start.policy, stream, partial(group_loss, method=method, config=config), config, job, watchers=watchers)
+        setting.close()
         held_out_report = held_out.report()  # before `finish`, which merges an adapter into the reference too
         held_out.write_samples(samples)
         job.report(

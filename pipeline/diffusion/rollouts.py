@@ -62,7 +62,8 @@ def sample(
         finished = generation.stop == "stop"
         ids = list(generation.canvas[: len(generation.ids) + finished])  # with its end of turn
         text, canvas = tokenizer.decode(generation.ids), tuple(generation.canvas)
-        answers.append(CanvasAnswer(prompt, number, ids, [0.0] * len(ids), finished, text, canvas, generation.forwards))
+        read = {"canvas": canvas, "forwards": generation.forwards}
+        answers.append(CanvasAnswer(prompt, number, ids, [0.0] * len(ids), finished, text, **read))
     return answers
 
 

@@ -38,7 +38,7 @@ from pipeline.learning.settings import TrainingConfig
 from pipeline.learning.states import Keeper
 from pipeline.learning.update import Averages, Course, LoggingWindow, Scaler, Totals
 from pipeline.run import device
-from pipeline.run.errors import GateError
+from pipeline.run.errors import GateError, SamplerError
 from pipeline.run.tracking import progress, say
 from pipeline.run.types import JsonObject
 from pipeline.run.workdir import Job, remove
@@ -208,7 +208,12 @@ class Run:
             if stop := self.ranks.control(self.job.stop.signal, False, {})[0]:
                 self._stop(stop)
             self.unfilled = copy.deepcopy(self.rolling.state())
-            fill_metrics = self.rolling.fill(course.step)
+            try:
+                fill_metrics = self.rolling.fill(course.step)
+            except SamplerError:  # of all ranks alike
+                self._save()
+                self.keeper.wait()
+                raise
             self.job.tracker.log(course.step, fill_metrics)
         rows, batches = self.batches(course.step, course.index)
         names = batches[0].counts if batches else {"tokens": 0}

@@ -17,6 +17,8 @@ from pipeline.learning.losses import Loss, Term
 
 MOST_LOG_RATIO = 20.0  # of log-ratios before exp, in nats
 MAX_RATIO = 10.0  # a step with a higher mean ratio makes no update
+MOST_IMPORTANCE = 2.0  # of an importance weight
+MASKED_IMPORTANCE = 3.0  # an answer with a higher ratio in all does not train the policy
 
 
 # -- Kullback-Leibler divergence ---------------------------------------------------------------------------------------
@@ -111,6 +113,20 @@ def leave_one_out(rewards: Tensor, valid: Tensor) -> Tensor:
 def rewards_to_go(rewards: Tensor, mask: Tensor) -> Tensor:
     """Sum of rewards from each policy token to the end, 0 outside the mask (Hu 2025, REINFORCE++, arXiv:2501.03262)."""
     return (rewards * mask).flip(1).cumsum(1).flip(1) * mask
+
+
+def importance(logprobs: Tensor, sampled: Tensor, *, whole: bool) -> Tensor:
+    """Weights of an answer's tokens (L,) for having been sampled by an engine whose log-probabilities are not quite the
+    policy's: exp(l - s), at most MOST_IMPORTANCE (Yao et al. 2025, "Your efficient RL framework secretly brings you
+    off-policy RL training": truncated importance sampling). `whole`: the ratio of the whole answer, for methods with
+    one ratio an answer. All are 0 where that exceeds MASKED_IMPORTANCE (Liu et al. 2025, "When speed kills stability").
+    """
+    difference = logprobs - sampled
+    ratio = difference.sum().exp()
+    if ratio > MASKED_IMPORTANCE:
+        return torch.zeros_like(logprobs)
+    weights = ratio.expand_as(logprobs) if whole else difference.clamp(max=MOST_LOG_RATIO).exp()
+    return weights.clamp(max=MOST_IMPORTANCE)
 
 
 # -- losses ------------------------------------------------------------------------------------------------------------

@@ -169,12 +169,14 @@ def placeable(model: nn.Module, where: torch.device) -> bool:
     return 4 * sum(parameter.numel() for parameter in model.parameters()) < ON_DEVICE * device.total_memory(where)
 
 
-def save_merged(policy: Transformer, tokenizer: Tokenizer, job: Job, base: Path, folder: Path) -> None:
+def save_merged(
+    policy: Transformer, tokenizer: Tokenizer, job: Job, base: Path, folder: Path, precision: str = "fp32"
+) -> None:
     """Write the policy as it is now: for `Watchers.save`. An adapter is merged into a copy. Raises GateError."""
     if lora.adapters(policy):
         policy = copy.deepcopy(policy)
         merge(policy, base)
-    checkpoint.save(folder, policy, tokenizer, job.lineage)
+    checkpoint.save(folder, policy, tokenizer, job.lineage, precision=precision)
 
 
 def gate_rows(model: Transformer) -> torch.Tensor:

@@ -154,7 +154,31 @@ def estimate_group(
         )
         advantages = per_answer.reshape(-1, 1) * mask
     _store(rollouts, mask, advantages=advantages)
-    return numbers | {"groups": float(len(grouped(rollouts, samples)))}
+    numbers["groups"] = float(len(grouped(rollouts, samples)))
+    return numbers | correct_for_engine(rollouts, whole=method.normaliser in ("ratio", "mean_ratio"))
+
+
+def correct_for_engine(rollouts: list[Rollout], *, whole: bool) -> dict[str, float]:
+    """Weigh the advantages of answers that an engine sampled (`policy_losses.importance`). Returns numbers to log."""
+    differences, weights = [], []
+    for rollout in rollouts:
+        if rollout.answer.sampled is not None:
+            own, sampled = torch.tensor([rollout.answer.logprobs, rollout.answer.sampled], dtype=torch.float64)
+            weights.append(policy_losses.importance(own, sampled, whole=whole))
+            differences.append((own - sampled).abs())
+            rollout.arrays["advantages"] = rollout.arrays["advantages"] * weights[-1].numpy()
+    if not weights:
+        return {}
+    difference, weight = torch.cat(differences), torch.cat(weights)
+    return {
+        "sampler/logp_difference/mean": float(difference.mean()),
+        "sampler/logp_difference/max": float(difference.max()),
+        "sampler/importance/mean": float(weight.mean()),
+        "sampler/importance/min": float(weight.min()),
+        "sampler/importance/max": float(weight.max()),
+        "sampler/capped": float((weight == policy_losses.MOST_IMPORTANCE).double().mean()),
+        "sampler/masked": sum(not own.any() for own in weights) / len(weights),
+    }
 
 
 def _mask(rollouts: list[Rollout]) -> Tensor:

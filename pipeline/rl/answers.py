@@ -48,6 +48,7 @@ class Answer:
     logprobs: list[float]  # of each of them when it was sampled, nats at the sampling temperature
     finished: bool
     text: str  # without the end of the turn
+    sampled: list[float] | None = None  # by an engine: its log-probabilities; `logprobs` are then the policy's
 
 
 class Sampled(Protocol):

@@ -10,6 +10,8 @@ It offers what a rollout needs as functions of answers, so that `rollout.py` and
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
@@ -23,17 +25,18 @@ from pipeline.learning.performance import load_operators
 from pipeline.learning.policy_losses import kl_k3
 from pipeline.learning.processes import Copies, Ranks
 from pipeline.learning.reference import Start
-from pipeline.model import lora
+from pipeline.model import checkpoint, lora
 from pipeline.model.heads import RewardModel
 from pipeline.model.transformer import Transformer
 from pipeline.rl import answers
 from pipeline.rl.answers import Answer, Prompt
+from pipeline.rl.engine import MISMATCH, Engine
 from pipeline.rl.rewards import Preferred, Resources
 from pipeline.rl.rollout import RolloutConfig
 from pipeline.run import device
-from pipeline.run.errors import ConfigError
+from pipeline.run.errors import ConfigError, SamplerError
 from pipeline.run.tracking import say
-from pipeline.run.workdir import Job
+from pipeline.run.workdir import Job, remove
 from pipeline.sandbox.judge import Judge, RememberingJudge, SandboxConfig
 
 M = TypeVar("M", bound=nn.Module)
@@ -100,7 +103,18 @@ class CausalSetting(Setting):
 
     policy: Transformer
 
-    def __init__(self, start: Start, config: RolloutConfig, job: Job, reward_model: RewardModel | None = None) -> None:
+    def __init__(
+        self,
+        start: Start,
+        config: RolloutConfig,
+        job: Job,
+        reward_model: RewardModel | None = None,
+        engine_for: Path | None = None,
+    ) -> None:
+        """`engine_for`: the directory of a policy for which the engine at `runtime.sampler.url` samples.
+
+        Raises ConfigError where it is not there.
+        """
         super().__init__(start, job)
         load_operators(job.runtime.compile, hardware=self.hardware, name=job.name)
         self.config = config
@@ -111,6 +125,62 @@ class CausalSetting(Setting):
         if reward_model is not None:
             self.reward_model = reference.narrowed(reward_model, self.hardware).to(self.hardware.device)
         self.pad = start.tokenizer.pad
+        self._engine, self._engine_has, self._job, self._base = None, "", job, engine_for
+        if engine_for is not None:
+            if job.runtime.sampler_url is None:
+                raise ConfigError("runtime.sampler.url: missing, and sampler: server needs an engine; set its address")
+            self._engine = Engine(
+                job.runtime.sampler_url,
+                job.folder / "sampler",
+                vocab_size=self.policy.config.vocab_size,
+                stop=start.tokenizer.turn_end,
+                max_new_tokens=config.max_new_tokens,
+                temperature=config.temperature,
+            )
+
+    def close(self) -> None:
+        """Leave the engine, if there is one, and remove the weights that it read."""
+        if self._engine is not None:
+            self._engine.close()
+            remove(self._engine.folder)
+
+    def sample(self, requests: Sequence[tuple[Prompt, int]]) -> list[Answer]:
+        """As `Setting.sample`. An engine's answers are read again by the policy. Raises SamplerError on all ranks."""
+        if self._engine is None:
+            return super().sample(requests)
+        self.copies.refresh()
+        drawn, error = list[Answer](), None
+        try:
+            if self.ranks.rank == 0:
+                self._publish(self._engine)
+        except SamplerError as failure:
+            error = failure
+        published, error = self.ranks.gather((self._engine.fingerprint, error))[0]
+        self._engine.fingerprint = published
+        try:
+            if error is None:
+                drawn = answers.sample(self._engine.generate, requests, self.start.tokenizer, self.seed)
+        except SamplerError as failure:
+            error = failure
+        if failed := next(filter(None, self.ranks.gather(error)), None):
+            raise failed
+        with self.hardware.autocast():
+            own = answers.logprobs_of(self.whole, drawn, self.pad, self.config.temperature)
+        return check_mismatch(drawn, own, self._engine)
+
+    def _publish(self, engine: Engine) -> None:
+        """Have the engine load the policy's weights, unless it has them. Raises SamplerError."""
+        digest = checkpoint.weights_digest(self.whole)
+        if digest != self._engine_has:
+            engine.publish(self._write)
+            self._engine_has = digest
+
+    def _write(self, folder: Path) -> str:
+        """Write the policy for the engine, in the precision in which it computes. Returns the digest of the weights."""
+        assert self._base is not None and isinstance(self.whole, Transformer)
+        remove(folder)
+        reference.save_merged(self.whole, self.start.tokenizer, self._job, self._base, folder, self.precision)
+        return checkpoint.weights_digest(checkpoint.load(folder)[0])
 
     def _answers(self, model: nn.Module, requests: Sequence[tuple[Prompt, int]], seed: int) -> list[Answer]:
         assert isinstance(model, Transformer), type(model)
@@ -165,6 +235,22 @@ class CausalSetting(Setting):
             learned=self.learned if self.reward_model else None,
             preferred=preferred,
         )
+
+
+def check_mismatch(drawn: Sequence[Answer], own: Sequence[np.ndarray], engine: Engine) -> list[Answer]:
+    """The engine's answers with the policy's log-probabilities. Raises SamplerError where the two are far apart."""
+    both = [
+        replace(answer, logprobs=logprobs.tolist(), sampled=answer.logprobs)
+        for answer, logprobs in zip(drawn, own, strict=True)
+    ]
+    differences = [abs(a - b) for answer in both for a, b in zip(answer.logprobs, answer.sampled or [], strict=True)]
+    if differences and (mean := float(np.mean(differences))) > MISMATCH:
+        raise SamplerError(
+            f"runtime.sampler.url: the log-probabilities of the engine at {engine.url} differ from the policy's by"
+            f" {mean:.2f} nats a token (at most {MISMATCH}): it answers with other weights, or not at the sampling"
+            " temperature"
+        )
+    return both
 
 
 @contextmanager

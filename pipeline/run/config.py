@@ -61,6 +61,14 @@ class SandboxAddress:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SamplerAddress:
+    """`runtime.sampler`: the engine of stages with `sampler: server`."""
+
+    url: str | None = None
+    """Address of a server that samples for the policy (python -m pipeline.serve MODEL --rollouts .work)."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Runtime:
     """The `runtime` block: how a run is carried out. Read by all stages, tracked by none."""
 
@@ -102,11 +110,18 @@ class Runtime:
     """Delete the state and the finished result of this key first."""
     sandbox: SandboxAddress | None = None
     """{url: http://machine:8801}: judge generated code on another machine."""
+    sampler: SamplerAddress | None = None
+    """{url: http://127.0.0.1:8100}: the engine of grpo.sampler: server."""
 
     @property
     def sandbox_url(self) -> str | None:
         """`runtime.sandbox.url`; None: generated code runs on this machine."""
         return None if self.sandbox is None else self.sandbox.url
+
+    @property
+    def sampler_url(self) -> str | None:
+        """`runtime.sampler.url`."""
+        return None if self.sampler is None else self.sampler.url
 
     def __post_init__(self) -> None:
         if self.device not in DEVICES:

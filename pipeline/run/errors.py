@@ -5,6 +5,7 @@
     │   ├── ConfigError                      params.yaml, conf/, the command line
     │   ├── DataError                        a data file or a record
     │   └── ModelError                       a checkpoint, a tokenizer, or two that do not belong together
+    ├── SamplerError                exit 1   the engine that answers for a policy is gone, or answers something else
     └── GateError (RuntimeError)    exit 3   a health gate failed: the run would produce something wrong
 
 Each message states what was expected, what was found, where, and what to do. `pipeline.run.stage.main` prints it
@@ -34,6 +35,10 @@ class DataError(InputError):
 
 class ModelError(InputError):
     """A model directory cannot be used here: another architecture, another tokenizer, damaged weights."""
+
+
+class SamplerError(StagecoachError):
+    """The engine that samples for a policy cannot be used any longer (rl/engine.py)."""
 
 
 class GateError(StagecoachError, RuntimeError):

@@ -158,7 +158,7 @@ class Remote:
         self._client.close()
 
 
-def address(url: str) -> str:
+def address(url: str, key: str = "runtime.sandbox.url") -> str:
     """The base URL of a service from what the user wrote: http if there is no scheme, no slash at the end.
 
     Raises ConfigError.
@@ -169,9 +169,7 @@ def address(url: str) -> str:
     except httpx.InvalidURL:
         parsed = None
     if parsed is None or parsed.scheme not in ("http", "https") or not parsed.host or parsed.path not in ("", "/"):
-        raise ConfigError(
-            f"runtime.sandbox.url: expected an address such as http://10.0.0.2:8801, got {without_password(url)!r}"
-        )
+        raise ConfigError(f"{key}: expected an address such as http://10.0.0.2:8801, got {without_password(url)!r}")
     return base_url
 
 

@@ -12,6 +12,10 @@ An adapter is served beside its base, here as the model `tools:lora`:
 
     python -m pipeline.serve models/tools models/lora/adapter
 
+For a policy that trains (grpo.sampler: server), alone with it: its run publishes weights below the named folder.
+
+    python -m pipeline.serve models/tools --rollouts .work --port 8100
+
 One worker process answers (granian, HTTP/1.1) and is restarted when it dies. SIGTERM ends the server; running answers
 have 20 seconds to finish. Not here: TLS; put a proxy in front.
 """
@@ -89,11 +93,14 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "--weights", choices=("int8", "native"), help="default: int8 from 50 M parameters on an x86 CPU"
     )
     parser.add_argument(
-        "--rows", type=int, default=8, help="requests that are answered at a time; twice the users who ask at once"
+        "--rows", type=int, help="requests that are answered at a time (8; with --rollouts 64): twice the users at once"
     )
-    parser.add_argument("--queue", type=int, default=32, help="requests that wait; more get 429")
+    parser.add_argument("--queue", type=int, help="requests that wait (32, with --rollouts 1024); more get 429")
     parser.add_argument(
-        "--rate", type=float, default=200.0, help="requests a second of one key, or of one address; 0: any"
+        "--rate", type=float, help="requests a second of one key, or of one address (200, with --rollouts any); 0: any"
+    )
+    parser.add_argument(
+        "--rollouts", type=Path, help="serve a policy that trains; its run publishes weights below this folder (.work)"
     )
     parser.add_argument("--api-key-file", type=Path, help="keys, one a line")
     parser.add_argument(
@@ -102,6 +109,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--allow-host", action="append", default=[], help="a Host that may ask besides localhost")
     parser.add_argument("--allow-origin", action="append", default=[], help="an Origin whose pages may ask")
     arguments = parser.parse_args(argv)
+    for name, usual, for_rollouts in (("rows", 8, 64), ("queue", 32, 1024), ("rate", 200.0, 0.0)):
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, usual if arguments.rollouts is None else for_rollouts)
     if arguments.rows < 1 or arguments.queue < 0 or not 0 <= arguments.rate < math.inf:
         parser.error("expected --rows of at least 1, --queue and --rate of at least 0")
     return arguments
@@ -114,14 +124,18 @@ def main() -> int:
     try:
         keys = Keys.load(arguments.api_key_file)
         check_address(arguments.host, keys)
+        models = choose_models(arguments.models)
+        if arguments.rollouts is not None and not arguments.models:
+            models = models[:1]  # without the reward model beside it
         options = Options(
-            models=tuple(choose_models(arguments.models)),
+            models=tuple(models),
             weights=arguments.weights,
             rows=arguments.rows,
             queue=arguments.queue,
             rate=arguments.rate,
             api_key_file=arguments.api_key_file,
             feedback=arguments.feedback,
+            rollouts=arguments.rollouts,
             hosts=(*arguments.allow_host, arguments.host),
             origins=tuple(arguments.allow_origin),
         )

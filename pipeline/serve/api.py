@@ -14,6 +14,7 @@ Routes beside OpenAI's, for the page: how a model reads a text, what a reward mo
     POST /preferences                                 one answer is better than the other (with --feedback)
     POST /labels                                      an answer is good or bad (with --feedback)
     POST /render                                      Markdown as clean HTML
+    POST /update_weights_from_disk                    new weights of a policy that trains (with --rollouts)
     GET  /  /page/{name}                              the page's files
 
 The names and docstrings of the route functions are part of /openapi.json.
@@ -48,7 +49,8 @@ from pipeline.serve.answers import Answers, EventStream, refuse_when_full, respo
 from pipeline.serve.chat_completions import Pools, Sender, decode_token
 from pipeline.serve.feedback import Feedback, labels_beside
 from pipeline.serve.guard import Guard, Keys, Options, ParsedRoute, Rates
-from pipeline.serve.models import Catalog, Metrics, Served, load
+from pipeline.serve.loop import EngineStopped
+from pipeline.serve.models import Catalog, Metrics, Served, load, update
 from pipeline.serve.protocol import (
     ApiFault,
     ChatBody,
@@ -61,6 +63,7 @@ from pipeline.serve.protocol import (
     ScoreBody,
     TemplateBody,
     TokenizeBody,
+    WeightsBody,
     internal,
     invalid,
 )
@@ -82,6 +85,8 @@ def make(options: Options) -> ASGIApp:
     app.include_router(_about(service, app), dependencies=keyed)
     app.include_router(_texts(service), dependencies=keyed)
     app.include_router(_judgments(service), dependencies=keyed)
+    if options.rollouts is not None:
+        app.include_router(_weights(service, options.rollouts.resolve()), dependencies=keyed)
     app.include_router(_page())
 
     @app.get("/health")
@@ -114,7 +119,11 @@ class Service:
         try:
             catalog = Catalog(
                 load(
-                    self.options.models, rows=self.options.rows, queue=self.options.queue, weights=self.options.weights
+                    self.options.models,
+                    rows=self.options.rows,
+                    queue=self.options.queue,
+                    weights=self.options.weights,
+                    rollouts=self.options.rollouts is not None,
                 )
             )
         except StagecoachError as error:
@@ -423,6 +432,27 @@ def _judgments(service: Service) -> APIRouter:
         sender = Sender.of(request)
         new, count = await pools.feedback.run(sender.asker, file.add, body, sender.owner)
         return JsonResponse({"stored": new, "count": count}, 201 if new else 200)
+
+    return routes
+
+
+def _weights(service: Service, folder: Path) -> APIRouter:
+    """New weights of a policy that trains (--rollouts)."""
+    routes = APIRouter(route_class=ParsedRoute)
+
+    @routes.post("/update_weights_from_disk")
+    async def update_weights(body: WeightsBody) -> Response:
+        """Answer with the weights of a directory from now on, with an empty prefix cache; SGLang's route."""
+        path, (served, *_) = Path(body.model_path).resolve(), service.catalogue.served.values()
+        if not path.is_relative_to(folder):
+            raise invalid("model_path", "model_path: expected a directory below the folder of --rollouts")
+        try:
+            await asyncio.to_thread(update, served, path)
+        except (InputError, OSError) as error:
+            return JsonResponse({"success": False, "message": str(error)}, 400)
+        except EngineStopped:
+            raise ApiFault(503, "the model is being restarted; try again", code="model_restarting", retry=5) from None
+        return JsonResponse({"success": True, "message": served.fingerprint})
 
     return routes
 

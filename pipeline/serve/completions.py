@@ -119,7 +119,8 @@ def prepare(body: CompletionBody, served: Served, engine: Engine, owner: str) ->
     tokenizer = served.tokenizer
     prompts = [_encode(prompt, body.suffix, served) for prompt in body.prompts]
     max_tokens = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
-    stop = () if body.ignore_eos else (tokenizer.end_of_text, tokenizer.turn_end)
+    ends = () if body.ignore_eos else (tokenizer.end_of_text, tokenizer.turn_end)
+    stop = (*ends, *(body.stop_token_ids or ()))
     for ids in prompts:
         if max_tokens == 0 and not body.echo:
             raise invalid(

@@ -49,6 +49,7 @@ from pipeline.model.config import ModelConfig
 from pipeline.model.transformer import Transformer
 from pipeline.run.errors import InputError
 from pipeline.serve.loop import (
+    MOST_OF_ONE,
     Ended,
     EngineStopped,
     Event,
@@ -118,14 +119,31 @@ class Engine(Loop):
 
     slots: list[Slot]
 
-    def __init__(self, model: Transformer, *, rows: int = 8, queue: int = 32, drafts: bool = True) -> None:
-        """Raises ValueError for a bidirectional model, InputError where the rows may take too much memory."""
-        super().__init__(rows=rows, queue=queue, context=model.config.max_context, vocabulary=model.config.vocab_size)
-        self.model, self.drafts = model.train(False), drafts
+    def __init__(
+        self, model: Transformer, *, rows: int = 8, queue: int = 32, drafts: bool = True, rollouts: bool = False
+    ) -> None:
+        """`rollouts`: for a policy that trains. Its owner may have all rows, log-probabilities are those at the
+        sampling temperature, and the stop token is said.
+
+        Raises ValueError for a bidirectional model, InputError where the rows may take too much memory.
+        """
+        config = model.config
+        super().__init__(
+            rows=rows,
+            queue=queue,
+            context=config.max_context,
+            vocabulary=config.vocab_size,
+            most_of_one=max(rows, MOST_OF_ONE) if rollouts else MOST_OF_ONE,
+        )
+        self.model, self.drafts, self.rollouts = model.train(False), drafts, rollouts
         table = model.model.embed_tokens.weight
         check_memory(model.config, rows, table.dtype, table.device)
         self._end_counter = itertools.count(1)
         self._reset()
+
+    def load(self, model: Transformer) -> None:
+        """Answer with another model of the same shape from now on. Raises as `between_answers`."""
+        self.between_answers(lambda: setattr(self, "model", model.train(False)))
 
     def _reset_rows(self) -> None:
         self.decoder = RowDecoder(self.model, self.rows)
@@ -256,7 +274,8 @@ class Engine(Loop):
         if not logits.amax(-1).isfinite().all():
             raise ValueError("the model's logits are not finite")
         tokens, _ = choose(logits, torch.from_numpy(numbers), sampling)
-        logprobs = _concatenate([candidate.logits for candidate, _ in group]).float().log_softmax(-1)
+        own = _concatenate([candidate.logits for candidate, _ in group]).float()
+        logprobs = (own / ((self.rollouts and sampling.temperature) or 1.0)).log_softmax(-1)
         parts = zip(group, tokens.cpu().split(counts), logprobs.split(counts))
         return [(candidate, row_tokens.tolist(), row_logprobs) for (candidate, _), row_tokens, row_logprobs in parts]
 
@@ -319,6 +338,9 @@ class Engine(Loop):
         if math.isnan(logprob):
             raise ValueError("the model's logits are not finite")
         if token in request.stop:
+            if self.rollouts:
+                slot.num_generated += 1
+                notify(slot.ticket, Said(token, logprob))
             self._finish(row, "stop")
             return
         slot.num_generated += 1

@@ -472,6 +472,7 @@ class Options:
     feedback: Path | None = None
     hosts: tuple[str, ...] = ()
     origins: tuple[str, ...] = ()
+    rollouts: Path | None = None  # the folder below which a training run publishes weights of the one model
     failure: Path | None = None  # where the worker writes why it cannot start; its parent reads it
 
     def check(self) -> None:
@@ -479,3 +480,7 @@ class Options:
         for model in self.models:
             if not (model / "config.json").is_file() and not (model / "adapter_config.json").is_file():
                 raise ConfigError(f"{model}: expected a model directory with config.json; build one with dvc repro")
+        if self.rollouts is not None and (len(self.models) > 1 or self.weights == "int8"):
+            raise ConfigError("--rollouts: expected one model, in its own weights; int8 is for answers to people")
+        if self.rollouts is not None and not self.rollouts.is_dir():
+            raise ConfigError(f"--rollouts: expected a folder, found none at {self.rollouts}")

@@ -10,9 +10,9 @@ A request that cannot be served fails alone, at whatever step it fails: in its s
 listener. A fault of what rows share (the forward pass, the queue) fails all open requests and marks the engine dead
 (`alive`), until its owner restarts it.
 
-An owner has at most MOST_OF_ONE rows. A free row goes to the owner with the fewest, then to the request that came
-first. A full queue still takes requests of an owner that holds less than half of the places, so no owner can shut out
-another.
+An owner has at most MOST_OF_ONE rows, unless the engine is its alone. A free row goes to the owner with the fewest,
+then to the request that came first. A full queue still takes requests of an owner that holds less than half of the
+places, so no owner can shut out another.
 
 Not here: what a row does in a step. `engine.py` decodes left to right, a wing may denoise canvases (`Denoised`).
 """
@@ -173,13 +173,15 @@ class Loop(ABC):
 
     slots: Sequence[Row]
 
-    def __init__(self, *, rows: int, queue: int, context: int, vocabulary: int) -> None:
+    def __init__(self, *, rows: int, queue: int, context: int, vocabulary: int, most_of_one: int = MOST_OF_ONE) -> None:
         """`context` is the longest prompt and answer together. Raises ValueError for impossible numbers."""
         if rows < 1 or queue < 0:
             raise ValueError(f"expected rows >= 1 and queue >= 0, got {rows} and {queue}")
         self.rows, self.queue, self.context, self.vocabulary = rows, queue, context, vocabulary
+        self.most_of_one = most_of_one
         self.others: Sequence[Loop] = ()  # of the same process: work that can wait gives way to their answers
         self._changed = threading.Condition()
+        self._errands: deque[Callable[[], None]] = deque()
         self._counts: Counter[str] = Counter()
 
     @abstractmethod
@@ -201,6 +203,7 @@ class Loop(ABC):
     def _reset(self) -> None:
         """Make empty rows, an empty queue, and a thread that is not started."""
         self._reset_rows()
+        self._errands.clear()
         self.waiting: deque[Ticket] = deque()
         self.alive, self._stopping = True, False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -269,7 +272,27 @@ class Loop(ABC):
             places, taken = self.queue + self.rows, len(self.waiting) + self.busy
             own = sum(ticket.request.owner == owner for ticket in self.waiting)
             own += sum(slot.ticket is not None and slot.owner == owner for slot in self.slots)
+            if self.most_of_one >= self.rows:  # nobody is shut out
+                return taken >= places
             return taken >= places and (own >= places // 2 or own == taken)
+
+    def between_answers(self, errand: Callable[[], None]) -> None:
+        """Run `errand` on the engine's thread, with empty rows after it. Returns when it has run: rows that are busy
+        end first, and what waits begins after it. Raises EngineStopped.
+        """
+        done = threading.Event()
+
+        def run() -> None:
+            errand()
+            self._reset_rows()
+            done.set()
+
+        with self._changed:
+            self._errands.append(run)
+            self._changed.notify()
+        while not done.wait(IDLE_SECONDS):
+            if not self.alive or self._stopping:
+                raise EngineStopped("the engine has stopped")
 
     # -- the thread ----------------------------------------------------------------------------------------------------
 
@@ -277,7 +300,7 @@ class Loop(ABC):
         try:
             while True:
                 with self._changed:
-                    while not (self._stopping or self._next_ticket() or self.busy):
+                    while not (self._stopping or self._errands or self._next_ticket() or self.busy):
                         self._changed.wait(IDLE_SECONDS)
                     if self._stopping:
                         break
@@ -289,9 +312,14 @@ class Loop(ABC):
             self._finish_all("error" if not self.alive else "cancelled")
 
     def step(self) -> None:
-        """Drop cancelled and late requests, admit waiting ones, and advance the busy rows."""
+        """Drop cancelled and late requests, admit waiting ones, and advance the busy rows. Errands go first: nothing
+        is admitted until no row is busy and they are done.
+        """
         self._drop()
-        self._admit()
+        while self._errands and not self.busy:
+            self._errands.popleft()()
+        if not self._errands:
+            self._admit()
         if busy := [row for row, slot in enumerate(self.slots) if slot.ticket is not None]:
             self._advance(busy)
 
@@ -321,7 +349,7 @@ class Loop(ABC):
                 notify(ticket, Ended("error", len(ticket.request.ids), 0, 0, type(error).__name__))
 
     def _next_ticket(self) -> Ticket | None:
-        """Of the waiting requests the one whose owner has the fewest rows, and fewer than MOST_OF_ONE; of equals the
+        """Of the waiting requests the one whose owner has the fewest rows, and fewer than it may have; of equals the
         first.
 
         One prompt is scored at a time: its steps are the longest, and no answer should wait for many of them.
@@ -331,7 +359,7 @@ class Loop(ABC):
         ready = (
             ticket
             for ticket in self.waiting
-            if running[ticket.request.owner] < MOST_OF_ONE and not (scoring and ticket.request.score is not None)
+            if running[ticket.request.owner] < self.most_of_one and not (scoring and ticket.request.score is not None)
         )
         return min(ready, key=lambda ticket: running[ticket.request.owner], default=None)
 

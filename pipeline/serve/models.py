@@ -138,8 +138,11 @@ def own_kinds() -> list[OwnKind]:
     return [offer() for offer in wings.each("serving")]
 
 
-def load(folders: Sequence[Path], *, rows: int, queue: int, weights: Weights | None) -> list[Served]:
-    """Load model directories; their engines are made, not started. `weights`: None chooses by size.
+def load(
+    folders: Sequence[Path], *, rows: int, queue: int, weights: Weights | None, rollouts: bool = False
+) -> list[Served]:
+    """Load model directories; their engines are made, not started. `weights`: None chooses by size. `rollouts`: the
+    engine is a policy's, see `Engine`.
 
     Raises ConfigError for two models of one name, ModelError, InputError for more rows than the memory holds.
     """
@@ -159,7 +162,7 @@ def load(folders: Sequence[Path], *, rows: int, queue: int, weights: Weights | N
         elif own := next((own for own in own_kinds() if own.opens(folder)), None):
             served.append(own.load(folder, name, stage, rows=rows, queue=queue))
         else:
-            served.append(_load_causal(folder, name, stage, rows, queue, weights))
+            served.append(_load_causal(folder, name, stage, rows, queue, weights, rollouts))
     bases = {model.id: (model, folder) for model, folder in zip(served, folders, strict=True)}
     for folder in adapters:
         served.append(_load_adapter(folder, bases, rows, queue))
@@ -226,14 +229,35 @@ def _load_reward(folder: Path, name: str, stage: str) -> Served:
     return served
 
 
-def _load_causal(folder: Path, name: str, stage: str, rows: int, queue: int, weights: Weights | None) -> Served:
+def _load_causal(
+    folder: Path, name: str, stage: str, rows: int, queue: int, weights: Weights | None, rollouts: bool
+) -> Served:
     model, tokenizer = checkpoint.load(folder)
     on_cpu = device.hardware().device.type == "cpu"
-    weights = weights or ("int8" if on_cpu and inference.pays(model) else "native")
+    weights = weights or ("int8" if on_cpu and inference.pays(model) and not rollouts else "native")
     served = _describe(model, tokenizer, name, "causal", stage, weights)  # before its weights change
     model = model if weights == "int8" else device.placed(model)  # int8 is for CPUs
-    served.engine = Engine(inference.for_serving(model, weights), rows=rows, queue=queue)
+    served.engine = Engine(inference.for_serving(model, weights), rows=rows, queue=queue, rollouts=rollouts)
     return served
+
+
+def update(served: Served, folder: Path) -> None:
+    """Answer with the weights of another directory from now on. Answers that have begun end with the old ones.
+
+    Raises ModelError for another shape or tokenizer, ConfigError for a model that cannot be updated, EngineStopped.
+    """
+    if not isinstance(served.engine, Engine) or not served.engine.rollouts:
+        raise ConfigError(f"{served.id} is no policy that trains: start the server with --rollouts")
+    huggingface.check(folder)
+    model, tokenizer = checkpoint.load(folder)
+    checkpoint.same_tokenizer(served.tokenizer, tokenizer, served.id, str(folder))
+    if model.config != served.engine.model.config:
+        raise ModelError(f"{folder}: expected a model of the shape of {served.id}, found {model.config}")
+    model.train(False).requires_grad_(False)
+    fingerprint = fingerprint_of(model)  # before its weights change
+    served.engine.load(inference.for_serving(device.placed(model), served.weights))
+    served.fingerprint = fingerprint
+    _trim_heap()
 
 
 def _describe(

@@ -312,6 +312,7 @@ class CompletionBody(GenerationBody):
     max_tokens: Annotated[int, Field(ge=0, le=1_000_000)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
+    stop_token_ids: Annotated[Ids, Field(max_length=8)] | None = None
 
     @model_validator(mode="after")
     def _check_combinations(self) -> "CompletionBody":
@@ -327,6 +328,12 @@ class CompletionBody(GenerationBody):
         if isinstance(self.prompt, str):
             return [self.prompt]
         return [self.prompt] if isinstance(self.prompt[0], int) else self.prompt  # type: ignore[return-value]
+
+
+class WeightsBody(RequestBody):
+    """POST /update_weights_from_disk: a model directory below the folder of --rollouts."""
+
+    model_path: Annotated[str, Field(min_length=1, max_length=4096)]
 
 
 class TokenizeBody(RequestBody):

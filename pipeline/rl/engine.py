@@ -1,0 +1,207 @@
+"""Answers from an engine: a server of its own process that samples with the weights which the policy has now.
+
+    engine = Engine(url, folder, model=..., temperature=...)        Raises ConfigError where none answers
+    engine.publish(write)           writes the weights below `folder`, has the engine load them, checks that it did
+    engine.generate(ids, seeds)     one completion each: ids, log-probabilities as the engine sampled, stop
+
+It speaks OpenAI's protocol, with what vLLM and SGLang add to it for reinforcement learning:
+
+    POST /v1/completions                prompt as ids, one answer a request, `return_token_ids` (vLLM): the answer has
+                                        `prompt_token_ids` and `token_ids`, no text is tokenized again
+    POST /update_weights_from_disk      SGLang's and ours: loads a folder of safetensors, and empties the prefix cache
+    POST /collective_rpc, /reset_prefix_cache      vLLM's, with VLLM_SERVER_DEV_MODE=1, where it has no such route
+
+    python -m pipeline.serve models/tools --rollouts .work          ours
+
+Log-probabilities must be those at the sampling temperature (`--rollouts` does that; vLLM: `--logprobs-mode
+processed_logprobs`). What the engine computes in another precision or by other kernels differs from the policy's own,
+so the policy reads each answer again, and `policy_losses.importance` corrects for the difference.
+
+An engine that is gone, that answers late, with other ids or with other weights than were published ends the run with a
+SamplerError. The state is saved before, so the same command resumes.
+
+Weights are published as a folder, so engine and trainer share a file system. Only our server says which weights it
+answers with (`system_fingerprint`). Of others it is noticed when their log-probabilities are far off (MISMATCH), not
+when they are an update late. Not here: starting an engine.
+"""
+
+import ipaddress
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import httpx
+
+from pipeline.run.config import without_password
+from pipeline.run.errors import ConfigError, SamplerError
+from pipeline.run.tracking import say
+from pipeline.run.types import JsonObject
+from pipeline.sandbox.remote import address
+
+KEY = "STAGECOACH_SAMPLER_KEY"
+OUR_FINGERPRINT = "fp_"
+CONNECTIONS = 64  # answers that are asked for at once
+ANSWER_SECONDS = 600.0  # for one answer, the wait for its turn included
+LOAD_SECONDS = 1800.0  # for weights: 14 GB from a slow disk
+SLOW_SECONDS = 60.0  # after which an iteration says that it waits
+MISMATCH = 0.5  # nats a token between engine and policy: more is no rounding
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One answer, as `generation.sampling.Completion`."""
+
+    ids: list[int]  # without the stop token
+    logprobs: list[float]  # as the engine sampled; one more than `ids` after a stop token
+    stop: str  # stop, length
+
+
+class Engine:
+    """An engine at an address. `with` closes the connections."""
+
+    def __init__(
+        self, url: str, folder: Path, *, vocab_size: int, stop: int, max_new_tokens: int, temperature: float
+    ) -> None:
+        """`stop` ends an answer. Raises ConfigError for an address without an engine, and for one that others can reach
+        without a key.
+        """
+        base, key = address(url, "runtime.sampler.url"), os.environ.get(KEY, "")
+        self.url, self.folder = without_password(base), folder.resolve()
+        self.vocab_size, self.stop = vocab_size, stop
+        self.sampling = {"max_tokens": max_new_tokens, "temperature": temperature, "top_p": 1.0}
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        if not key and not is_loopback(base):
+            raise ConfigError(
+                f"runtime.sampler.url: {self.url} is another machine's: set {KEY} to the key of the engine there,"
+                " or use an engine on this machine"
+            )
+        limits = httpx.Limits(max_connections=CONNECTIONS)
+        timeout = httpx.Timeout(10.0, read=ANSWER_SECONDS, pool=None)
+        self._client = httpx.Client(base_url=base, headers=headers, timeout=timeout, limits=limits, trust_env=False)
+        self._pool = ThreadPoolExecutor(CONNECTIONS, "sampler")
+        self.model, self.fingerprint = self._served(), ""
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._client.close()
+
+    def _served(self) -> str:
+        """The name of the model that the engine serves. Raises ConfigError."""
+        try:
+            answer = self._client.get("/v1/models", timeout=30.0)
+            answer.raise_for_status()
+            return str(answer.json()["data"][0]["id"])
+        except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+            raise ConfigError(
+                f"runtime.sampler.url: expected an engine at {self.url}, found none ({error or type(error).__name__});"
+                " start one: python -m pipeline.serve MODEL --rollouts .work --port 8100"
+            ) from error
+
+    # -- weights -------------------------------------------------------------------------------------------------------
+
+    def publish(self, write: Callable[[Path], str]) -> None:
+        """Have the engine answer with the weights that `write` writes into a new folder; it returns their digest.
+
+        Raises SamplerError where the engine does not load them, or loads others.
+        """
+        digest = write(self.folder)
+        body = {"model_path": str(self.folder), "flush_cache": True}
+        answer = self._post("/update_weights_from_disk", body, LOAD_SECONDS)
+        if answer is None:
+            reload = {"method": "reload_weights", "kwargs": {"weights_path": str(self.folder)}}
+            if self._post("/collective_rpc", reload, LOAD_SECONDS) is None:
+                self._fail("cannot load weights: it has neither /update_weights_from_disk nor /collective_rpc")
+            self._post("/reset_prefix_cache", {}, LOAD_SECONDS)
+            answer = {}
+        if answer.get("success") is False:
+            self._fail(f"did not load the weights: {str(answer.get('message'))[:300]}")
+        self.fingerprint = f"{OUR_FINGERPRINT}{digest[:12]}"
+
+    # -- answers -------------------------------------------------------------------------------------------------------
+
+    def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> list[Completion]:
+        """One completion a prompt. Raises SamplerError."""
+        done = threading.Event()
+        threading.Thread(target=self._say_if_slow, args=(len(prompts), done), daemon=True).start()
+        try:
+            return list(self._pool.map(self._complete, prompts, seeds))
+        finally:
+            done.set()
+
+    def _say_if_slow(self, count: int, done: threading.Event) -> None:
+        began = time.monotonic()
+        while not done.wait(SLOW_SECONDS):
+            say(f"the engine at {self.url} has sampled {count} answers for {time.monotonic() - began:.0f} s")
+
+    def _complete(self, prompt: Sequence[int], seed: int) -> Completion:
+        extra = {"logprobs": 0, "return_token_ids": True, "ignore_eos": True, "stop_token_ids": [self.stop]}
+        body = {"model": self.model, "prompt": list(prompt), "seed": seed} | self.sampling | extra
+        answer = self._post("/v1/completions", body, ANSWER_SECONDS)
+        if answer is None:
+            self._fail("has no /v1/completions")
+        try:
+            choice = answer["choices"][0]
+            ids, sent, reason = choice["token_ids"], choice["prompt_token_ids"], choice["finish_reason"]
+            logprobs = choice["logprobs"]["token_logprobs"]
+        except (LookupError, TypeError) as error:
+            self._fail(f"answered without {error}: expected token_ids, prompt_token_ids and logprobs of a completion")
+        if sent != list(prompt):
+            self._fail(f"read other ids than it was sent: {str(sent)[:60]} for {str(list(prompt))[:60]}")
+        if not _are(ids, int) or any(not 0 <= id_ < self.vocab_size for id_ in ids):
+            self._fail(f"answered with ids that are not of the vocabulary of {self.vocab_size}: {str(ids)[:60]}")
+        if not _are(logprobs, int, float) or len(logprobs) != len(ids):
+            self._fail(f"gave {len(ids)} ids and other log-probabilities: {str(logprobs)[:60]}")
+        fingerprint = str(answer.get("system_fingerprint") or "")
+        if fingerprint.startswith(OUR_FINGERPRINT) and fingerprint != self.fingerprint:
+            self._fail(f"answers with the weights {fingerprint}, expected {self.fingerprint}: another run's?")
+        stopped = bool(ids) and ids[-1] == self.stop
+        if reason not in ("stop", "length") or stopped != (reason == "stop") or self.stop in ids[:-1]:
+            self._fail(f"ended an answer by {reason!r} with the ids {ids[-3:]!s}: expected {self.stop} at a stop alone")
+        return Completion(ids[:-1] if stopped else ids, [float(value) for value in logprobs], reason)
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def _post(self, path: str, body: JsonObject, seconds: float) -> JsonObject | None:
+        """The answer's JSON; None for 404. While the engine is full, the request is repeated. Raises SamplerError."""
+        until = time.monotonic() + seconds
+        while True:
+            try:
+                answer = self._client.post(path, json=body, timeout=httpx.Timeout(10.0, read=seconds, pool=None))
+            except httpx.TimeoutException:
+                self._fail(f"did not answer {path} within {seconds:.0f} s")
+            except httpx.HTTPError as error:
+                self._fail(f"is gone ({error or type(error).__name__})")
+            if answer.status_code == 404:
+                return None
+            if answer.status_code in (429, 503) and time.monotonic() < until:
+                time.sleep(min(5.0, float(answer.headers.get("Retry-After", 1))))
+                continue
+            if answer.status_code >= 400:
+                self._fail(f"answered {path} with {answer.status_code}: {answer.text[:300]}")
+            try:
+                parsed = answer.json() if answer.content else {}
+            except ValueError:
+                self._fail(f"answered {path} with what is not JSON: {answer.text[:100]!r}")
+            return parsed if isinstance(parsed, dict) else {}
+
+    def _fail(self, what: str) -> NoReturn:
+        raise SamplerError(f"runtime.sampler.url: the engine at {self.url} {what}")
+
+
+def _are(values: object, *kinds: type) -> bool:
+    return isinstance(values, list) and all(isinstance(value, kinds) for value in values)
+
+
+def is_loopback(url: str) -> bool:
+    """Whether an address is this machine's own."""
+    host = httpx.URL(url).host
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
