@@ -399,7 +399,7 @@ def test_a_control_without_steps_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("stage", "preset"), TABLE)
-@pytest.mark.parametrize("scale", ["demo", "full"])
+@pytest.mark.parametrize("scale", ["demo", "cluster"])
 def test_a_preset_builds_and_has_the_numbers_of_its_table(
     stage: str, preset: str, scale: str, in_repository: Path
 ) -> None:

@@ -426,7 +426,7 @@ def test_two_processes_see_the_same_rows_and_losses(repository: Repository, tmp_
             2,
             "too few tokens for one batch",
         ),
-        (["pipeline.run.config", "scale=huge"], 2, "options: demo, full, smoke"),
+        (["pipeline.run.config", "scale=huge"], 2, "options: cluster, demo, gpu, smoke"),
     ],
 )
 def test_bad_input_exits_with_two_and_no_traceback(

@@ -176,7 +176,7 @@ def test_block_fields_read_other_blocks() -> None:
 # -- the repository's own files ----------------------------------------------------------------------------------------
 
 
-SCALES = ("smoke", "demo", "full")
+SCALES = ("smoke", "demo", "gpu", "cluster")
 MODELS = sorted(path.stem for path in (ROOT / "conf/model").glob("*.yaml"))
 
 

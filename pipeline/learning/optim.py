@@ -9,6 +9,12 @@ weight decay.
 Layer l of L (from 1) has its rate times gamma^(L-l) (`layer_decay`), an untied embedding gamma^L, head and tied
 embedding 1 (ULMFiT's discriminative rates, Howard & Ruder 2018, arXiv:1801.06146, 3.2, with a geometric rule).
 
+With `rate_width`, the width at which the rates were found, a model of another width has them times rate_width / width
+for the matrices of its layers under AdamW (Yang et al. 2022, muP, arXiv:2203.03466, table 8: a hidden matrix). Under
+Muon, whose updates have a spectral norm of 0.2 sqrt(width) times the rate, they are times sqrt(rate_width / width).
+Embedding, norms, head and adapters keep theirs. So a rate found on a small model serves a wide one
+(benchmarks/rate_transfer.py). Not muP's: initialization and multipliers, so a model stays a plain Hugging Face model.
+
 Muon (Jordan 2024; Liu et al. 2025, arXiv:2502.16982) follows torch.optim.Muon with `match_rms_adamw`, so AdamW's rates
 apply. It takes the matrices of `hidden`, of adapters, and of a memory with its bank: with AdamW all rows of a bank
 would long move together, since each has a similar share of the first reads. Our Muon differs in two ways that keep the
@@ -36,6 +42,7 @@ MOST_GATHERED = 2**28  # numbers in the matrices that Muon orthogonalizes togeth
 GROUPS = ("critic", "bank", "router", "memory", "lora", "embedding", "head", "norm_bias", "hidden", "base")
 BY_MUON = ("hidden", "lora", "memory", "bank")
 NO_DECAY = ("norm_bias", "bank", "router")
+KEPT = ("bank", "router", "memory", "lora")  # groups whose rates do not depend on the width
 LAYER = re.compile(r"\blayers\.(\d+)\.")
 ParamGroup = dict[str, Any]  # torch's: "params", and options of any type
 
@@ -53,11 +60,15 @@ class OptimizerConfig:
     """Of GROUPS; one that is not named has learning_rate, but bank and router have memory's."""
     layer_decay: float = 1.0
     """Layer l of L has its rate times this to the power L - l."""
+    rate_width: int | None = None
+    """The model width at which the rates were found; they are carried over to the model's. None: as they are."""
 
     def check_groups(self) -> None:
         """Raise ValueError for a rate of a group that does not exist or below 0, or a layer decay outside (0, 1]."""
         if not 0 < self.layer_decay <= 1:
             raise ValueError(f"layer_decay: expected more than 0 and at most 1, got {self.layer_decay}")
+        if self.rate_width is not None and self.rate_width < 1:
+            raise ValueError(f"rate_width: expected at least 1, got {self.rate_width}")
         for name, rate in self.learning_rates.items():
             if name not in GROUPS or rate < 0:
                 raise ValueError(f"learning_rates: expected rates >= 0 of {', '.join(GROUPS)}, got {name}: {rate}")
@@ -100,6 +111,13 @@ def layer_factor(name: str, *, layers: int, tied: bool, gamma: float) -> float:
     if match is not None:
         return gamma ** (layers - 1 - int(match[1]))
     return gamma**layers if "embed_tokens" in name and not tied else 1.0
+
+
+def width_factor(name: str, parameter: nn.Parameter, *, by_muon: bool, found: int | None, width: int) -> float:
+    """The factor of a parameter's rate, by its name, in a model of `width` for a rate found at the width `found`."""
+    if found is None or LAYER.search(name) is None or parameter.ndim < 2 or group_of(name, parameter) in KEPT:
+        return 1.0
+    return (found / width) ** (0.5 if by_muon else 1.0)
 
 
 def orthogonalise(matrices: Tensor, *, steps: int, coefficients: tuple[float, float, float], eps: float) -> Tensor:
@@ -209,12 +227,14 @@ class Optimizers:
         names = [name for name, _ in model.named_parameters()]
         layers = 1 + max((int(match[1]) for name in names if (match := LAYER.search(name))), default=-1)
         tied = not any("lm_head" in name for name in names)
+        width = next((p.shape[1] for name, p in model.named_parameters() if "embed_tokens" in name), 1)
         param_groups: dict[tuple[bool, str, float, bool], ParamGroup] = {}
         for group, members in self.members.items():
             for name, parameter in members.items():
                 by_muon = config.optimizer == "muon" and group in BY_MUON and parameter.ndim == 2
                 decays = group not in NO_DECAY and parameter.ndim >= 2
                 factor = layer_factor(name, layers=layers, tied=tied, gamma=config.layer_decay)
+                factor *= width_factor(name, parameter, by_muon=by_muon, found=config.rate_width, width=width)
                 empty: ParamGroup = {
                     "params": [],
                     "lr": self.rates[group],

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 OUT = Path("docs/reference.md")
-SCALES = ("smoke", "demo", "full")
+SCALES = ("smoke", "demo", "gpu", "cluster")
 NOT_GIVEN = "–"
 SIZES = ("vocab_size", "width", "layers", "heads", "kv_heads", "head_dim", "d_ff", "max_context", "tied")
 
@@ -47,9 +47,9 @@ HEAD = """\
 Written by `python -m pipeline.tools.reference` from the code: a meaning is the docstring under the key's field. Change
 it there, then run the command again.
 
-**The tables.** Under `smoke`, `demo` and `full` stands what `conf/scale/` says, in *italics* the default where it says
-nothing, and – where a value is required and not given. `adapter.rank` is a key inside `adapter`; "below" says that the
-scale file, or a default, sets some of these. A block that no scale file mentions has one column, the default.
+**The tables.** Under `smoke`, `demo`, `gpu` and `cluster` stands what `conf/scale/` says, in *italics* the default where
+it says nothing, and – where a value is required and not given. `adapter.rank` is a key inside `adapter`; "below" says
+that the scale file, or a default, sets some of these. A block that no scale file mentions has one column, the default.
 
 **Which value holds.** The first that is found: the command line, `params.yaml` where it is not null, the block's
 preset, the scale file, the default. An unknown key, or a value of the wrong type, is an error.
@@ -88,6 +88,7 @@ ENVIRONMENT = {
     "STAGECOACH_API_KEYS": (
         "keys that the server takes, separated by commas; needed where others than this machine may ask"
     ),
+    "STAGECOACH_SAMPLER_KEY": "the key of an engine that samples for a policy, when it is on another machine",
     "STAGECOACH_SANDBOX_TOKEN": "the token of the sandbox service, the same on its machine and on the one that asks",
     "HF_TOKEN": (
         "huggingface_hub's own: opens gated models and data sets; so are HF_HOME (its cache), HF_ENDPOINT and"

@@ -1,0 +1,98 @@
+"""Whether a learning rate that was found on a small model serves a wide one (`rate_width`).
+
+    python benchmarks/rate_transfer.py DATA [--optimizer muon] [--sizes nano tiny small] [--steps 100] [--json FILE]
+
+DATA is a checkout whose stage_encode@text was built at `model: nano`: its tokenizer and tokens serve all sizes, so only
+width, depth and heads differ. Each size trains `language` from scratch at five rates, each twice the last, with
+`rate_width` at nano's width. Says the validation loss of each, and for each size how far nano's best rate is from the
+best of the five, in percent of the loss. Wanted: at most 1 %.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import yaml
+
+RATES = {"muon": (7.5e-4, 1.5e-3, 3e-3, 6e-3, 1.2e-2), "adamw": (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)}
+ROOT = Path(__file__).resolve().parents[1]
+MOST = 1.0  # percent
+
+
+def losses(data: Path, size: str, optimizer: str, steps: int, carried: bool) -> dict[float, float]:
+    """Rate -> the validation loss after training."""
+    found = {}
+    base = yaml.safe_load((ROOT / "conf/model/nano.yaml").read_text(encoding="utf-8"))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for part in ("pipeline", "stages"):
+            (folder / part).symlink_to(ROOT / part)
+        (folder / "conf").mkdir()
+        for path in (ROOT / "conf").iterdir():
+            if path.name != "model":
+                (folder / "conf" / path.name).symlink_to(path)
+        (folder / "conf/model").mkdir()
+        shape = yaml.safe_load((ROOT / f"conf/model/{size}.yaml").read_text(encoding="utf-8"))
+        (folder / f"conf/model/{size}.yaml").write_text(yaml.safe_dump(shape | {"vocab_size": base["vocab_size"]}))
+        (folder / "params.yaml").write_text(f"seed: 42\ndata_seed: 42\nmodel: {size}\nscale: demo\ndata: machine\n")
+        (folder / "data").symlink_to(data.resolve() / "data")
+        (folder / "models").mkdir()
+        (folder / "models/tokenizer").symlink_to(data.resolve() / "models/tokenizer")
+        for rate in RATES[optimizer]:
+            keys = {
+                "optimizer": optimizer,
+                "learning_rate": rate,
+                "learning_rates": json.dumps({"embedding": 4 * rate if optimizer == "muon" else rate}),
+                "rate_width": base["width"] if carried else "null",
+                "steps": steps,
+                "tokens_per_step": 2048,
+                "context": 256,
+                "warmup_steps": steps // 10,
+                "eval_steps": steps,
+                "eval_tokens": 32768,
+            }
+            line = [f"language.{key}={value}" for key, value in keys.items()]
+            environment = os.environ | {"PYTHONPATH": str(folder), "STAGECOACH_MLFLOW": "off"}
+            subprocess.run(
+                [sys.executable, "-m", "stages.language", *line, "runtime.fresh=true"],
+                cwd=folder,
+                env=environment,
+                check=True,
+                stderr=subprocess.DEVNULL,
+            )
+            metrics = json.loads((folder / "metrics/language.json").read_text(encoding="utf-8"))
+            found[rate] = metrics["best"]["val_loss"]
+            sys.stderr.write(f"{size} {optimizer} {rate:g}: {found[rate]:.4f}\n")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Whether a rate found on a small model serves a wide one.")
+    parser.add_argument("data", type=Path)
+    parser.add_argument("--optimizer", choices=sorted(RATES), default="muon")
+    parser.add_argument("--sizes", nargs="+", default=["nano", "tiny", "small"])
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--plain", action="store_true", help="without rate_width, for comparison")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    table, best = {}, None
+    for size in arguments.sizes:
+        found = losses(arguments.data, size, arguments.optimizer, arguments.steps, not arguments.plain)
+        own = min(found, key=found.__getitem__)
+        best = best or own
+        behind = 100 * (found[best] / found[own] - 1)
+        table[size] = {"losses": found, "best": own, "behind": behind}
+        sys.stdout.write(
+            f"{size}: best at {own:g} ({found[own]:.4f}); nano's best rate {best:g} is {behind:.2f} % behind\n"
+        )
+    if arguments.json:
+        arguments.json.write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
+    raise SystemExit(max(row["behind"] for row in table.values()) > MOST)
+
+
+if __name__ == "__main__":
+    main()
