@@ -47,9 +47,9 @@ HEAD = """\
 Written by `python -m pipeline.tools.reference` from the code: a meaning is the docstring under the key's field. Change
 it there, then run the command again.
 
-**The tables.** Under `smoke`, `demo`, `gpu` and `cluster` stands what `conf/scale/` says, in *italics* the default where
-it says nothing, and – where a value is required and not given. `adapter.rank` is a key inside `adapter`; "below" says
-that the scale file, or a default, sets some of these. A block that no scale file mentions has one column, the default.
+**The tables.** Under `smoke`, `demo`, `gpu`, `cluster` stands what `conf/scale/` says, in *italics* the default if it
+says nothing, and – where a value is required and not given. `adapter.rank` is a key inside `adapter`; "below" says that
+the scale file, or a default, sets some of these. A block that no scale file mentions has one column, the default.
 
 **Which value holds.** The first that is found: the command line, `params.yaml` where it is not null, the block's
 preset, the scale file, the default. An unknown key, or a value of the wrong type, is an error.
