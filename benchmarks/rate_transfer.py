@@ -18,6 +18,8 @@ from pathlib import Path
 
 import yaml
 
+from pipeline.text.tokenizer import Tokenizer
+
 RATES = {"muon": (7.5e-4, 1.5e-3, 3e-3, 6e-3, 1.2e-2), "adamw": (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)}
 ROOT = Path(__file__).resolve().parents[1]
 MOST = 1.0  # percent
@@ -26,7 +28,8 @@ MOST = 1.0  # percent
 def losses(data: Path, size: str, optimizer: str, steps: int, carried: bool) -> dict[float, float]:
     """Rate -> the validation loss after training."""
     found = {}
-    base = yaml.safe_load((ROOT / "conf/model/nano.yaml").read_text(encoding="utf-8"))
+    width = yaml.safe_load((ROOT / "conf/model/nano.yaml").read_text(encoding="utf-8"))["width"]
+    vocabulary = Tokenizer.load(data / "data/tokenizer").vocab_size
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for part in ("pipeline", "stages"):
@@ -37,17 +40,17 @@ def losses(data: Path, size: str, optimizer: str, steps: int, carried: bool) -> 
                 (folder / "conf" / path.name).symlink_to(path)
         (folder / "conf/model").mkdir()
         shape = yaml.safe_load((ROOT / f"conf/model/{size}.yaml").read_text(encoding="utf-8"))
-        (folder / f"conf/model/{size}.yaml").write_text(yaml.safe_dump(shape | {"vocab_size": base["vocab_size"]}))
+        (folder / f"conf/model/{size}.yaml").write_text(yaml.safe_dump(shape | {"vocab_size": vocabulary}))
         (folder / "params.yaml").write_text(f"seed: 42\ndata_seed: 42\nmodel: {size}\nscale: demo\ndata: machine\n")
         (folder / "data").symlink_to(data.resolve() / "data")
         (folder / "models").mkdir()
-        (folder / "models/tokenizer").symlink_to(data.resolve() / "models/tokenizer")
+        (folder / "models/scratch").symlink_to(ROOT / "models/scratch")
         for rate in RATES[optimizer]:
             keys = {
                 "optimizer": optimizer,
                 "learning_rate": rate,
                 "learning_rates": json.dumps({"embedding": 4 * rate if optimizer == "muon" else rate}),
-                "rate_width": base["width"] if carried else "null",
+                "rate_width": width if carried else "null",
                 "steps": steps,
                 "tokens_per_step": 2048,
                 "context": 256,
@@ -57,13 +60,10 @@ def losses(data: Path, size: str, optimizer: str, steps: int, carried: bool) -> 
             }
             line = [f"language.{key}={value}" for key, value in keys.items()]
             environment = os.environ | {"PYTHONPATH": str(folder), "STAGECOACH_MLFLOW": "off"}
-            subprocess.run(
-                [sys.executable, "-m", "stages.language", *line, "runtime.fresh=true"],
-                cwd=folder,
-                env=environment,
-                check=True,
-                stderr=subprocess.DEVNULL,
-            )
+            command = [sys.executable, "-m", "stages.language", *line, "runtime.fresh=true"]
+            done = subprocess.run(command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True)
+            if done.returncode:
+                raise SystemExit(f"{size} at {rate:g}: {done.stderr[-2000:]}")
             metrics = json.loads((folder / "metrics/language.json").read_text(encoding="utf-8"))
             found[rate] = metrics["best"]["val_loss"]
             sys.stderr.write(f"{size} {optimizer} {rate:g}: {found[rate]:.4f}\n")

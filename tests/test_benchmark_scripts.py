@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.text.tokenizer import Tokenizer
+from tests.corpora import documents, write_corpus
 from tests.workspace import Workspace
 
 ROOT = Path(__file__).parents[1]
@@ -116,3 +118,27 @@ def test_big_outs_py_finds_one_copy_of_what_is_published(tmp_path: Path) -> None
     lines = run(BENCHMARKS / "big_outs.py", "--gigabytes", 0.06, "--folder", tmp_path, folder=tmp_path).splitlines()
     assert [line.split("; ")[1] for line in lines if "on the disk" in line] == ["0.06 GB on the disk"] * 2
     assert "prune --finished: 0.0 MB freed; freed 0.0 MB" in lines
+
+
+@pytest.mark.slow
+@pytest.mark.full
+def test_rate_transfer_py_says_how_far_the_first_sizes_best_rate_is_behind(
+    byte_tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    write_corpus(tmp_path / "data", documents(90), documents(10, 100), byte_tokenizer)
+    (tmp_path / "data/tokens").rename(tmp_path / "data/text")
+    (tmp_path / "data/tokens").mkdir()
+    (tmp_path / "data/text").rename(tmp_path / "data/tokens/text")
+    line = (
+        BENCHMARKS / "rate_transfer.py",
+        tmp_path,
+        "--sizes",
+        "nano",
+        "--steps",
+        10,
+        "--json",
+        tmp_path / "found.json",
+    )
+    assert "behind" in run(*line, folder=tmp_path)
+    table = json.loads((tmp_path / "found.json").read_text())
+    assert list(table) == ["nano"] and len(table["nano"]["losses"]) == 5 and table["nano"]["behind"] == 0

@@ -12,13 +12,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.full]
 ADAPTER = {"rank": 2, "alpha": 4}
 GROUPS = {"method": "rloo", "samples": 2, "prompts": 4}
 CASES: list[tuple[str, dict[str, Any]]] = [
-    ("grpo", {"beta": 0.05}),
     ("grpo", {"beta": 0.05, "adapter": ADAPTER}),
     ("grpo", {"method": "dapo", "epochs": 2, "minibatches": 1}),
-    ("rlhf", {"method": "ppo"}),
     ("rlhf", {"method": "ppo", "rehearsal_rows": 3, "rehearsal_coef": 0.5}),
     ("rlhf", GROUPS | {"rehearsal_rows": 1, "rehearsal_coef": 0.5}),
-    ("rlhf", GROUPS | {"adapter": ADAPTER}),
 ]
 
 
@@ -27,17 +24,18 @@ def test_two_processes_equal_one(stage: str, changes: dict[str, Any], coded: Wor
     sharded.assert_equal_updates(stage, arguments(stage, sharded.SMOOTH | changes), "tools")
 
 
-@pytest.mark.parametrize("processes", [1, 2, 3])
-@pytest.mark.parametrize(("stage", "changes"), [("grpo", {"beta": 0.05}), ("rlhf", {"method": "ppo"})])
+@pytest.mark.parametrize(
+    ("stage", "processes", "changes"), [("grpo", 2, {"beta": 0.05}), ("rlhf", 3, {"method": "ppo"})]
+)
 def test_a_run_that_stopped_resumes_to_the_bit(
-    stage: str, changes: dict[str, Any], processes: int, coded: Workspace
+    stage: str, processes: int, changes: dict[str, Any], coded: Workspace
 ) -> None:
     """It publishes what an uninterrupted run of as many processes does; of three the last has fewer rows."""
-    line = arguments(stage, sharded.SMOOTH | {"prompts": 6, "iterations": 6, "runtime.save_steps": 1} | changes)
+    line = arguments(stage, sharded.SMOOTH | {"prompts": 6, "iterations": 4, "runtime.save_steps": 1} | changes)
     sharded.ended(stage, line, processes)
     whole = coded.published()
     sharded.stopped(stage, line, processes)
-    assert re.search("resumed at step [0-9]+ of 12", sharded.ended(stage, line, processes))
+    assert re.search("resumed at step [0-9]+ of 8", sharded.ended(stage, line, processes))
     assert coded.published() == whole
 
 
