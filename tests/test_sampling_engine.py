@@ -24,6 +24,7 @@ from pipeline.model import checkpoint
 from pipeline.rl import engine
 from pipeline.rl.engine import Engine
 from pipeline.run.errors import ConfigError, SamplerError
+from tests import sharded
 from tests.conftest import ROOT
 from tests.server import Running, random_model, serving
 from tests.workspace import Workspace, arguments
@@ -130,6 +131,17 @@ def test_an_engine_killed_in_an_iteration_ends_the_run_and_another_goes_on(coded
         ended = coded.command("grpo", **changes | {"runtime.sampler.url": another.url})
     assert ended.code == 0 and "resumed at step" in ended.said, ended.said
     assert differences(coded.weights("grpo"), whole) < 1e-5
+
+
+@pytest.mark.full
+def test_it_serves_two_processes_that_share_a_model(coded: Workspace, own: Running) -> None:
+    """Rank 0 publishes the weights that it gathers, each asks for its own answers: as one process without an engine."""
+    changes = {"method": "grpo", "iterations": 3, "prompts": 4, "beta": 0.05} | sharded.SMOOTH
+    sharded.ended("grpo", arguments("grpo", changes))
+    alone = coded.weights("grpo")
+    sharded.ended("grpo", arguments("grpo", changes | SERVER | {"runtime.sampler.url": own.url}), 2)
+    assert differences(coded.weights("grpo"), alone) < 1e-5
+    assert differences(coded.weights("tools"), alone) > 1e-3
 
 
 def children(pid: int) -> list[int]:
