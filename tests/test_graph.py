@@ -129,16 +129,6 @@ def test_the_outs_are_there_and_models_are_hugging_face_directories(repository: 
         assert f"<h3>{model}</h3>" in page  # its trace
 
 
-def test_one_block_reruns_its_stage_and_what_follows_and_comes_back_from_the_run_cache(repository: Repository) -> None:
-    before = repository.sha("rlhf")
-    repository.edit("params.yaml", "rlhf:\n  iterations: null", "rlhf:\n  iterations: 1")
-    assert repository.repro() == AFTER_RLHF
-    assert repository.sha("rlhf") != before
-    repository.git("checkout", "-q", "params.yaml")
-    assert repository.repro() == set()
-    assert repository.sha("rlhf") == before
-
-
 def test_a_stage_concerns_what_is_made_from_it(repository: Repository) -> None:
     """A dry run says the whole path; `dvc status` only what is changed now."""
     repository.edit("params.yaml", "tools:\n  steps: null", "tools:\n  steps: 13")
@@ -221,20 +211,6 @@ def test_a_block_of_the_scale_file_concerns_its_stage_alone(repository: Reposito
     assert repository.changed() == {"stage_tools"}
     repository.edit("conf/scale/demo.yaml", "tools:\n  steps: ", "tools:\n  steps: 1")
     assert repository.changed() == {"stage_tools"}
-
-
-def test_comments_docstrings_and_the_server_train_nothing(repository: Repository) -> None:
-    repository.edit("pipeline/model/layers.py", '"""', '"""Another word. ')
-    (repository.folder / "pipeline/model/transformer.py").open("a").write("\n# a comment\n")
-    (repository.folder / "pipeline/serve/chat.py").open("a").write("\nPORT = 1\n")
-    assert repository.repro() == {"code_versions"}
-
-
-def test_a_constant_in_the_model_concerns_every_stage_that_uses_it(repository: Repository) -> None:
-    repository.edit("pipeline/model/transformer.py", "EVEN_ROWS = 128", "EVEN_ROWS = 64")
-    assert repository.repro("code_versions") == {"code_versions"}
-    assert {"stage_language", "stage_code", "stage_tools", "stage_deploy"} <= repository.changed()
-    assert not {"stage_corpus", "stage_tokenizer", "stage_encode@text", "stage_report"} & repository.changed()
 
 
 def test_runtime_and_the_number_of_processes_change_nothing(repository: Repository) -> None:
