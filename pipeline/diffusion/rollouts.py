@@ -62,8 +62,7 @@ def sample(
         finished = generation.stop == "stop"
         ids = list(generation.canvas[: len(generation.ids) + finished])  # with its end of turn
         text, canvas = tokenizer.decode(generation.ids), tuple(generation.canvas)
-        read = {"canvas": canvas, "forwards": generation.forwards}
-        answers.append(CanvasAnswer(prompt, number, ids, [0.0] * len(ids), finished, text, **read))
+        answers.append(CanvasAnswer(prompt, number, ids, [0.0] * len(ids), finished, text, canvas, generation.forwards))
     return answers
 
 

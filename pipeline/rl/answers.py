@@ -8,7 +8,7 @@ policy like any other; one that reached its limit is not finished.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -48,7 +48,8 @@ class Answer:
     logprobs: list[float]  # of each of them when it was sampled, nats at the sampling temperature
     finished: bool
     text: str  # without the end of the turn
-    sampled: list[float] | None = None  # by an engine: its log-probabilities; `logprobs` are then the policy's
+    # by an engine: its log-probabilities; `logprobs` are then the policy's
+    sampled: list[float] | None = field(default=None, kw_only=True)
 
 
 class Sampled(Protocol):

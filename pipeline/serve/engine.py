@@ -49,7 +49,6 @@ from pipeline.model.config import ModelConfig
 from pipeline.model.transformer import Transformer
 from pipeline.run.errors import InputError
 from pipeline.serve.loop import (
-    MOST_OF_ONE,
     Ended,
     EngineStopped,
     Event,
@@ -129,11 +128,7 @@ class Engine(Loop):
         """
         config = model.config
         super().__init__(
-            rows=rows,
-            queue=queue,
-            context=config.max_context,
-            vocabulary=config.vocab_size,
-            most_of_one=max(rows, MOST_OF_ONE) if rollouts else MOST_OF_ONE,
+            rows=rows, queue=queue, context=config.max_context, vocabulary=config.vocab_size, alone=rollouts
         )
         self.model, self.drafts, self.rollouts = model.train(False), drafts, rollouts
         table = model.model.embed_tokens.weight

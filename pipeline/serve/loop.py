@@ -173,12 +173,15 @@ class Loop(ABC):
 
     slots: Sequence[Row]
 
-    def __init__(self, *, rows: int, queue: int, context: int, vocabulary: int, most_of_one: int = MOST_OF_ONE) -> None:
-        """`context` is the longest prompt and answer together. Raises ValueError for impossible numbers."""
+    def __init__(self, *, rows: int, queue: int, context: int, vocabulary: int, alone: bool = False) -> None:
+        """`context` is the longest prompt and answer together. `alone`: one owner may have all rows and places.
+
+        Raises ValueError for impossible numbers.
+        """
         if rows < 1 or queue < 0:
             raise ValueError(f"expected rows >= 1 and queue >= 0, got {rows} and {queue}")
         self.rows, self.queue, self.context, self.vocabulary = rows, queue, context, vocabulary
-        self.most_of_one = most_of_one
+        self.alone = alone
         self.others: Sequence[Loop] = ()  # of the same process: work that can wait gives way to their answers
         self._changed = threading.Condition()
         self._errands: deque[Callable[[], None]] = deque()
@@ -272,9 +275,7 @@ class Loop(ABC):
             places, taken = self.queue + self.rows, len(self.waiting) + self.busy
             own = sum(ticket.request.owner == owner for ticket in self.waiting)
             own += sum(slot.ticket is not None and slot.owner == owner for slot in self.slots)
-            if self.most_of_one >= self.rows:  # nobody is shut out
-                return taken >= places
-            return taken >= places and (own >= places // 2 or own == taken)
+            return taken >= places and (self.alone or own >= places // 2 or own == taken)
 
     def between_answers(self, errand: Callable[[], None]) -> None:
         """Run `errand` on the engine's thread, with empty rows after it. Returns when it has run: rows that are busy
@@ -355,11 +356,12 @@ class Loop(ABC):
         One prompt is scored at a time: its steps are the longest, and no answer should wait for many of them.
         """
         running = Counter(slot.owner for slot in self.slots if slot.ticket is not None)
+        most = self.rows if self.alone else MOST_OF_ONE
         scoring = any(slot.ticket is not None and slot.ticket.request.score is not None for slot in self.slots)
         ready = (
             ticket
             for ticket in self.waiting
-            if running[ticket.request.owner] < self.most_of_one and not (scoring and ticket.request.score is not None)
+            if running[ticket.request.owner] < most and not (scoring and ticket.request.score is not None)
         )
         return min(ready, key=lambda ticket: running[ticket.request.owner], default=None)
 
