@@ -1,5 +1,6 @@
 """An engine that samples for a policy: our server as another process, and engines that misbehave."""
 
+import copy
 import json
 import math
 import os
@@ -19,11 +20,15 @@ import httpx
 import pytest
 import torch
 
+from pipeline.generation.sampling import Sampling
 from pipeline.learning import policy_losses
 from pipeline.model import checkpoint
+from pipeline.model.transformer import Transformer
 from pipeline.rl import engine
 from pipeline.rl.engine import Engine
 from pipeline.run.errors import ConfigError, SamplerError
+from pipeline.serve import engine as serving_engine
+from pipeline.serve.loop import Ended, EngineStopped, Event, GenerationRequest
 from tests import sharded
 from tests.conftest import ROOT
 from tests.server import Running, random_model, serving
@@ -144,6 +149,30 @@ def test_it_serves_two_processes_that_share_a_model(coded: Workspace, own: Runni
     assert differences(coded.weights("tools"), alone) > 1e-3
 
 
+@pytest.mark.full
+def test_what_one_process_finds_wrong_ends_both(coded: Workspace, own: Running) -> None:
+    """An engine that is far off for one prompt is far off for the process that has it; both save and end."""
+    marked: list[list[int]] = []
+
+    def partly_off(path: str, body: JsonObject) -> tuple[int, Any]:
+        answer = httpx.post(f"{own.url}{path}", json=body | ({"model": "tools"} if "model" in body else {}), timeout=60)
+        said = answer.json()
+        if path == "/v1/completions":
+            marked.append(body["prompt"])
+            if body["prompt"] == marked[0]:
+                found = said["choices"][0]["logprobs"]
+                found["token_logprobs"] = [value - 9 for value in found["token_logprobs"]]
+        return answer.status_code, said
+
+    with fake(partly_off) as url:
+        line = arguments("grpo", {"method": "grpo", "prompts": 4} | SERVER | {"runtime.sampler.url": url})
+        process = sharded.started("grpo", line, 2)
+        said = process.communicate(timeout=sharded.SECONDS)[1]
+    assert process.returncode in (1, 143), said  # the first to end has 1; the launcher may end the other meanwhile
+    assert all(f"{who}: runtime.sampler.url" in said for who in ("stage_grpo", "(rank 1)")), said
+    assert coded.states("grpo") and not (coded.folder / "models/grpo").exists()
+
+
 def children(pid: int) -> list[int]:
     """Of a process."""
     return [int(number) for number in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
@@ -216,6 +245,7 @@ def test_without_rollouts_nobody_loads_weights(coded: Workspace) -> None:
         (("models/tools", "models/code", "--rollouts", "."), "--rollouts: expected one model"),
         (("models/tools", "--weights", "int8", "--rollouts", "."), "in its own weights"),
         (("models/tools", "--rollouts", "nowhere"), "--rollouts: expected a folder, found none at nowhere"),
+        (("models/reward", "--rollouts", "."), "--rollouts: expected a causal model"),
     ],
 )
 def test_a_server_that_cannot_is_not_started(options: tuple[str, ...], text: str, coded: Workspace) -> None:
@@ -224,6 +254,39 @@ def test_a_server_that_cannot_is_not_started(options: tuple[str, ...], text: str
         command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=60
     )
     assert ended.returncode == 2 and text in ended.stderr
+
+
+def test_an_errand_that_fails_is_its_callers_and_the_engines(tiny_model: Transformer) -> None:
+    """What it raises is raised where it was asked for; the engine is restarted, and loads the next weights."""
+    found = serving_engine.Engine(tiny_model, rows=2, rollouts=True)
+    with found:
+        with pytest.raises(ZeroDivisionError):
+            found.between_answers(lambda: 1 // 0)
+        found.restart()
+        found.load(copy.deepcopy(tiny_model))
+        assert found.model is not tiny_model
+    with pytest.raises(EngineStopped):
+        found.load(tiny_model)
+
+
+def test_a_load_waits_for_answers_that_have_begun_and_ends_with_the_engine(tiny_model: Transformer) -> None:
+    found = serving_engine.Engine(tiny_model, rows=2, rollouts=True)  # its thread is not started: only `step` runs
+    heard: list[Event] = []
+    for _ in range(2):
+        request = GenerationRequest(ids=[1, 2], sampling=Sampling(3), seed=1, listener=heard.append)
+        found.submit(request)
+        found.step()
+    loading = threading.Thread(target=found.load, args=(copy.deepcopy(tiny_model),))
+    loading.start()
+    found.submit(request)
+    while loading.is_alive():
+        assert sum(isinstance(event, Ended) for event in heard) <= 2
+        found.step()
+        time.sleep(0.001)
+    assert sum(isinstance(event, Ended) for event in heard) == 2 and found.model is not tiny_model
+    while found.busy or found.waiting:
+        found.step()
+    assert sum(isinstance(event, Ended) for event in heard) == 3
 
 
 # -- engines that misbehave --------------------------------------------------------------------------------------------
@@ -322,6 +385,7 @@ def test_an_engine_of_vllm_is_asked_by_its_own_routes(tmp_path: Path) -> None:
         ({"token_ids": None}, "not of the vocabulary"),
         ({"logprobs": None}, "answered without"),
         ({"logprobs": {"token_logprobs": [-1.0, None, -0.5]}}, "other log-probabilities"),
+        ({"logprobs": {"token_logprobs": [-1.0, math.nan, -0.5]}}, "other log-probabilities"),
         ({"finish_reason": "length"}, "ended an answer by 'length' with the ids"),
         ({"finish_reason": "abort"}, "ended an answer by 'abort'"),
         ({"token_ids": [9, 5, 9]}, "expected 9 at a stop alone"),
@@ -385,7 +449,7 @@ def test_a_slow_engine_is_said_and_then_given_up(
             found.generate([[1, 2]], [7])
         released.set()
         found.close()
-    assert "has sampled 1 answers for" in capsys.readouterr().err
+    assert "has sampled 0 of 1 answers in" in capsys.readouterr().err
 
 
 def test_an_engine_with_other_log_probabilities_ends_the_run(coded: Workspace) -> None:

@@ -10,10 +10,12 @@ from tests.workspace import Workspace, arguments
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 ADAPTER = {"rank": 2, "alpha": 4}
+GROUPS = {"method": "rloo", "samples": 2, "prompts": 4}
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("grpo", {"beta": 0.05, "adapter": ADAPTER}),
     ("grpo", {"method": "dapo", "epochs": 2, "minibatches": 1}),
     ("rlhf", {"method": "ppo", "rehearsal_rows": 3, "rehearsal_coef": 0.5}),
+    ("rlhf", GROUPS | {"rehearsal_rows": 1, "rehearsal_coef": 0.5, "adapter": ADAPTER}),
 ]
 
 

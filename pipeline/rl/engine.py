@@ -1,6 +1,6 @@
 """Answers from an engine: a server of its own process that samples with the weights which the policy has now.
 
-    engine = Engine(url, folder, model=..., temperature=...)        Raises ConfigError where none answers
+    engine = Engine(url, folder, temperature=..., ...)      ConfigError where none answers; `close` ends it
     engine.publish(write)           writes the weights below `folder`, has the engine load them, checks that it did
     engine.generate(ids, seeds)     one completion each: ids, log-probabilities as the engine sampled, stop
 
@@ -26,17 +26,18 @@ when they are an update late. Not here: starting an engine.
 """
 
 import ipaddress
+import math
 import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NoReturn
 
 import httpx
 
+from pipeline.generation.sampling import Completion
 from pipeline.run.config import without_password
 from pipeline.run.errors import ConfigError, SamplerError
 from pipeline.run.tracking import say
@@ -52,17 +53,8 @@ SLOW_SECONDS = 60.0  # after which an iteration says that it waits
 MISMATCH = 0.5  # nats a token between engine and policy: more is no rounding
 
 
-@dataclass(frozen=True)
-class Completion:
-    """One answer, as `generation.sampling.Completion`."""
-
-    ids: list[int]  # without the stop token
-    logprobs: list[float]  # as the engine sampled; one more than `ids` after a stop token
-    stop: str  # stop, length
-
-
 class Engine:
-    """An engine at an address. `with` closes the connections."""
+    """An engine at an address."""
 
     def __init__(
         self, url: str, folder: Path, *, vocab_size: int, stop: int, max_new_tokens: int, temperature: float
@@ -127,24 +119,28 @@ class Engine:
 
     def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> list[Completion]:
         """One completion a prompt. Raises SamplerError."""
+        answers = [self._pool.submit(self._complete, *pair) for pair in zip(prompts, seeds, strict=True)]
         done = threading.Event()
-        threading.Thread(target=self._say_if_slow, args=(len(prompts), done), daemon=True).start()
+        threading.Thread(target=self._say_if_slow, args=(answers, done), daemon=True).start()
         try:
-            return list(self._pool.map(self._complete, prompts, seeds))
+            return [answer.result() for answer in answers]
         finally:
             done.set()
+            for answer in answers:
+                answer.cancel()
 
-    def _say_if_slow(self, count: int, done: threading.Event) -> None:
+    def _say_if_slow(self, answers: Sequence[Future[Completion]], done: threading.Event) -> None:
         began = time.monotonic()
         while not done.wait(SLOW_SECONDS):
-            say(f"the engine at {self.url} has sampled {count} answers for {time.monotonic() - began:.0f} s")
+            ended, seconds = sum(answer.done() for answer in answers), time.monotonic() - began
+            say(f"the engine at {self.url} has sampled {ended} of {len(answers)} answers in {seconds:.0f} s")
 
     def _complete(self, prompt: Sequence[int], seed: int) -> Completion:
         extra = {"logprobs": 0, "return_token_ids": True, "ignore_eos": True, "stop_token_ids": [self.stop]}
         body = {"model": self.model, "prompt": list(prompt), "seed": seed} | self.sampling | extra
         answer = self._post("/v1/completions", body, ANSWER_SECONDS)
         if answer is None:
-            self._fail("has no /v1/completions")
+            self._fail(f"answered /v1/completions with 404: it does not serve {self.model} any longer")
         try:
             choice = answer["choices"][0]
             ids, sent, reason = choice["token_ids"], choice["prompt_token_ids"], choice["finish_reason"]
@@ -155,7 +151,7 @@ class Engine:
             self._fail(f"read other ids than it was sent: {str(sent)[:60]} for {str(list(prompt))[:60]}")
         if not _are(ids, int) or any(not 0 <= id_ < self.vocab_size for id_ in ids):
             self._fail(f"answered with ids that are not of the vocabulary of {self.vocab_size}: {str(ids)[:60]}")
-        if not _are(logprobs, int, float) or len(logprobs) != len(ids):
+        if not _are(logprobs, int, float) or len(logprobs) != len(ids) or not all(map(math.isfinite, logprobs)):
             self._fail(f"gave {len(ids)} ids and other log-probabilities: {str(logprobs)[:60]}")
         fingerprint = str(answer.get("system_fingerprint") or "")
         if fingerprint.startswith(OUR_FINGERPRINT) and fingerprint != self.fingerprint:
@@ -180,7 +176,8 @@ class Engine:
             if answer.status_code == 404:
                 return None
             if answer.status_code in (429, 503) and time.monotonic() < until:
-                time.sleep(min(5.0, float(answer.headers.get("Retry-After", 1))))
+                wait = answer.headers.get("Retry-After", "")
+                time.sleep(min(5, int(wait)) if wait.isdecimal() else 1)
                 continue
             if answer.status_code >= 400:
                 self._fail(f"answered {path} with {answer.status_code}: {answer.text[:300]}")

@@ -166,7 +166,28 @@ class CausalSetting(Setting):
             raise failed
         with self.hardware.autocast():
             own = answers.logprobs_of(self.whole, drawn, self.pad, self.config.temperature)
-        return check_mismatch(drawn, own, self._engine)
+        return self._reread(drawn, own)
+
+    def _reread(self, drawn: Sequence[Answer], own: Sequence[np.ndarray]) -> list[Answer]:
+        """The engine's answers with the policy's log-probabilities. Raises SamplerError on all ranks where those of any
+        are far from the engine's.
+        """
+        assert self._engine is not None
+        both = [
+            replace(answer, logprobs=logprobs.tolist(), sampled=answer.logprobs)
+            for answer, logprobs in zip(drawn, own, strict=True)
+        ]
+        differences = [
+            abs(a - b) for answer in both for a, b in zip(answer.logprobs, answer.sampled or [], strict=True)
+        ]
+        mean = self.ranks.greatest(float(np.mean(differences)) if differences else 0.0)
+        if mean > MISMATCH:
+            raise SamplerError(
+                f"runtime.sampler.url: the log-probabilities of the engine at {self._engine.url} differ from the"
+                f" policy's by {mean:.2f} nats a token (at most {MISMATCH}): it answers with other weights, or not at"
+                " the sampling temperature"
+            )
+        return both
 
     def _publish(self, engine: Engine) -> None:
         """Have the engine load the policy's weights, unless it has them. Raises SamplerError."""
@@ -235,22 +256,6 @@ class CausalSetting(Setting):
             learned=self.learned if self.reward_model else None,
             preferred=preferred,
         )
-
-
-def check_mismatch(drawn: Sequence[Answer], own: Sequence[np.ndarray], engine: Engine) -> list[Answer]:
-    """The engine's answers with the policy's log-probabilities. Raises SamplerError where the two are far apart."""
-    both = [
-        replace(answer, logprobs=logprobs.tolist(), sampled=answer.logprobs)
-        for answer, logprobs in zip(drawn, own, strict=True)
-    ]
-    differences = [abs(a - b) for answer in both for a, b in zip(answer.logprobs, answer.sampled or [], strict=True)]
-    if differences and (mean := float(np.mean(differences))) > MISMATCH:
-        raise SamplerError(
-            f"runtime.sampler.url: the log-probabilities of the engine at {engine.url} differ from the policy's by"
-            f" {mean:.2f} nats a token (at most {MISMATCH}): it answers with other weights, or not at the sampling"
-            " temperature"
-        )
-    return both
 
 
 @contextmanager

@@ -270,7 +270,9 @@ class Engine(Loop):
             raise ValueError("the model's logits are not finite")
         tokens, _ = choose(logits, torch.from_numpy(numbers), sampling)
         own = _concatenate([candidate.logits for candidate, _ in group]).float()
-        logprobs = (own / ((self.rollouts and sampling.temperature) or 1.0)).log_softmax(-1)
+        if self.rollouts and sampling.temperature:
+            own = own / sampling.temperature
+        logprobs = own.log_softmax(-1)
         parts = zip(group, tokens.cpu().split(counts), logprobs.split(counts))
         return [(candidate, row_tokens.tolist(), row_logprobs) for (candidate, _), row_tokens, row_logprobs in parts]
 

@@ -23,6 +23,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol, Self
@@ -184,7 +185,7 @@ class Loop(ABC):
         self.alone = alone
         self.others: Sequence[Loop] = ()  # of the same process: work that can wait gives way to their answers
         self._changed = threading.Condition()
-        self._errands: deque[Callable[[], None]] = deque()
+        self._errands: deque[tuple[Callable[[], None], Future[None]]] = deque()
         self._counts: Counter[str] = Counter()
 
     @abstractmethod
@@ -206,7 +207,6 @@ class Loop(ABC):
     def _reset(self) -> None:
         """Make empty rows, an empty queue, and a thread that is not started."""
         self._reset_rows()
-        self._errands.clear()
         self.waiting: deque[Ticket] = deque()
         self.alive, self._stopping = True, False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -279,21 +279,16 @@ class Loop(ABC):
 
     def between_answers(self, errand: Callable[[], None]) -> None:
         """Run `errand` on the engine's thread, with empty rows after it. Returns when it has run: rows that are busy
-        end first, and what waits begins after it. Raises EngineStopped.
+        end first, and what waits begins after it. Raises EngineStopped, and what the errand raises: then the engine is
+        dead too, since its rows may be half of the old and half of the new.
         """
-        done = threading.Event()
-
-        def run() -> None:
-            errand()
-            self._reset_rows()
-            done.set()
-
+        done: Future[None] = Future()
         with self._changed:
-            self._errands.append(run)
-            self._changed.notify()
-        while not done.wait(IDLE_SECONDS):
             if not self.alive or self._stopping:
                 raise EngineStopped("the engine has stopped")
+            self._errands.append((errand, done))
+            self._changed.notify()
+        done.result()
 
     # -- the thread ----------------------------------------------------------------------------------------------------
 
@@ -318,11 +313,20 @@ class Loop(ABC):
         """
         self._drop()
         while self._errands and not self.busy:
-            self._errands.popleft()()
+            self._run_errand(*self._errands.popleft())
         if not self._errands:
             self._admit()
         if busy := [row for row, slot in enumerate(self.slots) if slot.ticket is not None]:
             self._advance(busy)
+
+    def _run_errand(self, errand: Callable[[], None], done: Future[None]) -> None:
+        try:
+            errand()
+            self._reset_rows()
+        except BaseException as error:
+            done.set_exception(error)
+            raise
+        done.set_result(None)
 
     def _drop(self) -> None:
         now = time.monotonic()
@@ -392,8 +396,11 @@ class Loop(ABC):
     def _finish_all(self, reason: str) -> None:
         with self._changed:
             self._stopping = True
-            waiting = list(self.waiting)
+            waiting, errands = list(self.waiting), list(self._errands)
             self.waiting.clear()
+            self._errands.clear()
+        for _, done in errands:
+            done.set_exception(EngineStopped("the engine has stopped"))
         for row, slot in enumerate(self.slots):
             if slot.ticket is not None:
                 self._finish(row, reason)

@@ -163,6 +163,10 @@ def load(
             served.append(own.load(folder, name, stage, rows=rows, queue=queue))
         else:
             served.append(_load_causal(folder, name, stage, rows, queue, weights, rollouts))
+    if rollouts and not (served and isinstance(served[0].engine, Engine)):
+        raise ConfigError(
+            f"--rollouts: expected a causal model, which a policy begins with; {names or 'an adapter'} is none"
+        )
     bases = {model.id: (model, folder) for model, folder in zip(served, folders, strict=True)}
     for folder in adapters:
         served.append(_load_adapter(folder, bases, rows, queue))
@@ -244,10 +248,9 @@ def _load_causal(
 def update(served: Served, folder: Path) -> None:
     """Answer with the weights of another directory from now on. Answers that have begun end with the old ones.
 
-    Raises ModelError for another shape or tokenizer, ConfigError for a model that cannot be updated, EngineStopped.
+    Raises ModelError for another shape or tokenizer, EngineStopped.
     """
-    if not isinstance(served.engine, Engine) or not served.engine.rollouts:
-        raise ConfigError(f"{served.id} is no policy that trains: start the server with --rollouts")
+    assert isinstance(served.engine, Engine) and served.engine.rollouts
     huggingface.check(folder)
     model, tokenizer = checkpoint.load(folder)
     checkpoint.same_tokenizer(served.tokenizer, tokenizer, served.id, str(folder))
@@ -255,8 +258,9 @@ def update(served: Served, folder: Path) -> None:
         raise ModelError(f"{folder}: expected a model of the shape of {served.id}, found {model.config}")
     model.train(False).requires_grad_(False)
     fingerprint = fingerprint_of(model)  # before its weights change
-    served.engine.load(inference.for_serving(device.placed(model), served.weights))
-    served.fingerprint = fingerprint
+    with served.lock:  # of two updates at once the later one's weights and fingerprint both stay
+        served.engine.load(inference.for_serving(device.placed(model), served.weights))
+        served.fingerprint = fingerprint
     _trim_heap()
 
 
