@@ -164,9 +164,7 @@ def load(
         else:
             served.append(_load_causal(folder, name, stage, rows, queue, weights, rollouts))
     if rollouts and not (served and isinstance(served[0].engine, Engine)):
-        raise ConfigError(
-            f"--rollouts: expected a causal model, which a policy begins with; {names or 'an adapter'} is none"
-        )
+        raise ConfigError("--rollouts: expected a causal model, which a policy begins with")
     bases = {model.id: (model, folder) for model, folder in zip(served, folders, strict=True)}
     for folder in adapters:
         served.append(_load_adapter(folder, bases, rows, queue))
