@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from dvc.utils import serialize
+from dvc.utils.hydra import apply_overrides
 from omegaconf import OmegaConf
 from ruamel.yaml import YAML
 
@@ -201,6 +203,14 @@ def test_dvc_and_hydra_read_the_same_trees(in_repository: Path) -> None:
         as_dvc = YAML(typ="safe", pure=True).load(path.read_text())
         as_hydra = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
         assert as_dvc == as_hydra, path
+
+
+@pytest.mark.parametrize("key", ["sandbox", "sampler"])
+def test_dvc_sets_an_address_that_it_can_read(key: str, tmp_path: Path) -> None:
+    """`dvc exp run -S`; in braces it writes an address that libyaml refuses."""
+    shutil.copy(ROOT / "params.yaml", tmp_path)
+    apply_overrides(tmp_path / "params.yaml", [f"runtime.{key}.url=http://127.0.0.1:8100"])
+    assert serialize.load_yaml(tmp_path / "params.yaml")["runtime"][key] == {"url": "http://127.0.0.1:8100"}
 
 
 def test_params_yaml_has_no_interpolation_and_no_stray_block(in_repository: Path) -> None:
