@@ -300,7 +300,8 @@ def test_what_params_yaml_says_of_the_sandbox_counts(
     monkeypatch.setattr(servers, "JAIL", tmp_path / "absent.py")
     with_parameters(scratch, allow_unsafe="true")
     assert summary(doctor.sandbox(scratch)).startswith("note: profile sealed cannot be had")
-    text = (scratch / "params.yaml").read_text(encoding="utf-8").replace("{url: null}", "{url: 'http://other:8801'}")
+    text = (scratch / "params.yaml").read_text(encoding="utf-8")
+    text = text.replace("sandbox:\n    url: null", "sandbox:\n    url: http://other:8801")
     (scratch / "params.yaml").write_text(text, encoding="utf-8")
     assert summary(doctor.sandbox(scratch)).startswith("ok: generated code runs at http://other:8801")
 
