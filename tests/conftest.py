@@ -33,6 +33,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 ROOT = Path(__file__).parents[1]
 BUILD_A_GRAPH = ("test_graph.py", "test_spine.py")
+LONG = ("test_launch.py", "test_own_model.py", "test_wings.py")  # minutes, and few tests
 NEED_THE_GRAPH = {f"test_{name}.py" for name in ("extending", "remotes", "tutorial")}
 AT_HOME = {  # where programs keep what is the person's, below HOME
     "XDG_CACHE_HOME": ".cache",
@@ -113,11 +114,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The order of files for `--dist loadfile --no-loadscope-reorder`, of which each process takes the next: so none
     ends long after another.
 
-    First the file that builds a graph, then those of many tests; the others that need the graph wait for it in the
-    middle.
+    First the file that builds a graph, then the long ones, then those of many tests; the others that need the graph
+    wait for it in the middle.
     """
     count = Counter(item.path for item in items)
-    files = sorted(count, key=lambda path: (path.name not in BUILD_A_GRAPH, -count[path], path.name))
+    files = sorted(
+        count, key=lambda path: (path.name not in BUILD_A_GRAPH, path.name not in LONG, -count[path], path.name)
+    )
     waiting = [path for path in files if path.name in NEED_THE_GRAPH]
     others = [path for path in files if path not in waiting]
     middle = len(others) // 2

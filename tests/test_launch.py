@@ -393,9 +393,8 @@ MOMENTS: dict[str, Callable[[Path], bool]] = {
 @pytest.mark.parametrize(
     ("number", "moment"),
     [
-        *((number, moment) for number in (signal.SIGTERM, signal.SIGKILL) for moment in MOMENTS),
-        (signal.SIGINT, "in training"),
-        (signal.SIGHUP, "in training"),
+        *((signal.SIGKILL, moment) for moment in MOMENTS),
+        *zip((signal.SIGTERM, signal.SIGINT, signal.SIGHUP), MOMENTS, strict=True),
     ],
     ids=str,
 )

@@ -95,13 +95,16 @@ def test_a_wrong_word_is_answered_with_the_valid_ones(
 
 
 def test_what_users_want_fits_by_plan(in_repository: Path) -> None:
-    """3B with an adapter (SFT, DPO, Diffusion-DPO) on 16 GB, 7B on 24, GRPO of 7B on 80; the base is in bf16."""
+    """3B with an adapter (SFT, DPO, Diffusion-DPO) on 16 GB, 7B on 24, GRPO of 7B on 80, or whole on eight of those;
+    the base is in bf16.
+    """
     for model, strategy, card in (
         ("xlarge", "lora", 16),
         ("xlarge", "dpo_lora", 16),
         ("xlarge", "diffusion_dpo_lora", 16),
         ("7b", "lora", 24),
         ("7b", "grpo_lora", 80),
+        ("7b", "grpo_fsdp2", 80),
     ):
         config = plan.configured([f"model={model}", "gradient_checkpointing=full"])
         work = plan.work_of(config, "cuda", "bf16")
@@ -117,6 +120,17 @@ def test_sampling_holds_keys_and_values_of_the_rows_that_are_decoded_together(in
     assert plan.sampling_bytes(model, work, 20) == plan.plan(config, "grpo", work, 1).sampling == 20 * row
     assert plan.sampling_bytes(model, work, 10**6) == 512 * row
     assert plan.plan(config, "dpo", work, 1).sampling == 0
+
+
+def test_sharded_grpo_has_reference_and_copy_whole_on_each_process(in_repository: Path) -> None:
+    for narrow, size in (("fp32", 4), ("bf16", 2)):
+        config = plan.configured(["model=7b", "model.vocab_size=32000", f"base_weights={narrow}"])
+        work = plan.work_of(config, "cuda", "bf16")
+        sharded, grpo = (plan.plan(config, strategy, work, 1) for strategy in ("fsdp2", "grpo_fsdp2"))
+        table = 32_000 * config.model.width  # the embedding, which is looked up, stays float32
+        matrices = config.model.matmul_parameters
+        assert (grpo.weights - sharded.weights) / 2 == pytest.approx(size * matrices + 4 * table, rel=1e-3)
+        assert grpo.optimizer == sharded.optimizer
 
 
 def test_nf4_stores_half_a_byte_a_weight(in_repository: Path) -> None:

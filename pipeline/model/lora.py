@@ -168,9 +168,8 @@ class AdaptedLinear(nn.Module):
         """W + k B A (out, in), at least float32 also under autocast."""
         with torch.autocast(self.weight.device.type, enabled=False):
             weight = dense(self.weight, self.nf4)
-            return weight.to(_at_least_float32(weight.dtype)) + self.config.scale * (
-                self.lora_B.weight @ self.lora_A.weight
-            )
+            weight = weight.to(_at_least_float32(weight.dtype))
+            return torch.addmm(weight, self.lora_B.weight, self.lora_A.weight, alpha=self.config.scale)
 
     @torch.no_grad()
     def _norms(self) -> Tensor:

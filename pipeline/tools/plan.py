@@ -44,6 +44,7 @@ STRATEGIES = {
     "dpo_lora": "DPO, LoRA",
     "grpo": "GRPO, with its reference",
     "grpo_lora": "GRPO, LoRA",
+    "grpo_fsdp2": "GRPO, FSDP2",
     "ppo": "PPO, four models",
     "diffusion": "masked diffusion",
     "diffusion_dpo": "Diffusion-DPO, with its reference",
@@ -66,7 +67,7 @@ class PlanConfig:
     context: int | None = None  # tokens of a row; none: 2,048, or the model's context where that is shorter
     micro_batch: int = 1  # rows of one pass; of pairs: answers
     samples: int = 64  # answers of an iteration, where answers are sampled
-    processes: int = 8  # of ddp and fsdp2
+    processes: int = 8  # of ddp, fsdp2 and grpo_fsdp2
     device: str = "auto"  # of the table of parts: cpu, cuda; auto: this machine's
     precision: str = "auto"  # fp32, bf16, fp16; auto: this machine's, and bf16 on cards
     optimizer: str = "adamw"  # adamw, muon
@@ -138,7 +139,7 @@ def work_of(config: PlanConfig, kind: str, precision: str) -> Work:
 
 def plan(config: PlanConfig, strategy: str, work: Work, micro_batch: int) -> Footprint:
     """Bytes per device of a strategy."""
-    model, method = config.model, strategy.removesuffix("_lora")
+    model, method = config.model, strategy.removesuffix("_lora").removesuffix("_fsdp2")
     narrow = config.base_weights in ("bf16", "nf4")
     if config.base_weights == "auto":
         narrow = (work.kind, work.precision) == ("cuda", "bf16")
@@ -152,17 +153,21 @@ def plan(config: PlanConfig, strategy: str, work: Work, micro_batch: int) -> Foo
         if config.base_weights == "nf4":  # instead of 2 bytes
             quantised = sum(rows * columns * count for (rows, columns), count in footprint.matrices(model).items())
             weights = replace(weights, frozen=int(weights.frozen - (2 - NF4_BYTES) * quantised))
-    elif method in ALIGNED:
+    elif method in ALIGNED and not strategy.endswith("fsdp2"):
         weights += footprint.frozen(model, narrow=narrow)
     if method == "ppo":
         weights += footprint.full(model, head=False) + footprint.frozen(model, head=False, narrow=narrow)
         models = [model, model]
     single = footprint.footprint(weights, models, work, micro_batch)
+    if strategy.endswith("fsdp2"):
+        single = footprint.sharded(single, model, work, config.processes)
+    if strategy == "grpo_fsdp2":  # each process has the reference whole, and a copy of the policy that samples
+        beside = footprint.frozen(model, narrow=narrow)
+        cast = 2.0 * beside.cast if work.precision != "fp32" else 0.0
+        single = replace(single, weights=single.weights + 2 * beside.frozen, copies=single.copies + cast)
     if method in SAMPLED:
         single = replace(single, sampling=sampling_bytes(model, work, config.samples))
-    if strategy == "ddp":
-        return footprint.data_parallel(single, whole)
-    return footprint.sharded(single, model, work, config.processes) if strategy == "fsdp2" else single
+    return footprint.data_parallel(single, whole) if strategy == "ddp" else single
 
 
 def sampling_bytes(config: ModelConfig, work: Work, answers: int) -> float:
@@ -182,7 +187,8 @@ def render(config: PlanConfig, hardware: device.Hardware) -> str:
     shown_work = work_of(config, kind, precision if kind == hardware.device.type else card_precision)
     memory = device.total_memory(hardware.device)
     strategies = [config.strategy] if config.strategy else list(STRATEGIES)
-    names = {s: f"{STRATEGIES[s]} ({config.processes})" if s in ("ddp", "fsdp2") else STRATEGIES[s] for s in strategies}
+    several = {s: f" ({config.processes})" if s.endswith(("ddp", "fsdp2")) else "" for s in strategies}
+    names = {s: STRATEGIES[s] + number for s, number in several.items()}
     plans = {s: plan(config, s, shown_work, config.micro_batch) for s in strategies}
     parts = [[names[s], *(gigabytes(getattr(p, part)) for part in PARTS), gigabytes(p.total)] for s, p in plans.items()]
     machines = [(memory, work_of(config, hardware.device.type, precision))]
