@@ -152,15 +152,15 @@ def test_a_machine_whose_gpus_are_not_asked_for_has_none(monkeypatch: pytest.Mon
 HOLDER = (
     "import sys; from pathlib import Path; import torch; from pipeline.run import device;"
     " torch.cuda.device_count = lambda: int(sys.argv[2]);"
-    " told = device.claim_gpu(Path(sys.argv[1]));"
+    " told = device.claim_gpus(int(sys.argv[3]), Path(sys.argv[1]));"
     " import os; print(os.environ.get('CUDA_VISIBLE_DEVICES', 'any'), told, sep='|', flush=True); sys.stdin.read()"
 )
 
 
-def holder(locks: Path, count: int, **environment: str) -> tuple["subprocess.Popen[str]", str, str]:
-    """A process on a machine with `count` GPUs, the one that it took, and what it was told."""
+def holder(locks: Path, count: int, number: int = 1, **environment: str) -> tuple["subprocess.Popen[str]", str, str]:
+    """A process on a machine with `count` GPUs that wants some, those that it took, and what it was told."""
     process = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(locks), str(count)],
+        [sys.executable, "-c", HOLDER, str(locks), str(count), str(number)],
         cwd=ROOT,
         env=environment,
         stdin=subprocess.PIPE,
@@ -178,7 +178,7 @@ def test_stages_side_by_side_take_a_gpu_each_and_one_that_finds_none_says_so(tmp
         assert [taken for _, taken, _ in running[:2]] == ["0", "1"]
         assert [told for _, _, told in running[:2]] == ["", ""]
         assert running[2][1] in ("0", "1")
-        assert running[2][2].startswith("all 2 GPUs have a stage already: this one shares GPU ")
+        assert running[2][2] == f"no other GPU is free: {running[2][1]} has another stage, and both are slower"
         running[0][0].communicate()
         running.append(holder(tmp_path / "locks", 2))
         assert running[3][1:] == ("0", "")
@@ -186,6 +186,17 @@ def test_stages_side_by_side_take_a_gpu_each_and_one_that_finds_none_says_so(tmp
         for process, *_ in running:
             process.kill()
             process.wait()
+
+
+def test_several_processes_take_as_many_gpus(tmp_path: Path) -> None:
+    running = [holder(tmp_path / "locks", 4), *(holder(tmp_path / "locks", 4, 2) for _ in range(2))]
+    for process, *_ in running:
+        process.kill()
+        process.wait()
+    assert [taken for _, taken, _ in running[:2]] == ["0", "1,2"]
+    (_, last, told), shared = running[2], running[2][1].removeprefix("3,")
+    assert last.startswith("3,") and shared in ("0", "1", "2")
+    assert told == f"no other GPU is free: {shared} has another stage, and both are slower"
 
 
 def test_only_the_gpus_that_a_person_shows_are_taken_and_a_rank_or_a_machine_without_takes_none(tmp_path: Path) -> None:

@@ -75,18 +75,21 @@ def num_gpus() -> int:
     return torch.cuda.device_count() if requested_kind() in ("auto", "cuda") else 0
 
 
-def claim_gpu(locks: Path | None = None) -> str:
-    """Keep this process, and those that it starts, on one GPU that no other stage of this user has: stages side by side
-    take one each. It is free again when the process ends.
+def claim_gpus(number: int = 1, locks: Path | None = None) -> str:
+    """Keep this process, and those that it starts, on so many GPUs that no other stage of this user has: stages side by
+    side take their own. They are free again when the process ends.
 
-    Nothing happens without a GPU, and for a rank, whose launcher decides: a run of several processes holds no GPU.
-    Returns what a person should know, or "". Call it before CUDA is initialized.
+    Nothing happens without a GPU, and for a rank, whose parent has claimed its own. Returns what a person should know,
+    or "". Call it before CUDA is initialized.
     """
     if "LOCAL_RANK" in os.environ or not (count := num_gpus()):
         return ""
     names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")[:count]
     locks = locks or Path(tempfile.gettempdir()) / f"stagecoach-gpus-{os.getuid()}"
+    mine, others = list[str](), list[str]()
     for name in names:
+        if len(mine) == number:
+            break
         try:
             locks.mkdir(mode=0o700, exist_ok=True)
             held = os.open(locks / name.strip().replace("/", "-"), os.O_RDWR | os.O_CREAT, 0o600)
@@ -96,12 +99,13 @@ def claim_gpu(locks: Path | None = None) -> str:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             os.close(held)
-            continue
-        os.environ["CUDA_VISIBLE_DEVICES"] = name  # `held` stays open: its end is the process's
-        return ""
-    os.environ["CUDA_VISIBLE_DEVICES"] = names[os.getpid() % len(names)]
-    others = "the GPU has" if count == 1 else f"all {count} GPUs have"
-    return f"{others} a stage already: this one shares GPU {os.environ['CUDA_VISIBLE_DEVICES']}, and both are slower"
+            others.append(name)
+        else:
+            mine.append(name)  # `held` stays open: its end is the process's
+    first = os.getpid() % max(1, len(others))
+    shared = (others[first:] + others[:first])[: number - len(mine)]
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(mine + shared)
+    return f"no other GPU is free: {', '.join(shared)} has another stage, and both are slower" if shared else ""
 
 
 def request_kind(kind: str) -> None:

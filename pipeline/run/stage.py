@@ -177,11 +177,12 @@ def _run(
                     f"{name}: without the model of step {absent[0]}: runtime.fresh=true trains again and keeps it"
                 )
         else:
+            number = 1 if plan is None else 0 if plan.on_cpu else plan.processes
+            if number and stage not in WITHOUT_TORCH and (shared := device.claim_gpus(number)):
+                tracking.say(f"{name}: {shared}")
             if plan is not None:
                 os.environ["STAGECOACH_LOCKED"] = str(folder)
                 _exit(processes.run_workers(plan, f"stages.{stage}", argv))
-            if stage not in WITHOUT_TORCH and (shared := device.claim_gpu()):
-                tracking.say(f"{name}: {shared}")
             job = _make_job(stage, item, seed, resolved, runtime, folder, lineage)
             job = dataclasses.replace(job, family=_family(stage, item, seed, parameters, lineage))
             _compute(run, job, parameters, inputs, wiring, names, start)
