@@ -88,6 +88,8 @@ HALF = CPU | {"precision": "bf16"}
 BY_HAND = (
     2 * 8 + 2 * 24 + 4 * 8 + 4 * 8 + 256 + 2 * 8 + 6 * 16
 )  # one tile sees itself: its keys, values and 128 probabilities
+WHOLE = 4 * (2 * BY_HAND + TOKEN)
+SELECTIVE = 4 * (32 + 144 + 0.15 * (BY_HAND - 144) + BY_HAND + TOKEN)
 NARROW = {"copies": 2 * HIDDEN, "logits": 2 * 64 * 4 + 6 * 8 * 4 + 12 * TABLE} | PADDING
 
 
@@ -125,10 +127,11 @@ NARROW = {"copies": 2 * HIDDEN, "logits": 2 * 64 * 4 + 6 * 8 * 4 + 12 * TABLE} |
             CPU | {"checkpointing": "full"},
             {"activations": 4 * (32 + 1.4 * 624 + TOKEN), "logits": LOGITS + 8 * TABLE} | PADDING,
         ),
-        (HALF, {"activations": 4 * (2 * BY_HAND + TOKEN)} | NARROW),
+        # half-precision activations make place for the gradients of a single pass
+        (HALF, {"activations": WHOLE, "gradients": max(0, 4 * ALL - WHOLE)} | NARROW),
         (
             HALF | {"checkpointing": "selective"},
-            {"activations": 4 * (32 + 144 + 0.15 * (BY_HAND - 144) + BY_HAND + TOKEN)} | NARROW,
+            {"activations": SELECTIVE, "gradients": max(0, 4 * ALL - SELECTIVE)} | NARROW,
         ),
     ],
 )

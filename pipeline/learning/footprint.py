@@ -16,12 +16,13 @@ It models this code, not a textbook, and is checked against measured peaks (test
 - Sampling: keys and values of the rows that are decoded together, and each adapted matrix with its adapter added.
 
 An update starts when a pass is over, and a pass when sampling is, so the total has the greatest of a pass (copies,
-activations, logits), the update and sampling. Gradients count beside the activations even where one pass makes them:
-glibc is told to keep freed memory (device.keep_freed_memory), and it reuses an aligned block only when its neighbors
-are free too, so on a CPU hardly any block is used again for another size. There the heap grows by a margin, of which a
-quarter is touched at its peak. Muon's stacks of different shapes and the head's several gradients add up. A recomputed
-layer reuses only a part of the place of the layer before it (LOST, measured), and temporaries of adapters leave holes
-between what stays (LEFT, measured).
+activations, logits), the update and sampling. Gradients that one pass makes take the places of half-precision
+activations on a CPU (measured); else they count beside them, since glibc is told to keep freed memory
+(device.keep_freed_memory), and it reuses an aligned block only when its neighbors are free too, so on a CPU hardly any
+block is used again for another size. There the heap grows by a margin, of which a quarter is touched at its peak.
+Muon's stacks of different shapes and the head's several gradients add up. A recomputed layer reuses only a part of the
+place of the layer before it (LOST, measured), and temporaries of adapters leave holes between what stays (LEFT,
+measured).
 
 A hook counts (`hook_bytes`), within a fifth on a CPU. Not counted: the interpreter and its libraries (0.3
 to 0.5 GB), CUDA's context. Not measured: CUDA.
@@ -129,10 +130,13 @@ class Footprint:
 def footprint(weights: Weights, configs: Sequence[ModelConfig], work: Work, micro_batch: int) -> Footprint:
     """The footprint of one process that trains these weights, `micro_batch` rows at a time."""
     copies, activations, logits = pass_bytes(configs, weights, work, micro_batch)
+    gradients = 4.0 * weights.trained
+    if work.kind == "cpu" and work.precision != "fp32" and not work.accumulates:
+        gradients -= min(gradients, activations)
     muon = sum(r * c * n for (r, c), n in weights.hidden.items()) if work.optimizer == "muon" else 0
     return Footprint(
         weights=4.0 * weights.trained + weights.frozen + (4.0 * weights.trained if work.ema else 0.0),
-        gradients=4.0 * weights.trained,
+        gradients=gradients,
         optimizer=8.0 * weights.trained - 4.0 * muon,
         copies=copies,
         activations=activations,

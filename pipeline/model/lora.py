@@ -169,7 +169,8 @@ class AdaptedLinear(nn.Module):
         with torch.autocast(self.weight.device.type, enabled=False):
             weight = dense(self.weight, self.nf4)
             weight = weight.to(_at_least_float32(weight.dtype))
-            return torch.addmm(weight, self.lora_B.weight, self.lora_A.weight, alpha=self.config.scale)
+            b, a = (layer.weight.to(weight.dtype) for layer in (self.lora_B, self.lora_A))
+            return torch.addmm(weight, b, a, alpha=self.config.scale)
 
     @torch.no_grad()
     def _norms(self) -> Tensor:
