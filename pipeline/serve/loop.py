@@ -324,6 +324,7 @@ class Loop(ABC):
             errand()
             self._reset_rows()
         except BaseException as error:
+            self.alive = False  # before the caller hears of it, who may restart the engine at once
             done.set_exception(error)
             raise
         done.set_result(None)
