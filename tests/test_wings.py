@@ -21,19 +21,25 @@ sys.path.append("pipeline/sandbox")  # what runs inside finds its neighbors ther
 for path in sorted(path for folder in ("pipeline", "stages") for path in Path(folder).rglob("*.py")):
     importlib.import_module(".".join(path.with_suffix("").parts).removesuffix(".__init__"))
 """
-QUICK = (  # what reads all stages, keys, commands or files
+QUICK = (
     "architecture",
     "card",
+    "checkpoint",
     "codehash",
     "deploy",
     "docs",
+    "engine",
     "evaluate",
     "footprint",
+    "huggingface",
+    "launch",
     "memory",
+    "model",
     "mutants_benchmark",
     "params",
     "purposes",
     "reference_keys",
+    "sampling",
     "wiring",
 )
 

@@ -17,7 +17,7 @@ It models this code, not a textbook, and is checked against measured peaks (test
 
 An update starts when a pass is over, and a pass when sampling is, so the total has the greatest of a pass (copies,
 activations, logits), the update and sampling. Gradients that one pass makes take the places of half-precision
-activations on a CPU (measured); else they count beside them, since glibc is told to keep freed memory
+activations on a CPU (measured with AMX); else they count beside them, since glibc is told to keep freed memory
 (device.keep_freed_memory), and it reuses an aligned block only when its neighbors are free too, so on a CPU hardly any
 block is used again for another size. There the heap grows by a margin, of which a quarter is touched at its peak.
 Muon's stacks of different shapes and the head's several gradients add up. A recomputed layer reuses only a part of the
@@ -147,8 +147,8 @@ def footprint(weights: Weights, configs: Sequence[ModelConfig], work: Work, micr
 
 
 def data_parallel(single: Footprint, weights: Weights) -> Footprint:
-    """With DistributedDataParallel, whose buckets are a second copy of the gradients."""
-    return replace(single, gradients=single.gradients + 4.0 * weights.trained)
+    """With DistributedDataParallel, whose buckets are a second copy of the gradients and stand during the pass."""
+    return replace(single, gradients=8.0 * weights.trained)
 
 
 def sharded(single: Footprint, config: ModelConfig, work: Work, processes: int) -> Footprint:

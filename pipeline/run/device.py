@@ -105,7 +105,7 @@ def claim_gpus(number: int = 1, locks: Path | None = None) -> str:
     first = os.getpid() % max(1, len(others))
     shared = (others[first:] + others[:first])[: number - len(mine)]
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(mine + shared)
-    return f"no other GPU is free: {', '.join(shared)} has another stage, and both are slower" if shared else ""
+    return f"no other GPU is free: another stage has {', '.join(shared)} too, and both are slower" if shared else ""
 
 
 def request_kind(kind: str) -> None:
