@@ -39,10 +39,13 @@ def test_a_model_s_own_memory_counts() -> None:
     assert footprint.weights_of(model) == footprint.full(config)
     assert footprint.full(config).trained == TOTALS["nano"] + 399_390  # the count of specs: tests/test_memory.py
     work = replace(WORK, kind="cpu", row=256, context=256, selected=256)
-    plain, remembering = (footprint.token_bytes(at_32000(name), work) for name in ("nano", "nano_memory"))
-    # two layers: normed 192, twice its copy; queries and result twice; 3 heads of 5 * 64 shares; keys and values of 64
-    # a row by chunks of 64
-    assert remembering - plain == 2 * (8 * 192 + 2 * 2 * 4 * 192 + 4 * 3 * 320 + 2 * 320 * 64 * 4 / 64)
+    # two layers and the one at work. A token: normed 192, twice its copy; queries and result twice; queries before
+    # their norm; 3 heads of 5 * 64 shares. A unit of 64: its chapters' keys and values of 64 numbers
+    token, unit = 8 * 192 + 2 * 2 * 4 * 192 + 4 * 192 + 4 * 3 * 320, 2 * 320 * 64 * 4
+    assert footprint.hook_bytes(config, work, 64) == 3 * (64 * token + unit)
+    whole = 1024 * 64 * 12  # four units choose 16 of 15 chapters: all keys, those before their norm, all values
+    assert footprint.hook_bytes(config, work, 256) == 3 * (256 * token + 4 * unit + whole)
+    assert footprint.hook_bytes(at_32000("nano"), work, 256) == 0
 
 
 @pytest.mark.slow

@@ -266,7 +266,7 @@ def pass_bytes(
     """Bytes of (copies, activations, logits) of a micro-batch. Of an actor and its critic the first has a head."""
     tokens, chosen, first = micro_batch * work.row, micro_batch * work.selected, configs[0]
     half, rows = work.precision != "fp32", max(EVEN_ROWS, MOST_LOGITS // first.vocab_size)
-    activations = tokens * sum(token_bytes(config, work) for config in configs)
+    activations = sum(tokens * token_bytes(config, work) + hook_bytes(config, work, tokens) for config in configs)
     # the two gradients of a tied embedding are added before they join the sum of earlier micro-batches
     tied = 4.0 * weights.tied * (2 if work.accumulates else 1)
     cast = weights.cast - weights.head  # the losses cast the head, and next_token frees it before the backward pass
@@ -409,12 +409,12 @@ def token_bytes(config: ModelConfig, work: Work) -> float:
     products = product_bytes(config, work) if work.checkpointing == "selective" else 0
     lost = LOST[work.precision] * num_recomputed * max(0, saved - products) if work.kind == "cpu" else 0
     layers = saved * (config.layers - num_recomputed) + (layer_input + products) * num_recomputed
-    return layers + lost + saved + 8 * config.width + 4 * config.head_dim + hook_bytes(config, work)
+    return layers + lost + saved + 8 * config.width + 4 * config.head_dim
 
 
-def hook_bytes(config: ModelConfig, work: Work) -> float:
-    """Bytes per token that the model's hook keeps."""
-    return sum(offer(config, work.kind, work.precision) for offer in wings.each("hook_bytes"))
+def hook_bytes(config: ModelConfig, work: Work, tokens: int) -> float:
+    """Bytes that the model's hook keeps in a pass of `tokens`."""
+    return sum(offer(config, work.kind, work.precision, tokens) for offer in wings.each("hook_bytes"))
 
 
 def product_bytes(config: ModelConfig, work: Work) -> float:

@@ -66,8 +66,12 @@ def hook_cache(config: "ModelConfig", rows: int, dtype: "torch.dtype", device: "
     return None if memory is None else MemoryCache(memory, config, rows, dtype, device)
 
 
-def hook_bytes(config: "ModelConfig", kind: str, precision: str) -> float:
-    """Bytes per token of reading: norm, queries, result; on a CPU the weights of all rows; keys and values."""
+def hook_bytes(config: "ModelConfig", kind: str, precision: str, tokens: int) -> float:
+    """Bytes of reading in a pass of `tokens`, of each layer that reads and of one more, the one at work.
+
+    Per token: norm, queries, result; on a CPU the weights of all rows; keys and values of a unit's chapters. And keys
+    and values of the whole bank, where the units together read all of it.
+    """
     memory = _memory_config(config)
     if memory is None:
         return 0.0
@@ -75,9 +79,13 @@ def hook_bytes(config: "ModelConfig", kind: str, precision: str) -> float:
     q, k = config.heads * config.head_dim, config.kv_heads * config.head_dim
     rows = (memory.shared + memory.top_k) * memory.chapter_rows
     shares = config.heads * rows * (4 + (size if size == 2 else 0)) if cpu else 0
-    gathered = 2 * rows * k * size / (1 if memory.routing == "token" else memory.window)
-    per_read = (4 + size) * config.width + (3 if memory.gated else 2) * 2 * size * q + shares + gathered
-    return per_read * len(memory.placed(config.layers))
+    units = tokens / (1 if memory.routing == "token" else memory.window)
+    normed = 4 * q if memory.qk_norm else 0  # what the norm of the queries read
+    per_token = (4 + size) * config.width + (3 if memory.gated else 2) * 2 * size * q + normed + shares
+    bank = memory.rows * k * (2 * size + (4 if memory.qk_norm else 0)) if units * memory.top_k >= memory.chapters else 0
+    per_read = tokens * per_token + units * 2 * rows * k * size + bank
+    placed = len(memory.placed(config.layers))
+    return per_read * (placed + 1 if placed else 0)
 
 
 def save_hook(folder: Path, hook: "LayerHook", weights: dict[str, "Tensor"], base: str) -> None:

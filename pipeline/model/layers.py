@@ -29,7 +29,7 @@ What a wing offers for it:
     check_model    (ModelConfig) -> None; raises ValueError where these keys do not fit the rest
     layer_hook     (ModelConfig) -> the LayerHook that the keys describe, its weights zero; None without them
     hook_cache     (ModelConfig, rows, dtype, device) -> its `cache.HookCache`; None without the keys
-    hook_bytes     (ModelConfig, kind of device, precision) -> bytes per token that the hook keeps in training
+    hook_bytes     (ModelConfig, kind of device, precision, tokens) -> bytes that the hook keeps in a pass of training
     model_type     () -> `model_type` in config.json of a model with the hook, which no other engine may run
     save_hook      (folder, LayerHook, weights, base) -> None; writes the hook's files into a model directory: `weights`
                    are under its own names, `base` is the digest of the model's others
