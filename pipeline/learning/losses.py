@@ -14,7 +14,7 @@ positions are prompt.
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from torch.nn.functional import pad
 from pipeline.batches.batch import Tokens
 from pipeline.model.cpu.primitives import exponentials, outer, softmax
 
+R = TypeVar("R")  # what is made of hidden states: a loss, or several
 EVEN_ROWS = 128  # rows of a product in half precision are a multiple of it
 MOST_LOGITS = 2**23  # that exist at once between two products
 
@@ -136,9 +137,7 @@ def trained_logits(model: nn.Module, batch: Tokens) -> tuple[Tensor, Tensor]:
     return logits, batch.targets[chosen]
 
 
-def read_out(
-    model: nn.Module, batch: Tokens, loss: Callable[[Tensor, Tensor, Tensor], Tensor], reading: object = None
-) -> Tensor:
+def read_out(model: nn.Module, batch: Tokens, loss: Callable[[Tensor, Tensor, Tensor], R], reading: object = None) -> R:
     """`loss` of the hidden states (N, D) at the N trained positions, the head's matrix (V, D) and the targets (N,).
 
     `reading` is handed to the model's hook (model/layers.py). The loss runs inside the model's forward pass, in
@@ -148,7 +147,7 @@ def read_out(
     targets = batch.targets[chosen]
     options = {} if reading is None else {"reading": reading}
 
-    def head(states: Tensor, table: Tensor, index: Tensor | None) -> Tensor:
+    def head(states: Tensor, table: Tensor, index: Tensor | None) -> R:
         return loss(states if index is None else states.index_select(0, index), table, targets)
 
     return model(

@@ -55,7 +55,7 @@ def test_the_oracle_gives_the_stored_numbers_again(oracle: str, tmp_path: Path) 
 
 def test_every_golden_file_is_small_and_names_its_cases_once() -> None:
     files = sorted(set(GOLDEN.glob("*.json")) - {GOLDEN / "peft.json"})
-    assert {path.stem for path in files} == {"reward", "dpo", "kto", "ppo", "grpo", "rloo", "reinforce_pp"}
+    assert {path.stem for path in files} == {"reward", "distill", "dpo", "kto", "ppo", "grpo", "rloo", "reinforce_pp"}
     for path in files:
         records = json.loads(path.read_text(encoding="utf-8"))
         names = [case["name"] for case in records]
