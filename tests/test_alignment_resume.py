@@ -16,7 +16,7 @@ from tests.workspace import SETTINGS, Workspace, arguments
 
 pytestmark = pytest.mark.slow  # each test runs a stage
 SAVING: dict[str, Any] = {"runtime.save_steps": 1}
-ROLLING = ("rlhf", "grpo")  # two steps between fills; states are saved between fills alone
+ROLLING = ("rlhf", "grpo", "distill")  # two steps between fills; states are saved between fills alone
 
 
 def finished(workspace: Workspace, stage: str, **changes: Any) -> tuple[dict[str, str], str]:
@@ -53,6 +53,8 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("rlhf", {"method": "rloo", "rewards": {"learned": 1.0}, "samples": 2, "prompts": 3}),
     ("grpo", {"method": "dapo", "epochs": 2, "minibatches": 1}),
     ("grpo", {"method": "reinforce_pp", "adapter": {"rank": 2, "alpha": 4}}),
+    ("distill", {"on_policy": 0.0, "adapter": {"rank": 2, "alpha": 4}}),
+    ("distill", {"on_policy": 1.0, "beta": 1.0, "loss": "minillm", "gamma": 0.9}),
     ("lora", {"dropout": 0.3, "dora": True}),
 ]
 

@@ -133,9 +133,5 @@ def test_a_teacher_that_is_sure_gives_numbers_and_gradients() -> None:
 def test_advantages_by_hand() -> None:
     """Differences 1, -2, 4: their discounted means from each token on."""
     own, its = np.array([-1.0, -1.0, -5.0]), np.array([0.0, -3.0, -1.0])
-    for gamma, expected in (
-        (0.0, [1, -2, 4]),
-        (1.0, [1, 1, 4]),
-        (0.5, [(1 - 1 + 1) / 1.75, (-2 + 2) / 1.5, 4]),
-    ):
+    for gamma, expected in ((0.0, [1, -2, 4]), (1.0, [1, 1, 4]), (0.5, [(1 - 1 + 1) / 1.75, (-2 + 2) / 1.5, 4])):
         assert np.allclose(advantages(own, its, gamma), expected, atol=1e-6)

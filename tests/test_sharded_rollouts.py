@@ -15,6 +15,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("grpo", {"beta": 0.05, "adapter": ADAPTER}),
     ("grpo", {"method": "dapo", "epochs": 2, "minibatches": 1}),
     ("rlhf", {"method": "ppo", "rehearsal_rows": 3, "rehearsal_coef": 0.5}),
+    ("distill", {"on_policy": 0.5, "beta": 0.3}),
     ("rlhf", GROUPS | {"rehearsal_rows": 1, "rehearsal_coef": 0.5, "adapter": ADAPTER}),
 ]
 

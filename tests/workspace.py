@@ -1,11 +1,13 @@
 """A folder in which the stages of alignment run for real within a second: tiny models, a handful of pairs and problems.
 
-    models/{code,tools,reward}   data/{preferences,labels,dialogues,problems,facts}   params.yaml   conf -> ours
+    models/{code,tools,teacher,reward}   data/{preferences,labels,dialogues,problems,facts,taught}
+    params.yaml   conf -> ours
 
 `Workspace.command` is `python -m stages.<stage> key=value ...` in this process: the same parsing, keys, gates, exit
 codes and files.
 """
 
+import copy
 import csv
 import json
 import runpy
@@ -24,7 +26,8 @@ from pipeline.model import checkpoint
 from pipeline.model.config import ModelConfig
 from pipeline.model.heads import RewardModel
 from pipeline.model.transformer import Transformer
-from pipeline.run import workdir
+from pipeline.rl import answers, teaching
+from pipeline.run import device, workdir
 from pipeline.synthetic import drills
 from pipeline.text.tokenizer import Tokenizer
 from tests.conftest import ROOT
@@ -53,6 +56,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "kto": {key: value for key, value in PAIRS.items() if key != "pairs"} | {"answers": 6},
     "rlhf": ROLLOUTS | {"prompts": 6, "kinds": [], "eval_prompts": 2, "best_of_prompts": 0, "rehearse": "none"},
     "grpo": ROLLOUTS | {"prompts": 3, "samples": 4, "rewards": {"length": 1.0, "code_format": 0.5}, "eval_problems": 2},
+    "distill": ROLLOUTS
+    | {"teacher": "teacher", "prompts": 3, "samples": 2, "on_policy": 0.5, "beta": 0.3, "eval_problems": 2},
     "lora": TRAINING
     | {"steps": 4, "tokens_per_step": 256, "context": 128, "eval_tokens": 64, "learning_rate": 1e-2}
     | {"dialogues": "dialogues", "control_rate": "none"},
@@ -145,6 +150,7 @@ def make(folder: Path, tokenizer: Tokenizer, model: Transformer) -> Workspace:
     ready_to_end(model, tokenizer)
     for name in ("code", "tools"):
         checkpoint.save(folder / "models" / name, model, tokenizer, {})
+    checkpoint.save(folder / "models/teacher", other(model), tokenizer, {})
     save_reward(folder / "models/reward", model.config, tokenizer)
     for split, first, count in (("train", 0, 20), ("val", 100, 4), ("test", 200, 6)):
         made = [pair(number) for number in range(first, first + count)]
@@ -158,7 +164,29 @@ def make(folder: Path, tokenizer: Tokenizer, model: Transformer) -> Workspace:
         records.write(folder / f"data/facts/{split}.jsonl", known)
     for split, first, count in (("rl", 0, 8), ("val", 100, 3)):
         records.write(folder / f"data/problems/{split}.jsonl", map(problem, range(first, first + count)))
+    write_taught(folder, tokenizer)
     return Workspace(folder, tokenizer)
+
+
+def other(model: Transformer) -> Transformer:
+    """A model of the same shape that gives other probabilities."""
+    moved, generator = copy.deepcopy(model), torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in moved.parameters():
+            parameter.add_(0.3 * parameter.std() * torch.randn(parameter.shape, generator=generator))
+    return moved
+
+
+def write_taught(folder: Path, tokenizer: Tokenizer) -> None:
+    """Two answers of models/teacher to each problem that is trained on, and its four most likely tokens."""
+    teacher, _ = checkpoint.load(folder / "models/teacher")
+    prompts = answers.problem_prompts(list(map(problem, range(8))), tokenizer, 60)
+    fp32 = device.hardware("fp32")
+    knobs: dict[str, Any] = {"temperature": 1.0, "hardware": fp32}
+    given = teaching.said_by(teacher, tokenizer, prompts, samples=2, max_new_tokens=24, seed=1, **knobs)
+    top = teaching.most_likely(teacher, given, pad=tokenizer.pad, k=4, **knobs)
+    digest = checkpoint.weights_digest(teacher)
+    teaching.write(folder / "data/taught", given, top, tokenizer=tokenizer, temperature=1.0, teacher=digest)
 
 
 def write_code(folder: Path, tokenizer: Tokenizer) -> None:

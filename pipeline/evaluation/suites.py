@@ -491,6 +491,7 @@ SUITES: dict[str, tuple[str, ...]] = {
     "dpo": ANSWERS,
     "kto": ANSWERS,
     "grpo": ANSWERS,
+    "distill": ANSWERS,
     "rlhf": ("text", "stories sampled", *ANSWERS),
 }
 

@@ -34,6 +34,8 @@ BEFORE_WINGS = (
     "dpo",
     "kto",
     "grpo",
+    "teach",
+    "distill",
     "reward",
     "rlhf",
 )
