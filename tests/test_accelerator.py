@@ -49,7 +49,7 @@ def test_the_spine_trains_there(coded: Workspace) -> None:
 
 @pytest.mark.full
 def test_the_branches_train_there(coded: Workspace) -> None:
-    on_accelerator({stage: workspace.arguments(stage, {}) for stage in ("lora", "dpo", "kto", "grpo")})
+    on_accelerator({stage: workspace.arguments(stage, {}) for stage in ("lora", "dpo", "kto", "grpo", "distill")})
 
 
 @pytest.mark.full

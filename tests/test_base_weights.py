@@ -104,6 +104,7 @@ def test_bf16_weights_are_refused_where_passes_are_not_bf16() -> None:
         ("kto", {"adapter": {"rank": 2, "alpha": 4}}),
         ("grpo", {"adapter": {"rank": 2, "alpha": 4}, "beta": 0.1}),
         ("rlhf", {"adapter": {"rank": 2, "alpha": 4}}),
+        ("distill", {"adapter": {"rank": 2, "alpha": 4}}),
         ("dpo", {}),
         ("reward", {}),
     ],

@@ -21,6 +21,8 @@ TRAIN = {
     "dpo",
     "kto",
     "grpo",
+    "teach",
+    "distill",
     "diffusion",
     "diffusion_dpo",
     "diffusion_grpo",

@@ -34,7 +34,7 @@ def evaluated(*models: str) -> tuple[str, ...]:
     return tuple(model for model in models if model in STAGES["stage_evaluate"]["matrix"]["model"])
 
 
-MODELS = ("language", "code", "tools", "lora", "dpo", "kto", "grpo", "rlhf")
+MODELS = ("language", "code", "tools", "lora", "dpo", "kto", "grpo", "distill", "rlhf")
 MASKED = evaluated("diffusion", "diffusion_dpo", "diffusion_grpo")
 MEMORY = evaluated("memory")
 SECOND = evaluated("diffusion_control", "memory_baseline")  # beside the model of their stage
@@ -51,12 +51,15 @@ ALL = {
     *(f"stage_evaluate@{model}" for model in MODELS),
     "stage_reward",
     "stage_evaluate_reward",
+    "stage_teach",
     "stage_deploy",
     "stage_report",
     *(f"stage_{model}" for model in (*MASKED, *MEMORY)),
     *(f"stage_evaluate@{model}" for model in (*MASKED, *MEMORY, *SECOND)),
 }
-ALIGNED = {f"{stage}{model}" for model in ("dpo", "kto", "grpo", "rlhf") for stage in ("stage_", "stage_evaluate@")}
+ALIGNED = {
+    f"{stage}{model}" for model in ("dpo", "kto", "grpo", "distill", "rlhf") for stage in ("stage_", "stage_evaluate@")
+} | {"stage_teach"}
 AFTER_RLHF = {"stage_rlhf", "stage_deploy", "stage_evaluate@rlhf", "stage_report"}
 AFTER_TOOLS = {
     "stage_tools",

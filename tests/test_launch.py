@@ -218,7 +218,7 @@ def test_a_signal_asks_each_stage_once_and_starts_no_more(
 
 def test_the_spine_is_the_chain_with_its_evaluations_and_a_report_that_waits_for_no_branch() -> None:
     waits = launch.chosen(graph.waits(), launch.SPINE)
-    branches = ("lora", "dpo", "kto", "grpo", "diffusion", "memory", "base")
+    branches = ("lora", "dpo", "kto", "grpo", "distill", "teach", "diffusion", "memory", "base")
     assert not [name for name in waits if any(branch in name for branch in branches)]
     chain = {
         "corpus",

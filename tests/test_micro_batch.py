@@ -50,12 +50,14 @@ def planned(model: nn.Module, fitting: Any, memory: int, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", ["language", "code", "tools", "lora", "reward", "dpo", "kto", "rlhf", "grpo"])
+@pytest.mark.parametrize(
+    "stage", ["language", "code", "tools", "lora", "reward", "dpo", "kto", "rlhf", "grpo", "distill"]
+)
 def test_a_demo_step_is_one_pass_on_a_machine_of_24_gb_or_a_few(
     in_repository: Path, stage: str, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     of_answers = {"reward": PairConfig, "dpo": PairConfig, "kto": LabelConfig}
-    kind = (of_answers | {"rlhf": RolloutConfig, "grpo": RolloutConfig}).get(stage, FitConfig)
+    kind = (of_answers | {"rlhf": RolloutConfig, "grpo": RolloutConfig, "distill": RolloutConfig}).get(stage, FitConfig)
     settings = Settings(Path(), ["scale=demo"])
     known = {name for owner in kind.__mro__ for name in getattr(owner, "__annotations__", {})}
     values = {key: value for key, value in settings.layers(stage).items() if key in known}

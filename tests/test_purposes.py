@@ -18,7 +18,7 @@ from pipeline.text.tokenizer import Tokenizer
 from stages import evaluate
 from tests.suites import FEW
 
-CHAT = ("tools", "dpo", "kto", "grpo", "rlhf")
+CHAT = ("tools", "dpo", "kto", "grpo", "distill", "rlhf")
 
 
 @pytest.fixture

@@ -267,7 +267,7 @@ def test_a_reference_whose_weights_changed_is_not_compared_with(
     )
 
 
-@pytest.mark.parametrize("stage", ["lora", "dpo", "kto", "rlhf", "grpo"])
+@pytest.mark.parametrize("stage", ["lora", "dpo", "kto", "rlhf", "grpo", "distill"])
 def test_a_merged_model_that_says_something_else_is_not_published(
     stage: str, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -287,7 +287,7 @@ def test_a_merged_model_that_says_something_else_is_not_published(
 # a rate of 0
 
 
-@pytest.mark.parametrize("stage", ["dpo", "kto", "grpo", "rlhf", "lora"])
+@pytest.mark.parametrize("stage", ["dpo", "kto", "grpo", "distill", "rlhf", "lora"])
 def test_a_rate_of_0_moves_nothing(stage: str, workspace: Workspace, updates: list[float]) -> None:
     """And in RL every later update finds the policy where it sampled, to 1e-4."""
     rates = {"learning_rate": 0.0} | ({"learning_rates": {"critic": 0.0}} if stage == "rlhf" else {})

@@ -16,6 +16,7 @@ DATA = {
     "kto": "labels/train",
     "rlhf": "preferences/train",
     "grpo": "problems/rl",
+    "distill": "taught/answers",
 }
 
 
