@@ -182,7 +182,9 @@ def run(params: Params, job: Job, *, base: Path, problems: Path, out: Path, samp
             ranks=setting.ranks,
         )
         stream.coupling = coupling
-        held_out = solving.HeldOutProblems(validation_prompts, setting, judge, params.held_out, more=setting.variances)
+        held_out = solving.HeldOutProblems(
+            validation_prompts, setting, solving.verdicts_of(judge), params.held_out, more=setting.variances
+        )
         if params.ref_sync:
             stream.following = setting.follow(every=params.ref_sync, folder=job.folder)
         gate = training.first_policy(setting.precision)

@@ -119,7 +119,7 @@ def run(
         held_out = solving.HeldOutProblems(
             answers.problem_prompts(validation_problems, start.tokenizer, config.max_prompt),
             setting,
-            judge,
+            solving.verdicts_of(judge),
             params.held_out,
         )
         watchers = Watchers(

@@ -1,6 +1,7 @@
 """Stage grpo: reinforcement learning from executed code, with groups of answers instead of a critic.
 
     models/tools + data/problems (prompts, hidden tests) -> models/grpo     (Shao et al. 2024, arXiv:2402.03300)
+    models/tools + conf/environment/<environment>.py     -> models/grpo     tools in several turns (rl/episodes.py)
 
 `grpo.method` is one of GRPO, Dr. GRPO, DAPO, GSPO, RLOO, REINFORCE++ (learning/policy_losses.METHODS); a key that is
 null has the method's own value. Answers run only in the sandbox; without one the stage refuses to start.
@@ -12,14 +13,14 @@ from pathlib import Path
 
 from pipeline.evaluation import solving
 from pipeline.ingest import records
-from pipeline.ingest.records import Problem
 from pipeline.learning import gates, reference
 from pipeline.learning.fit import Watchers, fit
 from pipeline.learning.policy_losses import METHODS, Clip, GroupMethod
 from pipeline.model import checkpoint
 from pipeline.model.lora import AdapterConfig
-from pipeline.rl import advantages, answers
-from pipeline.rl.models import CausalSetting
+from pipeline.rl import advantages
+from pipeline.rl.episodes import EpisodeSetting
+from pipeline.rl.models import CausalSetting, judge_or_none
 from pipeline.rl.rewards import Scorer
 from pipeline.rl.rollout import Method, RolloutConfig, RolloutStream, alarms_of, group_loss, watch_alarms
 from pipeline.run import device
@@ -38,7 +39,13 @@ class Params:
     method: str
     """grpo, dr_grpo, dapo, gspo, rloo, reinforce_pp."""
     rewards: dict[str, float]
-    """name: weight; code, code_format, length."""
+    """name: weight; code, code_format, length; with an environment task, length."""
+    environment: str = "none"
+    """A file of conf/environment/, whose tools the policy calls in several turns; none: problems with hidden tests."""
+    tasks: int = 2000
+    """Of an environment, to train on."""
+    max_turns: int = 4
+    """Of an answer in an environment."""
     clip_low: float | None = None
     """Ratios are clipped to at least 1 - clip_low; none: the method's own value."""
     clip_high: float | None = None
@@ -61,6 +68,14 @@ class Params:
             raise ValueError(f"method: expected one of {', '.join(METHODS)}, got {self.method!r}")
         if self.sampler not in ("model", "server"):
             raise ValueError(f"sampler: expected model or server, got {self.sampler!r}")
+        if min(self.tasks, self.max_turns) < 1:
+            raise ValueError(f"tasks, max_turns: expected at least 1, got {self.tasks} and {self.max_turns}")
+        expected = {"code", "code_format", "length"} if self.environment == "none" else {"task", "length"}
+        if wrong := sorted(self.rewards.keys() - expected):
+            raise ValueError(
+                f"rewards: {wrong[0]} cannot be given with environment: {self.environment}; expected"
+                f" {', '.join(sorted(expected))}"
+            )
         if self.fit.samples < 2 and self.method != "reinforce_pp":
             raise ValueError(f"samples: {self.method} compares answers to one prompt; expected at least 2, got 1")
         for key in ("beta", "clip_low", "clip_high"):
@@ -87,9 +102,10 @@ class Params:
         )
 
 
-def run(params: Params, job: Job, *, base: Path, problems: Path, out: Path, samples: Path) -> None:
-    """Train the policy on the results of its code and save the model directory `out`."""
-    if records.is_empty(problems / "rl.jsonl"):
+def run(params: Params, job: Job, *, base: Path, problems: Path, environment: Path, out: Path, samples: Path) -> None:
+    """Train the policy on the results of its code, or of its calls, and save the model directory `out`."""
+    alone = params.environment == "none"
+    if alone and records.is_empty(problems / "rl.jsonl"):
         samples.touch()
         return checkpoint.pass_through(base, out, job, problems)
     config, method = params.fit, params.resolved
@@ -97,16 +113,19 @@ def run(params: Params, job: Job, *, base: Path, problems: Path, out: Path, samp
         base, params.adapter, job.seed, device.hardware(job.runtime.precision, job.runtime.base_weights)
     )
     start.reference.parked = not method.beta  # with beta 0 only evaluations read it
-    setting = CausalSetting(start, config, job, engine_for=base if params.sampler == "server" else None)
-    train_problems, validation_problems = (
-        list(records.read(problems / f"{split}.jsonl", Problem)) for split in ("rl", "val")
-    )
-    prompts = answers.problem_prompts(train_problems, start.tokenizer, config.max_prompt)
-    with setting.judge(params.sandbox, wanted=params.rewards) as judge:
-        scorer = Scorer(params.rewards, setting.resources(judge))
+    engine_for = base if params.sampler == "server" else None
+    wanted = params.rewards if alone else ("task",)
+    with judge_or_none(params.sandbox, job.workers, job.runtime.sandbox_url, wanted=wanted) as judge:
+        if alone:
+            setting = CausalSetting(start, config, job, engine_for=engine_for)
+            asked = solving.of_problems(setting, problems, judge)
+        else:
+            setting = EpisodeSetting(start, config, job, environment, judge, params.max_turns, engine_for=engine_for)
+            asked = solving.of_environment(setting, params.tasks, params.held_out.eval_problems)
+        scorer = Scorer(params.rewards, setting.resources(judge, task=asked.task))
         reference_logprobs = setting.reference if method.beta else None
         stream = RolloutStream(
-            prompts,
+            asked.prompts,
             config,
             Method(
                 sample=setting.sample,
@@ -119,12 +138,7 @@ def run(params: Params, job: Job, *, base: Path, problems: Path, out: Path, samp
             seed=job.seed,
             ranks=setting.ranks,
         )
-        held_out = solving.HeldOutProblems(
-            answers.problem_prompts(validation_problems, start.tokenizer, config.max_prompt),
-            setting,
-            judge,
-            params.held_out,
-        )
+        held_out = solving.HeldOutProblems(asked.held_out, setting, asked.verdicts, params.held_out)
         gate = gates.first_policy("ratio", "approxkl", "clip_ratio/region_mean", setting.precision)
         watchers = Watchers(
             first=gate,
@@ -138,7 +152,10 @@ def run(params: Params, job: Job, *, base: Path, problems: Path, out: Path, samp
         held_out_report = held_out.report()  # before `finish`, which merges an adapter into the reference too
         held_out.write_samples(samples)
         job.report(
-            **reference.finish(start, base), **held_out_report, prompts=len(prompts), alarms=alarms_of(job.tracker.rows)
+            **reference.finish(start, base),
+            **held_out_report,
+            prompts=len(asked.prompts),
+            alarms=alarms_of(job.tracker.rows),
         )
     checkpoint.save(out, start.policy, start.tokenizer, job.lineage)
 
@@ -146,7 +163,11 @@ def run(params: Params, job: Job, *, base: Path, problems: Path, out: Path, samp
 if __name__ == "__main__":
     main(
         run,
-        inputs={"base": "models/{base}", "problems": "data/problems"},
+        inputs={
+            "base": "models/{base}",
+            "problems": "data/problems",
+            "environment": "conf/environment/{environment}.py",
+        },
         outs={"out": "models/grpo", "samples": "metrics/samples/grpo.jsonl"},
         trains=True,
     )

@@ -63,7 +63,7 @@ from pipeline.model import checkpoint, lora
 from pipeline.model.heads import RewardModel
 from pipeline.model.transformer import Transformer
 from pipeline.rl import answers as rl_answers
-from pipeline.rl.answers import Answer, Generate, Prompt
+from pipeline.rl.answers import Answer, Generate, Prompt, Task
 from pipeline.rl.models import Setting
 from pipeline.rl.rewards import Scorer, program_of
 from pipeline.run.device import Hardware, generator, stable_hash
@@ -317,7 +317,7 @@ def measure_labels(split: LabelSplit, before: np.ndarray, after: np.ndarray) -> 
     return numbers | {kind: share(kinds == kind) for kind in sorted(set(kinds.tolist()))}
 
 
-def is_known(record: Pair | Problem) -> bool:
+def is_known(record: Pair | Problem | Task) -> bool:
     """Whether answers to this prompt have a true score."""
     return isinstance(record, Pair) and record.truth is not None and record.kind in ("code", "tools", "story")
 

@@ -27,11 +27,13 @@ import torch
 from pipeline.evaluation.intervals import paired_difference, ratio, wilson
 from pipeline.generation.sampling import Sampling, sampler
 from pipeline.ingest import records
-from pipeline.ingest.records import Dialogue
+from pipeline.ingest.records import Dialogue, Problem
 from pipeline.model.transformer import Transformer
+from pipeline.rl import answers as rl_answers
 from pipeline.rl.answers import Answer, Prompt
-from pipeline.rl.models import Setting
-from pipeline.rl.rewards import judged
+from pipeline.rl.episodes import EpisodeSetting
+from pipeline.rl.models import CausalSetting, Setting
+from pipeline.rl.rewards import Part, judged
 from pipeline.run.device import Hardware, generator, stable_hash
 from pipeline.run.errors import DataError
 from pipeline.run.tracking import progress, say
@@ -42,6 +44,7 @@ from pipeline.text import chat
 from pipeline.text.tokenizer import Tokenizer
 
 More = Callable[[list[Answer]], JsonObject]
+Verdicts = Callable[[Sequence[Answer]], list[str]]
 SHOWN = 16  # problems in the file of samples
 
 
@@ -66,20 +69,23 @@ class HeldOutProblems:
         self,
         prompts: list[Prompt],
         setting: Setting,
-        judge: Judge | None,
+        verdicts: Verdicts | None,
         config: SolvingConfig,
         more: More | None = None,
     ) -> None:
-        """`more` measures the policy's answers for the report only, since it is too expensive for the curve."""
+        """`verdicts` says of each answer whether it `passed`, or why not; None: nobody can say.
+
+        `more` measures the policy's answers for the report only, since it is too expensive for the curve.
+        """
         self.more = more
         self.prompts = sorted(prompts, key=lambda p: stable_hash("held out", p.id))[: config.eval_problems]
-        self.setting, self.judge, self.config = setting, judge, config
+        self.setting, self.verdicts, self.config = setting, verdicts, config
 
     def row(self, step: int) -> dict[str, float]:
         """A point of the curve: pass@1 with its interval, divergence from the reference, length."""
         answers = self._answers()
         row: dict[str, float] = {}
-        if self.judge is not None:
+        if self.verdicts is not None:
             passed = ratio(self._passed(answers), generator=generator("solving", self.setting.seed))
             row |= passed.named("gold")
         kl, k3 = self.setting.divergence(answers)
@@ -88,9 +94,9 @@ class HeldOutProblems:
 
     def report(self) -> JsonObject:
         """The comparison of policy and reference at the end, by group of problems, and `more`."""
-        answers = self._answers() if self.judge is not None or self.more else []
+        answers = self._answers() if self.verdicts is not None or self.more else []
         further = self.more(answers) if self.more else {}
-        if self.judge is None:
+        if self.verdicts is None:
             return further
         sides = [self._passed(self._answers(of_reference=True)), self._passed(answers)]
         groups = [getattr(prompt.record, "group", prompt.kind) for prompt in self.prompts]
@@ -113,8 +119,10 @@ class HeldOutProblems:
             self.setting.held_out(requests, of_reference=True), self.setting.held_out(requests), strict=True
         ):
             line = {"id": before.prompt.id, "before": before.text, "after": after.text, "finished": after.finished}
-            if self.judge is not None:
-                line |= {"verdict_before": self._verdicts([before])[0], "verdict_after": self._verdicts([after])[0]}
+            if self.verdicts is not None:
+                line |= {"verdict_before": self.verdicts([before])[0], "verdict_after": self.verdicts([after])[0]}
+            if before.calls or after.calls:
+                line |= {"calls_before": before.calls, "calls_after": after.calls}
             lines.append(line | {"prompt": getattr(before.prompt.record, "question", "")})
         path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
 
@@ -124,12 +132,51 @@ class HeldOutProblems:
 
     def _passed(self, answers: list[Answer]) -> list[float]:
         """The share of each problem's answers that pass all hidden tests."""
-        passed = [float(verdict == "passed") for verdict in self._verdicts(answers)]
+        assert self.verdicts is not None
+        passed = [float(verdict == "passed") for verdict in self.verdicts(answers)]
         return np.array(passed).reshape(len(self.prompts), -1).mean(1).tolist()
 
-    def _verdicts(self, answers: list[Answer]) -> list[str]:
-        assert self.judge is not None
-        return ["no_code" if verdict is None else verdict.verdict for verdict in judged(self.judge, answers)]
+
+def verdicts_of(judge: Judge | None) -> Verdicts | None:
+    """The sandbox's verdict on the code of each answer; None without a sandbox."""
+    if judge is None:
+        return None
+    return lambda answers: ["no_code" if v is None else v.verdict for v in judged(judge, answers)]
+
+
+# -- what is asked -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What is asked, and who says whether an answer is right."""
+
+    prompts: list[Prompt]
+    held_out: list[Prompt]
+    verdicts: Verdicts | None
+    task: Part | None = None
+
+
+def of_problems(setting: CausalSetting, problems: Path, judge: Judge | None) -> Asked:
+    """Problems with hidden tests."""
+    prompts, held_out = (
+        rl_answers.problem_prompts(
+            list(records.read(problems / f"{split}.jsonl", Problem)), setting.start.tokenizer, setting.config.max_prompt
+        )
+        for split in ("rl", "val")
+    )
+    return Asked(prompts=prompts, held_out=held_out, verdicts=verdicts_of(judge))
+
+
+def of_environment(setting: EpisodeSetting, tasks: int, held_out: int) -> Asked:
+    """So many tasks of an environment."""
+    world, tokenizer, longest = setting.environment, setting.start.tokenizer, setting.config.max_prompt
+    return Asked(
+        prompts=rl_answers.task_prompts(world.tasks("train", tasks, setting.seed), tokenizer, longest),
+        held_out=rl_answers.task_prompts(world.tasks("val", held_out, setting.seed), tokenizer, longest),
+        verdicts=world.verdicts,
+        task=world.scores,
+    )
 
 
 # -- difficulty --------------------------------------------------------------------------------------------------------

@@ -182,8 +182,8 @@ def correct_for_engine(rollouts: list[Rollout], *, whole: bool) -> dict[str, flo
 
 
 def _mask(rollouts: list[Rollout]) -> Tensor:
-    """True at the tokens of each answer, (B, T)."""
-    lengths = torch.tensor([len(rollout.answer.ids) for rollout in rollouts])
+    """True at the policy's tokens of each answer, (B, T)."""
+    lengths = torch.tensor([len(rollout.answer.logprobs) for rollout in rollouts])
     return torch.arange(int(lengths.max())) < lengths[:, None]
 
 

@@ -7,7 +7,7 @@
 policy like any other; one that reached its limit is not finished.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -22,6 +22,7 @@ from pipeline.learning import losses
 from pipeline.model.heads import RewardModel
 from pipeline.run.device import stable_hash
 from pipeline.run.errors import DataError
+from pipeline.run.types import JsonObject
 from pipeline.text import chat
 from pipeline.text.tokenizer import Tokenizer
 
@@ -35,19 +36,32 @@ class Prompt:
     id: str
     ids: list[int]
     kind: str
-    record: Pair | Problem
+    record: "Pair | Problem | Task"
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task of an environment (rl/episodes.py); `state` and `goal` are plain data that only the environment reads."""
+
+    question: str
+    tools: list[JsonObject]
+    state: JsonObject
+    goal: object
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One sampled answer."""
+    """One sampled answer: a turn, or several with the results of tools between them."""
 
     prompt: Prompt
     sample: int
     ids: list[int]  # the policy's tokens, with the end of the turn if it came
-    logprobs: list[float]  # of each of them when it was sampled, nats at the sampling temperature
+    logprobs: list[float]  # of each of the policy's tokens when sampled, nats at the sampling temperature
     finished: bool
-    text: str  # without the end of the turn
+    text: str  # of the last turn, without its end
+    # which ids are the policy's; None: all. The others are results of tools, which nothing learns to say
+    own: list[bool] | None = field(default=None, kw_only=True)
+    calls: list[JsonObject] = field(default_factory=list, kw_only=True)  # {"name", "arguments"}, in order
     # by an engine: its log-probabilities; `logprobs` are then the policy's
     sampled: list[float] | None = field(default=None, kw_only=True)
 
@@ -68,7 +82,7 @@ Generate = Callable[[list[list[int]], list[int]], Sequence[Sampled]]  # prompts,
 
 def sample(generate: Generate, requests: Sequence[tuple[Prompt, int]], tokenizer: Tokenizer, seed: int) -> list[Answer]:
     """An answer to each (prompt, sample number)."""
-    seeds = [stable_hash("rollout", seed, prompt.id, number) % 2**63 for prompt, number in requests]
+    seeds = [seed_of(seed, prompt, number) for prompt, number in requests]
     completions = generate([prompt.ids for prompt, _ in requests], seeds) if requests else []
     answers = []
     for (prompt, number), completion in zip(requests, completions, strict=True):
@@ -77,6 +91,11 @@ def sample(generate: Generate, requests: Sequence[tuple[Prompt, int]], tokenizer
         text = tokenizer.decode(completion.ids)
         answers.append(Answer(prompt, number, ids, list(completion.logprobs), finished, text))
     return answers
+
+
+def seed_of(seed: int, prompt: Prompt, number: int, *turn: int) -> int:
+    """The seed of an answer; of its later turns, with their number."""
+    return stable_hash("rollout", seed, prompt.id, number, *turn) % 2**63
 
 
 def repeated(prompts: Sequence[Prompt], count: int) -> list[tuple[Prompt, int]]:
@@ -110,17 +129,33 @@ def pair_prompts(split: PairSplit, max_new_tokens: int, kinds: Sequence[str] = (
 
 def problem_prompts(problems: Sequence[Problem], tokenizer: Tokenizer, max_prompt: int) -> list[Prompt]:
     """A prompt for each problem. Raises DataError for a problem without tests, or when most are too long."""
-    prompts = []
     for problem in problems:
         if not problem.tests:
             raise DataError(f"problem {problem.id} has no tests, so no answer to it can be scored; add some or drop it")
-        ids = chat.render(tokenizer, [{"role": "user", "content": problem.question}], generation_prompt=True).ids
-        if len(ids) <= max_prompt:
-            prompts.append(Prompt(problem.id, ids, "code", problem))
-    if len(prompts) < 0.9 * len(problems) or not prompts:
+    return _fitting(
+        [(problem.id, problem, problem.question, []) for problem in problems], tokenizer, max_prompt, "code"
+    )
+
+
+def task_prompts(tasks: Mapping[str, Task], tokenizer: Tokenizer, max_prompt: int) -> list[Prompt]:
+    """A prompt for each task, by its id. Raises DataError when most are too long."""
+    asked = [(id_, task, task.question, task.tools) for id_, task in tasks.items()]
+    return _fitting(asked, tokenizer, max_prompt, "task")
+
+
+def _fitting(
+    asked: Sequence[tuple[str, Problem | Task, str, list[JsonObject]]], tokenizer: Tokenizer, limit: int, kind: str
+) -> list[Prompt]:
+    """The prompts of at most `limit` tokens, of (id, record, question, tools)."""
+    prompts = []
+    for id_, record, question, tools in asked:
+        ids = chat.render(tokenizer, [{"role": "user", "content": question}], tools, generation_prompt=True).ids
+        if len(ids) <= limit:
+            prompts.append(Prompt(id_, ids, kind, record))
+    if len(prompts) < 0.9 * len(asked) or not prompts:
         raise DataError(
-            f"{len(problems) - len(prompts)} of {len(problems)} problems have prompts of more than max_prompt ="
-            f" {max_prompt} tokens; at most a tenth may be left out. Raise max_prompt, or drop them from the data"
+            f"{len(asked) - len(prompts)} of {len(asked)} problems have prompts of more than max_prompt = {limit}"
+            " tokens; at most a tenth may be left out. Raise max_prompt, or drop them from the data"
         )
     return prompts
 
@@ -131,9 +166,12 @@ def rows_of(answers: Sequence[Answer], pad: int) -> Answered:
 
 
 def piece_of(answer: Answer) -> Piece:
-    """Prompt and answer one after the other, with the answer trained."""
+    """Prompt and answer one after the other, with the policy's tokens trained."""
     ids = np.array(answer.prompt.ids + answer.ids, dtype=np.int64)
-    return Piece(ids, np.arange(len(ids)) >= len(answer.prompt.ids))
+    trained = np.arange(len(ids)) >= len(answer.prompt.ids)
+    if answer.own is not None:
+        trained[len(answer.prompt.ids) :] = answer.own
+    return Piece(ids, trained)
 
 
 def _batches(answers: Sequence[Answer], pad: int, where: torch.device) -> Iterator[Answered]:

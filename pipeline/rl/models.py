@@ -29,9 +29,9 @@ from pipeline.model import checkpoint, lora
 from pipeline.model.heads import RewardModel
 from pipeline.model.transformer import Transformer
 from pipeline.rl import answers
-from pipeline.rl.answers import Answer, Prompt
+from pipeline.rl.answers import Answer, Generate, Prompt
 from pipeline.rl.engine import MISMATCH, Engine
-from pipeline.rl.rewards import Preferred, Resources
+from pipeline.rl.rewards import Part, Preferred, Resources
 from pipeline.rl.rollout import RolloutConfig
 from pipeline.run import device
 from pipeline.run.errors import ConfigError, SamplerError
@@ -159,7 +159,7 @@ class CausalSetting(Setting):
         self._engine.fingerprint = published
         try:
             if error is None:
-                drawn = answers.sample(self._engine.generate, requests, self.start.tokenizer, self.seed)
+                drawn = self._drawn(self._engine.generate, requests, self.seed)
         except SamplerError as failure:
             error = failure
         if failed := next(filter(None, self.ranks.gather(error)), None):
@@ -208,7 +208,11 @@ class CausalSetting(Setting):
         sampling = Sampling(self.config.max_new_tokens, temperature=self.config.temperature)
         with self.hardware.autocast(), lora.folded_in(model):
             generate = sampler(model, sampling, {self.start.tokenizer.turn_end})
-            return answers.sample(generate, requests, self.start.tokenizer, seed)
+            return self._drawn(generate, requests, seed)
+
+    def _drawn(self, generate: Generate, requests: Sequence[tuple[Prompt, int]], seed: int) -> list[Answer]:
+        """Answers by a sampler."""
+        return answers.sample(generate, requests, self.start.tokenizer, seed)
 
     def reference(self, batch: Sequence[Answer]) -> list[np.ndarray]:
         """The reference's log-probabilities of each answer's tokens."""
@@ -247,6 +251,7 @@ class CausalSetting(Setting):
         judge: Judge | None,
         call_score: Callable[[Pair, str], float] | None = None,
         preferred: Preferred | None = None,
+        task: Part | None = None,
     ) -> Resources:
         """The resources of the rewards."""
         return Resources(
@@ -255,6 +260,7 @@ class CausalSetting(Setting):
             call_score=call_score,
             learned=self.learned if self.reward_model else None,
             preferred=preferred,
+            task=task,
         )
 
 
@@ -264,14 +270,14 @@ def judge_or_none(
 ) -> Iterator[Judge | None]:
     """The sandbox, which runs an answer once however often a policy repeats it.
 
-    Without a sandbox None, so that true scores of code stay empty. Raises ConfigError if a reward runs code ("code" in
-    `wanted`).
+    Without a sandbox None, so that true scores of code stay empty. Raises ConfigError if a reward runs code ("code" or
+    "task" in `wanted`).
     """
     judge = RememberingJudge(sandbox, workers, url=url)
     try:
         judge.__enter__()
     except ConfigError as error:
-        if "code" in wanted:
+        if "code" in wanted or "task" in wanted:
             raise
         say(f"no sandbox, so answers with code have no true score here: {error}")
         yield None

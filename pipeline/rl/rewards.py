@@ -8,6 +8,7 @@
 | `length`      | 0 up to max_new - c, then (max_new - c - length) / c; -1 unfinished; c = max_new / 4                 |
 | `learned`     | the reward model, normalized                                                                         |
 | `preferred`   | probability to be preferred to the reference's answers, less one half (`Preferred`)                  |
+| `task`        | how far the task of an environment is done, 0 to 1 (rl/episodes.py)                                  |
 
 A part maps answers to numbers. None means unknown, which never counts as 0: the whole answer is then unscorable. The
 total is the sum of weight * part, clipped to +-10.
@@ -63,6 +64,7 @@ class Resources:
     learned: Rewards | None = None  # a reward model's normalized scores, (n,)
     preferred: Part | None = None  # a `Preferred`, whose `ask` has run
     call_score: Callable[[Pair, str], float] | None = None  # evaluation/tools.call_reward
+    task: Part | None = None  # an environment's score
 
 
 @dataclass
@@ -85,6 +87,8 @@ class Scorer:
             raise ConfigError("rewards: learned needs a reward model")
         if "preferred" in self.weights and self.resources.preferred is None:
             raise ConfigError("rewards: preferred needs a reward model and the reference's answers")
+        if "task" in self.weights and self.resources.task is None:
+            raise ConfigError("rewards: task needs an environment; set grpo.environment")
         if "tool_call" in self.weights and self.resources.call_score is None:
             raise ConfigError("rewards: tool_call needs prompts whose right call is known")
 
@@ -141,7 +145,7 @@ def program_of(answer: Answer) -> Candidate:
     record = answer.prompt.record
     if isinstance(record, Problem):
         entry_point, tests = record.entry_point, record.tests
-    elif record.truth and "tests" in record.truth:
+    elif isinstance(record, Pair) and record.truth and "tests" in record.truth:
         entry_point, tests = record.truth["entry_point"], record.truth["tests"]
     else:
         raise DataError(f"prompt {answer.prompt.id} of kind {answer.prompt.kind!r} has no tests, which `code` needs")
@@ -185,6 +189,13 @@ def tool_call(scorer: Scorer, answers: Sequence[Answer]) -> list[float | None]:
     return values
 
 
+def task(scorer: Scorer, answers: Sequence[Answer]) -> list[float | None]:
+    """How far the environment finds its task done."""
+    score = scorer.resources.task
+    assert score is not None
+    return score(answers)
+
+
 PARTS: dict[str, Callable[[Scorer, Sequence[Answer]], list[float | None]]] = {
     "code_format": code_format,
     "code": code,
@@ -192,6 +203,7 @@ PARTS: dict[str, Callable[[Scorer, Sequence[Answer]], list[float | None]]] = {
     "length": length,
     "learned": learned,
     "preferred": preferred,
+    "task": task,
 }
 
 

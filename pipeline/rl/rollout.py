@@ -15,7 +15,8 @@ forgets nothing of what it was not asked for.
 Alarms are symptoms that a healthy run does not show. They warn and never stop a run. `alarms_of` is a function of the
 curve alone, so a resumed run has the same alarms. `watch_alarms` prints each once, when it is new.
 
-Not promised: more than one turn; tool results inside an answer are not sampled here.
+An answer may have several turns with the results of tools between them (rl/episodes.py): only what the policy said has
+a probability, an advantage and a gradient.
 """
 
 import hashlib
@@ -291,7 +292,7 @@ class RolloutStream:
         pieces = [piece_of(rollout.answer) for rollout in rollouts]
         pieces += [Piece(np.array([self._pad, self._pad]), False)] * max(int((rows == -1).sum()), not pieces)
         padded = answered(pieces, self._pad)
-        lengths = [len(rollout.answer.ids) for rollout in rollouts]
+        lengths = [len(rollout.answer.logprobs) for rollout in rollouts]
         names = sorted((rollouts or self.rollouts)[0].arrays) if self.rollouts else []
         counts = {"tokens": sum(lengths), "sequences": len(rollouts), "positions": int((padded.documents >= 0).sum())}
         rehearsed = None

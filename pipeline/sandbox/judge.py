@@ -152,6 +152,21 @@ class Judge:
             program, checks, unprotected = prepared.pop(0)
             yield self._verdict(program, checks, unprotected, reports)
 
+    def texts(self, source: str, entry_point: str, calls: Iterable[list[object]]) -> Iterator[tuple[str | None, str]]:
+        """For each call of a function of our own code, in a child of its own: the text it returns, or None, and why.
+
+        `calls` are lists of plain arguments. What comes back is believed, so the source must not be a candidate's.
+        """
+        cpu_seconds = self.config.limits.cpu_seconds
+        tasks = (Task(source, entry_point, [{"args": repr(call), "kwargs": "{}"}], cpu_seconds) for call in calls)
+        for reports in self.pool.map(tasks):
+            if reports is None:
+                yield None, "the sandbox failed"
+                continue
+            (answer,) = _answers(reports, 1)
+            text = answer.value if isinstance(answer.value, str) else None
+            yield text, answer.message or answer.verdict or ("" if text is not None else "no text")
+
     def _parse_tests(self, program: Candidate) -> tuple[list[_Check], int]:
         """The tests that can be judged, and the number of those that cannot."""
         if len(program.tests) > self.config.limits.max_tests:

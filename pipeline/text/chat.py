@@ -80,6 +80,15 @@ def render(
     return Rendered(ids, trained)
 
 
+def results(tokenizer: Tokenizer, contents: Sequence[str]) -> list[int]:
+    """The ids between the end of an assistant's turn with calls and its next turn: a result for each call.
+
+    After the ids of the turn they are what `render` gives for the same messages.
+    """
+    messages = [{"role": "tool", "content": content} for content in contents]
+    return tokenizer.encode("\n") + render(tokenizer, messages, generation_prompt=True).ids
+
+
 def spoken(tokenizer: Tokenizer, ids: Sequence[int]) -> list[bool]:
     """Which ids of rendered conversations the assistant says, with the ends of its turns: computed from the ids alone.
 

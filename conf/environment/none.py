@@ -1,0 +1,1 @@
+"""No environment: problems with hidden tests, answered in one turn."""

@@ -1,0 +1,55 @@
+"""Key-value store: change values under keys. What counts is the store at the end."""
+
+import random
+
+KEYS = {
+    "train": ["color", "size", "owner", "level", "city", "price"],
+    "val": ["weight", "status", "language", "height", "brand", "score"],
+}
+VERBS = {"train": ("set", "delete", "copy"), "val": ("put", "remove", "clone")}
+
+
+def task(split, number, seed):
+    rng = random.Random(f"{split}/{seed}/{number}")
+    one, two, three = rng.sample(KEYS[split], 3)
+    store = {one: str(rng.randrange(10, 100)), two: str(rng.randrange(10, 100))}
+    value, after = str(rng.randrange(100, 1000)), dict(store)
+    wishes = [
+        (f"set {three} to {value}", {three: value}),
+        (f"set {one} to {value}", {one: value}),
+        (f"delete {two}", {two: None}),
+        (f"copy {one} to {three}", {three: store[one]}),
+    ]
+    chosen = rng.sample([wishes[rng.randrange(2)], *wishes[2:]], 1 + (number % 2))
+    for _, change in chosen:
+        after |= change
+    text = " and ".join(wish for wish, _ in chosen)
+    return {
+        "question": f"{text[0].upper()}{text[1:]}.",
+        "tools": [_tool(name, what) for name, what in zip(VERBS[split], ("key value", "key", "source target"))],
+        "state": {"store": store, "names": list(VERBS[split])},
+        "goal": {key: value for key, value in after.items() if value is not None},
+    }
+
+
+def _tool(name, parameters):
+    properties = {key: {"type": "string"} for key in parameters.split()}
+    schema = {"type": "object", "properties": properties, "required": list(properties)}
+    about = {"key value": "Store a value.", "key": "Take a key away.", "source target": "Copy the value of a key."}
+    return {"type": "function", "function": {"name": name, "description": about[parameters], "parameters": schema}}
+
+
+def call(state, name, arguments):
+    store = state["store"]
+    match state["names"].index(name):
+        case 0:
+            store[arguments["key"]] = arguments["value"]
+        case 1:
+            del store[arguments["key"]]
+        case 2:
+            store[arguments["target"]] = store[arguments["source"]]
+    return "done"
+
+
+def score(state, goal, answer):
+    return float(state["store"] == goal)
