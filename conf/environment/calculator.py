@@ -16,7 +16,7 @@ LARGEST = 10**12
 def task(split, number, seed):
     rng = random.Random(f"{split}/{seed}/{number}")
     first, second = rng.sample(sorted(OPERATIONS), 2)
-    a, b, c = (rng.randrange(12, 100) for _ in range(3))
+    a, b, c = rng.sample(range(12, 100), 3)
     names = {OPERATIONS[kind][0][split == "val"]: kind for kind in (first, second)}
     words = [OPERATIONS[kind][1] for kind in (first, second)]
     schema = {"type": "object", "properties": {key: {"type": "integer"} for key in PARAMETERS[split]}}

@@ -14,21 +14,22 @@ def task(split, number, seed):
     one, two, three = rng.sample(KEYS[split], 3)
     store = {one: str(rng.randrange(10, 100)), two: str(rng.randrange(10, 100))}
     value, after = str(rng.randrange(100, 1000)), dict(store)
-    wishes = [
-        (f"set {three} to {value}", {three: value}),
-        (f"set {one} to {value}", {one: value}),
-        (f"delete {two}", {two: None}),
-        (f"copy {one} to {three}", {three: store[one]}),
-    ]
-    chosen = rng.sample([wishes[rng.randrange(2)], *wishes[2:]], 1 + (number % 2))
-    for _, change in chosen:
-        after |= change
-    text = " and ".join(wish for wish, _ in chosen)
+    changed = rng.choice((one, three))
+    chosen = rng.sample(("set", "delete", "copy"), 1 + number % 2)
+    for wish in chosen:
+        if wish == "set":
+            after[changed] = value
+        elif wish == "delete":
+            del after[two]
+        else:
+            after[three] = after[one]
+    words = {"set": f"set {changed} to {value}", "delete": f"delete {two}", "copy": f"copy {one} to {three}"}
+    text = " and ".join(words[wish] for wish in chosen)
     return {
         "question": f"{text[0].upper()}{text[1:]}.",
         "tools": [_tool(name, what) for name, what in zip(VERBS[split], ("key value", "key", "source target"))],
         "state": {"store": store, "names": list(VERBS[split])},
-        "goal": {key: value for key, value in after.items() if value is not None},
+        "goal": after,
     }
 
 
