@@ -5,12 +5,13 @@
 
 `data: machine` and `data: packages` generate all of them, and `data: hub` what it does not name. `data: files` lists
 the entries of each kind (`ingest/entries.py`): files, sets of the hub, `packages` for the generated ones, with weights
-or without; an empty list gives empty files. Supplied problems are run in the sandbox. If the tests of one cannot be
-judged, or its own solution fails them, a problem of the user's files stops the stage, and one of the hub's sets is left
-out (up to `max_rejected` of all). Generated labels are the preference pairs of the same split, taken apart. Pairs and
-labels that people gave on the web page (feedback/preferences.jsonl, feedback/labels.jsonl) join the training split,
-each as far as `tasks.feedback` allows; their pairs are not taken apart, so that the page's share of the labels is kept
-too. Facts and the skill (requests for SQL) are always invented.
+or without; an empty list gives empty files. A repository among the problems gives its functions that have tests, for
+reinforcement learning (`evaluation/mining.py`): `mined.csv` says what became of each. Supplied problems are run in the
+sandbox. If the tests of one cannot be judged, or its own solution fails them, a problem of the user's files stops the
+stage, and one of the hub's sets is left out (up to `max_rejected` of all). Generated labels are the preference pairs of
+the same split, taken apart. Pairs and labels that people gave on the web page (feedback/preferences.jsonl,
+feedback/labels.jsonl) join the training split, each as far as `tasks.feedback` allows; their pairs are not taken apart,
+so that the page's share of the labels is kept too. Facts and the skill (requests for SQL) are always invented.
 
 Generated dialogues show problems with their answers: those of `problems`, or generated ones where these have no answer.
 """
@@ -24,9 +25,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pipeline.evaluation import code as evaluation_code
-from pipeline.ingest import hub, mixture, own_files
+from pipeline.evaluation import mining
+from pipeline.evaluation.mining import Mined
+from pipeline.ingest import hub, mixture, own_files, repository
 from pipeline.ingest import sources as ingest_sources
-from pipeline.ingest.entries import PACKAGES
+from pipeline.ingest.entries import PACKAGES, RepositoryEntry
 from pipeline.ingest.intake import RowCounts
 from pipeline.ingest.mixture import Lot, Splits
 from pipeline.ingest.own_files import FeedbackConfig
@@ -120,6 +123,7 @@ def run(
         problem_lots = mixture.read_lots("problems", Problem, params.data, own, parts, tallies)
         pair_lots = mixture.read_lots("preferences", Pair, params.data, own, parts, tallies)
         label_lots = mixture.read_lots("labels", Label, params.data, own, parts, tallies)
+        mined = _mine(problem_lots, params, job, own)
         _try_out(problem_lots, params, job, parts, tallies)
         bar.update()
         mixture.hold_out("problems", problem_lots, params.data)
@@ -161,6 +165,10 @@ def run(
         folder.mkdir(parents=True)
         for split, records in splits.items():
             write(folder / f"{split}.jsonl", records)
+    for name, one in mined.items():
+        job.report(**{f"mined/{name}": one.summary()})
+    if mined:
+        (problems / "mined.csv").write_text(mining.table(mined.values()), encoding="utf-8")
     folders = {"dialogues": dialogues, "problems": problems, "preferences": pairs, "labels": labels}
     _write_rejected(params.data, parts, folders)
     if any(tables.values()):
@@ -225,6 +233,24 @@ def _fill(lots: Sequence[Lot[R]], generate: Callable[[], Splits[R]]) -> None:
     for lot in lots:
         if lot.source == PACKAGES:
             lot.splits = generate()
+
+
+def _mine(lots: Sequence[Lot[Problem]], params: Params, job: Job, own: Path) -> dict[str, Mined]:
+    """Give the lots of repositories their tasks, which are for reinforcement learning. Raises DataError for none."""
+    found: dict[str, Mined] = {}
+    entries = [(lot, entry) for lot in lots for entry in lot.entries if isinstance(entry, RepositoryEntry)]
+    if not entries:
+        return found
+    with Judge(params.sandbox, job.workers, url=job.runtime.sandbox_url) as judge:
+        for lot, entry in entries:
+            source = repository.read(repository.find(own, entry.repository), params.data.max_bytes)
+            mined = found[entry.repository] = mining.mine(source, judge)
+            say(mined.shown(entry.repository))
+            if not mined.problems:
+                raise DataError(f"{entry.repository}: none of its functions can be a task; {mined.reasons()}")
+            for split, problems in mining.apart(mined.problems, entry.held_out).items():
+                lot.splits[split] += problems
+    return found
 
 
 def _try_out(

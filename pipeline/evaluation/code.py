@@ -266,7 +266,12 @@ def judge_answers(judge: Judge, problems: Sequence[Problem], answers: Sequence[S
     return judge_sources(
         judge,
         [
-            (problem.id, s, text, Candidate(source=extract(text), entry_point=problem.entry_point, tests=problem.tests))
+            (
+                problem.id,
+                s,
+                text,
+                Candidate(source=problem.program(extract(text)), entry_point=problem.entry_point, tests=problem.tests),
+            )
             for problem, texts in zip(problems, answers, strict=True)
             for s, text in enumerate(texts)
         ],
@@ -359,7 +364,7 @@ NO_SAFE_TEST = "none of its tests can be judged safely; expected `assert f(...) 
 
 def solution(problem: Problem) -> str | None:
     """The source of a problem's solution: the code block of its answer, or the whole answer if that is bare code."""
-    return None if problem.answer is None else extract(problem.answer) or problem.answer
+    return None if problem.answer is None else problem.program(extract(problem.answer) or problem.answer)
 
 
 def faults(

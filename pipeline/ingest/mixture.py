@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.ingest import hub, own_files
-from pipeline.ingest.entries import PACKAGES, FileEntry, weight_of
+from pipeline.ingest.entries import PACKAGES, Entry, FileEntry, PackagesEntry, RepositoryEntry, weight_of
 from pipeline.ingest.intake import RowCounts
 from pipeline.ingest.records import Dialogue, Label, Pair, Problem
 from pipeline.ingest.sources import DataConfig
@@ -49,23 +49,34 @@ class Lot(Generic[R]):
     weight: float | None = None
     splits: Splits[R] = field(default_factory=lambda: {"train": [], "val": [], "test": []})
     files: dict[str, str] = field(default_factory=dict)  # id -> the file that the record stands in
+    entries: list[Entry] = field(default_factory=list)
+
+
+SOURCES: dict[type, str] = {
+    FileEntry: "files",
+    hub.HubSet: "hub",
+    RepositoryEntry: "repository",
+    PackagesEntry: PACKAGES,
+}
+MADE = (PACKAGES, "repository")  # their records are made, not read
 
 
 def read_lots(
     kind: str, record_type: type[R], data: DataConfig, own: Path, parts: Path, tallies: dict[str, RowCounts]
 ) -> list[Lot[R]]:
-    """The lots of a kind in the order of the entries; that of `packages` is empty, for the caller to fill.
+    """The lots of a kind in the order of the entries; those of MADE are empty, for the caller to fill.
 
     Where no row of the others is for the test, every second held-out row is. Adds the numbers of rows to `tallies`.
     """
     lots: dict[int | str, Lot[R]] = {}
     lot_of: list[Lot[R]] = []  # of each entry
     for number, entry in enumerate(data.entries(kind)):
-        source = "files" if isinstance(entry, FileEntry) else "hub" if isinstance(entry, hub.HubSet) else PACKAGES
+        source = next(name for kind_of, name in SOURCES.items() if isinstance(entry, kind_of))
         weight = weight_of(entry)
         key, name = (source, source) if weight is None else (number, entry.name)
         lot_of.append(lots.setdefault(key, Lot(name, source, weight)))
-    if any(lot.source != PACKAGES for lot in lot_of):
+        lot_of[-1].entries.append(entry)
+    if any(lot.source not in MADE for lot in lot_of):
         parts.mkdir(parents=True, exist_ok=True)
         tally = tallies.setdefault(kind, RowCounts())
         supplied = (

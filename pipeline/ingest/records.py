@@ -61,6 +61,11 @@ class Problem:
     signature: str
     tests: list[JsonObject]
     answer: str | None = None
+    context: str | None = None  # the program that every answer follows; absent in the file where there is none
+
+    def program(self, source: str | None) -> str | None:
+        """A candidate's source as it is judged."""
+        return source if source is None or self.context is None else self.context + source
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +136,10 @@ def unpaired(pairs: Iterable[Pair]) -> Iterator[Label]:
 
 def dumps(record: SourceRecord | Fact) -> str:
     """One line of JSON without the line feed; key order is the dataclass's, so equal records give equal bytes."""
-    return json.dumps(dataclasses.asdict(record), ensure_ascii=False)
+    row = dataclasses.asdict(record)
+    if row.get("context", "") is None:  # of problems: the bytes of those without one are older than the field
+        del row["context"]
+    return json.dumps(row, ensure_ascii=False)
 
 
 def is_empty(path: Path) -> bool:

@@ -143,14 +143,15 @@ def judged(judge: Judge, answers: Sequence[Answer]) -> list[Verdict | None]:
 def program_of(answer: Answer) -> Candidate:
     """The answer's code with the hidden tests of its problem (with all tests where none is hidden)."""
     record = answer.prompt.record
+    source = chat.extract(answer.text)
     if isinstance(record, Problem):
-        entry_point, tests = record.entry_point, record.tests
+        entry_point, tests, source = record.entry_point, record.tests, record.program(source)
     elif isinstance(record, Pair) and record.truth and "tests" in record.truth:
         entry_point, tests = record.truth["entry_point"], record.truth["tests"]
     else:
         raise DataError(f"prompt {answer.prompt.id} of kind {answer.prompt.kind!r} has no tests, which `code` needs")
     hidden = [test for test in tests if not test.get("visible", False)]
-    return Candidate(source=chat.extract(answer.text), entry_point=entry_point, tests=hidden or tests)
+    return Candidate(source=source, entry_point=entry_point, tests=hidden or tests)
 
 
 def length(scorer: Scorer, answers: Sequence[Answer]) -> list[float | None]:

@@ -74,13 +74,13 @@ sys.path.pop(0)
 # What a candidate may import: nothing can be loaded after isolation. Each shared library makes every fork slower, so
 # those that cannot work in here (asyncio, subprocess, multiprocessing) and OpenSSL stay out.
 MODULES = """
-abc argparse array ast base64 binascii bisect builtins calendar cmath codecs collections collections.abc colorsys
-concurrent.futures.thread contextlib contextvars copy copyreg csv ctypes dataclasses datetime decimal difflib enum errno
-fileinput fnmatch fractions functools gc glob graphlib hashlib heapq hmac html html.parser inspect io ipaddress
-itertools json keyword linecache locale logging math numbers operator os pathlib pickle platform pprint queue random re
-reprlib secrets select shlex signal socket stat statistics string stringprep struct sys tempfile textwrap threading
-time timeit tokenize traceback types typing unicodedata unittest urllib.parse uuid warnings weakref zlib _strptime
-encodings.ascii encodings.base64_codec encodings.cp1252 encodings.hex_codec encodings.idna encodings.latin_1
+__future__ abc argparse array ast base64 binascii bisect builtins calendar cmath codecs collections collections.abc
+colorsys concurrent.futures.thread contextlib contextvars copy copyreg csv ctypes dataclasses datetime decimal difflib
+enum errno fileinput fnmatch fractions functools gc glob graphlib hashlib heapq hmac html html.parser inspect io
+ipaddress itertools json keyword linecache locale logging math numbers operator os pathlib pickle platform pprint queue
+random re reprlib secrets select shlex signal socket stat statistics string stringprep struct sys tempfile textwrap
+threading time timeit tokenize traceback types typing unicodedata unittest urllib.parse uuid warnings weakref zlib
+_strptime encodings.ascii encodings.base64_codec encodings.cp1252 encodings.hex_codec encodings.idna encodings.latin_1
 encodings.punycode encodings.raw_unicode_escape encodings.rot_13 encodings.unicode_escape encodings.utf_16
 encodings.utf_16_be encodings.utf_16_le encodings.utf_32 encodings.utf_8 encodings.utf_8_sig
 """

@@ -80,6 +80,44 @@ def install_landlock() -> None:
     os.close(ruleset)
 
 
+def write_only_below(folder: Path) -> None:
+    """Forbid this process and its children every change of files outside `folder`, and signals to others.
+
+    For a repository's own tests: they may read what the user may. Needs no_new_privs. Raises OSError, Refused.
+    """
+    version, machine = landlock_version(), architecture()
+    if not version:
+        raise Refused("no Landlock, so a test could change files outside its copy of the repository")
+    changes = (1 << 1) | sum(1 << bit for bit in range(4, 13))  # write_file; remove_dir to make_sym
+    changes |= (1 << 13 if version >= 2 else 0) | (1 << 14 if version >= 3 else 0)  # refer, truncate
+    rights = struct.pack("=QQQ", changes, 3 if version >= 4 else 0, 3 if version >= 6 else 0)
+    size = 8 if version < 4 else 16 if version < 6 else 24
+    ruleset = call(machine.landlock_create, rights[:size], size, 0)
+    for path, allowed in ((folder, changes), (Path("/dev"), 1 << 1)):
+        parent = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        call(machine.landlock_add_rule, ruleset, 1, struct.pack("=Qi", allowed, parent), 0)
+        os.close(parent)
+    call(machine.landlock_restrict, ruleset, 0)
+    os.close(ruleset)
+
+
+def install_no_network() -> None:
+    """Forbid this process and its children sockets other than those of this machine (AF_UNIX), and io_uring.
+
+    Needs no_new_privs. Raises OSError, Refused.
+    """
+    machine = architecture()
+    socket, uring = (41, 425) if machine.column == 0 else (198, 425)
+    forbidden = (RETURN, 0, 0, ERRNO | EPERM)
+    program = [(LOAD, 0, 0, 4), (JUMP_EQ, 1, 0, machine.audit), (RETURN, 0, 0, KILL), (LOAD, 0, 0, 0)]
+    if machine.column == 0:
+        program += [(JUMP_SET, 0, 1, 0x40000000), (RETURN, 0, 0, KILL)]
+    program += [(JUMP_EQ, 0, 1, uring), forbidden, (JUMP_EQ, 1, 0, socket), (RETURN, 0, 0, ALLOW)]
+    program += [(LOAD, 0, 0, 16), (JUMP_EQ, 0, 1, 1), (RETURN, 0, 0, ALLOW), forbidden]
+    code = _assembled(program)
+    call(machine.seccomp, 1, 0, code[0])
+
+
 def drop_identity() -> bool:
     """Give up root for good: groups, all ids, and with them the capabilities. Returns whether the uid is ours alone.
 
@@ -312,6 +350,7 @@ class Architecture:
     seccomp: int
     clone: int
     landlock_create: int = 444
+    landlock_add_rule: int = 445
     landlock_restrict: int = 446
 
 
@@ -390,6 +429,10 @@ def filter_code() -> tuple[bytes, ctypes.Array[ctypes.c_char]]:
 
     Raises Refused.
     """
-    program = b"".join(struct.pack("=HBBI", *step) for step in filter_program(architecture()))
+    return _assembled(filter_program(architecture()))
+
+
+def _assembled(steps: list[Instruction]) -> tuple[bytes, ctypes.Array[ctypes.c_char]]:
+    program = b"".join(struct.pack("=HBBI", *step) for step in steps)
     code = ctypes.create_string_buffer(program, len(program))
     return struct.pack("@HP", len(program) // 8, ctypes.addressof(code)), code

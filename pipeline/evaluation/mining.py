@@ -1,0 +1,283 @@
+"""The tests of a repository become programming problems with hidden tests.
+
+    data/own/<repository> --its tests, recorded--> calls of its functions --judged--> Problem, ...
+
+A task is the signature and docstring of a function, with its module around it but without its body. Its hidden tests
+are calls that the repository's own tests made, with what the function returned (`sandbox/recording.py`): the expected
+values stay with the judge, so a candidate can neither read nor forge them, and neither the body nor any file of the
+repository is where a candidate runs (`ingest/functions.py`).
+
+Kept is a function if its own body passes in the sandbox (tests that it fails there are dropped, LEAST_TESTS must
+remain), if none of three stubs does (raise, return None, return the most frequent result), and if at least half of its
+mutants fail (of LEAST_MUTANTS or more): that share is the strength of its tests. Every other one is counted with its
+reason.
+
+Not promised: that the docstring says all that the tests ask for; functions whose arguments or results are objects,
+methods, coroutines and generators, decorated ones.
+"""
+
+import ast
+import csv
+import io
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from pipeline.ingest import sources
+from pipeline.ingest.functions import Source, Task, Unsliceable, mutants
+from pipeline.ingest.records import Problem
+from pipeline.ingest.repository import Repository
+from pipeline.run.types import JsonObject
+from pipeline.sandbox import recording
+from pipeline.sandbox.judge import Candidate, Judge, Verdict
+
+TEST_SECONDS = 240.0  # for all tests of a repository
+LEAST_TESTS, MOST_TESTS = 2, 16
+LEAST_MUTANTS = 5
+LEAST_STRENGTH = 0.5
+SHOWN = 2  # calls that the question shows, where the docstring has no example
+LEVEL = 4
+STUB = "raise NotImplementedError"
+
+
+@dataclass(frozen=True)
+class Mined:
+    """The tasks of a repository, and what became of the other functions."""
+
+    name: str
+    problems: list[Problem]  # with the function's own source as answer
+    strengths: dict[str, float]  # id -> share of the mutants that its tests find
+    dropped: dict[str, str]  # file::function -> reason
+    tests: dict[str, int]  # of the repository: passed, failed, ...
+    timed_out: bool
+    said: str  # the end of what the tests printed
+
+    def summary(self) -> JsonObject:
+        """The numbers to report."""
+        reasons = Counter(reason.split(":")[0] for reason in self.dropped.values())
+        strength = sum(self.strengths.values()) / len(self.strengths) if self.strengths else None
+        return {
+            "tasks": len(self.problems),
+            "strength": strength,
+            "dropped": dict(reasons.most_common()),
+            "tests": self.tests,
+            "timed_out": self.timed_out,
+        }
+
+    def reasons(self) -> str:
+        """Why the others are no tasks, most frequent first, and how its tests went."""
+        reasons = ", ".join(f"{count} {reason}" for reason, count in self.summary()["dropped"].items())
+        tests = ", ".join(f"{count} {outcome}" for outcome, count in self.tests.items()) or f"none ran: {self.said}"
+        late = f"; stopped after {TEST_SECONDS:g} seconds" if self.timed_out else ""
+        return f"functions: {reasons or 'none'}; tests: {tests}{late}"
+
+    def shown(self, name: str) -> str:
+        """A line for people."""
+        return f"{name}: {len(self.problems)} tasks; not taken: {self.reasons()}"
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """A function with its tests, on the way to a task."""
+
+    task: Task
+    context: str
+    tests: list[JsonObject]
+
+    def candidate(self, source: str, tests: Sequence[JsonObject] | None = None) -> Candidate:
+        """A version of the function, judged by these tests."""
+        chosen = list(self.tests if tests is None else tests)
+        return Candidate(source=self.context + source, entry_point=self.task.name, tests=chosen)
+
+
+def mine(repository: Repository, judge: Judge, seconds: float = TEST_SECONDS) -> Mined:
+    """The tasks of a repository, whose tests may run for `seconds`. Raises as `recording.record` does."""
+    texts = {file.path: file.text for file in repository.files}
+    source = Source(texts, repository.name)
+    tasks: dict[str, Task] = {}
+    dropped = {f"{path}": reason for path, reason in source.broken.items()}
+    for path in texts:
+        if sources.is_test(path):
+            continue
+        found, others = source.functions(path)
+        tasks |= {f"{path}::{task.name}": task for task in found}
+        dropped |= {f"{path}::{name}": reason for name, reason in others.items()}
+    functions: dict[str, list[str]] = {}
+    for task in tasks.values():
+        functions.setdefault(task.path, []).append(task.name)
+    paths = sorted({source.modules.root_of(path) for path in texts} | {".", "src"})
+    recorded = recording.record(repository.root, sorted(texts), paths, functions, seconds)
+    trials: dict[str, _Trial] = {}
+    limit = (judge.config.limits.source_kib << 10) * 3 // 4
+    for key, task in tasks.items():
+        tests = _tests(task, recorded.calls.get(key, []))
+        if len(tests) < LEAST_TESTS:
+            dropped[key] = f"fewer than {LEAST_TESTS} calls with plain values"
+            continue
+        try:
+            context = source.context(task.path, task.name)
+        except Unsliceable as error:
+            dropped[key] = f"context: {error}"
+            continue
+        if len(context.encode()) > limit:
+            dropped[key] = "context: too long"
+            continue
+        trials[key] = _Trial(task, context, tests)
+    trials = _own_body_passes(trials, judge, dropped)
+    trials = _stubs_fail(trials, judge, dropped)
+    strengths = _strengths(trials, judge, dropped)
+    problems = {key: _problem(repository.name, key, trials[key]) for key in strengths}
+    return Mined(
+        repository.name,
+        list(problems.values()),
+        {problems[key].id: strength for key, strength in strengths.items()},
+        dropped,
+        recorded.tests,
+        recorded.timed_out,
+        recorded.said,
+    )
+
+
+def _tests(task: Task, calls: Sequence[tuple[str, str, str]]) -> list[JsonObject]:
+    """The calls as tests: positional arguments where that is possible, else an assert."""
+    tests: list[JsonObject] = []
+    for args, kwargs, result in calls[:MOST_TESTS]:
+        if kwargs == "{}":
+            tests.append({"args": args, "expected": result, "visible": False})
+            continue
+        given = ast.parse(kwargs, mode="eval").body
+        assert isinstance(given, ast.Dict)
+        named = [f"{ast.literal_eval(k)}={ast.unparse(v)}" for k, v in zip(given.keys, given.values, strict=True) if k]
+        inner = ", ".join(part for part in (args[1:-1], *named) if part)
+        tests.append({"assert": f"assert {task.name}({inner}) == {result}", "visible": False})
+    return tests
+
+
+def _own_body_passes(trials: dict[str, _Trial], judge: Judge, dropped: dict[str, str]) -> dict[str, _Trial]:
+    """The functions whose own body passes, each with the tests that it passes."""
+    kept: dict[str, _Trial] = {}
+    verdicts = judge.judge([trial.candidate(trial.task.source) for trial in trials.values()])
+    for (key, trial), verdict in zip(trials.items(), verdicts, strict=True):
+        if verdict.total < len(trial.tests):  # an assert that cannot be judged: those are in order of the others
+            dropped[key] = "a test cannot be judged"
+            continue
+        pairs = zip(trial.tests, verdict.results, strict=True)
+        passed = [test for test, result in pairs if result.verdict == "passed"]
+        if len(passed) < LEAST_TESTS:
+            dropped[key] = f"its own body fails in the sandbox: {_reason(verdict)}"
+        else:
+            kept[key] = replace(trial, tests=passed)
+    return kept
+
+
+def _reason(verdict: Verdict) -> str:
+    messages = [result.message or result.verdict for result in verdict.results if result.verdict != "passed"]
+    return messages[0] if messages else verdict.verdict
+
+
+def _stubs_fail(trials: dict[str, _Trial], judge: Judge, dropped: dict[str, str]) -> dict[str, _Trial]:
+    """The functions that no stub can stand for."""
+    candidates = [trial.candidate(stub) for trial in trials.values() for stub in stubs(trial.task, trial.tests)]
+    verdicts = judge.judge(candidates)
+    kept: dict[str, _Trial] = {}
+    for key, trial in trials.items():
+        passed = [next(verdicts).verdict == "passed" for _ in range(3)]
+        if any(passed):
+            dropped[key] = "a stub passes its tests"
+        else:
+            kept[key] = trial
+    return kept
+
+
+def stubs(task: Task, tests: Sequence[JsonObject]) -> list[str]:
+    """Three bodies that do nothing: raise, None, the most frequent result."""
+    results = [test["expected"] if "expected" in test else test["assert"].rpartition(" == ")[2] for test in tests]
+    ((common, _),) = Counter(results).most_common(1)
+    return [f"def {task.signature}:\n    {body}\n" for body in (STUB, "return None", f"return {common}")]
+
+
+def _strengths(trials: dict[str, _Trial], judge: Judge, dropped: dict[str, str]) -> dict[str, float]:
+    """The share of its mutants that the tests of each function find, where it is large enough."""
+    by_key = {key: mutants(trial.task.node) for key, trial in trials.items()}
+    for key in [key for key, versions in by_key.items() if len(versions) < LEAST_MUTANTS]:
+        dropped[key] = f"fewer than {LEAST_MUTANTS} mutants"
+        del by_key[key]
+    verdicts = judge.judge([trials[key].candidate(version) for key, versions in by_key.items() for version in versions])
+    strengths: dict[str, float] = {}
+    for key, versions in by_key.items():
+        failed = [next(verdicts).verdict != "passed" for _ in versions]
+        if (strength := sum(failed) / len(failed)) >= LEAST_STRENGTH:
+            strengths[key] = strength
+        else:
+            dropped[key] = f"weak tests: they find {sum(failed)} of {len(failed)} mutants"
+    return strengths
+
+
+def _problem(name: str, key: str, trial: _Trial) -> Problem:
+    task = trial.task
+    tests = list(trial.tests)
+    short = sorted(tests, key=lambda test: len(_example(task, test)))
+    shown = [] if ">>>" in task.docstring else short[: min(SHOWN, len(tests) - LEAST_TESTS + 1)]
+    examples = [_example(task, test) for test in shown]
+    tests = [test | {"visible": test in shown} for test in tests]
+    return Problem(
+        id=f"{name}/{key}",
+        level=LEVEL,
+        group=name,
+        key=f"{name}/{key}",
+        question=_question(task, examples),
+        entry_point=task.name,
+        signature=task.signature,
+        tests=tests,
+        answer=f"```python\n{task.source}\n```",
+        context=trial.context,
+    )
+
+
+def _example(task: Task, test: JsonObject) -> str:
+    if "assert" in test:
+        return str(test["assert"])
+    return f"assert {task.name}({test['args'][1:-1]}) == {test['expected']}"
+
+
+def _question(task: Task, examples: Sequence[str]) -> str:
+    head = f"Write the Python function `{task.signature}` of the file {task.path}."
+    about = [task.docstring] if task.docstring else []
+    code = ["```python\n" + "\n".join(examples) + "\n```"] if examples else []
+    return "\n\n".join([head, *about, *code])
+
+
+# --- what a stage does with them --------------------------------------------------------------------------------------
+
+ONE_IN = 10  # files of which one is held out for val, and one for test
+
+
+def apart(problems: Sequence[Problem], held_out: Sequence[str]) -> dict[str, list[Problem]]:
+    """The problems by split, those of a file together. Those to train on have no answer: they are for RL.
+
+    `held_out`: folders of the repository; []: one file in ONE_IN for val and for test each, by a hash of its path.
+    """
+    splits: dict[str, list[Problem]] = {"train": [], "val": [], "test": []}
+    for problem in problems:
+        path = problem.id.partition("/")[2].partition("::")[0]
+        turn = sources.digest(path) % ONE_IN
+        if held_out:
+            is_held_out = any(folder == "." or path.startswith(f"{folder.rstrip('/')}/") for folder in held_out)
+            split = ("val", "test")[turn % 2] if is_held_out else "train"
+        else:
+            split = {0: "val", 1: "test"}.get(turn, "train")
+        splits[split].append(replace(problem, answer=None) if split == "train" else problem)
+    return splits
+
+
+def table(mined: Iterable[Mined]) -> str:
+    """CSV: every function, whether it is a task, the number and strength of its tests, or the reason."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(["function", "kept", "tests", "strength", "reason"])
+    for one in mined:
+        for problem in one.problems:
+            writer.writerow([problem.id, "yes", len(problem.tests), f"{one.strengths[problem.id]:.2f}", ""])
+        for name, reason in sorted(one.dropped.items()):
+            writer.writerow([f"{one.name}/{name}", "no", "", "", reason])
+    return out.getvalue()

@@ -1,0 +1,303 @@
+"""Runs a repository's own tests in a process that can change nothing but its copy, and records calls of its functions.
+
+    python -P -S? recorder.py  <- {"folder", "paths": [to import from], "functions": {file: [names]}, "seconds"}
+                               -> {"tests": {passed, failed, ...}, "calls": {file::name: [[args, kwargs, result], ...]}}
+
+`sandbox/recording.py` starts it. A call counts if its arguments, written before it, and its result are plain data
+(numbers, texts, None, lists, tuples, dicts, sets of these): written as Python literals, they become the tests of a
+task. A function that gave two results to equal arguments is left out. pytest runs the tests where it is installed, with
+doctests; else unittest does, and doctest. Results are written again and again, so that what a killed run found is kept.
+
+The repository's tests are the user's code: they may read what the user may. They have no network, change no file
+outside their copy, signal nobody, and end with a time limit each. Standard library only, nothing of the project.
+"""
+
+import ast
+import contextlib
+import doctest
+import functools
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import io
+import json
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+import types
+import unittest
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+import kernel
+
+sys.path.pop(0)
+RECORD = "_stagecoach_record"
+MOST_CALLS = 32  # of a function
+MOST_TRIES = 1000  # calls that are looked at: a hot function stays fast
+LONGEST = 2000  # characters of arguments, and of a result
+DEEPEST = 6
+TEST_SECONDS = 10  # of one test
+MEMORY = 4 << 30
+FILE_BYTES = 100 << 20
+PLAIN = (type(None), bool, int, float, complex, str, bytes)
+TABLE: dict[str, "Recorded"] = {}
+
+
+class TooLong(BaseException):
+    """A test ran out of time. No Exception, so that a test's own `except` does not catch it."""
+
+
+class Recorded:
+    """The calls of one function."""
+
+    def __init__(self) -> None:
+        self.calls: dict[tuple[str, str], str] = {}
+        self.tries = 0
+        self.unequal: set[tuple[str, str]] = set()
+        self.inside = threading.local()
+
+
+def literal(value: Any, depth: int = 0) -> str:
+    """The value as a Python literal. Raises ValueError for what is no plain data."""
+    kind = type(value)
+    if kind in PLAIN:
+        if kind in (float, complex) and value - value != 0:
+            raise ValueError("not finite")
+        return repr(value)
+    if depth > DEEPEST or kind not in (list, tuple, dict, set, frozenset) or len(value) > LONGEST:
+        raise ValueError(kind.__name__)
+    if kind is dict:
+        return "{" + ", ".join(f"{literal(k, depth + 1)}: {literal(v, depth + 1)}" for k, v in value.items()) + "}"
+    items = [literal(item, depth + 1) for item in value]
+    if kind is list:
+        return f"[{', '.join(items)}]"
+    if kind is tuple:
+        return f"({items[0]},)" if len(items) == 1 else f"({', '.join(items)})"
+    if kind is frozenset:
+        raise ValueError("frozenset")
+    return "{" + ", ".join(sorted(items)) + "}" if items else "set()"
+
+
+def recorder(key: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """The decorator of one function."""
+
+    def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
+        seen = TABLE.setdefault(key, Recorded())
+
+        @functools.wraps(function)
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            if getattr(seen.inside, "on", False) or len(seen.calls) >= MOST_CALLS or seen.tries >= MOST_TRIES:
+                return function(*args, **kwargs)
+            seen.tries += 1
+            asked = None
+            with contextlib.suppress(Exception):
+                asked = literal(list(args)), literal(kwargs)
+                if len(asked[0]) + len(asked[1]) > LONGEST:
+                    asked = None
+            if asked is None:
+                return function(*args, **kwargs)
+            seen.inside.on = True
+            try:
+                result = function(*args, **kwargs)
+            finally:
+                seen.inside.on = False
+            with contextlib.suppress(Exception):
+                text = literal(result)
+                if len(text) <= LONGEST and seen.calls.setdefault(asked, text) != text:
+                    seen.unequal.add(asked)
+            return result
+
+        return recorded
+
+    return wrap
+
+
+class Loader(importlib.machinery.SourceFileLoader):
+    """Loads a file with its functions recorded; reads and writes no bytecode."""
+
+    def __init__(self, name: str, path: str, file: str, names: Sequence[str]) -> None:
+        super().__init__(name, path)
+        self.file, self.names = file, set(names)
+
+    def path_stats(self, path: Any) -> Any:
+        """No bytecode is used."""
+        raise OSError
+
+    def set_data(self, *_: Any, **__: Any) -> None:
+        """No bytecode is written."""
+
+    def source_to_code(self, data: Any, path: Any, **_: Any) -> types.CodeType:
+        """Compile with a decorator on each function."""
+        tree = ast.parse(data)
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef) and node.name in self.names:
+                call = ast.Call(ast.Name(RECORD, ast.Load()), [ast.Constant(f"{self.file}::{node.name}")], [])
+                node.decorator_list.append(ast.copy_location(call, node))
+        return compile(ast.fix_missing_locations(tree), path, "exec", dont_inherit=True)
+
+
+class Finder(importlib.abc.MetaPathFinder):
+    """Finds the repository's files for the loader above."""
+
+    def __init__(self, folder: Path, functions: dict[str, list[str]]) -> None:
+        self.functions = {str(folder / file): (file, names) for file, names in functions.items()}
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        """As PathFinder, with our loader for a file whose functions are recorded."""
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is None or spec.origin not in self.functions:
+            return None
+        file, names = self.functions[spec.origin]
+        spec.loader = Loader(name, spec.origin, file, names)
+        return spec
+
+
+@contextlib.contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """Raise TooLong in a body that lasts longer."""
+
+    def stop(*_: object) -> None:
+        raise TooLong(f"{seconds:g} seconds")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+class Report:
+    """Counts tests, and writes what was found so far."""
+
+    def __init__(self, out: Path) -> None:
+        self.out, self.counts, self.written = out, dict[str, int](), 0.0
+
+    def count(self, outcome: str) -> None:
+        """One more test."""
+        self.counts[outcome] = self.counts.get(outcome, 0) + 1
+        if time.monotonic() - self.written > 1:
+            self.write()
+
+    def write(self) -> None:
+        """Write all, in one step."""
+        calls = {
+            key: [[*asked, result] for asked, result in seen.calls.items() if asked not in seen.unequal]
+            for key, seen in sorted(TABLE.items())
+        }
+        part = self.out.with_suffix(".part")
+        part.write_text(json.dumps({"tests": self.counts, "calls": calls}), encoding="utf-8")
+        part.replace(self.out)
+        self.written = time.monotonic()
+
+
+class Plugin:
+    """pytest: a time limit for each test, and its outcome."""
+
+    def __init__(self, report: Report) -> None:
+        self.report = report
+
+    def pytest_runtest_call(self, item: Any) -> Any:
+        """Around the test itself."""
+        signal.signal(signal.SIGALRM, self._stop)
+        signal.setitimer(signal.ITIMER_REAL, TEST_SECONDS)
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """After each phase of a test."""
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        if report.when == "call" or report.outcome != "passed":
+            self.report.count(report.outcome)
+
+    def pytest_collectreport(self, report: Any) -> None:
+        """A file that cannot be collected."""
+        if report.failed:
+            self.report.count("not collected")
+
+    def _stop(self, *_: object) -> None:
+        raise TooLong(f"{TEST_SECONDS} seconds")
+
+
+def by_pytest(folder: Path, report: Report) -> bool:
+    """Run all tests by pytest; whether it is there."""
+    if importlib.util.find_spec("pytest") is None:
+        return False
+    import pytest
+
+    options = ["-q", "--no-header", "--no-summary", "-p", "no:cacheprovider", "-p", "no:xdist", "-o", "addopts="]
+    options += ["--continue-on-collection-errors", "--doctest-modules", "--doctest-continue-on-failure"]
+    options += ["--doctest-ignore-import-errors", "-W", "ignore", "--tb=no", "--import-mode=importlib", str(folder)]
+    pytest.main(options, plugins=[Plugin(report)])
+    return True
+
+
+class Outcomes(unittest.TestResult):
+    """unittest: the same."""
+
+    report: Report
+
+    def startTest(self, test: Any) -> None:
+        """Before each test."""
+        super().startTest(test)
+        signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(TooLong()))
+        signal.setitimer(signal.ITIMER_REAL, TEST_SECONDS)
+
+    def stopTest(self, test: Any) -> None:
+        """After each test."""
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        failed = any(one is test for one, _ in (*self.failures, *self.errors))
+        self.report.count("failed" if failed else "passed")
+        super().stopTest(test)
+
+
+def by_unittest(folder: Path, files: Sequence[str], report: Report) -> None:
+    """Run the tests by unittest, file by file, and the doctests."""
+    result = Outcomes()
+    result.report = report
+    for file in files:
+        with contextlib.suppress(BaseException), within(TEST_SECONDS):
+            name = file.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
+            module = importlib.import_module(name)
+            suite = unittest.defaultTestLoader.loadTestsFromModule(module)
+            with contextlib.suppress(ValueError):
+                suite.addTests(doctest.DocTestSuite(module))
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            suite.run(result)
+
+
+def main() -> None:
+    """Read the task from stdin."""
+    task = json.load(sys.stdin)
+    folder = Path(task["folder"])
+    out = folder / task["out"]
+    os.chdir(folder)
+    for which, value in ((resource.RLIMIT_FSIZE, FILE_BYTES), (resource.RLIMIT_CORE, 0), (resource.RLIMIT_AS, MEMORY)):
+        kernel.limit(which, value)
+    kernel.die_with(task["parent"])
+    kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+    kernel.write_only_below(folder)
+    kernel.install_no_network()
+    sys.dont_write_bytecode = True
+    sys.path[:0] = task["paths"]
+    import builtins
+
+    setattr(builtins, RECORD, recorder)
+    sys.meta_path.insert(0, Finder(folder, task["functions"]))
+    report = Report(out)
+    sys.stdin = io.StringIO()
+    try:
+        if not by_pytest(folder, report):
+            by_unittest(folder, task["files"], report)
+    finally:
+        report.write()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""Records what the functions of a repository return in its own tests: a copy of it, and a process of `recorder.py`.
+
+    record(root, files, functions, seconds) -> Recorded
+
+The copy has every regular file but hidden ones and links, up to MOST_BYTES; a test that deletes files deletes those.
+The process is told to end after `seconds`; what it had found by then counts. Equal on every machine are the calls that
+the tests make, not which tests run: those that need the network, a package that is missing or a C extension fail.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.run.errors import DataError
+from pipeline.sandbox.servers import NoSandboxError
+
+RECORDER = Path(__file__).with_name("recorder.py")
+MOST_BYTES = 1 << 30  # of a copy
+FOUND = ".stagecoach-calls.json"
+SKIPPED = ("node_modules", "__pycache__")
+TAIL = 1000  # characters of what the process said that an error shows
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What was found."""
+
+    tests: dict[str, int]  # passed, failed, skipped, not collected
+    calls: dict[str, list[tuple[str, str, str]]]  # file::function -> (arguments, keyword arguments, result), literals
+    timed_out: bool
+    said: str  # the end of what they printed
+
+
+def record(
+    root: Path, files: Sequence[str], paths: Sequence[str], functions: Mapping[str, Sequence[str]], seconds: float
+) -> Recorded:
+    """Run the tests below `root`.
+
+    `files`: its Python files; `paths`: folders from which its modules are imported; `functions`: file -> names to
+    record. Raises DataError where the process found nothing at all and why, NoSandboxError without Landlock.
+    """
+    with tempfile.TemporaryDirectory(prefix="stagecoach-record-") as scratch:
+        folder = Path(scratch) / root.resolve().name
+        _copy(root, folder)
+        task = {
+            "folder": str(folder),
+            "paths": [str(folder / path) for path in paths],
+            "functions": functions,
+            "files": list(files),
+            "out": FOUND,
+            "parent": os.getpid(),
+        }
+        kept = {"PATH": os.environ.get("PATH", ""), "HOME": scratch, "TMPDIR": str(folder), "LANG": "C.UTF-8"}
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-B", str(RECORDER)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            cwd=folder,
+            env=kept | {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+            start_new_session=True,
+        )
+        timed_out = False
+        try:
+            said = process.communicate(json.dumps(task).encode(), timeout=seconds)[0]
+        except subprocess.TimeoutExpired:
+            timed_out = True
+            os.killpg(process.pid, signal.SIGKILL)
+            said = process.communicate()[0]
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        found = folder / FOUND
+        if not found.is_file():
+            text = said.decode("utf-8", "replace").strip()
+            if "Landlock" in text:
+                raise NoSandboxError(f"the tests of {root} cannot run: this kernel has no Landlock (Linux 5.13)")
+            reason = f"they took more than {seconds:g} seconds" if timed_out else text[-TAIL:] or "no reason was said"
+            raise DataError(f"{root}: its tests could not be run: {reason}")
+        row = json.loads(found.read_text(encoding="utf-8"))
+    calls = {key: [(args, kwargs, result) for args, kwargs, result in seen] for key, seen in row["calls"].items()}
+    return Recorded(row["tests"], calls, timed_out, said.decode("utf-8", "replace").strip()[-TAIL:])
+
+
+def _copy(root: Path, folder: Path) -> None:
+    """Copy the regular files. Raises DataError for too many bytes."""
+    left = MOST_BYTES
+
+    def ignored(directory: str, names: list[str]) -> list[str]:
+        nonlocal left
+        leave = []
+        for name in names:
+            path = Path(directory, name)
+            if name.startswith(".") or name in SKIPPED or path.is_symlink() or not (path.is_file() or path.is_dir()):
+                leave.append(name)
+            elif path.is_file():
+                left -= path.stat().st_size
+                if left < 0:
+                    raise DataError(f"{root}: has more than {MOST_BYTES >> 20} MiB; name a folder of it")
+        return leave
+
+    shutil.copytree(root, folder, ignore=ignored)
