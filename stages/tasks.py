@@ -117,6 +117,7 @@ def run(
 ) -> None:
     """Write the six folders."""
     parts = job.folder / "parts"
+    parts.mkdir(parents=True, exist_ok=True)
     tallies: dict[str, RowCounts] = {}  # kind -> numbers of supplied rows
     with progress(total=5, desc="tasks", unit="step") as bar:
         dialogue_lots = mixture.read_lots("dialogues", Dialogue, params.data, own, parts, tallies)

@@ -461,14 +461,16 @@ def _changed(node: Function) -> "Iterator[_Change]":
             yield _Change(one, "test", ast.UnaryOp(ast.Not(), one.test))
         elif isinstance(one, ast.Return) and one.value is not None:
             yield _Change(one, "value", ast.Constant(None))
-        elif isinstance(one, ast.Constant) and type(one.value) is bool:
-            yield _Change(one, "value", not one.value)
-        elif isinstance(one, ast.Constant) and type(one.value) is int:
-            yield _Change(one, "value", one.value + 1)
-        elif isinstance(one, ast.Constant) and type(one.value) is float:
-            yield _Change(one, "value", one.value + 1)
-        elif isinstance(one, ast.Constant) and type(one.value) in (str, bytes):
-            yield _Change(one, "value", one.value[:-1] or ("x" if isinstance(one.value, str) else b"x"))
+        elif isinstance(one, ast.Constant):
+            value = one.value
+            if isinstance(value, bool):
+                yield _Change(one, "value", not value)
+            elif isinstance(value, int | float):
+                yield _Change(one, "value", value + 1)
+            elif isinstance(value, str):
+                yield _Change(one, "value", value[:-1] or "x")
+            elif isinstance(value, bytes):
+                yield _Change(one, "value", value[:-1] or b"x")
         elif isinstance(one, ast.AugAssign) and type(one.op) in COMPUTED:
             yield _Change(one, "op", COMPUTED[type(one.op)]())
         elif isinstance(one, ast.Call) and len(one.args) > 1:
