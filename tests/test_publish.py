@@ -34,10 +34,11 @@ LARGE = ("gguf/a.gguf", "gguf/b.gguf", "model.safetensors")
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
-    """A hub that knows TOKEN; uploads by the protocol that it speaks."""
+    """A hub that knows TOKEN."""
     server = HubServer()
     server.tokens = {TOKEN: "write"}
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.delenv("HF_HUB_DISABLE_XET", raising=False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", False)  # as it is where nobody says anything
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     yield server
     server.released.set()

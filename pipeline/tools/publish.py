@@ -40,7 +40,7 @@ from pipeline.run.tracking import say
 from pipeline.run.types import JsonObject
 
 if TYPE_CHECKING:
-    from huggingface_hub import EvalResult, HfApi
+    from huggingface_hub import EvalResult, HfApi, RepoFile
 
 NEEDED = ("config.json", "tokenizer.json", "lineage.json", "README.md", SUMS)
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
@@ -114,8 +114,11 @@ def measured(folder: Path, lineage: JsonObject) -> JsonObject:
     if not path.is_file():
         say(f"{path}: not there; the card gets no results")
         return {}
-    numbers = json.loads(path.read_text(encoding="utf-8"))
-    ours, theirs = lineage["inputs"].get(name), numbers["lineage"]["inputs"].get(name)
+    try:
+        numbers = json.loads(path.read_text(encoding="utf-8"))
+        ours, theirs = lineage["inputs"].get(name), numbers["lineage"]["inputs"].get(name)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{path}: expected what stage evaluate writes ({error!r:.200}); dvc repro it") from error
     if ours != theirs:
         raise ModelError(
             f"{path}: measured of {name} {theirs}, deployed was {ours}; evaluate and deploy the same weights: dvc repro"
@@ -235,7 +238,7 @@ def publish(api: "HfApi", target: Target, files: Files, *, message: str, replace
 
     head, has_branch = _open(api, target)
     present = _listed(api, target.repo, head)
-    others = sorted(present - {HUBS_OWN} - (files.keys() if "lineage.json" in present else set()))
+    others = sorted(set(present) - (set(files) if "lineage.json" in present else set()))
     if others and not replace:
         named = ", ".join(others[:5]) + (" ..." if len(others) > 5 else "")
         raise ConfigError(
@@ -279,20 +282,24 @@ def _open(api: "HfApi", target: Target) -> tuple[str, bool]:
     return head, True
 
 
-def _listed(api: "HfApi", repo: str, commit: str) -> set[str]:
-    return {entry.path for entry in api.list_repo_tree(repo, recursive=True, revision=commit) if hasattr(entry, "size")}
+def _listed(api: "HfApi", repo: str, commit: str) -> "dict[str, RepoFile]":
+    """The files of a commit, without what the hub itself put there."""
+    from huggingface_hub import RepoFile
+
+    entries = api.list_repo_tree(repo, recursive=True, revision=commit)
+    return {entry.path: entry for entry in entries if isinstance(entry, RepoFile) and entry.path != HUBS_OWN}
 
 
 def _verify(api: "HfApi", repo: str, commit: str, files: Files) -> None:
     """Raise StagecoachError unless the hub holds exactly these files, by hash."""
-    from huggingface_hub import RepoFile
-
-    tree = [entry for entry in api.list_repo_tree(repo, recursive=True, revision=commit) if isinstance(entry, RepoFile)]
-    held = {entry.path: entry.lfs.sha256 if entry.lfs else entry.blob_id for entry in tree if entry.path != HUBS_OWN}
-    stored_large = {entry.path for entry in tree if entry.lfs}
-    wrong = [name for name, content in files.items() if held.get(name) != _hash(content, large=name in stored_large)]
-    if wrong := sorted([*wrong, *(held.keys() - files.keys())]):
-        raise StagecoachError(f"{repo}: {commit[:8]} differs from what was sent: {', '.join(wrong)}; run again")
+    held = _listed(api, repo, commit)
+    wrong = set(held) ^ set(files)
+    for name in set(held) & set(files):
+        large = held[name].lfs
+        if _hash(files[name], large=large is not None) != (large.sha256 if large else held[name].blob_id):
+            wrong.add(name)
+    if wrong:
+        raise StagecoachError(f"{repo}: {commit[:8]} differs from what was sent: {', '.join(sorted(wrong))}; run again")
 
 
 def _hash(content: Path | bytes, *, large: bool) -> str:
@@ -391,6 +398,8 @@ def run(chosen: argparse.Namespace) -> str:
     from huggingface_hub import HfApi, constants, get_token
     from huggingface_hub.utils import disable_progress_bars, validate_repo_id
 
+    if "HF_HUB_DISABLE_XET" not in os.environ:
+        constants.HF_HUB_DISABLE_XET = True  # read at each upload; the variable itself was read on import
     try:
         validate_repo_id(chosen.to)
     except ValueError as error:
@@ -424,7 +433,6 @@ def run(chosen: argparse.Namespace) -> str:
 def main(arguments: list[str]) -> int:
     """Publish; returns an exit code of `errors.py`."""
     chosen = parse(arguments)
-    os.environ.setdefault("HF_HUB_DISABLE_XET", "1")  # before huggingface_hub is imported, which reads it then
     try:
         sys.stdout.write(run(chosen))
     except StagecoachError as error:
