@@ -58,6 +58,7 @@ class HubServer(ThreadingHTTPServer):
         self.requests: Counter[str] = Counter()
         self.stored_bytes: Counter[str] = Counter()
         self.headers_seen: list[str] = []
+        self.echoes = False  # a refusal repeats the request's address and token
         self.at_commit: Any = None  # called before a commit is made
         threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
 
@@ -145,6 +146,8 @@ class Handler(BaseHTTPRequestHandler):
         self.answer(status, json.dumps(content).encode())
 
     def refuse(self, status: int, message: str) -> None:
+        if self.server.echoes:
+            message += f" ({self.path} {self.headers.get('Authorization')})"
         self.answer(status, json.dumps({"error": message}).encode(), {"X-Error-Message": message})
 
     # -- writing -------------------------------------------------------------------------------------------------------

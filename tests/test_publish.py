@@ -261,6 +261,7 @@ def test_visibility_is_what_was_asked_for(run: Run, hub: HubServer, public: bool
 def test_without_permission_nothing_is_sent(
     run: Run, hub: HubServer, monkeypatch: pytest.MonkeyPatch, token: str | None, role: str, message: str, exists: bool
 ) -> None:
+    hub.echoes = True
     if exists:
         hub.files[REPO] = {".gitattributes": b""}
         hub.private.add(REPO)
@@ -278,7 +279,7 @@ def test_without_permission_nothing_is_sent(
 
 
 def test_a_file_that_the_storage_refuses_is_named_and_nothing_is_published(run: Run, hub: HubServer) -> None:
-    hub.put_faults = {1: 403}
+    hub.put_faults, hub.echoes = {1: 403}, True
     done = run()
     assert done.code == 1 and "run again to resume" in done.err and "403 Request has expired" in done.err
     assert any(name in done.err for name in LARGE)
