@@ -21,7 +21,6 @@ TRAIN = {
     "dpo",
     "kto",
     "grpo",
-    "teach",
     "distill",
     "diffusion",
     "diffusion_dpo",

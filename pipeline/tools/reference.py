@@ -91,8 +91,8 @@ ENVIRONMENT = {
     "STAGECOACH_SAMPLER_KEY": "the key of an engine that samples for a policy, when it is on another machine",
     "STAGECOACH_SANDBOX_TOKEN": "the token of the sandbox service, the same on its machine and on the one that asks",
     "HF_TOKEN": (
-        "huggingface_hub's own: opens gated models and data sets; so are HF_HOME (its cache), HF_ENDPOINT and"
-        " HF_HUB_OFFLINE"
+        "huggingface_hub's own: opens gated models and data sets, and lets a model be published; so are HF_HOME (its"
+        " cache), HF_ENDPOINT, HF_HUB_OFFLINE and HF_HUB_DISABLE_XET (`0`: publish by Xet instead of Git LFS)"
     ),
     "CXX": "the C++ compiler of the CPU pieces; not set: g++, then clang++",
     "CC": "the C compiler that torch.compile needs on a GPU; not set: cc, then gcc or clang",
