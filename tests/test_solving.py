@@ -53,7 +53,7 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def held_out(**config: int) -> tuple[HeldOutProblems, Setting]:
     setting: Any = Setting()
-    return HeldOutProblems(PROMPTS, setting, object(), SolvingConfig(**config)), setting  # type: ignore[arg-type]
+    return HeldOutProblems(PROMPTS, setting, solving.verdicts_of(object()), SolvingConfig(**config)), setting  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("count", "kept"), [(1, 1), (4, 4), (100, 9)])
