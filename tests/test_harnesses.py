@@ -128,6 +128,18 @@ def test_a_harness_without_an_environment_is_told_with_what_to_do(
         harnesses.run("bfcl", {}, tmp_path)
 
 
+@pytest.mark.slow
+def test_without_any_harness_each_is_told_and_nothing_fails(
+    tmp_path: Path, byte_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(harnesses, "CLIENTS", tmp_path / "none")
+    checkpoint.save(tmp_path / "nano", random_model(byte_tokenizer), byte_tokenizer, {})
+    found = harnesses.measure(tmp_path, tmp_path / "nano")
+    assert {comparison.harness for comparison in found} == {"lm-evaluation-harness", "EvalPlus", "bfcl-eval"}
+    assert all("`make clients` installs tests/matrix/" in comparison.absent for comparison in found)
+    assert not agreement.failures(found) and harnesses.said_calls({}, tmp_path) == []
+
+
 # -- our side ----------------------------------------------------------------------------------------------------------
 
 

@@ -17,7 +17,6 @@ the model's code in processes of its own; with MODEL_DIR that is code that nobod
 """
 
 import ast
-import contextlib
 import json
 import os
 import shutil
@@ -91,9 +90,14 @@ class HarnessFailed(Exception):
 
 def measure(folder: Path, model: Path | None = None) -> list[Comparison]:
     """The tasks of the harnesses that are installed, and why others did not run."""
+    found: list[Comparison] = []
     prompts: dict[str, JsonObject] = {}
-    with contextlib.suppress(NotInstalled):
+    try:
         prompts = bfcl_prompts(folder)
+    except NotInstalled as error:
+        found.append(Comparison("bfcl-eval", "all", absent=str(error)))
+    except HarnessFailed as error:
+        found.append(Comparison("bfcl-eval", "all", failed=str(error)))
     if model is None:
         said = [*said_texts(), *said_programs(), *said_calls(prompts, folder)]
         tokenizer = lessons.tokenizer_of(said)
@@ -101,12 +105,12 @@ def measure(folder: Path, model: Path | None = None) -> list[Comparison]:
         checkpoint.save(model, lessons.learn(tokenizer, said), tokenizer, {})
     loaded, tokenizer = checkpoint.load(model)
     subject = Subject(loaded.train(False), tokenizer, SETTINGS, 0)
-    found: list[Comparison] = []
     tasks: dict[str, Callable[[Setting], list[Comparison]]] = {
-        "lm_eval": with_lm_eval,
-        "evalplus": with_evalplus,
-        "bfcl": lambda setting: with_bfcl(setting, prompts),
+        "lm-evaluation-harness": with_lm_eval,
+        "EvalPlus": with_evalplus,
     }
+    if prompts:
+        tasks["bfcl-eval"] = lambda setting: with_bfcl(setting, prompts)
     with serving([model], log=folder / "harnesses.log", environment={"STAGECOACH_API_KEYS": KEY}) as server:
         setting = Setting(subject, model, server.url, folder)
         for harness, run in tasks.items():
@@ -392,7 +396,7 @@ def bfcl_files() -> Path:
     """The folder of the files that bfcl-eval brings. Raises NotInstalled."""
     found = list((CLIENTS / "bfcl").glob("lib/python*/site-packages/bfcl_eval/data"))
     if not found:
-        raise NotInstalled("no data of bfcl-eval")
+        raise NotInstalled("not installed; `make clients` installs tests/matrix/bfcl.txt, or says why it cannot")
     return found[0]
 
 
@@ -418,7 +422,9 @@ def bfcl_prompts(folder: Path) -> dict[str, JsonObject]:
 
 def said_calls(prompts: dict[str, JsonObject], folder: Path) -> list[Said]:
     """Calls that are right, wrong by a value, spare, and none, for the rows of each category in turn."""
-    said = []
+    said: list[Said] = []
+    if not prompts:
+        return said
     for question in questions(folder / "bfcl", CATEGORIES).values():
         asked = prompts[question.id]
         number = list(prompts).index(question.id) % ASKED
