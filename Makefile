@@ -2,7 +2,7 @@
 # make all     the whole graph, branches included (JOBS=1: one stage after another)
 # make test    set up and pass the tests (12 minutes)      make test-all     all the rest of them (25 minutes)
 # make serve   OpenAI's API and a page for what was trained  make chat    talk to it in the terminal
-# make report  where the report card is                      make clients the API through five clients: docs/clients.md
+# make report  where the report card is                      make clients five clients and three harnesses: docs/clients.md
 # make compare A=main B=workspace   what changed between two runs, why, and whether it is more than chance
 # make experiments   the experiments, a line each            make doctor  what this machine has, lacks and should do
 # make update  newer versions of all packages into requirements.lock
@@ -107,8 +107,15 @@ doctor: setup
 # An environment each: litellm pins openai below 3, and openai and ai want a newer Node than most systems have
 CLIENTS := .work/clients
 
-clients: setup $(CLIENTS)/.ready
+HARNESSES := lm_eval evalplus bfcl
+
+clients: setup $(CLIENTS)/.ready $(foreach harness,$(HARNESSES),$(CLIENTS)/$(harness)/.ready)
 	python -m tests.matrix
+
+# Everything by its number and nothing else: their own ranges ask for torch. A harness that cannot be installed is told in its row
+$(foreach harness,$(HARNESSES),$(CLIENTS)/$(harness)/.ready): $(CLIENTS)/%/.ready: tests/matrix/%.txt
+	-$(PYTHON) -m venv --clear $(CLIENTS)/$* && \
+		$(CLIENTS)/$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $< && touch $@
 
 $(CLIENTS)/.ready: $(addprefix tests/matrix/,package.json node.txt langchain.txt litellm.txt)
 	for client in node langchain litellm; do \

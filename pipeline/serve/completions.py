@@ -2,8 +2,9 @@
 
 `echo` puts the prompt before the answer; with `logprobs` also its log-probabilities, equal to teacher forcing. With
 `max_tokens: 0` there is only the prompt, which is how benchmarks score a text. A scored prompt waits in the engine's
-queue like any other request, and is scored beside other answers before its own begin. Stop strings, `n` and streams
-work as in a chat.
+queue like any other request, and is scored beside other answers before its own begin. There the token that ended an
+answer has a log-probability too, though it adds no text: a client that scores a prompt with `max_tokens: 1`, as
+lm-evaluation-harness does, takes the last entry for the generated one. Stop strings, `n` and streams work as in a chat.
 """
 
 import asyncio
@@ -139,6 +140,7 @@ def prepare(body: CompletionBody, served: Served, engine: Engine, owner: str) ->
             seed=seeds[index * n + number],
             listener=unheard,
             stop=stop,
+            say_stop=bool(body.echo) and body.logprobs is not None,
             bias=check_biases(body.biases, served),
             top=body.logprobs or 0,
             owner=owner,

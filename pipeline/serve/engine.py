@@ -334,10 +334,12 @@ class Engine(Loop):
         logprob = float(logprobs[token])
         if math.isnan(logprob):
             raise ValueError("the model's logits are not finite")
+        top = logprobs.topk(min(request.top, len(logprobs))) if request.top else None
+        pairs = () if top is None else tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True))
         if token in request.stop:
-            if self.rollouts:
+            if self.rollouts or request.say_stop:
                 slot.num_generated += 1
-                notify(slot.ticket, Said(token, logprob))
+                notify(slot.ticket, Said(token, logprob, pairs))
             self._finish(row, "stop")
             return
         slot.num_generated += 1
@@ -345,8 +347,6 @@ class Engine(Loop):
         self._counts["generated_tokens"] += 1
         if slot.drafter is not None:
             slot.drafter.hear(token)
-        top = logprobs.topk(min(request.top, len(logprobs))) if request.top else None
-        pairs = () if top is None else tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True))
         if not notify(slot.ticket, Said(token, logprob, pairs)):
             self._finish(row, "error")
         elif slot.remaining == 0:

@@ -117,6 +117,7 @@ class GenerationRequest:
     seed: int
     listener: Callable[[Event], None]
     stop: Collection[int] = ()  # tokens that end the answer; they are not part of it
+    say_stop: bool = False  # report the one that ended it as its last token
     bias: dict[int, float] = field(default_factory=dict)  # token -> what is added to its logit
     top: int = 0  # how many alternatives to report with each token
     owner: str = ""  # rows are shared between requests of one owner only

@@ -1,6 +1,7 @@
-"""`make clients`: the 49 rows through every client against a real server of untrained models; writes docs/clients.md.
+"""`make clients`: the 49 rows through every client against a real server of untrained models, and three harnesses
+against one of a small trained model; writes docs/clients.md.
 
-Ends with 1 where a row or a block of the document fails.
+Ends with 1 where a row or a block of the document fails, or a harness and we differ without a reason.
 """
 
 import json
@@ -16,7 +17,7 @@ from pathlib import Path
 from pipeline.model import checkpoint
 from pipeline.text.tokenizer import Tokenizer
 from tests.conftest import SENTENCES
-from tests.matrix import report, snippets
+from tests.matrix import agreement, harnesses, report, snippets
 from tests.matrix.report import Column
 from tests.matrix.snippets import DOCUMENT, NODE, PYTHONS
 from tests.server import ROOT, random_model, save_models, serving
@@ -34,10 +35,14 @@ def main() -> int:
         folder = Path(name)
         columns = [openai_for_python(list(rows), folder), *others(list(rows), tokenizer, folder)]
         broken = documents_blocks(tokenizer, folder)
-    found = report.failures(columns) + broken
+        comparisons = harnesses.measure(folder)
+    found = report.failures(columns) + broken + agreement.failures(comparisons)
     section = report.table(columns, rows) + f"\nThe blocks above: {'FAIL' if broken else 'each ran as it stands'}.\n"
-    DOCUMENT.write_text(report.put(DOCUMENT.read_text(encoding="utf-8"), section), encoding="utf-8")
-    print("\n".join([*found, f"{len(found)} failed; {DOCUMENT.relative_to(ROOT)} has the table"]))
+    text = report.put(DOCUMENT.read_text(encoding="utf-8"), section)
+    text = report.put(text, agreement.section(comparisons), report.HARNESSES_BEGIN)
+    DOCUMENT.write_text(text, encoding="utf-8")
+    print("\n".join([*agreement.told(comparisons), *found]))
+    print(f"{len(found)} failed; {DOCUMENT.relative_to(ROOT)} has the tables")
     return 1 if found else 0
 
 

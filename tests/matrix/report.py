@@ -11,6 +11,7 @@ from typing import Literal
 TESTS = Path(__file__).parents[1]
 PYTHON_TESTS = (TESTS / "test_clients.py", TESTS / "test_clients_tools.py")
 BEGIN, END = "<!-- begin: written by make clients -->\n", "<!-- end -->"
+HARNESSES_BEGIN = "<!-- begin: harnesses, written by make clients -->\n"
 
 
 @dataclass(frozen=True)
@@ -96,10 +97,10 @@ def table(columns: Sequence[Column], rows: dict[int, str]) -> str:
     return "\n".join([*lines, *(f"{number}. {note}" for number, note in enumerate(notes, start=1))]) + "\n"
 
 
-def put(text: str, section: str) -> str:
-    """A document with its written section replaced. Raises ValueError where the marks are missing."""
-    head, begin, rest = text.partition(BEGIN)
+def put(text: str, section: str, mark: str = BEGIN) -> str:
+    """A document with the section after `mark` replaced. Raises ValueError where a mark is missing."""
+    head, begin, rest = text.partition(mark)
     _, end, tail = rest.partition(END)
     if not begin or not end:
-        raise ValueError(f"expected {BEGIN.strip()} and {END} in the document")
+        raise ValueError(f"expected {mark.strip()} and {END} in the document")
     return head + begin + "\n" + section + "\n" + end + tail
