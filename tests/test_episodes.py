@@ -363,7 +363,7 @@ EXPERTS: dict[str, Callable[[World], float]] = {"search": find, "calculator": co
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_an_expert_reaches_every_goal_and_who_does_nothing_none(name: str, judge: Judge) -> None:
-    assert {path.stem for path in FOLDER.glob("*.py")} == {"none", *SHIPPED}
+    assert {path.stem for path in FOLDER.glob("*.py")} >= {"none", *SHIPPED}
     world = Environment.of(FOLDER / f"{name}.py", judge)
     for split in ("train", "val"):
         for task in world.tasks(split, 12, 3).values():

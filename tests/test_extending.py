@@ -105,6 +105,7 @@ def test_the_page_has_what_a_newcomer_brings() -> None:
         "A model size": 1,
         "A data source": 2,
         "A knob": 2,
+        "An environment": 1,
         "A tool": 2,
         "A reward": 1,
         "A training method": 1,
