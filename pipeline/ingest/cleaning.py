@@ -59,7 +59,7 @@ class SuppliedText:
 
 
 class Dropped(Exception):
-    """A check failed; the message is the drop reason. Never leaves this module."""
+    """A check failed; the message is the drop reason."""
 
 
 def python_file(file: Found, config: DataConfig, *, code: bool, prose: bool) -> list[Document]:

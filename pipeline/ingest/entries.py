@@ -9,8 +9,9 @@
       - source: hub                                       a set of the hub, with the keys of HubSet   HubEntry
         id: owner/name
         weight: 0.3
+      - repository: repos/mine                            a repository below data/own/                RepositoryEntry
 
-The keys of a mapping decide which of the three it is. Weights make a mixture (`ingest/mixture.py`): every entry of a
+The keys of a mapping decide which of the four it is. Weights make a mixture (`ingest/mixture.py`): every entry of a
 kind has one, or none has.
 
 Checked here is what needs no file. Whether a glob matches, whether an option has an effect on the files it matches, and
@@ -144,8 +145,35 @@ class HubEntry(HubSet):
         check_weight(self.weight)
 
 
-Written = str | FileEntry | PackagesEntry | HubEntry  # as conf/data/<name>.yaml has it
-Entry = FileEntry | PackagesEntry | HubSet
+@dataclass(frozen=True, kw_only=True)
+class RepositoryEntry:
+    """A repository (`ingest/repository.py`): of code its Python files, of problems its functions with tests."""
+
+    repository: str
+    """A folder below data/own/."""
+    held_out: list[str] = field(default_factory=list)
+    """Folders in it that are not trained on (".": all of it); []: some of its top folders, by a hash of their names."""
+    weight: float | None = None
+    """As of files."""
+
+    def __post_init__(self) -> None:
+        check_weight(self.weight)
+        for folder in (self.repository, *self.held_out):
+            if not folder or folder.startswith("/") or ".." in folder.split("/"):
+                raise ValueError(
+                    f"repository, held_out: expected a path below data/own/ and folders in it, got {folder!r}; a "
+                    "repository that lies elsewhere is cloned or copied there, so that a change of it is noticed"
+                )
+
+    @property
+    def name(self) -> str:
+        """The entry in tables and messages."""
+        return self.repository
+
+
+Written = str | FileEntry | PackagesEntry | HubEntry | RepositoryEntry  # as conf/data/<name>.yaml has it
+Entry = FileEntry | PackagesEntry | HubSet | RepositoryEntry
+REPOSITORY_KINDS = ("code", "problems")
 
 
 def resolved(written: Sequence[Written]) -> list[Entry]:
@@ -172,6 +200,8 @@ def check_list(kind: str, written: Sequence[Written]) -> None:
     for entry in entries:
         if isinstance(entry, FileEntry):
             _check_reading(kind, entry)
+        if isinstance(entry, RepositoryEntry) and kind not in REPOSITORY_KINDS:
+            raise ValueError(f"{kind}: {entry.name}: a repository gives {' and '.join(REPOSITORY_KINDS)} alone")
     names = [entry.name for entry in entries]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ValueError(f"{kind}: {twice} stands there twice")

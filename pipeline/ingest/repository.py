@@ -1,0 +1,332 @@
+"""A repository of the user's in `data/own/`, read safely: its Python files, and which of them imports which.
+
+    find(data/own, "repos/mine")  -> the folder, checked         read(folder, max_bytes) -> Repository
+    imports_of(tree)              -> Import, ...                 Modules(paths).targets(path, one) -> paths
+    import_graph({path: tree})    -> path -> the paths it imports, in the order of its source
+    import_order(graph, at_import)  -> every path once, imports before their users
+
+A repository lies in `data/own/`, because that folder is a dependency of the stages in DVC: a changed file is noticed.
+DVC leaves `.git` out, so a commit that changes no file is not.
+
+Never read: hidden files and folders (`.git`), installed packages (`site-packages`, `node_modules`, virtual
+environments), links. A link that leads out of the repository is an error, because a repository from elsewhere may link
+to anything on this machine. Files that are too large, binary or not UTF-8 are skipped, and the reason is kept. The walk
+is bounded in entries, files and bytes; whoever has more names a folder of it.
+
+A cycle of imports is broken in one way only: files of a cycle stand in the order in which Python would run them if the
+first by name were imported first, by what is imported outside functions.
+
+Not promised: imports by `importlib` or through `sys.path` changed at run time; stubs (`.pyi`) and C extensions, whose
+modules count as modules of elsewhere.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from pipeline.ingest import cleaning
+from pipeline.run.errors import DataError
+
+MOST_ENTRIES = 200_000  # of folders, together: a walk takes about a second
+MOST_FILES = 20_000  # of Python
+MOST_BYTES = 100_000_000  # of Python: what is held in memory
+INSTALLED = ("__pycache__", "node_modules", "site-packages", "dist-packages")
+VIRTUAL_ENVIRONMENT = "pyvenv.cfg"
+PACKAGE = "__init__.py"
+SUFFIX = ".py"
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """One Python file."""
+
+    path: str  # in the repository, with "/"
+    text: str  # decoded, with `\\n` line ends; it need not parse
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A Python file that was not read."""
+
+    path: str
+    reason: str  # link, size, encoding (binary files and names too), unreadable
+
+
+@dataclass(frozen=True)
+class Repository:
+    """The Python files of a folder, in order of path."""
+
+    name: str
+    root: Path
+    files: tuple[SourceFile, ...]
+    skipped: tuple[Skipped, ...]
+
+
+def find(own: Path, folder: str) -> Path:
+    """The folder of a repository below `own`. Raises DataError where there is none, and for a path that leaves it."""
+    path = own / folder
+    if PurePosixPath(folder).is_absolute() or ".." in PurePosixPath(folder).parts:
+        raise DataError(
+            f"repository: {folder}: expected a folder in {own}, so that a change of its files is noticed; "
+            f"copy or clone it there: git clone {folder} {own}/NAME"
+        )
+    if not path.is_dir():
+        raise DataError(f"repository: {path}: expected a folder, found {'a file' if path.exists() else 'nothing'}")
+    if not path.resolve().is_relative_to(own.resolve()):
+        raise DataError(f"repository: {path}: is a link that leaves {own}; put a copy there")
+    return path
+
+
+def read(root: Path, max_bytes: int) -> Repository:
+    """The Python files of at most `max_bytes` below a folder.
+
+    Raises DataError: no Python file, a link that leads out, or more than the limits above.
+    """
+    files: list[SourceFile] = []
+    skipped: list[Skipped] = []
+    num_found = num_bytes = 0
+    for entry in _walk(root):
+        path = Path(entry.path).relative_to(root).as_posix().encode("utf-8", "replace").decode()
+        num_found += 1
+        if num_found > MOST_FILES:
+            raise _too_large(root, f"{MOST_FILES:,} Python files")
+        found = _text(entry, max_bytes)
+        if isinstance(found, bytes):
+            num_bytes += len(found)
+            if num_bytes > MOST_BYTES:
+                raise _too_large(root, f"{MOST_BYTES:,} bytes of Python")
+            try:
+                files.append(SourceFile(path, cleaning.decode(found)))
+            except cleaning.Dropped as dropped:
+                skipped.append(Skipped(path, str(dropped)))
+        else:
+            skipped.append(Skipped(path, found))
+    if not num_found:
+        raise DataError(f"repository: {root}: has no Python file ({SUFFIX}); take the entry away")
+    return Repository(root.resolve().name, root, tuple(sorted(files, key=lambda file: file.path)), tuple(skipped))
+
+
+def _too_large(root: Path, limit: str) -> DataError:
+    return DataError(f"repository: {root}: has more than {limit}; name a folder of it as the repository")
+
+
+def _text(entry: os.DirEntry[str], max_bytes: int) -> bytes | str:
+    """The bytes of a file, or why it is not read."""
+    try:
+        entry.name.encode()
+        if entry.is_symlink():
+            return "link"
+        if not entry.is_file():  # a pipe or a socket would be waited for
+            return "unreadable"
+        with Path(entry.path).open("rb") as file:
+            raw = file.read(max_bytes + 1)
+    except UnicodeEncodeError:
+        return "encoding"
+    except OSError:
+        return "unreadable"
+    return "size" if len(raw) > max_bytes else raw
+
+
+def _walk(root: Path) -> Iterator[os.DirEntry[str]]:
+    """The Python files below a folder, and links of their name; links to folders are not followed."""
+    real_root = os.path.realpath(root)
+    num_entries, pending = 0, [str(root)]
+    while pending:
+        folder = pending.pop()
+        try:
+            with os.scandir(folder) as scanned:
+                entries = sorted(scanned, key=lambda entry: entry.name)
+        except PermissionError:
+            continue
+        num_entries += len(entries)
+        if num_entries > MOST_ENTRIES:
+            raise _too_large(root, f"{MOST_ENTRIES:,} files and folders")
+        if folder != str(root) and any(entry.name == VIRTUAL_ENVIRONMENT for entry in entries):
+            continue
+        for entry in entries:
+            if entry.name.startswith(".") or entry.name in INSTALLED:
+                continue
+            if entry.is_symlink() and not Path(os.path.realpath(entry.path)).is_relative_to(real_root):
+                raise DataError(f"repository: {entry.path}: is a link that leaves {root}; take it away")
+            if entry.is_dir(follow_symlinks=False):
+                pending.append(entry.path)
+            elif entry.name.endswith(SUFFIX):
+                yield entry
+
+
+# --- imports ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Import:
+    """One name that a file imports."""
+
+    module: str  # as written, without the dots before it
+    level: int  # number of those dots
+    name: str | None  # after `from module import`; None: `import module`
+    bound: str  # the name in the importing file; `*` for all
+    at_import: bool  # runs when the file is imported: not in a function, not under TYPE_CHECKING
+
+
+def imports_of(tree: ast.Module) -> list[Import]:
+    """The imports of a file, in the order of its source, those in functions too."""
+    found: list[tuple[int, int, Import]] = []
+    pending: list[tuple[ast.AST, bool]] = [(tree, True)]
+    while pending:
+        node, at_import = pending.pop()
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                bound = alias.asname or alias.name.split(".")[0]
+                found.append((node.lineno, node.col_offset, Import(alias.name, 0, None, bound, at_import)))
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                one = Import(node.module or "", node.level, alias.name, alias.asname or alias.name, at_import)
+                found.append((node.lineno, node.col_offset, one))
+        elif isinstance(node, ast.stmt | ast.Module | ast.ExceptHandler | ast.match_case):
+            inner = at_import and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            typing_only = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+            orelse = set(map(id, node.orelse)) if isinstance(node, ast.If) else set()
+            pending += [
+                (child, inner and (not typing_only or id(child) in orelse)) for child in ast.iter_child_nodes(node)
+            ]
+    return [one for *_, one in sorted(found, key=lambda entry: entry[:2])]
+
+
+class Modules:
+    """Which file of a repository a module's name means."""
+
+    def __init__(self, paths: Iterable[str]) -> None:
+        self._paths = frozenset(paths)
+        self._roots: dict[str, list[str]] = {}  # first part of a module's name -> folders that such a package lies in
+        for path in self._paths:
+            if path.endswith(PACKAGE):
+                root = self.root_of(path)
+                top = PurePosixPath(path).relative_to(root).parts[0]
+                self._roots.setdefault(top, [])
+                if root not in self._roots[top]:
+                    self._roots[top].append(root)
+        for roots in self._roots.values():
+            roots.sort(key=lambda root: (len(PurePosixPath(root).parts), root))
+
+    def root_of(self, path: str) -> str:
+        """The folder from which Python finds a file: the first one above it that is no package; "." for the top."""
+        folder = PurePosixPath(path).parent
+        while folder.name and (folder / PACKAGE).as_posix() in self._paths:
+            folder = folder.parent
+        return folder.as_posix()
+
+    def name_of(self, path: str) -> str:
+        """A file's module name, seen from `root_of`."""
+        parts = PurePosixPath(path).relative_to(self.root_of(path)).with_suffix("").parts
+        return ".".join(parts[: len(parts) - 1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
+
+    def targets(self, path: str, one: Import) -> list[str]:
+        """The files that an import in `path` means: the submodule of that name if there is one, else the module.
+
+        Empty for modules of elsewhere.
+        """
+        module = self._find(path, one.module, one.level)
+        if one.name is None or one.name == "*":
+            return [module] if module else []
+        inner = self._find(path, f"{one.module}.{one.name}".strip("."), one.level)
+        return [found] if (found := inner or module) else []
+
+    def _find(self, path: str, module: str, level: int) -> str | None:
+        parts = module.split(".") if module else []
+        if level:
+            above = PurePosixPath(path).parents
+            return self._file(above[level - 1], parts) if level <= len(above) else None
+        top = parts[0] if parts else ""
+        for root in dict.fromkeys([self.root_of(path), ".", "src", *self._roots.get(top, [])]):
+            if found := self._file(PurePosixPath(root), parts):
+                return found
+        return None
+
+    def _file(self, folder: PurePosixPath, parts: Sequence[str]) -> str | None:
+        target = folder.joinpath(*parts)
+        options = [(target / PACKAGE).as_posix()]
+        if parts:
+            options.append(f"{target.as_posix()}{SUFFIX}")
+        return next((option for option in options if option in self._paths), None)
+
+
+def import_graph(trees: Mapping[str, ast.Module], *, at_import: bool = False) -> dict[str, tuple[str, ...]]:
+    """Path -> the paths that it imports, each once, in the order of its source; `at_import`: only what runs then."""
+    modules = Modules(trees)
+    graph: dict[str, tuple[str, ...]] = {}
+    for path in sorted(trees):
+        wanted = [one for one in imports_of(trees[path]) if one.at_import or not at_import]
+        found = dict.fromkeys(target for one in wanted for target in modules.targets(path, one))
+        graph[path] = tuple(target for target in found if target != path)
+    return graph
+
+
+def import_order(graph: Mapping[str, Sequence[str]], at_import: Mapping[str, Sequence[str]]) -> list[str]:
+    """Every path once, imports before their users.
+
+    `at_import`: the part of the graph that breaks a cycle: there a file stands after what it imports at once.
+    """
+    order: list[str] = []
+    for group in _components(graph):
+        inside = {path: [target for target in at_import[path] if target in group] for path in sorted(group)}
+        order += _depth_first(inside)
+    return order
+
+
+def _depth_first(graph: Mapping[str, Sequence[str]]) -> list[str]:
+    """Each node after those that it points to, as far as there is no cycle."""
+    order: list[str] = []
+    seen: set[str] = set()
+    for start in graph:
+        stack = [] if start in seen else [(start, iter(graph[start]))]
+        seen.add(start)
+        while stack:
+            node, targets = stack[-1]
+            target = next((target for target in targets if target not in seen), None)
+            if target is None:
+                order.append(node)
+                stack.pop()
+            else:
+                seen.add(target)
+                stack.append((target, iter(graph[target])))
+    return order
+
+
+def _components(graph: Mapping[str, Sequence[str]]) -> list[set[str]]:
+    """Strongly connected components, each after those that it points to (Tarjan 1972), without recursion."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    open_nodes: list[str] = []
+    is_open: set[str] = set()
+    components: list[set[str]] = []
+
+    def enter(node: str) -> tuple[str, Iterator[str]]:
+        index[node] = low[node] = len(index)
+        open_nodes.append(node)
+        is_open.add(node)
+        return node, iter(graph[node])
+
+    for start in sorted(graph):
+        stack = [] if start in index else [enter(start)]
+        while stack:
+            node, targets = stack[-1]
+            for target in targets:
+                if target not in index:
+                    stack.append(enter(target))
+                    break
+                if target in is_open:
+                    low[node] = min(low[node], index[target])
+            else:
+                stack.pop()
+                if stack:
+                    low[stack[-1][0]] = min(low[stack[-1][0]], low[node])
+                if low[node] == index[node]:
+                    component = set(open_nodes[open_nodes.index(node) :])
+                    del open_nodes[-len(component) :]
+                    is_open -= component
+                    components.append(component)
+    return components
