@@ -22,7 +22,7 @@ def write(root: Path, files: dict[str, str]) -> Path:
 
 
 def graph_of(files: dict[str, str], *, at_import: bool = False) -> dict[str, tuple[str, ...]]:
-    return import_graph({path: ast.parse(text) for path, text in files.items()}, at_import=at_import)
+    return import_graph({path: imports_of(ast.parse(text)) for path, text in files.items()}, at_import=at_import)
 
 
 def order_of(files: dict[str, str]) -> list[str]:

@@ -1,8 +1,8 @@
 """A repository of the user's in `data/own/`, read safely: its Python files, and which of them imports which.
 
     find(data/own, "repos/mine")  -> the folder, checked         read(folder, max_bytes) -> Repository
-    imports_of(tree)              -> Import, ...                 Modules(paths).targets(path, one) -> paths
-    import_graph({path: tree})    -> path -> the paths it imports, in the order of its source
+    imports_of(tree)              -> Import, ...                 Modules(paths, name).targets(path, one) -> paths
+    import_graph({path: imports}) -> path -> the paths that it imports, in the order of its source
     import_order(graph, at_import)  -> every path once, imports before their users
 
 A repository lies in `data/own/`, because that folder is a dependency of the stages in DVC: a changed file is noticed.
@@ -199,8 +199,10 @@ def imports_of(tree: ast.Module) -> list[Import]:
 class Modules:
     """Which file of a repository a module's name means."""
 
-    def __init__(self, paths: Iterable[str]) -> None:
+    def __init__(self, paths: Iterable[str], name: str = "") -> None:
+        """`name`: of the repository, under which its files import each other where it is itself a package."""
         self._paths = frozenset(paths)
+        self._name = name if PACKAGE in self._paths else None
         self._roots: dict[str, list[str]] = {}  # first part of a module's name -> folders that such a package lies in
         for path in self._paths:
             if path.endswith(PACKAGE):
@@ -241,6 +243,8 @@ class Modules:
             above = PurePosixPath(path).parents
             return self._file(above[level - 1], parts) if level <= len(above) else None
         top = parts[0] if parts else ""
+        if top == self._name and (found := self._file(PurePosixPath(), parts[1:])):
+            return found
         for root in dict.fromkeys([self.root_of(path), ".", "src", *self._roots.get(top, [])]):
             if found := self._file(PurePosixPath(root), parts):
                 return found
@@ -254,12 +258,14 @@ class Modules:
         return next((option for option in options if option in self._paths), None)
 
 
-def import_graph(trees: Mapping[str, ast.Module], *, at_import: bool = False) -> dict[str, tuple[str, ...]]:
+def import_graph(
+    imports: Mapping[str, Sequence[Import]], modules: Modules | None = None, *, at_import: bool = False
+) -> dict[str, tuple[str, ...]]:
     """Path -> the paths that it imports, each once, in the order of its source; `at_import`: only what runs then."""
-    modules = Modules(trees)
+    modules = modules or Modules(imports)
     graph: dict[str, tuple[str, ...]] = {}
-    for path in sorted(trees):
-        wanted = [one for one in imports_of(trees[path]) if one.at_import or not at_import]
+    for path in sorted(imports):
+        wanted = [one for one in imports[path] if one.at_import or not at_import]
         found = dict.fromkeys(target for one in wanted for target in modules.targets(path, one))
         graph[path] = tuple(target for target in found if target != path)
     return graph
