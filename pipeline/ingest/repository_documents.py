@@ -349,6 +349,14 @@ class Library:
             self._imported[path] = found
         return self._imported[path]
 
+    def used(self, path: str, part: str, readable: frozenset[str]) -> tuple[str, ...]:
+        """What a part of `path` uses of other files, as it is written."""
+        return tuple(
+            written
+            for written, name in sorted(self.imported(path).items())
+            if name.path in readable and re.search(rf"(?<![\w.]){re.escape(written)}\b", part)
+        )
+
     def context(self, path: str, room: int, readable: frozenset[str], used: str | None) -> Context:
         """What stands before a part of `path`: at most about `room` bytes of other files that are `readable`.
 
@@ -478,7 +486,8 @@ def documents(
             used = part if split == "train" else None
             context = library.context(path, int(room * OTHERS), readable[split], used)
             room -= sum(len(name.encode()) + len(content.encode()) + 2 for name, content in context.files)
-            context = replace(context, before=_before(lines[:start], room))
+            names = library.used(path, part, readable[split]) if split == "val" else ()
+            context = replace(context, before=_before(lines[:start], room), names=names)
             name = path if len(parts) == 1 else f"{path}#{number}"
             yield split, replace(text, text=part, path=name, context=context.to_json())
 

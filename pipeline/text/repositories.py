@@ -31,6 +31,7 @@ class Context:
     files: tuple[tuple[str, str], ...]  # (path, text) of what the file imports; imports before their users
     path: str  # of the file
     before: str = ""  # its own text before the part
+    names: tuple[str, ...] = ()  # of a held-out part: what it uses of other files, as it is written; not shown
 
     def to_json(self) -> str:
         """The text of the column."""
@@ -40,7 +41,8 @@ class Context:
     def from_json(cls, text: str) -> Context:
         """The context that a column holds."""
         fields = json.loads(text)
-        return cls(**fields | {"files": tuple((path, content) for path, content in fields["files"])})
+        files = tuple((path, content) for path, content in fields["files"])
+        return cls(**fields | {"files": files, "names": tuple(fields["names"])})
 
     def alone(self) -> Context:
         """The same without other files."""
