@@ -90,12 +90,19 @@ def test_with_room_a_file_stands_after_all_that_it_imports_whole_and_in_order() 
 def test_with_little_room_the_names_that_the_part_uses_come_first_as_outlines() -> None:
     cart = SHAPES["shop/cart.py"]
     files = SHAPES | {"shop/cart.py": cart.partition("\n\n\ndef left")[0] + "\n"}  # does not use stock
-    shown = library(files).context("shop/cart.py", 35, frozenset(files), files["shop/cart.py"])
+    shown = library(files).context("shop/cart.py", 35, frozenset(files), frozenset({"of_euros"}))
     assert shown.files == (("shop/money.py", "def euros(amount):\n"),)
-    unseen = library(files).context("shop/cart.py", 35, frozenset(files), None)
-    assert unseen.files == (("shop/money.py", "def euros(amount):\n"),)
-    other = library(SHAPES).context("shop/cart.py", 35, frozenset(files), "    return stock.count(item)\n")
+    other = library(SHAPES).context("shop/cart.py", 35, frozenset(files), frozenset({"stock.count"}))
     assert other.files == (("shop/stock.py", "def count(item):\n"),)
+
+
+def test_training_reads_first_what_a_part_uses_and_a_held_out_part_what_was_not_used_before_it() -> None:
+    """The last part of cart.py uses stock.count, and a part before it of_euros."""
+    files = contexts_of(SHAPES, 150)["shop/cart.py#3"][1].files
+    assert dict(files)["shop/stock.py"] == "def count(item):\n"  # of both names the one that is used
+    _, context = contexts_of(SHAPES, 150, held_out=("shop/cart.py",))["shop/cart.py#3"]
+    assert dict(context.files) == {"shop/stock.py": "LIMIT = 9\ndef count(item):\n"}  # of_euros was used before
+    assert context.names == ("stock.count",)
 
 
 def test_an_outline_of_a_class_has_its_fields_and_the_heads_of_its_methods() -> None:

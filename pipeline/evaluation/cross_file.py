@@ -233,6 +233,7 @@ def _measure(
                 reference=item.reference,
                 verdict="exact" if row["exact"] else "differs",
                 right=int(row["exact"]),
+                scores=row,
             )
     files = [item.file for item in kept]
     for measure, arms in scores.items():

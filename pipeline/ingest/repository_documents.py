@@ -6,16 +6,17 @@
 Parts. A file of more than half of `document_bytes` is cut between statements, at the outermost that lies in the second
 half of the room. Its parts join to the file, so a file's own text is trained on once in an epoch.
 
-Context fills the rest of `document_bytes`, and no loss is taken on it: it may stand before many parts. First come
-outlines (a function's head, a class with its fields and heads of methods) of what the file imports by name from the
-repository, those that the part uses first; then the same in full; then whole files that it imports, at once or through
-others; then the file's own text before the part. Names are followed through the packages that pass them on. Files stand
+Context fills the rest of `document_bytes`, and no loss is taken on it: it may stand before many parts. First come the
+heads of what the file imports by name from the repository, those that the part uses first; then outlines (a class with
+its fields and the heads of its methods), then the same in full, then whole files that it imports, at once or through
+others; last the file's own text before the part. Names are followed through the packages that pass them on. Files stand
 in the order of import (`ingest/repository.py`).
 
 Splits go by folder, never by file: those of `held_out`, else top folders by a hash of their names until `val_share` of
 the bytes is held out. A folder with more than half of the bytes counts as its own folders; files right in it stay in
 training. Context of a training document is never from a held-out file. A held-out part's context is chosen without
-looking at the part, because it is what a model is measured on.
+looking at the part, because it is what a model is measured on: there the names come first that the file has imported
+and not used before the part, as they must be used some time.
 
 Not promised: that a small repository has folders to hold out (stage_corpus says so); names that are found at run time.
 """
@@ -46,7 +47,9 @@ from pipeline.run.tracking import say
 from pipeline.text.repositories import Context
 
 LINE = re.compile(r"[^\n]*\n|[^\n]+")
-IDENTIFIER = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+CHAIN = re.compile(r"(?<![\w.])[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*", re.ASCII)  # a name and its attributes
+# where each name stands once before it is used
+IMPORTS = re.compile(r"^[ \t]*(?:from\s+\S+\s+)?import\s+(?:\([^)]*\)|.*)$", re.MULTILINE)
 OTHERS = 2 / 3  # of a context's bytes: other files at most; the file's own text before the part has the rest
 MOST_STEPS = 5  # of packages through which a name is followed
 MOST_OUTLINE = 12  # lines of an outline
@@ -211,11 +214,12 @@ def _first_line(node: ast.stmt) -> int:
 
 @dataclass(frozen=True)
 class Definition:
-    """A name of a file's top level: its source, and its outline."""
+    """A name of a file's top level."""
 
     line: int
+    head: str  # of a function or class: what stands before its body; an assignment's first line
+    outline: str  # of a class: its head, its fields and the heads of its methods; else the head
     source: str
-    outline: str
 
 
 def definitions(text: str) -> dict[str, Definition]:
@@ -236,29 +240,26 @@ def definitions(text: str) -> dict[str, Definition]:
             names = [node.target.id]
         else:
             continue
-        outline = _outline(node, lines)
-        found |= {name: Definition(node.lineno, source, outline) for name in names}
+        head = _head(node, lines)
+        found |= {name: Definition(node.lineno, head, _outline(node, head, lines), source) for name in names}
     return found
 
 
-def _outline(node: ast.stmt, lines: Sequence[str]) -> str:
-    """The head of a function; of a class its head, its fields and the heads of its methods; an assignment's start."""
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-        return _head(node, lines)
-    if not isinstance(node, ast.ClassDef):
-        return lines[node.lineno - 1]
-    shown = _head(node, lines)
-    for member in node.body:
+def _outline(node: ast.stmt, head: str, lines: Sequence[str]) -> str:
+    for member in node.body if isinstance(node, ast.ClassDef) else ():
         if isinstance(member, ast.FunctionDef | ast.AsyncFunctionDef):
-            shown += _head(member, lines)
+            head += _head(member, lines)
         elif isinstance(member, ast.Assign | ast.AnnAssign):
-            shown += lines[member.lineno - 1]
-    return "".join(lines_of(shown)[:MOST_OUTLINE])
+            head += lines[member.lineno - 1]
+    return "".join(lines_of(head)[:MOST_OUTLINE])
 
 
-def _head(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef, lines: Sequence[str]) -> str:
-    """The lines of a definition before its body."""
-    return "".join(lines[node.lineno - 1 : max(node.lineno, node.body[0].lineno - 1)])
+def _head(node: ast.stmt, lines: Sequence[str]) -> str:
+    """The lines of a definition before its body; the first line of another statement."""
+    end = node.lineno
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        end = max(end, node.body[0].lineno - 1)
+    return "".join(lines[node.lineno - 1 : end])
 
 
 # --- context ---------------------------------------------------------------------------------------------------------
@@ -349,28 +350,22 @@ class Library:
             self._imported[path] = found
         return self._imported[path]
 
-    def used(self, path: str, part: str, readable: frozenset[str]) -> tuple[str, ...]:
-        """What a part of `path` uses of other files, as it is written."""
-        return tuple(
-            written
-            for written, name in sorted(self.imported(path).items())
-            if name.path in readable and re.search(rf"(?<![\w.]){re.escape(written)}\b", part)
-        )
+    def names(self, path: str, readable: frozenset[str]) -> list[str]:
+        """What a file can use of `readable` others, as it is written."""
+        return sorted(written for written, name in self.imported(path).items() if name.path in readable)
 
-    def context(self, path: str, room: int, readable: frozenset[str], used: str | None) -> Context:
+    def context(self, path: str, room: int, readable: frozenset[str], first: frozenset[str]) -> Context:
         """What stands before a part of `path`: at most about `room` bytes of other files that are `readable`.
 
-        used: the part, whose names come first; None: choose without looking at it.
+        first: the names, as the file writes them, that come before others.
         """
         candidates = [(written, name) for written, name in self.imported(path).items() if name.path in readable]
-        if used is not None:
-            names = frozenset(IDENTIFIER.findall(used))
-            candidates.sort(key=lambda one: not (one[0] in used if "." in one[0] else one[0] in names))
+        candidates.sort(key=lambda one: one[0] not in first)
         shown: dict[str, dict[int, str]] = {}  # file -> line -> excerpt
-        for in_full in (False, True):
+        for level in ("head", "outline", "source"):
             for _, name in candidates:
                 target, definition = name.path, self.defined(name.path)[name.name]
-                excerpt = definition.source if in_full else definition.outline
+                excerpt: str = getattr(definition, level)
                 earlier = shown.get(target, {}).get(definition.line)
                 heading = 0 if target in shown else len(target.encode()) + 2
                 cost = len(excerpt.encode()) - len((earlier or "").encode()) + heading
@@ -480,16 +475,26 @@ def documents(
         text = kept[split][path]
         lines = lines_of(text.text)
         parts = parts_of(text.text, document_bytes // 2)
+        names, earlier = library.names(path, readable[split]), frozenset[str]()
         for number, (start, end) in enumerate(parts, start=1):
             part = "".join(lines[start:end])
             room = document_bytes - len(part.encode())
-            used = part if split == "train" else None
-            context = library.context(path, int(room * OTHERS), readable[split], used)
+            used = _used(names, part)
+            first = used if split == "train" else frozenset(names) - earlier
+            earlier |= _used(names, IMPORTS.sub("", part))
+            context = library.context(path, int(room * OTHERS), readable[split], first)
             room -= sum(len(name.encode()) + len(content.encode()) + 2 for name, content in context.files)
-            names = library.used(path, part, readable[split]) if split == "val" else ()
-            context = replace(context, before=_before(lines[:start], room), names=names)
+            asked = tuple(name for name in names if name in used) if split == "val" else ()
+            context = replace(context, before=_before(lines[:start], room), names=asked)
             name = path if len(parts) == 1 else f"{path}#{number}"
             yield split, replace(text, text=part, path=name, context=context.to_json())
+
+
+def _used(names: Sequence[str], text: str) -> frozenset[str]:
+    """Which of the names a text has."""
+    present = frozenset(CHAIN.findall(text))
+    parts = frozenset(part for chain in present for part in itertools.accumulate(chain.split("."), "{}.{}".format))
+    return frozenset(name for name in names if name in parts)
 
 
 def _before(lines: Sequence[str], room: int) -> str:
