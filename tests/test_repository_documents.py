@@ -15,7 +15,7 @@ from pipeline.batches.corpus import CorpusStream
 from pipeline.ingest.entries import RepositoryEntry
 from pipeline.ingest.records import Text
 from pipeline.ingest.repository import Repository, SourceFile, read
-from pipeline.ingest.repository_documents import Library, documents, parts_of, splits
+from pipeline.ingest.repository_documents import Library, documents, parts_of
 from pipeline.ingest.sources import DataConfig
 from pipeline.run.errors import DataError, ModelError
 from pipeline.text import repositories
@@ -172,30 +172,6 @@ def test_a_file_is_cut_before_a_statement_with_its_comment_and_decorator() -> No
 def test_a_long_class_is_cut_between_its_methods() -> None:
     text = "class C:\n" + "".join(f"    def m{n}(self):\n        return {n}\n\n" for n in range(4))
     assert parts_of(text, 90) == [(0, 7), (7, 13)]
-
-
-# --- splits ----------------------------------------------------------------------------------------------------------
-
-
-def test_folders_are_held_out_whole_and_the_one_that_holds_most_counts_as_its_folders() -> None:
-    files = {f"src/p/{name}/f{n}.py": "x = 1\n" * 9 for name in "abcdef" for n in range(3)} | {
-        "src/p/top.py": "y = 1\n"
-    }
-    made = splits(RepositoryEntry(repository="mine"), found_of(files), 0.2)
-    folders = {path.split("/")[2]: split for path, split in made.items()}
-    assert all(made[path] == folders[path.split("/")[2]] for path in made)
-    assert sum(split == "val" for split in folders.values()) == 2 and made["src/p/top.py"] == "train"
-
-
-def test_named_folders_are_held_out_and_an_unknown_one_is_an_error() -> None:
-    entry = RepositoryEntry(repository="mine", held_out=["shop"])
-    assert set(splits(entry, found_of(SHAPES | {"a.py": "x = 1\n"}), 0.02).items()) >= {
-        ("a.py", "train"),
-        ("shop/api.py", "val"),
-    }
-    assert set(splits(RepositoryEntry(repository="mine", held_out=["."]), found_of(SHAPES), 0.0).values()) == {"val"}
-    with pytest.raises(DataError, match="held_out: sho has no Python file"):
-        splits(RepositoryEntry(repository="mine", held_out=["sho"]), found_of(SHAPES), 0.02)
 
 
 # --- format ----------------------------------------------------------------------------------------------------------

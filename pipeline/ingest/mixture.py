@@ -23,8 +23,8 @@ from typing import Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.ingest import hub, own_files
-from pipeline.ingest.entries import PACKAGES, FileEntry, weight_of
+from pipeline.ingest import history, hub, own_files
+from pipeline.ingest.entries import PACKAGES, FileEntry, RepositoryEntry, weight_of
 from pipeline.ingest.intake import RowCounts
 from pipeline.ingest.records import Dialogue, Label, Pair, Problem
 from pipeline.ingest.sources import DataConfig
@@ -61,7 +61,8 @@ def read_lots(
     lots: dict[int | str, Lot[R]] = {}
     lot_of: list[Lot[R]] = []  # of each entry
     for number, entry in enumerate(data.entries(kind)):
-        source = "files" if isinstance(entry, FileEntry) else "hub" if isinstance(entry, hub.HubSet) else PACKAGES
+        own_entry = isinstance(entry, FileEntry | RepositoryEntry)
+        source = "files" if own_entry else "hub" if isinstance(entry, hub.HubSet) else PACKAGES
         weight = weight_of(entry)
         key, name = (source, source) if weight is None else (number, entry.name)
         lot_of.append(lots.setdefault(key, Lot(name, source, weight)))
@@ -71,6 +72,7 @@ def read_lots(
         supplied = (
             own_files.read_files(own, data, kind, parts / f"{kind}-rejected.jsonl", tally),
             hub.read_hub(data, kind, parts / "hub", tally),
+            history.read(own, data, parts, tally) if kind == "dialogues" else (),
         )
         for row in (row for rows in supplied for row in rows):
             assert isinstance(row.record, record_type)

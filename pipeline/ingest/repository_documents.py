@@ -12,11 +12,9 @@ its fields and the heads of its methods), then the same in full, then whole file
 others; last the file's own text before the part. Names are followed through the packages that pass them on. Files stand
 in the order of import (`ingest/repository.py`).
 
-Splits go by folder, never by file: those of `held_out`, else top folders by a hash of their names until `val_share` of
-the bytes is held out. A folder with more than half of the bytes counts as its own folders; files right in it stay in
-training. Context of a training document is never from a held-out file. A held-out part's context is chosen without
-looking at the part, because it is what a model is measured on: there the names come first that the file has imported
-and not used before the part, as they must be used some time.
+Splits go by folder, never by file (`repository.held_out`). Context of a training document is never from a held-out
+file. A held-out part's context is chosen without looking at the part, because it is what a model is measured on: there
+the names come first that the file has imported and not used before the part, as they must be used some time.
 
 Not promised: that a small repository has folders to hold out (stage_corpus says so); names that are found at run time.
 """
@@ -30,7 +28,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from pipeline.ingest import cleaning, repository
 from pipeline.ingest.duplicates import fingerprint
@@ -40,7 +38,7 @@ from pipeline.ingest.own_files import OWN_LICENCE, Accepted
 from pipeline.ingest.records import Text
 from pipeline.ingest.repository import Import, Modules, Repository
 from pipeline.ingest.selection import SPLITS, Parts, PartWriter, read_part
-from pipeline.ingest.sources import DataConfig, digest
+from pipeline.ingest.sources import DataConfig
 from pipeline.ingest.tool_calls import RowError
 from pipeline.run.errors import DataError
 from pipeline.run.tracking import say
@@ -89,7 +87,8 @@ def read_files(own: Path, config: DataConfig, parts: Path, tally: RowCounts) -> 
     """
     for number, entry in entries_of(config, "code").items():
         found = repository.read(repository.find(own, entry.repository), most_bytes(config))
-        split_of = splits(entry, found, config.val_share)
+        folders = repository.held_out(entry, found, config.val_share)
+        split_of = repository.splits(found, folders)
         with Intake(rejected_file(parts, number), None, f"code of {entry.repository}") as intake:
             for file in found.files:
                 name = f"{entry.repository}/{file.path}"
@@ -108,45 +107,6 @@ def read_files(own: Path, config: DataConfig, parts: Path, tally: RowCounts) -> 
             f"code: {entry.repository}: {len(found.files)} Python files, {held_out} of them held out"
             + "".join(f"; {count} not read: {reason}" for reason, count in sorted(reasons.items()))
         )
-
-
-# --- splits ----------------------------------------------------------------------------------------------------------
-
-
-def splits(entry: RepositoryEntry, found: Repository, val_share: float) -> dict[str, str]:
-    """Path -> train or val. Raises DataError for a folder of `held_out` that has no Python file."""
-    sizes = {file.path: len(file.text.encode()) for file in found.files}
-    folders = [PurePosixPath(folder).as_posix() for folder in entry.held_out]
-    for folder in folders:
-        if not any(_inside(path, folder) for path in sizes):
-            raise DataError(f"code: {entry.repository}: held_out: {folder} has no Python file; name a folder of it")
-    if not folders and val_share:
-        total, held = sum(sizes.values()), 0
-        for unit in sorted(_units(sizes), key=lambda unit: digest(f"{found.name}/{unit}")):
-            size = sum(size for path, size in sizes.items() if _inside(path, unit))
-            if held < val_share * total and size <= total / 2:
-                folders.append(unit)
-                held += size
-    return {path: "val" if any(_inside(path, folder) for folder in folders) else "train" for path in sizes}
-
-
-def _inside(path: str, folder: str) -> bool:
-    return folder == "." or path.startswith(f"{folder}/")
-
-
-def _units(sizes: Mapping[str, int]) -> list[str]:
-    """The folders that are held out as a whole: each with at most half of the bytes, or without folders in it."""
-    units, pending, half = [], ["."], sum(sizes.values()) / 2
-    while pending:
-        folder = pending.pop()
-        start = 0 if folder == "." else len(folder) + 1
-        inside = [path for path in sizes if _inside(path, folder)]
-        inner = {path[: path.index("/", start)] for path in inside if "/" in path[start:]}
-        if inner and sum(sizes[path] for path in inside) > half:
-            pending += sorted(inner)
-        elif folder != ".":
-            units.append(folder)
-    return units
 
 
 # --- parts -----------------------------------------------------------------------------------------------------------
