@@ -3,12 +3,12 @@
     python benchmarks/cross_file.py [--seeds 1 2 3] [--scale demo] [--folder DIR] [--out FILE] [KEY=VALUE ...]
 
 Makes a scratch copy of the repository in which `data.code` names packages of requirements.lock as repositories, every
-sixth of them held out whole (`held_out: ["."]`), and `data.text` is empty, so that stage language hands on fresh
-weights and stage code trains alone. Builds the corpus, the tokenizer and the tokens once, then for each seed the stages
-language and code, with KEY=VALUE for theirs (`code.steps=2400`). The suite of `pipeline/evaluation/cross_file.py`
-completes the same held-out lines and functions with and without other files. Prints a line a seed and one over all:
-exact match and edit similarity, their difference and its 95 % interval over files; over seeds the items are pooled, so
-that interval is of the seeds' mean. Writes the numbers to --out (default: benchmarks/results/cross_file.json).
+sixth of them held out whole (`held_out: ["."]`), and `data.text` is the generated text. Builds the corpora, the
+tokenizer and the tokens once, then for each seed the stages language and code, with KEY=VALUE for theirs
+(`code.steps=2400`, `corpus.stories_mb=1`). The suite of `pipeline/evaluation/cross_file.py` completes the same held-out
+lines and functions with and without other files. Prints a line a seed and one over all: exact match and edit
+similarity, their difference and its 95 % interval over files; over seeds the items are pooled, so that interval is of
+the seeds' mean. Writes the numbers to --out (default: benchmarks/results/cross_file.json).
 """
 
 import argparse
@@ -43,23 +43,22 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--scale", default="demo")
-    parser.add_argument("--items", type=int, default=1000, help="lines, and half as many functions")
+    parser.add_argument("--items", type=int, default=400, help="lines, and half as many functions")
     parser.add_argument("--train-bytes", type=int, default=TRAIN_BYTES)
     parser.add_argument("--folder", type=Path, help="where the scratch copy goes; it stays (default: a temporary one)")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "cross_file.json")
     parser.add_argument("changes", nargs="*", metavar="KEY=VALUE")
     chosen = parser.parse_args(arguments)
     folder = chosen.folder or Path(tempfile.mkdtemp(prefix="cross-file-"))
+    found: list[tuple[dict[str, Any], list[dict[str, Any]]]] = []
     try:
-        found = [
-            measured(trained(prepared(folder, chosen.scale, chosen.train_bytes), seed, chosen.changes), chosen.items)
-            for seed in chosen.seeds
-        ]
+        repository = prepared(folder, chosen.scale, chosen.train_bytes, chosen.changes)
+        for seed in chosen.seeds:
+            found.append(measured(trained(repository, seed, chosen.changes), chosen.items))
+            print(f"seed {seed}: {shown(found[-1][0])}", flush=True)
     finally:
         if chosen.folder is None:
             shutil.rmtree(folder)
-    for seed, (numbers, _) in zip(chosen.seeds, found, strict=True):
-        print(f"seed {seed}: {shown(numbers)}")
     pooled = over_seeds([rows for _, rows in found])
     print(f"over {len(found)} seeds: {shown(pooled)}")
     result = {"seeds": {seed: numbers for seed, (numbers, _) in zip(chosen.seeds, found, strict=True)}, "all": pooled}
@@ -91,7 +90,7 @@ def _files(name: str) -> list[tuple[Path, str]]:
     return [(package.base / path, path) for path in package.files if path.endswith(".py") and not sources.is_test(path)]
 
 
-def prepared(folder: Path, scale: str, train_bytes: int) -> Repository:
+def prepared(folder: Path, scale: str, train_bytes: int, changes: list[str]) -> Repository:
     """The scratch copy with its tokens; as it is where it has them."""
     repository = Repository(folder / "repository")
     if (repository.folder / "data/tokens/code/meta.json").is_file():
@@ -107,21 +106,24 @@ def prepared(folder: Path, scale: str, train_bytes: int) -> Repository:
             shutil.copy(path, target)
     repository.edit("params.yaml", "scale: smoke", f"scale: {scale}")
     repository.edit("params.yaml", "data: packages", "data: files")
-    repository.edit("conf/data/files.yaml", 'text: ["text/*"]', "text: []")
+    repository.edit("conf/data/files.yaml", 'text: ["text/*"]', "text: [packages]")
     repository.edit("conf/data/files.yaml", 'code: ["code/*"] # sources\n', f"code:\n{entries}")
     for stage in (["corpus"], ["tokenizer"], ["encode", "text"], ["encode", "code"]):
-        print(repository.run("python", "-m", f"stages.{stage[0]}", *stage[1:]).stdout[-1500:], flush=True)
+        repository.run("python", "-m", f"stages.{stage[0]}", *stage[1:], *_of(stage[0], changes))
     return repository
 
 
 def trained(repository: Repository, seed: int, changes: list[str]) -> Path:
     """The model of stage code with this seed."""
     for stage in ("language", "code"):
-        own = [change for change in changes if change.startswith(f"{stage}.")]
-        shared = [change for change in changes if "." not in change.partition("=")[0]]
         shutil.rmtree(repository.folder / "models" / stage, ignore_errors=True)
-        repository.run("python", "-m", f"stages.{stage}", f"seed={seed}", *own, *shared)
+        repository.run("python", "-m", f"stages.{stage}", f"seed={seed}", *_of(stage, changes))
     return repository.folder
+
+
+def _of(stage: str, changes: list[str]) -> list[str]:
+    """The changes of a stage's keys."""
+    return [change for change in changes if change.startswith(f"{stage}.")]
 
 
 def measured(folder: Path, num_items: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:

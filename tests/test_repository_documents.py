@@ -22,6 +22,7 @@ from pipeline.text import repositories
 from pipeline.text.repositories import Context
 from pipeline.text.tokenizer import Tokenizer
 from stages import encode
+from stages import tokenizer as stage_tokenizer
 from tests.data_stages import Machine, manifest, rows, source
 from tests.data_stages import planted_machine as planted_machine
 
@@ -246,7 +247,9 @@ def test_a_repository_goes_through_the_corpus_to_rows_that_are_trained_on_once(m
         "size",
     ]
 
-    tokenizer = Tokenizer.train(iter([row["text"] for row in made]), 640, repositories=True)
+    params = stage_tokenizer.Params(vocab_size=640, sample_mb=1.0, text_share=0.0, base="scratch")
+    tokenizer = stage_tokenizer.learnt(params, out / "text", out / "code")
+    assert tokenizer.repo_name is not None and tokenizer.vocab_size == 640
     tokens = encoded(out, tokenizer)
     stream = CorpusStream(tokens, tokenizer, context=512, tokens_per_step=512, seed=1, cache=out / "cache")
     batch = stream.batch(0, 512, stream.at(np.arange(stream.rows_per_epoch), 512))

@@ -24,6 +24,7 @@ modules count as modules of elsewhere.
 from __future__ import annotations
 
 import ast
+import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -91,12 +92,12 @@ def read(root: Path, max_bytes: int) -> Repository:
     """
     files: list[SourceFile] = []
     skipped: list[Skipped] = []
-    num_found = num_bytes = 0
-    for entry in _walk(root):
+    entries = list(itertools.islice(_walk(root), MOST_FILES + 1))  # counted before one is read
+    if len(entries) > MOST_FILES:
+        raise _too_large(root, f"{MOST_FILES:,} Python files")
+    num_bytes = 0
+    for entry in entries:
         path = Path(entry.path).relative_to(root).as_posix().encode("utf-8", "replace").decode()
-        num_found += 1
-        if num_found > MOST_FILES:
-            raise _too_large(root, f"{MOST_FILES:,} Python files")
         found = _text(entry, max_bytes)
         if isinstance(found, bytes):
             num_bytes += len(found)
@@ -108,7 +109,7 @@ def read(root: Path, max_bytes: int) -> Repository:
                 skipped.append(Skipped(path, str(dropped)))
         else:
             skipped.append(Skipped(path, found))
-    if not num_found:
+    if not entries:
         raise DataError(f"repository: {root}: has no Python file ({SUFFIX}); take the entry away")
     return Repository(root.resolve().name, root, tuple(sorted(files, key=lambda file: file.path)), tuple(skipped))
 
