@@ -26,6 +26,8 @@ class Params:
     """Where training begins: a model of models/; base: a checkpoint of your own (stage base)."""
     fim_rate: float
     """Share of code pieces that become fill-in-the-middle."""
+    fim_syntax: float | None = None
+    """Share of those whose middle is a function's body, a statement or whole lines; none: half of a repository's."""
     code_weight: int
     """Batches of code."""
     text_weight: int
@@ -35,8 +37,9 @@ class Params:
     full: FullTraining = field(default_factory=FullTraining)
 
     def __post_init__(self) -> None:
-        if not 0 <= self.fim_rate <= 1 or self.code_weight < 1 or self.text_weight < 0:
-            raise ValueError("expected fim_rate in [0, 1], code_weight >= 1, text_weight >= 0")
+        shares = (self.fim_rate, self.fim_syntax or 0.0)
+        if not all(0 <= share <= 1 for share in shares) or self.code_weight < 1 or self.text_weight < 0:
+            raise ValueError("expected fim_rate and fim_syntax in [0, 1], code_weight >= 1, text_weight >= 0")
 
 
 def run(params: Params, job: Job, *, base: Path, code: Path, text: Path, out: Path) -> None:
@@ -54,6 +57,7 @@ def run(params: Params, job: Job, *, base: Path, code: Path, text: Path, out: Pa
             tokens_per_step=params.fit.tokens_per_step,
             seed=job.seed,
             fim_rate=fim_rate,
+            fim_syntax=params.fim_syntax if fim_rate else None,
             cache=job.folder.parent,
         )
 

@@ -6,7 +6,8 @@
 (Python, generated functions), each until its quota is met, the same bytes on every machine. `machine` reads installed
 packages instead, and shell scripts too. `files` and `hub` give everything that they contain; among the entries of
 `files` (`ingest/entries.py`), `packages` stands for what the first gives, and with weights each entry has its share of
-the training bytes. A corpus with an empty list is written without documents. Worker processes read and
+the training bytes. Of a repository the files that are kept become documents with their context
+(`ingest/repository_documents.py`). A corpus with an empty list is written without documents. Worker processes read and
 clean batches; this process takes the results in order (`ingest/selection.py`), so the corpus is the same for any number
 of workers, any locale and any hash seed, on machines with the same packages.
 
@@ -22,11 +23,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.ingest import hub, mixture, own_files, sources
+from pipeline.ingest import hub, mixture, own_files, repository_documents, sources
 from pipeline.ingest import selection as ingest_selection
 from pipeline.ingest.cleaning import Document, Origin, SuppliedText, made_record
 from pipeline.ingest.duplicates import Index, benchmark_files, benchmark_items
-from pipeline.ingest.entries import HubSet, PackagesEntry, weight_of
+from pipeline.ingest.entries import Entry, HubSet, PackagesEntry, RepositoryEntry, weight_of
 from pipeline.ingest.intake import RowCounts
 from pipeline.ingest.records import Text
 from pipeline.ingest.selection import FileBatch, RecordBatch, Selection, WeightedParts
@@ -73,6 +74,8 @@ class Params:
     """Maximum 10^6 bytes of one package in each of these (packages, machine)."""
     near_duplicates: float
     """Estimated Jaccard similarity from which the later document is dropped."""
+    document_bytes: int = 6000
+    """Of a part of a repository's file with its context: about what the code stage's context takes, 3 a token."""
     package_names: list[str] = key_of("conf/data/packages.yaml", "packages")
     """The packages that an entry `packages` harvests."""
     data: sources.DataConfig = group("data")
@@ -81,6 +84,8 @@ class Params:
         for name in ("stories_mb", "prose_mb", "drills_mb", "transcripts_mb", "python_mb", "shell_mb", "generated_mb"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}: expected 0 or more, got {getattr(self, name)}")
+        if self.document_bytes < 400:
+            raise ValueError(f"document_bytes: expected at least 400, got {self.document_bytes}")
         if self.cap_mb <= 0 or not 0 < self.near_duplicates <= 1:
             raise ValueError(
                 f"cap_mb, near_duplicates: expected more than 0 (and at most 1 for the second), "
@@ -88,8 +93,14 @@ class Params:
             )
 
     def preflight(self, root: Path) -> list[str]:
-        """What is wrong before anything is read: globs of text and code that match nothing."""
-        return own_files.missing_globs(root / "data/own", self.data, sources.TEXT_KINDS)
+        """What is wrong before anything is read: globs of text and code that match nothing, repositories that are no
+        folders.
+        """
+        own = root / "data/own"
+        return [
+            *own_files.missing_globs(own, self.data, sources.TEXT_KINDS),
+            *repository_documents.missing(own, self.data),
+        ]
 
 
 @dataclass(frozen=True)
@@ -138,7 +149,7 @@ def run(params: Params, job: Job, *, own: Path, benchmarks: Path, text: Path, co
         for document in itertools.chain.from_iterable(pool_map(prepare, batches, job.workers)):
             bar.update(selections[document.part].offer(document))
     for name, out in (("text", text), ("code", code)):
-        manifest = _write_corpus(name, corpora[name], params.data, job.seed, out) | {
+        manifest = _write_corpus(name, corpora[name], params, own, job.seed, out) | {
             "data": params.data.source,
             "versions": versions,
         }
@@ -208,16 +219,19 @@ def _selection(name: str, params: Params, index: Index, folder: Path) -> Selecti
 
 
 def _parts_of_entries(name: str, data: sources.DataConfig) -> list[tuple[str, ...]]:
-    """The parts of a corpus that each entry's documents go to: with weights, every entry has parts of its own."""
+    """The parts of a corpus that each entry's documents go to: with weights, every entry has parts of its own, and a
+    repository always has.
+    """
     harvested = tuple(part for part in PARTS[name] if part != "shell" or data.source == "machine")
     return [  # of `packages` all but shell scripts, which no package of the lock file has
-        harvested if isinstance(entry, PackagesEntry) else (_own_part(name, number, weight_of(entry)),)
+        harvested if isinstance(entry, PackagesEntry) else (_own_part(name, number, entry),)
         for number, entry in enumerate(data.entries(name), start=1)
     ]
 
 
-def _own_part(name: str, number: int, weight: float | None) -> str:
-    return f"own {name}" if weight is None else f"own {name} {number}"
+def _own_part(name: str, number: int, entry: Entry) -> str:
+    alone = weight_of(entry) is not None or isinstance(entry, RepositoryEntry)
+    return f"own {name} {number}" if alone else f"own {name}"
 
 
 def _harvest_batches(
@@ -270,6 +284,7 @@ def _supplied_batches(
         rows_read = itertools.chain(
             own_files.read_files(own, data, kind, parts / f"{kind}-rejected.jsonl", tallies[kind]),
             hub.read_hub(data, kind, parts / "hub", tallies[kind]),
+            repository_documents.read_files(own, data, parts, tallies[kind]) if kind == "code" else (),
         )
         texts = (
             SuppliedText(
@@ -288,14 +303,19 @@ def _supplied_batches(
 def _write_rejected(data: sources.DataConfig, kind: str, parts: Path, out: Path) -> None:
     """Write the rejected rows beside the corpus."""
     files = [parts / f"{kind}-rejected.jsonl", *hub.rejected_files(data, kind, parts / "hub")]
+    files += [repository_documents.rejected_file(parts, n) for n in repository_documents.entries_of(data, kind)]
     rejected = [path.read_bytes() for path in files if path.is_file()]
     if any(rejected):
         (out / hub.REJECTED).write_bytes(b"".join(rejected))
 
 
-def _write_corpus(name: str, selection: Selection, data: sources.DataConfig, seed: int, out: Path) -> JsonObject:
+def _write_corpus(name: str, selection: Selection, params: Params, own: Path, seed: int, out: Path) -> JsonObject:
     """Write a corpus from its parts; returns the first part of its manifest."""
+    data = params.data
     parts, entries = selection.close(), data.entries(name)
+    part_of = {n: _own_part(name, n + 1, entries[n]) for n in repository_documents.entries_of(data, name)}
+    if part_of:
+        parts = repository_documents.rewrite(parts, own, data, part_of, params.document_bytes)
     weighted = [
         WeightedParts(entry.name, weight, of_entry)
         for entry, of_entry in zip(entries, _parts_of_entries(name, data), strict=True)
@@ -306,10 +326,10 @@ def _write_corpus(name: str, selection: Selection, data: sources.DataConfig, see
         files = ingest_selection.write_empty(out)
     elif weighted:
         draws, table = ingest_selection.drawn(name, parts, weighted, seed)
-        files = ingest_selection.mix(parts, out, draws)
+        files = ingest_selection.mix(parts, out, draws, contexts=bool(part_of))
         say(mixture.shown(name, table))
     else:
-        files = ingest_selection.mix(parts, out)
+        files = ingest_selection.mix(parts, out, contexts=bool(part_of))
     totals = {
         key: {split: sum(file[key] for file in files[split]) for split in files} for key in ("documents", "bytes")
     }

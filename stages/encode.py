@@ -26,8 +26,9 @@ def run(params: Params, job: Job, *, tokenizer: Path, corpus: Path, out: Path) -
     """Encode each parquet file of `corpus` in a worker process and join the parts in `out`."""
     shards.check_apart(corpus)
     parts = job.folder / "parts"
+    contexts = shards.has_contexts(corpus)
     tasks = {
-        split: [shards.EncodeTask(path, tokenizer, parts) for path in shards.files(corpus, split)]
+        split: [shards.EncodeTask(path, tokenizer, parts, contexts) for path in shards.files(corpus, split)]
         for split in shards.SPLITS
     }
     counts: dict[str, list[shards.Counts]] = {split: [] for split in shards.SPLITS}

@@ -27,8 +27,8 @@ import pyarrow.parquet
 
 from pipeline import wings
 from pipeline.evaluation import benchmarks as evaluation_benchmarks
+from pipeline.evaluation import cross_file, suites
 from pipeline.evaluation import preferences as evaluation_preferences
-from pipeline.evaluation import suites
 from pipeline.evaluation import tools as evaluation_tools
 from pipeline.evaluation.suites import OwnSuites, Plan, Subject, SuiteSettings, solve
 from pipeline.ingest.records import Dialogue, Problem, Text, is_empty, read
@@ -188,6 +188,9 @@ def measurements(
     if not params.every_suite:
         plan = suites.of(model.name, plan)
     completes = model.name in evaluation_benchmarks.COMPLETES
+    repositories = cross_file.read(code) if settings.cross_file and (completes or params.every_suite) else []
+    if repositories:  # of a corpus without them the suite is absent
+        plan["cross_file"] = partial(cross_file.measured, subject, repositories)
     for test_set in sets:  # a suite each: another file costs only its own time
         plan[f"benchmarks {test_set.name}"] = partial(
             evaluation_benchmarks.score, subject, [test_set], completes=completes, sandbox=sandbox

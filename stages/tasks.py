@@ -249,7 +249,8 @@ def _mine(lots: Sequence[Lot[Problem]], params: Params, job: Job, own: Path) -> 
             say(mined.shown(entry.repository))
             if not mined.problems:
                 raise DataError(f"{entry.repository}: none of its functions can be a task; {mined.reasons()}")
-            for split, problems in mining.apart(mined.problems, entry.held_out).items():
+            folders = repository.held_out(entry, source, params.data.val_share + params.data.test_share)
+            for split, problems in mining.apart(mined.problems, repository.splits(source, folders)).items():
                 lot.splits[split] += problems
     return found
 

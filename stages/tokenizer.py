@@ -2,6 +2,8 @@
 
     data/raw/{text,code} (+ models/base) -> data/tokenizer  (Sennrich et al. 2016, arXiv:1508.07909; bytes as in GPT-2)
 
+A corpus of code with repositories gives the tokenizer the control tokens that stand between their files.
+
 A model that is continued from a checkpoint (`language.base: base`) keeps the checkpoint's tokenizer, to which stage
 base has added the control tokens that it lacked. Then nothing is trained here, and `vocab_size` is the checkpoint's.
 
@@ -71,7 +73,8 @@ def learnt(params: Params, text: Path, code: Path) -> Tokenizer:
             "conf/data/files.yaml, or `packages` (dvc exp run -S 'conf/data/files.yaml:code=[packages]'), or start "
             "from a checkpoint, which brings its tokenizer (language.base=base)"
         )
-    return Tokenizer.train(itertools.chain([first], sample), params.vocab_size)
+    repositories = shards.has_contexts(code)
+    return Tokenizer.train(itertools.chain([first], sample), params.vocab_size, repositories=repositories)
 
 
 def bytes_per_token(tokenizer: Tokenizer, corpus: Path) -> float | None:

@@ -142,3 +142,17 @@ def test_rate_transfer_py_says_how_far_the_first_sizes_best_rate_is_behind(
     assert "behind" in run(*line, folder=tmp_path)
     table = json.loads((tmp_path / "found.json").read_text())
     assert list(table) == ["nano"] and len(table["nano"]["losses"]) == 5 and table["nano"]["behind"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.full
+def test_cross_file_py_measures_held_out_packages_with_and_without_other_files(tmp_path: Path) -> None:
+    sizes = ("--scale", "smoke", "--seeds", 1, "--items", 8, "--train-bytes", 300_000)
+    places = ("--folder", tmp_path / "copy", "--out", tmp_path / "out.json")
+    printed = run(BENCHMARKS / "cross_file.py", *sizes, *places, "code.steps=2", folder=tmp_path)
+    assert "seed 1: line_exact" in printed and "over 1 seeds: line_exact" in printed
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["seeds"]["1"]["lines"] == 8 and found["seeds"]["1"]["functions"] == 4
+    one, pooled = found["seeds"]["1"], found["all"]
+    assert pooled["line_similarity_with"] == pytest.approx(one["line_similarity_with"])
+    assert pooled["line_similarity_difference"] == pytest.approx(one["line_similarity_difference"])

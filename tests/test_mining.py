@@ -334,12 +334,11 @@ def test_no_attack_on_the_oracle_succeeds(mined: mining.Mined, judge: Judge) -> 
 
 
 def test_tasks_of_a_file_stay_together_and_those_to_train_on_show_no_answer(mined: mining.Mined) -> None:
-    splits = mining.apart(mined.problems, [])
-    assert sorted(len(part) for part in splits.values()) == [0, 0, 3]
-    held_out = mining.apart(mined.problems, ["shop"])
-    assert not held_out["train"] and len(held_out["val"]) + len(held_out["test"]) == 3
-    rest = mining.apart(mined.problems, ["tests"])
-    assert len(rest["train"]) == 3 and all(problem.answer is None for problem in rest["train"])
+    held_out = mining.apart(mined.problems, {"shop/prices.py": "val"})
+    assert not held_out["train"] and sorted(map(len, held_out.values())) == [0, 0, 3]
+    assert all(problem.answer for problem in held_out["val"] + held_out["test"])
+    trained = mining.apart(mined.problems, {"shop/prices.py": "train"})
+    assert len(trained["train"]) == 3 and all(problem.answer is None for problem in trained["train"])
     table = mining.table([mined]).splitlines()
     assert table[0] == "function,kept,tests,strength,reason" and sum(",yes," in row for row in table) == 3
 

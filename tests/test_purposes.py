@@ -4,6 +4,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from pipeline import wings
@@ -14,6 +16,7 @@ from pipeline.report.metrics import HEADLINES
 from pipeline.run import device
 from pipeline.run.config import Runtime
 from pipeline.sandbox.judge import SandboxConfig
+from pipeline.text.repositories import Context
 from pipeline.text.tokenizer import Tokenizer
 from stages import evaluate
 from tests.suites import FEW
@@ -72,3 +75,12 @@ def test_every_headline_of_a_causal_model_is_measured_of_some_model() -> None:
     measured = {name.split()[0] for names in suites.purposes().values() for name in names}
     gone = set() if "memory" in wings.names() else {"facts"}
     assert {headline.path[0] for headline in HEADLINES} - measured == {"reward"} | gone
+
+
+def test_lines_across_files_are_measured_where_the_corpus_has_repositories(plan: Any, tmp_path: Path) -> None:
+    assert "cross_file" not in plan("code")
+    row = {"text": "x = 1\n", "source": "mine", "path": "a.py", "licence": "own"}
+    context = Context("mine", (), "a.py").to_json()
+    pq.write_table(pa.Table.from_pylist([row | {"context": context}]), tmp_path / "val-00000.parquet")
+    assert "cross_file" in plan("code") and "cross_file" in plan("tools", every_suite=True)
+    assert "cross_file" not in plan("tools")

@@ -116,7 +116,7 @@ def test_an_entry_is_of_code_or_problems_and_lies_below_data_own() -> None:
     entry = RepositoryEntry(repository="repos/mine", held_out=["tests"])
     check_list("code", [entry])
     check_list("problems", [entry])
-    with pytest.raises(ValueError, match="a repository gives code and problems alone"):
+    with pytest.raises(ValueError, match="a repository gives code, problems, dialogues alone"):
         check_list("text", [entry])
     for path in ("/srv/mine", "../mine", ""):
         with pytest.raises(ValueError, match="expected a path below data/own/"):
@@ -218,3 +218,29 @@ def reachable(graph: dict[str, tuple[str, ...]], start: str) -> set[str]:
 def test_a_very_long_chain_of_imports_is_ordered_without_recursion() -> None:
     graph = {f"{n:05}": (f"{n + 1:05}",) if n < 19_999 else () for n in range(20_000)}
     assert import_order(graph, graph) == sorted(graph, reverse=True)
+
+
+# --- splits ----------------------------------------------------------------------------------------------------------
+
+
+def split_of(entry: RepositoryEntry, files: list[str], val_share: float) -> dict[str, str]:
+    texts = tuple(repository.SourceFile(path, "x = 1\n" * 9) for path in sorted(files))
+    found = repository.Repository("mine", Path(), texts, ())
+    return repository.splits(found, repository.held_out(entry, found, val_share))
+
+
+def test_folders_are_held_out_whole_and_the_one_that_holds_most_counts_as_its_folders() -> None:
+    files = [f"src/p/{name}/f{n}.py" for name in "abcdef" for n in range(3)]
+    made = split_of(RepositoryEntry(repository="mine"), [*files, "src/p/top.py"], 0.2)
+    folders = {path.split("/")[2]: split for path, split in made.items()}
+    assert all(made[path] == folders[path.split("/")[2]] for path in made)
+    assert sum(split == "val" for split in folders.values()) == 2 and made["src/p/top.py"] == "train"
+
+
+def test_named_folders_are_held_out_and_an_unknown_one_is_an_error() -> None:
+    files = ["a.py", "shop/b.py", "shopping/c.py"]
+    made = split_of(RepositoryEntry(repository="mine", held_out=["shop"]), files, 0.02)
+    assert made == {"a.py": "train", "shop/b.py": "val", "shopping/c.py": "train"}
+    assert set(split_of(RepositoryEntry(repository="mine", held_out=["."]), files, 0.0).values()) == {"val"}
+    with pytest.raises(DataError, match="held_out: sho has no Python file"):
+        split_of(RepositoryEntry(repository="mine", held_out=["sho"]), files, 0.02)

@@ -42,7 +42,8 @@ def test_the_sample_is_so_large_and_so_much_of_it_text(
 ) -> None:
     given: list[str] = []
 
-    def train(texts: Iterator[str], vocab_size: int) -> None:
+    def train(texts: Iterator[str], vocab_size: int, *, repositories: bool) -> None:
+        assert not repositories
         given.extend(texts)
 
     monkeypatch.setattr(Tokenizer, "train", train)

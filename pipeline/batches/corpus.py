@@ -1,6 +1,6 @@
 """Token shards as training batches: memory-mapped, packed, in a keyed order, some documents as fill-in-the-middle.
 
-    data/tokens/<corpus>/{train,val}.bin, .idx, meta.json  ->  CorpusStream
+    data/tokens/<corpus>/{train,val}.bin, .idx, .ctx, meta.json  ->  CorpusStream
 
 Memory does not grow with the corpus: the token file is mapped; the packing index is cached on disk and mapped too.
 
@@ -13,6 +13,10 @@ cuts elsewhere.
 
 The two cuts are uniform over the document's characters; only the tokens that are cut are encoded anew. Where that takes
 more than RESERVE tokens, the cuts move to token borders. Put back in order, the bytes are the document's.
+
+A share of the middles may be a unit of the syntax instead, as an editor asks for them: a function's body, a statement,
+or one to four whole lines, a third each of what a document has. What stands before a document of a repository
+(`text/repositories.py`) stays before the prefix, and nothing is lost or trained there; a row has as much of it as fits.
 
 Not promised: that a piece of a document longer than a row sees what came before it; canonical encoding around a cut,
 which is the point: at use, the cursor cuts tokens too.
@@ -30,6 +34,7 @@ Not promised: that an epoch of the mixture reads each member once. A member is r
 its `rows_per_epoch` with its share to learn how often.
 """
 
+import ast
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -41,8 +46,11 @@ from pipeline.batches.packing import PackedStream, Packing, Splits, cached, cut,
 from pipeline.run.device import stable_hash
 from pipeline.run.errors import DataError, ModelError
 from pipeline.run.types import JsonObject
+from pipeline.text import chat
 from pipeline.text.tokenizer import Tokenizer
 
+MOST_LINES = 4  # of a middle of whole lines
+SYNTAX = 0.5  # of the infilled documents of a repository: the share whose middle is a unit of the syntax
 RESERVE = 8  # tokens kept free in a row for an infilled document: 3 control tokens, and 5 for the tokens that are cut
 
 
@@ -50,7 +58,16 @@ class TokenShard:
     """One split of `data/tokens/<corpus>`, packed: a `packing.PackedSplit`."""
 
     def __init__(
-        self, folder: Path, split: str, tokenizer: Tokenizer, *, context: int, seed: int, fim_rate: float, cache: Path
+        self,
+        folder: Path,
+        split: str,
+        tokenizer: Tokenizer,
+        *,
+        context: int,
+        seed: int,
+        fim_rate: float,
+        cache: Path,
+        fim_syntax: float | None = None,
     ) -> None:
         """Map the tokens and find or build the packing index in `cache`. Raises DataError when sizes do not fit."""
         meta = read_meta(folder)
@@ -61,10 +78,13 @@ class TokenShard:
             raise DataError(f"{path}: expected {expected} tokens ({meta['dtype']}); run dvc repro stage_encode")
         self.num_tokens = expected
         self._tokens = np.memmap(path, dtype=dtype, mode="r") if expected else np.zeros(0, dtype)
-        self._tokenizer, self._seed = tokenizer, seed
+        self._tokenizer, self._seed, self._fim_syntax = tokenizer, seed, fim_syntax
 
         def build() -> Packing:
-            pieces = cut(np.fromfile(folder / f"{split}.idx", dtype="<u8"), context)
+            contexts = folder / f"{split}.ctx"
+            leads = np.fromfile(contexts, dtype="<u8") if contexts.is_file() else None
+            offsets = np.fromfile(folder / f"{split}.idx", dtype="<u8")
+            pieces = cut(offsets, context, leads, RESERVE if fim_rate else 0)
             chance = mix(np.arange(len(pieces.starts)), stable_hash("infill", seed)) / 2.0**64
             room = pieces.whole & (pieces.lengths + RESERVE <= context)
             infilled = (chance < fim_rate) & room & (pieces.starts > 0)  # the first document has no lead
@@ -80,14 +100,19 @@ class TokenShard:
         first, last = packing.row_starts[row : row + 2].tolist()
         starts, lengths = packing.starts[first:last].tolist(), packing.lengths[first:last].tolist()
         continues, infilled = packing.continues[first:last].tolist(), packing.infilled[first:last].tolist()
+        leads = packing.leads[first:last].tolist()
         row_pieces = []
-        for start, length, continued, is_infilled in zip(starts, lengths, continues, infilled, strict=True):
+        for start, length, continued, is_infilled, lead in zip(
+            starts, lengths, continues, infilled, leads, strict=True
+        ):
             # The token after a piece that continues is a target, never an input.
             ids = self._tokens[start : start + length + continued]
-            if is_infilled:  # the end of text before the document stays first
+            if is_infilled:  # the end of text before the document stays first, and so does its context
                 key = stable_hash("cuts", self._seed, epoch, start)
-                ids = np.concatenate([ids[:1], infill(ids[1:].astype(np.int64), key, self._tokenizer)])
-            row_pieces.append(Piece(ids, True))
+                syntax = self._fim_syntax if self._fim_syntax is not None else SYNTAX * (lead > 1)
+                own = infill(ids[lead:].astype(np.int64), key, self._tokenizer, syntax)
+                ids = np.concatenate([ids[:lead], own])
+            row_pieces.append(Piece(ids, np.arange(len(ids)) >= lead if lead > 1 else True))
         return row_pieces
 
 
@@ -118,15 +143,18 @@ class CorpusStream(PackedStream):
         fim_rate: float = 0.0,
         cache: Path,
         document_mask: bool = True,
+        fim_syntax: float | None = None,
     ) -> None:
-        """`fim_rate`: share of the documents with room that are infilled; without `document_mask` the documents of a
-        row see each other.
+        """`fim_rate`: share of the documents with room that are infilled; `fim_syntax`: share of those whose middle is
+        a unit of the syntax, None: SYNTAX of a repository's documents and no other; without `document_mask` the
+        documents of a row see each other.
 
         Raises ModelError when the tokens were encoded with another tokenizer, DataError when they do not fill one
-        batch, ValueError when `fim_rate` is not in [0, 1] or `tokens_per_step` is no multiple of `context`.
+        batch, ValueError when a share is not in [0, 1] or `tokens_per_step` is no multiple of `context`.
         """
-        if not 0 <= fim_rate <= 1:
-            raise ValueError(f"fim_rate: expected a share in [0, 1], found {fim_rate}")
+        for name, share in (("fim_rate", fim_rate), ("fim_syntax", fim_syntax or 0.0)):
+            if not 0 <= share <= 1:
+                raise ValueError(f"{name}: expected a share in [0, 1], found {share}")
         meta = read_meta(folder)
         if meta["tokenizer"] != tokenizer.hash:
             raise ModelError(
@@ -135,17 +163,20 @@ class CorpusStream(PackedStream):
                 "the model, so that both use data/tokenizer (for a checkpoint of your own: language.base=base)"
             )
         train, val = (
-            TokenShard(folder, split, tokenizer, context=context, seed=seed, fim_rate=rate, cache=cache)
+            TokenShard(
+                folder, split, tokenizer, context=context, seed=seed, fim_rate=rate, cache=cache, fim_syntax=fim_syntax
+            )
             for split, rate in (("train", fim_rate), ("val", 0.0))
         )
         hashes = [meta["splits"][split]["sha256"] for split in ("train", "val")]
+        parts = [*hashes, context, tokens_per_step, seed, fim_rate, document_mask]
         super().__init__(
             Splits(str(folder), train, val),
             tokenizer,
             context=context,
             tokens_per_step=tokens_per_step,
             seed=seed,
-            fingerprint=fingerprint_of([*hashes, context, tokens_per_step, seed, fim_rate, document_mask]),
+            fingerprint=fingerprint_of(parts if fim_syntax is None else [*parts, fim_syntax]),
             document_mask=document_mask,
         )
 
@@ -153,8 +184,11 @@ class CorpusStream(PackedStream):
 # --- fill-in-the-middle ----------------------------------------------------------------------------------------------
 
 
-def infill(ids: np.ndarray, key: int, tokenizer: Tokenizer) -> np.ndarray:
-    """A whole document (n,), end of text included, in PSM or SPM order: at most n + RESERVE ids, cut by `key`."""
+def infill(ids: np.ndarray, key: int, tokenizer: Tokenizer, syntax: float = 0.0) -> np.ndarray:
+    """A whole document (n,), end of text included, in PSM or SPM order: at most n + RESERVE ids, cut by `key`.
+
+    syntax: the chance that the middle is a unit of the syntax, where the document has one.
+    """
     body, end = ids[:-1], ids[-1:]
     raw = b"".join([tokenizer.token_bytes[id_] for id_ in body.tolist()])
     borders = np.concatenate([[0], np.cumsum(tokenizer.byte_lengths[body])])  # byte offset of each token, and the end
@@ -163,11 +197,60 @@ def infill(ids: np.ndarray, key: int, tokenizer: Tokenizer) -> np.ndarray:
     first, second, form = mix(np.arange(3), key)
     suffix_first = bool(form & np.uint64(1))
     start, stop = sorted(int(characters[int(draw) % len(characters)]) for draw in (first, second))
+    if syntax:
+        chance, kind, number = mix(np.arange(3, 6), key)
+        units = syntax_units(raw) if chance / 2.0**64 < syntax else []
+        if units:
+            spans = units[int(kind) % len(units)]
+            start, stop = spans[int(number) % len(spans)]
     infilled = _arrange(body, borders, raw, (start, stop), suffix_first, tokenizer)
     if len(infilled) + 1 > len(ids) + RESERVE:
         start, stop = (int(borders[np.searchsorted(borders, offset, "right") - 1]) for offset in (start, stop))
         infilled = _arrange(body, borders, raw, (start, stop), suffix_first, tokenizer)
     return np.concatenate([infilled, end])
+
+
+def syntax_units(raw: bytes) -> list[list[tuple[int, int]]]:
+    """Byte spans that an editor asks for, those of a kind together: bodies of functions, statements, whole lines.
+
+    A kind without a span is left out. Part of a file may be indented throughout, as methods are.
+    """
+    text = raw.decode("utf-8", "replace")
+    if len(text.encode()) != len(raw):  # half a character: spans would be wrong
+        return []
+    first = next((line for line in text.split("\n") if line.strip()), "")
+    head = "if True:\n" if first[:1].isspace() else ""
+    starts = [0, *(index + 1 for index, byte in enumerate(raw) if byte == 10)]  # of each line
+    parsed = chat.tree(head + text)
+    bodies, statements = [], []
+    for node in ast.walk(parsed) if parsed is not None else ():
+        if isinstance(node, ast.stmt) and node.end_lineno is not None and node.lineno > bool(head):
+            statements.append((node, node))
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                bodies.append((node.body[0], node))
+
+    def span(begin: ast.stmt, end: ast.stmt) -> tuple[int, int]:
+        assert end.end_lineno is not None and end.end_col_offset is not None
+        lines = begin.lineno - 1 - bool(head), end.end_lineno - 1 - bool(head)
+        return starts[lines[0]] + begin.col_offset, starts[lines[1]] + end.end_col_offset
+
+    kinds = [[span(*pair) for pair in bodies], [span(*pair) for pair in statements], _line_spans(raw, starts)]
+    return [spans for spans in kinds if spans]
+
+
+def _line_spans(raw: bytes, starts: Sequence[int]) -> list[tuple[int, int]]:
+    """One to MOST_LINES whole lines, from the first one's text to the last one's end; neither is blank."""
+    lines = [
+        (start + len(line) - len(line.lstrip()), start + len(line.rstrip()))
+        for start, line in zip(starts, raw.split(b"\n"), strict=True)
+    ]
+    return [
+        (begin, lines[last][1])
+        for first, (begin, end) in enumerate(lines)
+        if end > begin
+        for last in range(first, min(first + MOST_LINES, len(lines)))
+        if lines[last][1] > lines[last][0]
+    ]
 
 
 def _arrange(

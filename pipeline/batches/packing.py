@@ -36,7 +36,7 @@ from pipeline.run.errors import DataError
 from pipeline.text.tokenizer import Tokenizer
 
 WINDOW = 65_536
-FORMAT = 3  # of the index on disk; raise it when the packing changes
+FORMAT = 4  # of the index on disk; raise it when the packing changes
 
 
 @dataclass(frozen=True)
@@ -47,19 +47,28 @@ class Pieces:
     lengths: np.ndarray  # (P,) int64, tokens that are inputs
     whole: np.ndarray  # (P,) bool: the piece is a whole document
     continues: np.ndarray  # (P,) bool: the token after the piece is a target; the piece fills its row
+    leads: np.ndarray  # (P,) int64, first tokens that are context, or the token before the document: no targets
 
 
-def cut(offsets: np.ndarray, context: int) -> Pieces:
+def cut(offsets: np.ndarray, context: int, leads: np.ndarray | None = None, reserve: int = 0) -> Pieces:
     """Cut documents, given as n + 1 token offsets, into pieces of at most `context` tokens.
 
     A document's first piece begins with the token before it, the end of text of another document, which is an input and
     no target: so its first token is a target too, and a model can begin a text from nothing. The first document of a
     file has no such lead. A document's last token is a target and need not be an input, so a document of up to
     `context` tokens is never cut.
+
+    leads: (n,) tokens at the beginning of each document that are context. Of those as many leave, from the first on, as
+    it takes for the document to fit a row with `reserve` tokens free.
     """
     offsets = offsets.astype(np.int64)
     begins = np.maximum(offsets[:-1] - 1, 0)  # (n,)
     num_targets = np.maximum(offsets[1:] - begins - 1, 0)  # (n,): all but the token that it begins with
+    own = offsets[:-1]  # (n,): the first token that is no context
+    if leads is not None:
+        own = own + leads.astype(np.int64)
+        left_out = np.clip(num_targets + reserve - context, 0, np.maximum(own - begins - 1, 0))
+        begins, num_targets = begins + left_out, num_targets - left_out
     counts = -(-num_targets // context)  # pieces of each document; 0 where there is nothing to predict
     document = np.repeat(np.arange(len(counts)), counts)  # (P,)
     number = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)  # of the piece in its document
@@ -70,6 +79,7 @@ def cut(offsets: np.ndarray, context: int) -> Pieces:
         lengths=np.minimum(context, ends - starts),
         whole=counts[document] == 1,
         continues=starts + context < ends,
+        leads=np.clip(own[document] - starts, 0, context),
     )
 
 
@@ -118,6 +128,7 @@ class Packing:
     lengths: np.ndarray  # (P,) int64, tokens in the .bin file that are read
     continues: np.ndarray  # (P,) bool
     infilled: np.ndarray  # (P,) bool: fill-in-the-middle, with room reserved for it
+    leads: np.ndarray  # (P,) int64: tokens of each piece before the first target
     row_starts: np.ndarray  # (R + 1,) int64, into the arrays above
 
     @property
@@ -134,6 +145,7 @@ def packing_of(pieces: Pieces, infilled: np.ndarray, reserve: int, context: int)
         lengths=pieces.lengths[members],
         continues=pieces.continues[members],
         infilled=infilled[members],
+        leads=pieces.leads[members],
         row_starts=row_starts,
     )
 

@@ -20,7 +20,7 @@ import ast
 import csv
 import io
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pipeline.ingest import sources
@@ -249,23 +249,16 @@ def _question(task: Task, examples: Sequence[str]) -> str:
 
 # --- what a stage does with them --------------------------------------------------------------------------------------
 
-ONE_IN = 10  # files of which one is held out for val, and one for test
 
+def apart(problems: Sequence[Problem], split_of: Mapping[str, str]) -> dict[str, list[Problem]]:
+    """The problems by split: `split_of` their files, train or val, which is halved with test by a hash of the file.
 
-def apart(problems: Sequence[Problem], held_out: Sequence[str]) -> dict[str, list[Problem]]:
-    """The problems by split, those of a file together. Those to train on have no answer: they are for RL.
-
-    `held_out`: folders of the repository; []: one file in ONE_IN for val and for test each, by a hash of its path.
+    Those to train on have no answer: they are for RL.
     """
     splits: dict[str, list[Problem]] = {"train": [], "val": [], "test": []}
     for problem in problems:
         path = problem.id.partition("/")[2].partition("::")[0]
-        turn = sources.digest(path) % ONE_IN
-        if held_out:
-            is_held_out = any(folder == "." or path.startswith(f"{folder.rstrip('/')}/") for folder in held_out)
-            split = ("val", "test")[turn % 2] if is_held_out else "train"
-        else:
-            split = {0: "val", 1: "test"}.get(turn, "train")
+        split = split_of[path] if split_of[path] == "train" else ("val", "test")[sources.digest(path) % 2]
         splits[split].append(replace(problem, answer=None) if split == "train" else problem)
     return splits
 

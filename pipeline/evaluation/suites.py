@@ -59,6 +59,8 @@ class SuiteSettings:
     """Held-out conversations with tool calls, and half as many with answers in words."""
     gaps: int
     """Lines of held-out code to fill in."""
+    cross_file: int = 200
+    """Lines of held-out repositories, and half as many functions, completed with and without other files; 0: none."""
     max_new_tokens: int
     """Longest answer, in tokens."""
     story_tokens: int
@@ -81,7 +83,7 @@ class SuiteSettings:
     def __post_init__(self) -> None:
         if min(self.documents, self.max_new_tokens, self.story_tokens, self.bootstrap) < 1:
             raise ValueError("documents, max_new_tokens, story_tokens, bootstrap: expected at least 1")
-        for key in ("stories", "problems", "samples", "dialogues", "gaps", "temperature", "constrained"):
+        for key in ("stories", "problems", "samples", "dialogues", "gaps", "cross_file", "temperature", "constrained"):
             if getattr(self, key) < 0:
                 raise ValueError(f"{key}: expected at least 0, got {getattr(self, key)}")
         if not 0 < self.top_p <= 1:

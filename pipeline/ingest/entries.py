@@ -147,7 +147,9 @@ class HubEntry(HubSet):
 
 @dataclass(frozen=True, kw_only=True)
 class RepositoryEntry:
-    """A repository (`ingest/repository.py`): of code its Python files, of problems its functions with tests."""
+    """A repository (`ingest/repository.py`): of code its Python files, of problems its functions with tests, of
+    dialogues its commits.
+    """
 
     repository: str
     """A folder below data/own/."""
@@ -173,7 +175,7 @@ class RepositoryEntry:
 
 Written = str | FileEntry | PackagesEntry | HubEntry | RepositoryEntry  # as conf/data/<name>.yaml has it
 Entry = FileEntry | PackagesEntry | HubSet | RepositoryEntry
-REPOSITORY_KINDS = ("code", "problems")
+REPOSITORY_KINDS = ("code", "problems", "dialogues")
 
 
 def resolved(written: Sequence[Written]) -> list[Entry]:
@@ -201,7 +203,7 @@ def check_list(kind: str, written: Sequence[Written]) -> None:
         if isinstance(entry, FileEntry):
             _check_reading(kind, entry)
         if isinstance(entry, RepositoryEntry) and kind not in REPOSITORY_KINDS:
-            raise ValueError(f"{kind}: {entry.name}: a repository gives {' and '.join(REPOSITORY_KINDS)} alone")
+            raise ValueError(f"{kind}: {entry.name}: a repository gives {', '.join(REPOSITORY_KINDS)} alone")
     names = [entry.name for entry in entries]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ValueError(f"{kind}: {twice} stands there twice")

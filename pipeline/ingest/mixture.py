@@ -23,8 +23,8 @@ from typing import Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.ingest import hub, own_files
-from pipeline.ingest.entries import PACKAGES, Entry, FileEntry, PackagesEntry, RepositoryEntry, weight_of
+from pipeline.ingest import history, hub, own_files
+from pipeline.ingest.entries import PACKAGES, Entry, FileEntry, RepositoryEntry, weight_of
 from pipeline.ingest.intake import RowCounts
 from pipeline.ingest.records import Dialogue, Label, Pair, Problem
 from pipeline.ingest.sources import DataConfig
@@ -52,12 +52,6 @@ class Lot(Generic[R]):
     entries: list[Entry] = field(default_factory=list)
 
 
-SOURCES: dict[type, str] = {
-    FileEntry: "files",
-    hub.HubSet: "hub",
-    RepositoryEntry: "repository",
-    PackagesEntry: PACKAGES,
-}
 MADE = (PACKAGES, "repository")  # their records are made, not read
 
 
@@ -71,7 +65,9 @@ def read_lots(
     lots: dict[int | str, Lot[R]] = {}
     lot_of: list[Lot[R]] = []  # of each entry
     for number, entry in enumerate(data.entries(kind)):
-        source = next(name for kind_of, name in SOURCES.items() if isinstance(entry, kind_of))
+        source = "files" if isinstance(entry, FileEntry) else "hub" if isinstance(entry, hub.HubSet) else PACKAGES
+        if isinstance(entry, RepositoryEntry):
+            source = "repository" if kind == "problems" else "files"
         weight = weight_of(entry)
         key, name = (source, source) if weight is None else (number, entry.name)
         lot_of.append(lots.setdefault(key, Lot(name, source, weight)))
@@ -82,6 +78,7 @@ def read_lots(
         supplied = (
             own_files.read_files(own, data, kind, parts / f"{kind}-rejected.jsonl", tally),
             hub.read_hub(data, kind, parts / "hub", tally),
+            history.read(own, data, parts, tally) if kind == "dialogues" else (),
         )
         for row in (row for rows in supplied for row in rows):
             assert isinstance(row.record, record_type)

@@ -35,6 +35,7 @@ class Text:
     source: str  # package, family or data set
     path: str  # unique within the source
     licence: str
+    context: str = ""  # what stands before it in its repository (text/repositories.py); it is not trained on
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,7 @@
 """A repository of the user's in `data/own/`, read safely: its Python files, and which of them imports which.
 
     find(data/own, "repos/mine")  -> the folder, checked         read(folder, max_bytes) -> Repository
+    held_out(entry, repository, val_share) -> folders            splits(repository, folders) -> path -> train, val
     imports_of(tree)              -> Import, ...                 Modules(paths, name).targets(path, one) -> paths
     import_graph({path: imports}) -> path -> the paths that it imports, in the order of its source
     import_order(graph, at_import)  -> every path once, imports before their users
@@ -23,12 +24,15 @@ modules count as modules of elsewhere.
 from __future__ import annotations
 
 import ast
+import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from pipeline.ingest import cleaning
+from pipeline.ingest.entries import RepositoryEntry
+from pipeline.ingest.sources import digest
 from pipeline.run.errors import DataError
 
 MOST_ENTRIES = 200_000  # of folders, together: a walk takes about a second
@@ -88,12 +92,12 @@ def read(root: Path, max_bytes: int) -> Repository:
     """
     files: list[SourceFile] = []
     skipped: list[Skipped] = []
-    num_found = num_bytes = 0
-    for entry in _walk(root):
+    entries = list(itertools.islice(_walk(root), MOST_FILES + 1))  # counted before one is read
+    if len(entries) > MOST_FILES:
+        raise _too_large(root, f"{MOST_FILES:,} Python files")
+    num_bytes = 0
+    for entry in entries:
         path = Path(entry.path).relative_to(root).as_posix().encode("utf-8", "replace").decode()
-        num_found += 1
-        if num_found > MOST_FILES:
-            raise _too_large(root, f"{MOST_FILES:,} Python files")
         found = _text(entry, max_bytes)
         if isinstance(found, bytes):
             num_bytes += len(found)
@@ -105,7 +109,7 @@ def read(root: Path, max_bytes: int) -> Repository:
                 skipped.append(Skipped(path, str(dropped)))
         else:
             skipped.append(Skipped(path, found))
-    if not num_found:
+    if not entries:
         raise DataError(f"repository: {root}: has no Python file ({SUFFIX}); take the entry away")
     return Repository(root.resolve().name, root, tuple(sorted(files, key=lambda file: file.path)), tuple(skipped))
 
@@ -156,6 +160,58 @@ def _walk(root: Path) -> Iterator[os.DirEntry[str]]:
                 pending.append(entry.path)
             elif entry.name.endswith(SUFFIX):
                 yield entry
+
+
+# --- splits ----------------------------------------------------------------------------------------------------------
+
+
+def held_out(entry: RepositoryEntry, found: Repository, val_share: float) -> list[str]:
+    """The folders of a repository that are not trained on: those that the entry names, else top folders by a hash of
+    their names until `val_share` of the bytes is held out.
+
+    A folder with more than half of the bytes counts as its own folders; files right in it stay in training. Raises
+    DataError for a folder that the entry names and that has no Python file.
+    """
+    sizes = {file.path: len(file.text.encode()) for file in found.files}
+    folders = [PurePosixPath(folder).as_posix() for folder in entry.held_out]
+    for folder in folders:
+        if not any(is_inside(path, folder) for path in sizes):
+            raise DataError(f"repository: {entry.repository}: held_out: {folder} has no Python file; name another")
+    if not folders and val_share:
+        total, held = sum(sizes.values()), 0
+        for unit in sorted(_units(sizes), key=lambda unit: digest(f"{found.name}/{unit}")):
+            size = sum(size for path, size in sizes.items() if is_inside(path, unit))
+            if held < val_share * total and size <= total / 2:
+                folders.append(unit)
+                held += size
+    return folders
+
+
+def splits(found: Repository, folders: Sequence[str]) -> dict[str, str]:
+    """Path -> val in one of the folders, else train."""
+    return {
+        file.path: "val" if any(is_inside(file.path, folder) for folder in folders) else "train" for file in found.files
+    }
+
+
+def is_inside(path: str, folder: str) -> bool:
+    """Whether a path lies in a folder; everything lies in "."."""
+    return folder == "." or path.startswith(f"{folder}/")
+
+
+def _units(sizes: Mapping[str, int]) -> list[str]:
+    """The folders that are held out as a whole: each with at most half of the bytes, or without folders in it."""
+    units, pending, half = [], ["."], sum(sizes.values()) / 2
+    while pending:
+        folder = pending.pop()
+        start = 0 if folder == "." else len(folder) + 1
+        inside = [path for path in sizes if is_inside(path, folder)]
+        inner = {path[: path.index("/", start)] for path in inside if "/" in path[start:]}
+        if inner and sum(sizes[path] for path in inside) > half:
+            pending += sorted(inner)
+        elif folder != ".":
+            units.append(folder)
+    return units
 
 
 # --- imports ---------------------------------------------------------------------------------------------------------

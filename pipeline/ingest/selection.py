@@ -46,6 +46,7 @@ from pipeline.run.types import JsonObject
 from pipeline.run.workdir import sha256
 
 SCHEMA = pa.schema([(name, pa.string()) for name in ("text", "source", "path", "licence")])
+CONTEXT = SCHEMA.append(pa.field("context", pa.string()))  # of a corpus with repositories
 GROUP_BYTES = 1_000_000  # of text in a row group: what a reader has in memory
 FILE_BYTES = 4_000_000  # of text in a file: what one process of `stage_encode` takes at a time
 GROUP_ROWS = 4096
@@ -318,11 +319,12 @@ class Size:
 class PartWriter:
     """One parquet file, written in row groups. It cannot be read before `close`."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, contexts: bool = False) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         self.size = Size()
-        self._writer = pq.ParquetWriter(path, SCHEMA, compression="zstd", write_statistics=False)
+        self._schema = CONTEXT if contexts else SCHEMA
+        self._writer = pq.ParquetWriter(path, self._schema, compression="zstd", write_statistics=False)
         self._rows: list[Text] = []
         self._pending = 0
 
@@ -341,8 +343,8 @@ class PartWriter:
 
     def _flush(self) -> None:
         if self._rows:
-            columns = {name: [getattr(row, name) for row in self._rows] for name in SCHEMA.names}
-            self._writer.write_table(pa.table(columns, schema=SCHEMA), row_group_size=GROUP_ROWS)
+            columns = {name: [getattr(row, name) for row in self._rows] for name in self._schema.names}
+            self._writer.write_table(pa.table(columns, schema=self._schema), row_group_size=GROUP_ROWS)
         self._rows, self._pending = [], 0
 
 
@@ -380,7 +382,7 @@ def drawn(corpus: str, parts: Parts, entries: Sequence[WeightedParts], seed: int
     train = parts["train"]
     sizes, names = {}, {}
     for path in train:
-        documents = [(len(d.text.encode()), stable_hash("mixture", seed, d.source, d.path)) for d in _documents(path)]
+        documents = [(len(d.text.encode()), stable_hash("mixture", seed, d.source, d.path)) for d in read_part(path)]
         sizes[path] = np.array([size for size, _ in documents], np.int64)
         names[path] = np.array([key for _, key in documents], np.uint64)
     held = _held_out(parts, names)
@@ -426,13 +428,13 @@ def _draw_of(copies: NDArray[np.int64], sizes: NDArray[np.int64]) -> Copies:
 # --- mixing ----------------------------------------------------------------------------------------------------------
 
 
-def mix(parts: Parts, out: Path, draws: Draws | None = None) -> dict[str, list[JsonObject]]:
+def mix(parts: Parts, out: Path, draws: Draws | None = None, *, contexts: bool = False) -> dict[str, list[JsonObject]]:
     """Spread the parts of each split evenly over files of about 4 MB; returns for each split its files for the
     manifest.
 
-    `draws`: how often each document of a part is written (`drawn`); None: once. If a corpus has no val document, every
-    50th moves to val, at least the last, so that it can be measured. Raises DataError when the corpus has fewer than
-    two documents.
+    `draws`: how often each document of a part is written (`drawn`); None: once. `contexts`: with that column. If a
+    corpus has no val document, every 50th moves to val, at least the last, so that it can be measured. Raises DataError
+    when the corpus has fewer than two documents.
     """
     draws = draws or {split: {} for split in SPLITS}
     sizes = {split: parts[split] | {path: draw.size for path, draw in draws[split].items()} for split in SPLITS}
@@ -441,7 +443,7 @@ def mix(parts: Parts, out: Path, draws: Draws | None = None) -> dict[str, list[J
         raise DataError(f"{out.name}: expected at least two documents to train and to validate on, {total} left")
     out.mkdir(parents=True)
     num_documents = {split: sum(size.documents for size in sizes[split].values()) for split in SPLITS}
-    files = {split: _NumberedFiles(out, split) for split in SPLITS}
+    files = {split: _NumberedFiles(out, split, contexts=contexts) for split in SPLITS}
     for split, other in zip(SPLITS, reversed(SPLITS), strict=True):
         for number, document in enumerate(_interleaved(sizes[split], draws[split]), start=1):
             last = number == num_documents[split]
@@ -458,7 +460,7 @@ def write_empty(out: Path) -> dict[str, list[JsonObject]]:
 
 def _interleaved(parts: dict[Path, Size], draws: Mapping[Path, Copies]) -> Iterator[Text]:
     """All documents; the next is always from the part of which the smallest share of bytes was given."""
-    readers = [_PartReader(size, _drawn_documents(path, draws)) for path, size in parts.items() if size.documents]
+    readers = [_PartReader(size, _drawnread_part(path, draws)) for path, size in parts.items() if size.documents]
     while readers:
         reader = min(readers, key=lambda reader: reader.share)
         document = next(reader.documents, None)
@@ -478,21 +480,22 @@ class _PartReader:
     share: float = 0.0  # of the part, given so far
 
 
-def _documents(path: Path) -> Iterator[Text]:
+def read_part(path: Path) -> Iterator[Text]:
+    """The documents of a part."""
     with pq.ParquetFile(path, pre_buffer=False) as file:
         for group in range(file.num_row_groups):
             for row in file.read_row_group(group).to_pylist():
                 yield Text(**row)
 
 
-def _drawn_documents(path: Path, draws: Mapping[Path, Copies]) -> Iterator[Text]:
+def _drawnread_part(path: Path, draws: Mapping[Path, Copies]) -> Iterator[Text]:
     """The documents of a part as often as they are drawn, pass by pass."""
     if path not in draws:
-        yield from _documents(path)
+        yield from read_part(path)
         return
     copies = draws[path].copies
     for number in range(1, int(copies.max(initial=0)) + 1):
-        for document, times in zip(_documents(path), copies.tolist(), strict=True):
+        for document, times in zip(read_part(path), copies.tolist(), strict=True):
             if times >= number:
                 mark = mixture.pass_mark(number) if number > 1 else ""
                 yield dataclasses.replace(document, path=f"{document.path}{mark}")
@@ -501,8 +504,8 @@ def _drawn_documents(path: Path, draws: Mapping[Path, Copies]) -> Iterator[Text]
 class _NumberedFiles:
     """The numbered files of one split."""
 
-    def __init__(self, folder: Path, split: str) -> None:
-        self.folder, self.split = folder, split
+    def __init__(self, folder: Path, split: str, *, contexts: bool = False) -> None:
+        self.folder, self.split, self.contexts = folder, split, contexts
         self.done: list[JsonObject] = []
         self.writer: PartWriter | None = None
 
@@ -510,14 +513,17 @@ class _NumberedFiles:
         if self.writer is not None and self.writer.size.num_bytes >= FILE_BYTES:
             self._close_file()
         if self.writer is None:
-            self.writer = PartWriter(self.folder / f"{self.split}-{len(self.done):05d}.parquet")
+            self.writer = self._writer_of(len(self.done))
         self.writer.add(document)
 
     def close(self) -> list[JsonObject]:
         if self.writer is None and not self.done:  # readers expect a file of each split
-            self.writer = PartWriter(self.folder / f"{self.split}-00000.parquet")
+            self.writer = self._writer_of(0)
         self._close_file()
         return self.done
+
+    def _writer_of(self, number: int) -> PartWriter:
+        return PartWriter(self.folder / f"{self.split}-{number:05d}.parquet", contexts=self.contexts)
 
     def _close_file(self) -> None:
         if self.writer is None:

@@ -3,6 +3,7 @@
     data/raw/<corpus>/{train,val}-*.parquet (text, source, path, licence)
       -> <split>.bin     little-endian uint16 (uint32 above 65,536 ids), end of text after each document
          <split>.idx     n + 1 uint64: where each document begins, and the end
+         <split>.ctx     n uint64: tokens at its beginning that are context (text/repositories.py); of a corpus that has
          meta.json       tokenizer hash, counts, bytes, sha256
 
 A parquet file is one piece of work: one process encodes it in batches (memory does not grow with the file) into a part
@@ -10,6 +11,7 @@ that a restart after a kill finds again. Parts are joined in the order of the fi
 nothing. Documents without text are left out and counted.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -26,11 +28,13 @@ import pyarrow.parquet as pq
 from pipeline.run.device import stable_hash
 from pipeline.run.errors import DataError, GateError
 from pipeline.run.types import JsonObject
+from pipeline.text import repositories
 from pipeline.text.tokenizer import Tokenizer
 
 ROWS = 64  # documents in memory at a time; cleaning drops those over 1 MB
 COPY_BYTES = 1 << 20
 SPLITS = ("train", "val")
+SUFFIXES = (".bin", ".idx", ".ctx")
 
 
 def files(folder: Path, split: str) -> list[Path]:
@@ -47,6 +51,11 @@ def _batches(path: Path, columns: list[str]) -> Iterator[pa.RecordBatch]:
         if missing:
             raise DataError(f"{path}: expected the columns {', '.join(columns)}; missing: {', '.join(sorted(missing))}")
         yield from file.iter_batches(batch_size=ROWS, columns=columns)
+
+
+def has_contexts(folder: Path) -> bool:
+    """Whether the documents of a corpus have contexts. Raises DataError as `files`."""
+    return any("context" in pq.read_schema(path).names for split in SPLITS for path in files(folder, split))
 
 
 def check_apart(folder: Path) -> None:
@@ -95,10 +104,11 @@ class EncodeTask:
     parquet: Path
     tokenizer: Path  # the folder
     parts: Path
+    contexts: bool = False  # the corpus has contexts
 
     @property
     def part(self) -> Path:
-        """The path of the part without its suffix: `.bin`, `.idx`, `.json`."""
+        """The path of the part without its suffix: `.bin`, `.idx`, `.ctx`, `.json`."""
         return self.parts / self.parquet.stem
 
 
@@ -128,15 +138,22 @@ def encode_file(task: EncodeTask) -> Counts:
     end = np.array([tokenizer.end_of_text], dtype=dtype)
     documents = tokens = num_bytes = empty = 0
     task.parts.mkdir(parents=True, exist_ok=True)
-    with (
-        task.part.with_name(task.part.name + ".bin").open("wb") as tokens_file,
-        task.part.with_name(task.part.name + ".idx").open("wb") as lengths_file,
-    ):
-        for batch in _batches(task.parquet, ["text"]):
+    columns = ["text", *(["context"] if task.contexts else [])]
+    with contextlib.ExitStack() as opened:
+        tokens_file, lengths_file, *contexts_file = (
+            opened.enter_context(task.part.with_name(task.part.name + suffix).open("wb"))
+            for suffix in SUFFIXES[: 3 if task.contexts else 2]
+        )
+        for batch in _batches(task.parquet, columns):
             column = batch.column("text").to_pylist()
             non_empty = [text for text in column if text]
             empty += len(column) - len(non_empty)
             encoded = tokenizer.encode_batch(non_empty)
+            if task.contexts:
+                contexts = batch.column("context").to_pylist()
+                leads = _leads(tokenizer, [context for text, context in zip(column, contexts, strict=True) if text])
+                encoded = [[*lead, *ids] for lead, ids in zip(leads, encoded, strict=True)]
+                contexts_file[0].write(np.array([len(lead) for lead in leads], dtype="<u8").tobytes())
             for ids in encoded:
                 tokens_file.write(np.array(ids, dtype=dtype).tobytes())
                 tokens_file.write(end.tobytes())
@@ -150,6 +167,16 @@ def encode_file(task: EncodeTask) -> Counts:
     temporary.write_text(json.dumps(asdict(counts)))
     temporary.replace(marker)  # last, so that a part with a marker is whole
     return counts
+
+
+def _leads(tokenizer: Tokenizer, contexts: list[str]) -> list[list[int]]:
+    """The ids of each context; none of an empty one."""
+    given = [number for number, context in enumerate(contexts) if context]
+    ids = repositories.encode(tokenizer, [repositories.Context.from_json(contexts[number]) for number in given])
+    leads: list[list[int]] = [[] for _ in contexts]
+    for number, lead in zip(given, ids, strict=True):
+        leads[number] = lead
+    return leads
 
 
 def join(split: str, tasks: list[EncodeTask], counts: list[Counts], out: Path) -> JsonObject:
@@ -170,6 +197,12 @@ def join(split: str, tasks: list[EncodeTask], counts: list[Counts], out: Path) -
                     digest.update(offsets.tobytes())
                     idx_file.write(offsets.tobytes())
                     offset = offsets[-1:]
+    if any(task.contexts for task in tasks):
+        with (out / f"{split}.ctx").open("wb") as contexts_file:
+            for task in tasks:
+                lengths = task.part.with_name(task.part.name + ".ctx").read_bytes()
+                digest.update(lengths)
+                contexts_file.write(lengths)
     total = {name: sum(getattr(part, name) for part in counts) for name in Counts.__dataclass_fields__}
     assert int(offset[0]) == total["tokens"], "parts and counts disagree"
     return total | {"sha256": digest.hexdigest()}

@@ -2,6 +2,7 @@
 
     pool_map(function, items, workers)          ordered results from worker processes
     beside(module, arguments, log)              one of our modules while a block runs
+    output_of(command)                          what a foreign program writes, bounded in bytes and time
     plan()                                      the processes that a stage trains in: STAGECOACH_LAUNCH
     run_workers(plan, module, argv)             runs them; their common exit code
 
@@ -26,6 +27,8 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -363,3 +366,42 @@ def beside(module: str, arguments: list[str], log: Path, handed: Sequence[int] =
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+# --- a foreign program ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a program wrote, and how it ended: `code` None where it was stopped at a bound."""
+
+    output: bytes
+    errors: str
+    code: int | None
+
+
+def output_of(command: Sequence[str], *, environment: dict[str, str], most_bytes: int, seconds: float) -> Output:
+    """Run a program until it has written `most_bytes`, or for so many seconds. Raises FileNotFoundError."""
+    with tempfile.TemporaryFile() as errors:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, env=environment
+        )
+        assert process.stdout is not None
+        stopped = threading.Event()
+
+        def stop() -> None:
+            stopped.set()
+            process.kill()
+
+        timer = threading.Timer(seconds, stop)
+        timer.start()
+        try:
+            output = process.stdout.read(most_bytes)
+            if process.stdout.read(1):
+                stop()
+        finally:
+            timer.cancel()
+            process.stdout.close()
+            code = process.wait()
+        errors.seek(0)
+        return Output(output, errors.read(10_000).decode("utf-8", "replace"), None if stopped.is_set() else code)

@@ -3,6 +3,7 @@
     ids 0-8     special, named by role: end_of_text, pad, turn_start, turn_end, fim_*, mask
     ids 9-14    added but not special (decoding keeps them): tool calls, tool responses, thinking (reserved)
     id  15      a spare; then 256 bytes, the merges, spares up to `vocab_size` (a multiple of 64)
+    ids 15, 16  instead of the spare where a corpus has repositories: their name, and what begins a file
 
 Merges are learned in two parts: first words without the character before them, then the space, underscore or quotation
 mark that joins a word's first piece. So a word splits into the same pieces wherever it stands, and " blanket" in a
@@ -81,6 +82,7 @@ ADDED = {
     "think": "<think>",
     "think_end": "</think>",
 }
+REPOSITORY = {"repo_name": "<|repo_name|>", "file_sep": "<|file_sep|>"}  # of a corpus with repositories alone
 SPARE = re.compile(r"<\|unused_\d+\|>")
 SURROGATES = re.compile("[\ud800-\udfff]")
 WORD_WITH_LEAD = re.compile(r"[^\r\nA-Za-z0-9][A-Za-z]+", re.ASCII)  # a word with the character before it
@@ -111,6 +113,8 @@ class Tokenizer:
     tool_response_end: int
     think: int
     think_end: int
+    repo_name: int | None  # text/repositories.py
+    file_sep: int | None
 
     def __init__(self, serialized: str, source: str = "this tokenizer") -> None:
         """Build from the text of a tokenizer.json.
@@ -138,6 +142,7 @@ class Tokenizer:
             if content not in self.control_ids:
                 raise ModelError(f"{source}: has no {content} ({role}); take it in as `base` (stage base)")
             setattr(self, role, self.control_ids[content])
+        self.repo_name, self.file_sep = (self.control_ids.get(content) for content in REPOSITORY.values())
         self._check_distinct()
         self.vocab_size = 1 + max(*vocab.values(), *self.control_ids.values())
         self._fill_bytes(vocab, added)
@@ -220,12 +225,14 @@ class Tokenizer:
         (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
     @classmethod
-    def train(cls, texts: Iterator[str], vocab_size: int) -> "Tokenizer":
+    def train(cls, texts: Iterator[str], vocab_size: int, *, repositories: bool = False) -> "Tokenizer":
         """Learn the merges from an iterator of texts; spares fill the vocabulary where the text is too short.
 
+        `repositories`: with the control tokens of REPOSITORY in place of the spare 15, and one merge fewer.
         Raises ValueError when `vocab_size` is not a multiple of 64 or leaves no room for a merge.
         """
-        first = [*SPECIAL.values(), *ADDED.values(), "<|unused_0|>"]
+        last = REPOSITORY.values() if repositories else ["<|unused_0|>"]
+        first = [*SPECIAL.values(), *ADDED.values(), *last]
         if vocab_size % 64 or vocab_size <= len(first) + 256:
             raise ValueError(f"vocab_size: expected a multiple of 64 of at least 320, found {vocab_size}")
         joined = round(JOINED_SHARE * (vocab_size - len(first) - 256))

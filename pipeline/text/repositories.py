@@ -1,0 +1,67 @@
+"""A file with what stands before it in its repository, in the format of Qwen2.5-Coder.
+
+    <|repo_name|>mine
+    <|file_sep|>mine/errors.py
+    class Wrong(ValueError): ...            files that it imports, or excerpts of them, the nearest last
+    <|file_sep|>mine/check.py
+    from mine.errors import Wrong           the file's own text before the part that is trained on
+    def check(...                           the part itself: not of a `Context`
+
+    Context <-> JSON in the column `context` of a corpus;  Context -> ids (Hui et al. 2024, arXiv:2409.12186, section 3)
+
+The two control tokens exist in a tokenizer that was trained on a corpus with repositories, and in Qwen2.5's. No text
+can spell them: they are put between texts that `Tokenizer.encode` has encoded.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+
+from pipeline.run.errors import ModelError
+from pipeline.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a model reads before a part of a file."""
+
+    repository: str  # its name
+    files: tuple[tuple[str, str], ...]  # (path, text) of what the file imports; imports before their users
+    path: str  # of the file
+    before: str = ""  # its own text before the part
+    names: tuple[str, ...] = ()  # of a held-out part: what it uses of other files, as it is written; not shown
+
+    def to_json(self) -> str:
+        """The text of the column."""
+        return json.dumps(asdict(self), ensure_ascii=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> Context:
+        """The context that a column holds."""
+        fields = json.loads(text)
+        files = tuple((path, content) for path, content in fields["files"])
+        return cls(**fields | {"files": files, "names": tuple(fields["names"])})
+
+    def alone(self) -> Context:
+        """The same without other files."""
+        return replace(self, files=())
+
+
+def encode(tokenizer: Tokenizer, contexts: Sequence[Context]) -> list[list[int]]:
+    """The ids of each context. Raises ModelError for a tokenizer without the two control tokens."""
+    if tokenizer.repo_name is None or tokenizer.file_sep is None:
+        raise ModelError(
+            f"{tokenizer.source}: has no control tokens for repositories, as a tokenizer has that was trained here on "
+            "them, and Qwen2.5's; name the files by a glob instead (code: [repos/mine/**/*.py])"
+        )
+    encoded = []
+    for context in contexts:
+        texts = [f"{path}\n{text}" for path, text in (*context.files, (context.path, context.before))]
+        name, *files = tokenizer.encode_batch([f"{context.repository}\n", *texts])
+        ids = [tokenizer.repo_name, *name]
+        for file in files:
+            ids += [tokenizer.file_sep, *file]
+        encoded.append(ids)
+    return encoded
