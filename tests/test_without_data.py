@@ -25,7 +25,8 @@ def without(stage: str, data: str) -> Ended:
     path = Path(f"data/{data}.jsonl")
     path.parent.mkdir(exist_ok=True)
     path.write_text("")
-    ended = command(stage, [f"{stage}.rehearse=none"] if stage in ("tools", "rlhf") else [])
+    keys = {"tools": ["tools.rehearse=none"], "rlhf": ["rlhf.rehearse=none"], "distill": ["distill.teacher=teacher"]}
+    ended = command(stage, keys.get(stage, []))
     assert ended.code == 0, ended.said
     return ended
 

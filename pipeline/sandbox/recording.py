@@ -57,7 +57,8 @@ def record(
             "out": FOUND,
             "parent": os.getpid(),
         }
-        kept = {"PATH": os.environ.get("PATH", ""), "HOME": scratch, "TMPDIR": str(folder), "LANG": "C.UTF-8"}
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.defpath}"
+        kept = {"PATH": path, "HOME": scratch, "TMPDIR": str(folder), "LANG": "C.UTF-8"}
         process = subprocess.Popen(
             [sys.executable, "-P", "-B", str(RECORDER)],
             stdin=subprocess.PIPE,

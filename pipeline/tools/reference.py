@@ -92,8 +92,9 @@ ENVIRONMENT = {
     "STAGECOACH_SANDBOX_TOKEN": "the token of the sandbox service, the same on its machine and on the one that asks",
     "HF_TOKEN": (
         "huggingface_hub's own: opens gated models and data sets, and lets a model be published; so are HF_HOME (its"
-        " cache), HF_ENDPOINT, HF_HUB_OFFLINE and HF_HUB_DISABLE_XET (`0`: publish by Xet instead of Git LFS)"
+        " cache), HF_ENDPOINT and HF_HUB_OFFLINE"
     ),
+    "HF_HUB_DISABLE_XET": "huggingface_hub's own; `0`: publish by Xet (untried) instead of Git LFS",
     "CXX": "the C++ compiler of the CPU pieces; not set: g++, then clang++",
     "CC": "the C compiler that torch.compile needs on a GPU; not set: cc, then gcc or clang",
     "TORCHINDUCTOR_CACHE_DIR": "where compiled layers are kept; not set: `compile` in the work folder",
