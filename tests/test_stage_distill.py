@@ -76,7 +76,6 @@ def test_what_is_written_down_is_what_the_teacher_says(workspace: Workspace) -> 
     [
         {"on_policy": 0.0, "beta": 0.0},
         {"on_policy": 0.0, "beta": 0.5, "adapter": {"rank": 8, "alpha": 16, "targets": ["all-linear"]}},
-        {"on_policy": 0.5, "beta": 0.5},
         {"on_policy": 1.0, "beta": 1.0},
         {"on_policy": 1.0, "beta": 1.0, "loss": "minillm", "gamma": 0.9},
     ],
@@ -114,9 +113,9 @@ def test_the_student_answers_as_often_as_it_should(workspace: Workspace, monkeyp
         return original(self, requests)
 
     monkeypatch.setattr(teaching.Lessons, "sample", sample)
-    for share, low, high in ((0.0, 0, 0), (0.5, 60, 132), (1.0, 192, 192)):
+    for share, low, high in ((0.0, 0, 0), (0.5, 18, 46), (1.0, 64, 64)):
         asked.clear()
-        assert workspace.command("distill", on_policy=share, prompts=8, samples=2, iterations=12).code == 0
+        assert workspace.command("distill", on_policy=share, prompts=8, samples=2, iterations=4).code == 0
         assert low <= sum(asked) <= high
 
 
