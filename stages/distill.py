@@ -14,12 +14,11 @@ from pathlib import Path
 
 from pipeline.evaluation import solving
 from pipeline.ingest import records
-from pipeline.ingest.records import Problem
 from pipeline.learning import reference
 from pipeline.learning.fit import Watchers, fit
 from pipeline.model import checkpoint
 from pipeline.model.lora import AdapterConfig
-from pipeline.rl import answers, teaching
+from pipeline.rl import teaching
 from pipeline.rl.models import CausalSetting
 from pipeline.rl.rollout import Method, RolloutConfig, RolloutStream
 from pipeline.rl.teaching import LOSSES, Lessons, Taught
@@ -87,41 +86,30 @@ def run(
                 f"distill.teacher: {teacher} did not write {taught}; set distill.teacher and teach.teacher to one model"
             )
         model = reference.narrowed(model.train(False), hardware).to(hardware.device)
-    train_problems, validation_problems = (
-        list(records.read(problems / f"{split}.jsonl", Problem)) for split in ("rl", "val")
-    )
-    prompts = [
-        prompt
-        for prompt in answers.problem_prompts(train_problems, start.tokenizer, config.max_prompt)
-        if params.on_policy == 1.0 or prompt.id in given.of
-    ]
-    if not prompts:
-        raise DataError(
-            f"{taught}: none of its answers has at most {config.max_new_tokens} tokens; raise distill.max_new_tokens"
-        )
-    lessons = Lessons(
-        setting=setting,
-        taught=given,
-        teacher=model,
-        on_policy=params.on_policy,
-        beta=params.beta,
-        gamma=params.gamma if params.loss == "minillm" else None,
-    )
-    stream = RolloutStream(
-        prompts,
-        config,
-        Method(sample=lessons.sample, score=lessons.score, annotate=lessons.annotate, estimate=lambda rollouts: {}),
-        pad=start.tokenizer.pad,
-        seed=job.seed,
-        ranks=setting.ranks,
-    )
     with setting.judge(params.sandbox, wanted=()) as judge:
-        held_out = solving.HeldOutProblems(
-            answers.problem_prompts(validation_problems, start.tokenizer, config.max_prompt),
-            setting,
-            solving.verdicts_of(judge),
-            params.held_out,
+        asked = solving.of_problems(setting, problems, judge)
+        prompts = [prompt for prompt in asked.prompts if params.on_policy == 1.0 or prompt.id in given.of]
+        if not prompts:
+            raise DataError(
+                f"{taught}: no answer of it has at most {config.max_new_tokens} tokens; raise distill.max_new_tokens"
+            )
+        lessons = Lessons(
+            setting=setting,
+            taught=given,
+            teacher=model,
+            on_policy=params.on_policy,
+            beta=params.beta,
+            gamma=params.gamma if params.loss == "minillm" else None,
         )
+        stream = RolloutStream(
+            prompts,
+            config,
+            Method(sample=lessons.sample, score=lessons.score, annotate=lessons.annotate, estimate=lambda rollouts: {}),
+            pad=start.tokenizer.pad,
+            seed=job.seed,
+            ranks=setting.ranks,
+        )
+        held_out = solving.HeldOutProblems(asked.held_out, setting, asked.verdicts, params.held_out)
         watchers = Watchers(
             evaluate=held_out.row, save=partial(reference.save_merged, start.policy, start.tokenizer, job, base)
         )

@@ -249,8 +249,9 @@ def _mine(lots: Sequence[Lot[Problem]], params: Params, job: Job, own: Path) -> 
             say(mined.shown(entry.repository))
             if not mined.problems:
                 raise DataError(f"{entry.repository}: none of its functions can be a task; {mined.reasons()}")
-            folders = repository.held_out(entry, source, params.data.val_share + params.data.test_share)
-            for split, problems in mining.apart(mined.problems, repository.splits(source, folders)).items():
+            share = params.data.val_share + params.data.test_share
+            split_of = repository.splits(source, repository.held_out(entry, source, share))
+            for split, problems in mining.apart(mined.problems, split_of, share).items():
                 lot.splits[split] += problems
     return found
 

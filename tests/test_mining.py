@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from pipeline.evaluation import code, mining
@@ -254,6 +255,8 @@ def test_what_does_not_parse_cannot_be_needed() -> None:
     files = {"a.py": "from b import h\ndef f(x):\n    return h(x)\n", "b.py": "print 2\n"}
     with pytest.raises(Unsliceable, match=r"needs b\.py, which no Python of this version"):
         Source(files, "r").context("a.py", "f")
+    star = {"a.py": "from b import *\ndef f(x):\n    return h(x)\n", "b.py": "print 2\n"}
+    assert "raise NotImplementedError" in Source(star, "r").context("a.py", "f")  # its own body then fails: dropped
 
 
 def test_mutants_differ_in_one_place_and_are_the_same_each_time() -> None:
@@ -334,11 +337,14 @@ def test_no_attack_on_the_oracle_succeeds(mined: mining.Mined, judge: Judge) -> 
 
 
 def test_tasks_of_a_file_stay_together_and_those_to_train_on_show_no_answer(mined: mining.Mined) -> None:
-    held_out = mining.apart(mined.problems, {"shop/prices.py": "val"})
+    held_out = mining.apart(mined.problems, {"shop/prices.py": "val"}, 0.0)
     assert not held_out["train"] and sorted(map(len, held_out.values())) == [0, 0, 3]
     assert all(problem.answer for problem in held_out["val"] + held_out["test"])
-    trained = mining.apart(mined.problems, {"shop/prices.py": "train"})
+    trained = mining.apart(mined.problems, {"shop/prices.py": "train"}, 0.0)
     assert len(trained["train"]) == 3 and all(problem.answer is None for problem in trained["train"])
+    flat = mining.apart(mined.problems, {"shop/prices.py": "train"}, 0.1)  # no folder to hold out: single tasks
+    assert [len(flat[split]) for split in ("train", "val", "test")] == [1, 1, 1]
+    assert flat["val"][0].answer and flat["train"][0].answer is None
     table = mining.table([mined]).splitlines()
     assert table[0] == "function,kept,tests,strength,reason" and sum(",yes," in row for row in table) == 3
 
@@ -356,6 +362,24 @@ def test_a_test_that_hangs_ends_and_what_was_found_stays(tmp_path: Path, monkeyp
     found = recording.record(root, ["a.py", "test_a.py"], ["."], {"a.py": ["f"]}, 6)
     assert found.timed_out and time.monotonic() - began < 60
     assert [call[:1] for call in found.calls["a.py::f"]] == [("[1]",), ("[2]",)]
+
+
+def test_what_a_test_leaves_running_is_ended_and_not_waited_for(tmp_path: Path) -> None:
+    """It holds the output open, in a session of its own."""
+    root = tmp_path / "left"
+    root.mkdir()
+    (root / "a.py").write_text("def f(x):\n    return x + 1\n")
+    (root / "test_a.py").write_text(
+        "import a, subprocess\n\n\ndef test_one():\n    a.f(1)\n"
+        "    left = subprocess.Popen(['sleep', '300'], start_new_session=True)\n    a.f(left.pid)\n"
+    )
+    began = time.monotonic()
+    found = recording.record(root, ["a.py", "test_a.py"], ["."], {"a.py": ["f"]}, 60)
+    (first, second) = found.calls["a.py::f"]
+    assert first[0] == "[1]" and time.monotonic() - began < 50
+    assert not psutil.pid_exists(int(second[0].strip("[]"))) or (
+        psutil.Process(int(second[0].strip("[]"))).status() == psutil.STATUS_ZOMBIE
+    )
 
 
 def test_a_repository_whose_tests_cannot_start_says_why(tmp_path: Path, judge: Judge) -> None:

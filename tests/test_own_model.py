@@ -1,4 +1,4 @@
-"""The five ways of docs/own-model.md: the commands that stand there, as a stranger runs them, on a small checkpoint."""
+"""The six ways of docs/own-model.md: the commands that stand there, as a stranger runs them, on a small checkpoint."""
 
 import json
 import re
@@ -16,6 +16,13 @@ from tests.graph import ROOT, Repository
 pytestmark = [pytest.mark.full, pytest.mark.slow, pytest.mark.oracle]
 pytest.importorskip("transformers")
 ROWS = 300
+RATES = "".join(
+    f"def rate_{n}(x, y):\n    if x > y + {n}:\n        return x * {n + 2} - y\n    return [x + {n}, y - x]\n\n\n"
+    for n in range(6)
+)
+TESTS = "import rates\n\n\ndef test_rates():\n    for n in range(6):\n        rate = getattr(rates, f'rate_{n}')\n" + (
+    "        assert [rate(a, b) for a in range(-3, 12, 2) for b in (0, 1, 5)]\n"
+)
 
 
 def write(path: Path, rows: list[dict[str, object]]) -> None:
@@ -58,6 +65,8 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Repository]
     for path in sorted((ROOT / "pipeline/ingest").glob("[a-z]*.py")):
         code.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, code / path.name)
+    (code / "rates.py").write_text(RATES, encoding="utf-8")
+    (code / "test_rates.py").write_text(TESTS, encoding="utf-8")
     articles = repository.folder / "articles"
     articles.mkdir()
     for path in sorted((ROOT / "docs").glob("*.md")):
@@ -82,9 +91,10 @@ def follow(repository: Repository, way: int) -> str:
     """Run the commands of a way; what they print."""
     home = repository.folder.parent
     script = commands(way).replace("/models/", f"{home}/models/").replace("~/work", f"{repository.folder}/work")
-    for kind in ("dialogues", "preferences", "labels", "problems", "code", "text"):
+    for kind in ("dialogues", "preferences", "labels", "problems", "code", "text", "myproject"):
         shutil.rmtree(repository.folder / "data/own" / kind, ignore_errors=True)
-        (repository.folder / "data/own" / kind).mkdir()
+        if kind != "myproject":
+            (repository.folder / "data/own" / kind).mkdir()
     environment = repository.environment | {"PATH": f"{Path(sys.executable).parent}:{repository.environment['PATH']}"}
     done = subprocess.run(
         ["bash", "-euc", script],
@@ -111,6 +121,7 @@ def started(output: str) -> set[str]:
         (2, {"tasks", "dpo", "kto"}),
         (3, {"corpus", "tokenizer", "encode@text", "encode@code", "code"}),
         (4, {"tasks", "grpo"}),
+        (5, {"tasks", "grpo"}),
     ],
 )
 def test_a_way_builds_what_it_needs_and_nothing_else(way: int, stages: set[str], repository: Repository) -> None:
@@ -120,7 +131,7 @@ def test_a_way_builds_what_it_needs_and_nothing_else(way: int, stages: set[str],
 
 
 def test_the_whole_chain_goes_from_scratch_on_own_text_and_code(repository: Repository) -> None:
-    output = follow(repository, 5)
+    output = follow(repository, 6)
     assert {"corpus", "language", "code", "tools", "reward", "rlhf", "deploy"} & started(output) >= {
         "language",
         "deploy",

@@ -83,11 +83,11 @@ class _Trial:
     task: Task
     context: str
     tests: list[JsonObject]
+    mutants: list[str]  # sources
 
-    def candidate(self, source: str, tests: Sequence[JsonObject] | None = None) -> Candidate:
-        """A version of the function, judged by these tests."""
-        chosen = list(self.tests if tests is None else tests)
-        return Candidate(source=self.context + source, entry_point=self.task.name, tests=chosen)
+    def candidate(self, source: str) -> Candidate:
+        """A version of the function, judged by its tests."""
+        return Candidate(source=self.context + source, entry_point=self.task.name, tests=self.tests)
 
 
 def mine(repository: Repository, judge: Judge, seconds: float = TEST_SECONDS) -> Mined:
@@ -116,13 +116,20 @@ def mine(repository: Repository, judge: Judge, seconds: float = TEST_SECONDS) ->
             continue
         try:
             context = source.context(task.path, task.name)
+            versions = mutants(task.node)
         except Unsliceable as error:
             dropped[key] = f"context: {error}"
+            continue
+        except RecursionError:
+            dropped[key] = "context: too deep"
             continue
         if len(context.encode()) > limit:
             dropped[key] = "context: too long"
             continue
-        trials[key] = _Trial(task, context, tests)
+        if len(versions) < LEAST_MUTANTS:
+            dropped[key] = f"fewer than {LEAST_MUTANTS} mutants"
+            continue
+        trials[key] = _Trial(task, context, tests, versions)
     trials = _own_body_passes(trials, judge, dropped)
     trials = _stubs_fail(trials, judge, dropped)
     strengths = _strengths(trials, judge, dropped)
@@ -158,7 +165,7 @@ def _own_body_passes(trials: dict[str, _Trial], judge: Judge, dropped: dict[str,
     kept: dict[str, _Trial] = {}
     verdicts = judge.judge([trial.candidate(trial.task.source) for trial in trials.values()])
     for (key, trial), verdict in zip(trials.items(), verdicts, strict=True):
-        if verdict.total < len(trial.tests):  # an assert that cannot be judged: those are in order of the others
+        if verdict.total < len(trial.tests):  # an assert beyond values, so results and tests do not pair up
             dropped[key] = "a test cannot be judged"
             continue
         pairs = zip(trial.tests, verdict.results, strict=True)
@@ -198,14 +205,10 @@ def stubs(task: Task, tests: Sequence[JsonObject]) -> list[str]:
 
 def _strengths(trials: dict[str, _Trial], judge: Judge, dropped: dict[str, str]) -> dict[str, float]:
     """The share of its mutants that the tests of each function find, where it is large enough."""
-    by_key = {key: mutants(trial.task.node) for key, trial in trials.items()}
-    for key in [key for key, versions in by_key.items() if len(versions) < LEAST_MUTANTS]:
-        dropped[key] = f"fewer than {LEAST_MUTANTS} mutants"
-        del by_key[key]
-    verdicts = judge.judge([trials[key].candidate(version) for key, versions in by_key.items() for version in versions])
+    verdicts = judge.judge([trial.candidate(version) for trial in trials.values() for version in trial.mutants])
     strengths: dict[str, float] = {}
-    for key, versions in by_key.items():
-        failed = [next(verdicts).verdict != "passed" for _ in versions]
+    for key, trial in trials.items():
+        failed = [next(verdicts).verdict != "passed" for _ in trial.mutants]
         if (strength := sum(failed) / len(failed)) >= LEAST_STRENGTH:
             strengths[key] = strength
         else:
@@ -250,16 +253,23 @@ def _question(task: Task, examples: Sequence[str]) -> str:
 # --- what a stage does with them --------------------------------------------------------------------------------------
 
 
-def apart(problems: Sequence[Problem], split_of: Mapping[str, str]) -> dict[str, list[Problem]]:
+def apart(problems: Sequence[Problem], split_of: Mapping[str, str], share: float) -> dict[str, list[Problem]]:
     """The problems by split: `split_of` their files, train or val, which is halved with test by a hash of the file.
 
+    Where that leaves val or test empty (a repository without folders), single tasks move there, half of `share` each.
     Those to train on have no answer: they are for RL.
     """
     splits: dict[str, list[Problem]] = {"train": [], "val": [], "test": []}
     for problem in problems:
         path = problem.id.partition("/")[2].partition("::")[0]
         split = split_of[path] if split_of[path] == "train" else ("val", "test")[sources.digest(path) % 2]
-        splits[split].append(replace(problem, answer=None) if split == "train" else problem)
+        splits[split].append(problem)
+    for split in ("val", "test"):
+        count = max(1, round(share / 2 * len(problems)))
+        if share and not splits[split] and len(splits["train"]) > count:
+            ordered = sorted(splits["train"], key=lambda problem: sources.digest(problem.id))
+            splits[split], splits["train"] = ordered[:count], ordered[count:]
+    splits["train"] = [replace(problem, answer=None) for problem in splits["train"]]
     return splits
 
 

@@ -161,13 +161,13 @@ class Source:
         found = module.binds.get(name, [])
         if not found:
             for star in module.stars:
-                if name in self._files[star].binds:
+                if star in self._files and name in self._files[star].binds:
                     statements |= {n for n, node in enumerate(module.tree.body) if _is_star(node)}
                     yield star, name
             return
         for number in found:
             node = module.tree.body[number]
-            yield from self._targets(path, name, node)
+            yield from self._targets(path, name)
             if number in statements:
                 continue
             statements.add(number)
@@ -176,9 +176,9 @@ class Source:
                 for inner in ast.walk(node):  # imports in functions and in `try`
                     if isinstance(inner, ast.Import | ast.ImportFrom):
                         for alias in inner.names:
-                            yield from self._targets(path, alias.asname or alias.name.split(".")[0], node)
+                            yield from self._targets(path, alias.asname or alias.name.split(".")[0])
 
-    def _targets(self, path: str, bound: str, node: ast.stmt) -> Iterator[tuple[str, str]]:
+    def _targets(self, path: str, bound: str) -> Iterator[tuple[str, str]]:
         """The names of other files that a bound name means, if it is imported."""
         module = self._files[path]
         for one, targets in module.imports.get(bound, []):

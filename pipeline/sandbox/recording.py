@@ -7,6 +7,7 @@ The process is told to end after `seconds`; what it had found by then counts. Eq
 the tests make, not which tests run: those that need the network, a package that is missing or a C extension fail.
 """
 
+import contextlib
 import json
 import os
 import shutil
@@ -17,6 +18,8 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from pipeline.run.errors import DataError
 from pipeline.sandbox.servers import NoSandboxError
@@ -46,7 +49,10 @@ def record(
     `files`: its Python files; `paths`: folders from which its modules are imported; `functions`: file -> names to
     record. Raises DataError where the process found nothing at all and why, NoSandboxError without Landlock.
     """
-    with tempfile.TemporaryDirectory(prefix="stagecoach-record-") as scratch:
+    with (
+        tempfile.TemporaryDirectory(prefix="stagecoach-record-", ignore_cleanup_errors=True) as scratch,
+        tempfile.TemporaryFile() as output,  # no pipe: a process that a test left behind would hold it open
+    ):
         folder = Path(scratch) / root.resolve().name
         _copy(root, folder)
         task = {
@@ -62,7 +68,7 @@ def record(
         process = subprocess.Popen(
             [sys.executable, "-P", "-B", str(RECORDER)],
             stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            stdout=output,
             stderr=subprocess.STDOUT,
             cwd=folder,
             env=kept | {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
@@ -70,25 +76,34 @@ def record(
         )
         timed_out = False
         try:
-            said = process.communicate(json.dumps(task).encode(), timeout=seconds)[0]
+            process.communicate(json.dumps(task).encode(), timeout=seconds)
         except subprocess.TimeoutExpired:
             timed_out = True
-            os.killpg(process.pid, signal.SIGKILL)
-            said = process.communicate()[0]
         finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            _end(process, Path(scratch))
+        output.seek(0, os.SEEK_END)
+        output.seek(max(0, output.tell() - 4 * TAIL))
+        said = output.read().decode("utf-8", "replace").strip()[-TAIL:]
         found = folder / FOUND
         if not found.is_file():
-            text = said.decode("utf-8", "replace").strip()
-            if "Landlock" in text:
+            if "Landlock" in said:
                 raise NoSandboxError(f"the tests of {root} cannot run: this kernel has no Landlock (Linux 5.13)")
-            reason = f"they took more than {seconds:g} seconds" if timed_out else text[-TAIL:] or "no reason was said"
+            reason = f"they took more than {seconds:g} seconds" if timed_out else said or "no reason was said"
             raise DataError(f"{root}: its tests could not be run: {reason}")
         row = json.loads(found.read_text(encoding="utf-8"))
     calls = {key: [(args, kwargs, result) for args, kwargs, result in seen] for key, seen in row["calls"].items()}
-    return Recorded(row["tests"], calls, timed_out, said.decode("utf-8", "replace").strip()[-TAIL:])
+    return Recorded(row["tests"], calls, timed_out, said)
+
+
+def _end(process: subprocess.Popen[bytes], scratch: Path) -> None:
+    """End the process, and those that its tests started and left: they stand in the copy."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    for left in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if Path(left.cwd()).is_relative_to(scratch):
+                left.kill()
 
 
 def _copy(root: Path, folder: Path) -> None:
