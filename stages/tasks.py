@@ -128,6 +128,7 @@ def run(
         _try_out(problem_lots, params, job, parts, tallies)
         bar.update()
         mixture.hold_out("problems", problem_lots, params.data)
+        _to_rl(problem_lots)
         _fill(problem_lots, lambda: _generate_problems(params, job))
         problem_splits = mixture.join(problem_lots)  # each once, whatever their weights: they make the dialogues
         bar.update()
@@ -259,8 +260,7 @@ def _mine(lots: Sequence[Lot[Problem]], params: Params, job: Job, own: Path) -> 
 def _try_out(
     lots: Sequence[Lot[Problem]], params: Params, job: Job, parts: Path, tallies: dict[str, RowCounts]
 ) -> None:
-    """Judge every supplied problem's own solution by its tests, and move problems of which only the tests are known to
-    the split `rl`. Raises DataError, or ConfigError without a sandbox.
+    """Judge every supplied problem's own solution by its tests. Raises DataError, or ConfigError without a sandbox.
 
     Users can repair their own files, so one wrong problem stops the stage. They cannot repair a set of the hub: its
     wrong problems are listed, written to a file and left out, up to `max_rejected` of all.
@@ -282,6 +282,12 @@ def _try_out(
                 tallies["problems"].drop(lot.files[id_])
                 file.write(json.dumps({"id": id_, "field": field, "reason": reason}) + "\n")
             lot.splits = {split: [p for p in ps if p.id not in wrong] for split, ps in lot.splits.items()}
+
+
+def _to_rl(lots: Sequence[Lot[Problem]]) -> None:
+    """Move supplied problems of which only the tests are known from the training rows to the split `rl`."""
+    for lot in lots:
+        if any(lot.splits.values()):
             lot.splits["rl"] = [p for p in lot.splits["train"] if p.answer is None]
             lot.splits["train"] = [p for p in lot.splits["train"] if p.answer is not None]
 

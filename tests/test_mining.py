@@ -437,9 +437,13 @@ def test_the_stage_makes_tasks_of_a_repository(workspace: object, shop: Path) ->
     given = ["data.source=files", 'data.problems=[{"repository": "shop-1.0"}]', *few]
     ended = command("tasks", given)
     assert ended.code == 0, ended.said
-    rl = list(read(Path("data/problems/rl.jsonl"), Problem))
-    assert {problem.entry_point for problem in rl} == {"clip", "total", "count"}
-    assert all(problem.answer is None and problem.context for problem in rl)
+    rl, val, test = (list(read(Path(f"data/problems/{split}.jsonl"), Problem)) for split in ("rl", "val", "test"))
+    assert len(rl) == len(val) == len(test) == 1 and {p.entry_point for p in rl + val + test} == {
+        "clip",
+        "total",
+        "count",
+    }
+    assert rl[0].answer is None and rl[0].context and val[0].answer and val[0].context
     assert Path("data/problems/mined.csv").read_text().count(",yes,") == 3
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.ingest import own_files
+from pipeline.ingest import intake, own_files
 from pipeline.ingest.intake import RowCounts
 from pipeline.ingest.mixture import Lot
 from pipeline.ingest.records import Problem
@@ -289,6 +289,17 @@ FAULTY: dict[str, tuple[dict[str, Any], str]] = {
         "tests: none of",
     ),
 }
+
+
+def test_problems_of_which_only_the_tests_are_known_have_a_held_out_part_too(tmp_path: Path) -> None:
+    """Also where no hash of an id holds one out; and ids are what they always were."""
+    rows = {f"p{n}": {k: v for k, v in PLUS.items() if k != "answer"} | {"entry_point": "f"} for n in range(6)}
+    params = own_problems(tmp_path, rows)
+    found = made(tmp_path, replace(params, data=replace(params.data, val_share=1e-9, test_share=1e-9)))["problems"]
+    assert {split: len(records) for split, records in found.items()} == {"train": 0, "val": 1, "test": 1, "rl": 4}
+    names = ("group", "question", "entry_point", "signature")
+    plain = Problem(id="", level=1, key="", tests=[], **dict.fromkeys(names, "f"))
+    assert intake._content_hash(plain)[0].hex() == "e0ab9c7b83722387c4031765dc5b15e4"
 
 
 def own_problems(folder: Path, rows: dict[str, dict[str, Any]]) -> Params:

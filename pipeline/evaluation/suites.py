@@ -26,7 +26,7 @@ from pipeline import wings
 from pipeline.evaluation import code, codebleu, likelihood
 from pipeline.evaluation.intervals import Interval, effective_n, ratio, wilson
 from pipeline.generation.sampling import Completion, Sampling, generate, rows_within
-from pipeline.ingest.records import Dialogue, Message, Problem, Text
+from pipeline.ingest.records import Dialogue, Message, Problem, Text, fields_of
 from pipeline.model.transformer import Transformer
 from pipeline.run.device import Hardware, generator, stable_hash
 from pipeline.run.errors import ConfigError
@@ -350,7 +350,7 @@ def solved(subject: Subject, problems: Sequence[Problem], judge: Judge) -> Suite
             problem.id,
             greedy[problem.id],
             answers[problem.id],
-            asked=asdict(problem),
+            asked=fields_of(problem),
             prompt=problem.question,
             verdict=answer.verdict,
             score=answer.score,

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 
-from pipeline.ingest.records import Problem, SourceRecord, Text
+from pipeline.ingest.records import Problem, SourceRecord, Text, fields_of
 from pipeline.ingest.tool_calls import RowError, to_json
 from pipeline.run.errors import DataError
 from pipeline.run.tracking import say
@@ -194,7 +194,7 @@ def _content_hash(record: SourceRecord) -> tuple[bytes, int]:
     if isinstance(record, Text):
         text, identity = record.text, record.path + record.source + record.licence
     else:
-        identity, text = record.id, to_json({**vars(record), "id": ""}, "row")
+        identity, text = record.id, to_json({**fields_of(record), "id": ""}, "row")
     try:
         identity.encode("utf-8")
         content = text.encode("utf-8")

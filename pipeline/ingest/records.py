@@ -12,7 +12,6 @@ parameters}}`. A test of a problem is `{"args": "[1, 2]", "expected": "3", "visi
 `args` is the list of positional arguments) or `{"assert": "assert f(1) == 2", "visible": bool}`.
 """
 
-import dataclasses
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -137,10 +136,17 @@ def unpaired(pairs: Iterable[Pair]) -> Iterator[Label]:
 
 def dumps(record: SourceRecord | Fact) -> str:
     """One line of JSON without the line feed; key order is the dataclass's, so equal records give equal bytes."""
-    row = dataclasses.asdict(record)
-    if row.get("context", "") is None:  # of problems: the bytes of those without one are older than the field
+    return json.dumps(fields_of(record), ensure_ascii=False)
+
+
+def fields_of(record: SourceRecord | Fact) -> JsonObject:
+    """The fields of a record as they are written and hashed: a problem's context only where it has one, so that the
+    bytes and ids of all others are older than this field.
+    """
+    row = dict(vars(record))
+    if row.get("context", "") is None:
         del row["context"]
-    return json.dumps(row, ensure_ascii=False)
+    return row
 
 
 def is_empty(path: Path) -> bool:
