@@ -20,6 +20,7 @@ from pipeline.learning import losses
 from pipeline.learning.losses import Loss
 from pipeline.learning.policy_losses import METHODS
 from pipeline.model.lora import AdaptedLinear, AdapterConfig
+from pipeline.rl import models
 from pipeline.rl.advantages import PPOConfig, estimate_ppo
 from pipeline.rl.answers import Answer
 from pipeline.rl.models import CausalSetting, Setting
@@ -73,11 +74,12 @@ def run(
     params: grpo.Params | rlhf.Params, workspace: Workspace, monkeypatch: pytest.MonkeyPatch, look: Look = nothing
 ) -> tuple[Handed, list[SandboxConfig]]:
     """What the stage hands to `fit`, and the sandboxes that it asked for."""
-    sandboxes = without_judge(monkeypatch)
+    sandboxes = without_judge(monkeypatch, grpo if isinstance(params, grpo.Params) else models)
     shared: dict[str, Any] = {"base": Path("models/tools"), "out": Path("models/out"), "samples": Path("samples.jsonl")}
     if isinstance(params, grpo.Params):
         found = handed(grpo, monkeypatch, look)
-        grpo.run(params, job(workspace.folder / "work/key"), problems=Path("data/problems"), **shared)
+        shared |= {"problems": Path("data/problems"), "environment": Path("conf/environment/none.py")}
+        grpo.run(params, job(workspace.folder / "work/key"), **shared)
     else:
         found = handed(rlhf, monkeypatch, look)
         rlhf.run(

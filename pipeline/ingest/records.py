@@ -140,11 +140,11 @@ def dumps(record: SourceRecord | Fact) -> str:
 
 
 def fields_of(record: SourceRecord | Fact) -> JsonObject:
-    """The fields of a record as they are written and hashed: a problem's context only where it has one, so that the
-    bytes and ids of all others are older than this field.
+    """The fields of a record as they are written and hashed: a context only where there is one, so that the bytes and
+    ids of all others are older than this field.
     """
     row = dict(vars(record))
-    if row.get("context", "") is None:
+    if not row.get("context", True):
         del row["context"]
     return row
 

@@ -109,9 +109,7 @@ def install_no_network() -> None:
     machine = architecture()
     socket, uring = (41, 425) if machine.column == 0 else (198, 425)
     forbidden = (RETURN, 0, 0, ERRNO | EPERM)
-    program = [(LOAD, 0, 0, 4), (JUMP_EQ, 1, 0, machine.audit), (RETURN, 0, 0, KILL), (LOAD, 0, 0, 0)]
-    if machine.column == 0:
-        program += [(JUMP_SET, 0, 1, 0x40000000), (RETURN, 0, 0, KILL)]
+    program = _number_of_call(machine)
     program += [(JUMP_EQ, 0, 1, uring), forbidden, (JUMP_EQ, 1, 0, socket), (RETURN, 0, 0, ALLOW)]
     program += [(LOAD, 0, 0, 16), (JUMP_EQ, 0, 1, 1), (RETURN, 0, 0, ALLOW), forbidden]
     code = _assembled(program)
@@ -386,10 +384,15 @@ def filter_program(machine: Architecture) -> list[Instruction]:
         if not ranges or ranges[-1][1] is not action:
             ranges.append((number, action))
     ranges.append((LAST_KNOWN + 1, unknown))
+    return _number_of_call(machine) + _search(ranges)
+
+
+def _number_of_call(machine: Architecture) -> list[Instruction]:
+    """The first instructions of a filter: load the number of the call, if it is one of this architecture."""
     program = [(LOAD, 0, 0, 4), (JUMP_EQ, 1, 0, machine.audit), (RETURN, 0, 0, KILL), (LOAD, 0, 0, 0)]
     if machine.column == 0:  # x32 calls carry this bit under the same architecture word
         program += [(JUMP_SET, 0, 1, 0x40000000), (RETURN, 0, 0, KILL)]
-    return program + _search(ranges)
+    return program
 
 
 def _search(ranges: list[tuple[int, list[Instruction]]]) -> list[Instruction]:
