@@ -222,7 +222,6 @@ def test_a_critic_may_read_less_than_the_actor(workspace: Workspace, tiny_model:
 # parameters
 
 OF_PAIRS, OF_GROUPS = ", ".join(LOSSES), ", ".join(METHODS)
-OF_CODE = "expected code, code_format, length"
 FIVE = "code_format, code, tool_call, length, learned"
 
 
@@ -259,13 +258,10 @@ FIVE = "code_format, code, tool_call, length, learned"
             {"samples": 1, "method": "rloo"},
             "samples: rloo compares answers to one prompt; expected at least 2, got 1",
         ),
-        ("grpo", {"rewards": {"style": 1.0}}, f"rewards: style cannot be given with environment: none; {OF_CODE}"),
-        ("grpo", {"rewards": {"learned": 1.0}}, f"rewards: learned cannot be given with environment: none; {OF_CODE}"),
-        (
-            "grpo",
-            {"rewards": {"task": 1.0, "code": 1.0}, "environment": "search"},
-            "rewards: code cannot be given with environment: search; expected length, task",
-        ),
+        ("grpo", {"rewards": {"style": 1.0}}, f"rewards: unknown reward 'style'; valid names: {FIVE}"),
+        ("grpo", {"rewards": {"learned": 1.0}}, "rewards: learned needs a reward model"),
+        ("grpo", {"rewards": {"tool_call": 1.0}}, "rewards: tool_call needs prompts whose right call is known"),
+        ("grpo", {"rewards": {"task": 1.0}}, r"rewards: task needs an environment; set grpo\.environment"),
         ("grpo", {"rewards": {}}, f"rewards: expected at least one of {FIVE}"),
         ("rlhf", {"method": "a2c"}, "method: expected rloo or ppo, got 'a2c'"),
         ("rlhf", {"method": "rloo", "samples": 1}, "samples: rloo compares answers to one prompt; expected at least 2"),
