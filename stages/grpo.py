@@ -39,7 +39,7 @@ class Params:
     method: str
     """grpo, dr_grpo, dapo, gspo, rloo, reinforce_pp."""
     rewards: dict[str, float]
-    """name: weight; code, code_format, length (pipeline/rl/rewards.py has all); in an environment task, length."""
+    """name: weight; code, code_format, length; with an environment task, length."""
     environment: str = "none"
     """A file of conf/environment/, whose tools the policy calls in several turns; none: problems with hidden tests."""
     tasks: int = 2000
