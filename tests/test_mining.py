@@ -3,6 +3,8 @@
 import ast
 import json
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from benchmarks import mining as benchmark
 from pipeline.evaluation import code, mining
 from pipeline.ingest import repository
 from pipeline.ingest.functions import Source, Unsliceable, mutants
@@ -304,36 +307,28 @@ def test_functions_with_tests_become_tasks_and_the_others_say_why(mined: mining.
     assert mined.summary()["tasks"] == 3 and "3 tasks; not taken: " in mined.shown("shop")
 
 
-ATTACKS = (
-    "import inspect, shop.prices\ndef {f}(*a, **k):\n    return eval(inspect.getsource(shop.prices.{f}))",
-    "import importlib.util\ndef {f}(*a, **k):\n    return importlib.util.find_spec('shop').origin",
-    "def {f}(*a, **k):\n    import site, os\n    return [p for p in site.getsitepackages() for p in os.listdir(p)]",
-    "def {f}(*a, **k):\n    return open('shop/prices.py').read()",
-    "import glob\ndef {f}(*a, **k):\n    return glob.glob('/**/prices*.py*', recursive=True)",
-    "def {f}(*a, **k):\n    import subprocess\n    return subprocess.run(['git', 'show', 'HEAD:shop/prices.py'])",
-    "import sys\ndef {f}(*a, **k):\n    for m in list(sys.modules.values()):\n"
-    "        if getattr(m, '{f}', {f}) is not {f}:\n            return m.{f}(*a, **k)",
-    "import gc\ndef {f}(*a, **k):\n    for o in gc.get_objects():\n"
-    "        if getattr(o, '__name__', '') == '{f}' and o is not {f}:\n            return o(*a, **k)",
-    "import sys\ndef {f}(*a, **k):\n    return sys._getframe(1).f_locals",
-    "class E:\n    def __eq__(self, other):\n        return True\ndef {f}(*a, **k):\n    return E()",
-    "import linecache\ndef {f}(*a, **k):\n    return linecache.getlines('tests/test_prices.py')",
-    "def {f}(*a, **k):\n    return unwrapped(*a, **k)\nunwrapped = getattr(globals().get('{f}'), '__wrapped__', None)",
-)  # fmt: skip
+def test_no_attack_on_the_oracle_succeeds(shop: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert benchmark.main([str(shop)]) == 0
+    printed = capsys.readouterr().out
+    assert "own body 3 of 3; stubs 0" in printed and printed.count(": 0 of 3") == len(benchmark.ATTACKS)
 
 
-def test_no_attack_on_the_oracle_succeeds(mined: mining.Mined, judge: Judge) -> None:
-    candidates = [
-        Candidate(
-            source=problem.program(attack.format(f=problem.entry_point)),
-            entry_point=problem.entry_point,
-            tests=problem.tests,
-        )
-        for problem in mined.problems
-        for attack in ATTACKS
-    ]  # fmt: skip
-    verdicts = list(judge.judge(candidates))
-    assert len(verdicts) == 3 * len(ATTACKS) and [v.passed for v in verdicts] == [0] * len(verdicts)
+def test_the_attacks_succeed_where_nothing_holds_them(mined: mining.Mined, shop: Path) -> None:
+    """Else the test above would show nothing."""
+    (problem,) = [problem for problem in mined.problems if problem.entry_point == "total"]
+    outside = (
+        "import sys\nsys.path.append({folder!r})\nimport shop.prices\nroom = {{}}\nexec({source!r}, room)\n"
+        "def call(f):\n    expected = 315\n    return f([100, 200]) == expected\nprint(call(room['total']))\n"
+    )
+    succeeded = set()
+    for name, attack in benchmark.ATTACKS.items():
+        if name == "any file of that name":
+            continue  # it reads the whole disk
+        source = problem.program(benchmark.attacking(attack, problem, shop))
+        line = [sys.executable, "-c", outside.format(folder=str(shop), source=source)]
+        if subprocess.run(line, capture_output=True, text=True).stdout == "True\n":
+            succeeded.add(name)
+    assert succeeded >= set(list(benchmark.ATTACKS)[:10]) - {"any file of that name"}, succeeded
 
 
 def test_tasks_of_a_file_stay_together_and_those_to_train_on_show_no_answer(mined: mining.Mined) -> None:

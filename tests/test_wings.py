@@ -24,22 +24,17 @@ for path in sorted(path for folder in ("pipeline", "stages") for path in Path(fo
 QUICK = (
     "architecture",
     "card",
-    "checkpoint",
     "codehash",
     "deploy",
     "docs",
-    "engine",
     "evaluate",
     "footprint",
-    "huggingface",
     "launch",
-    "memory",
     "model",
     "mutants_benchmark",
     "params",
     "purposes",
     "reference_keys",
-    "sampling",
     "wiring",
 )
 

@@ -184,8 +184,8 @@ def _reason(verdict: Verdict) -> str:
 
 def _stubs_fail(trials: dict[str, _Trial], judge: Judge, dropped: dict[str, str]) -> dict[str, _Trial]:
     """The functions that no stub can stand for."""
-    candidates = [trial.candidate(stub) for trial in trials.values() for stub in stubs(trial.task, trial.tests)]
-    verdicts = judge.judge(candidates)
+    bodies = {key: stubs(trial.task.signature, trial.tests) for key, trial in trials.items()}
+    verdicts = judge.judge([trials[key].candidate(body) for key, three in bodies.items() for body in three])
     kept: dict[str, _Trial] = {}
     for key, trial in trials.items():
         passed = [next(verdicts).verdict == "passed" for _ in range(3)]
@@ -196,11 +196,11 @@ def _stubs_fail(trials: dict[str, _Trial], judge: Judge, dropped: dict[str, str]
     return kept
 
 
-def stubs(task: Task, tests: Sequence[JsonObject]) -> list[str]:
+def stubs(signature: str, tests: Sequence[JsonObject]) -> list[str]:
     """Three bodies that do nothing: raise, None, the most frequent result."""
     results = [test["expected"] if "expected" in test else test["assert"].rpartition(" == ")[2] for test in tests]
     ((common, _),) = Counter(results).most_common(1)
-    return [f"def {task.signature}:\n    {body}\n" for body in (STUB, "return None", f"return {common}")]
+    return [f"def {signature}:\n    {body}\n" for body in (STUB, "return None", f"return {common}")]
 
 
 def _strengths(trials: dict[str, _Trial], judge: Judge, dropped: dict[str, str]) -> dict[str, float]:
