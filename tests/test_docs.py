@@ -1,11 +1,13 @@
-"""Every command that README.md and docs/commands.md show is there: make targets, modules and their options, stages,
-keys, files.
+"""Every command that README.md, CONTRIBUTING.md and docs/commands.md show is there: make targets, modules and their
+options, stages, keys, files.
 """
 
 import importlib.util
 import itertools
+import os
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ import yaml
 from pipeline.run.config import Settings, stage_names, stage_params
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "docs/commands.md")
+PAGES = ("README.md", "CONTRIBUTING.md", "docs/commands.md")
 DVC = {"repro", "exp", "dag", "metrics", "push", "checkout", "queue"}
 
 
@@ -99,3 +101,17 @@ def test_the_python_of_the_docs_compiles() -> None:
     found = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/commands.md").read_text(), re.MULTILINE | re.DOTALL)
     assert len(found) == 1
     compile(found[0], "docs/commands.md", "exec")
+
+
+def test_the_hooks_and_the_workflow_run_what_is_there() -> None:
+    (local,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    for hook in local["hooks"]:
+        program, *rest = hook["entry"].split()
+        assert shutil.which(Path(program).name), hook["id"]
+        if rest[:1] == ["-m"]:
+            assert (ROOT / module(rest[1])).is_file(), hook["id"]
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+    assert {"run": ".ci/run"} in workflow["jobs"]["test"]["steps"] and os.access(ROOT / ".ci/run", os.X_OK)
+    for form in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml"):
+        asked = yaml.safe_load(form.read_text())["body"]
+        assert len({one["id"] for one in asked}) == len(asked) > 0
