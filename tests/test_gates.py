@@ -38,6 +38,10 @@ def test_a_model_that_sees_the_future_is_refused_and_ours_is_not(tiny_model: Tra
     assert tiny_model.training
     with pytest.raises(GateError, match=r"leaks the future; look at pipeline/model/layers\.py"):
         gates.causal(Leaky(tiny_model.config))
+    with torch.no_grad():
+        dict(tiny_model.named_parameters())["model.layers.1.mlp.down_proj.weight"][0, :2] = math.nan
+    with pytest.raises(GateError, match=r"layers\.1\.mlp\.down_proj\.weight has 2 of \d+ values that are not finite"):
+        gates.causal(tiny_model)
 
 
 def test_a_context_shorter_than_the_probe_is_probed_too(tiny_model: Transformer) -> None:

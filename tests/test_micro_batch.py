@@ -109,12 +109,24 @@ def test_less_memory_halves_it_and_equal_runs_choose_alike(
     assert recomputing >= 2 * found[1]
 
 
-def test_where_not_even_a_row_fits_a_warning_says_what_it_needs(
+def test_where_not_even_a_row_fits_the_run_is_refused_or_warned_of(
     in_repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fitting = FitConfig(steps=1, tokens_per_step=4 * 512, context=512, learning_rate=1e-3)
-    assert planned(Transformer(nano()), fitting, 10**7, monkeypatch) == 1
+    fitting, model = FitConfig(steps=1, tokens_per_step=4 * 512, context=512, learning_rate=1e-3), Transformer(nano())
+    with pytest.raises(InputError, match=r"one row needs about 0\.1 GB .* or force it with runtime\.micro_batch=1"):
+        planned(model, fitting, 10**7, monkeypatch)
+    needs = next(size for size in range(10**7, 10**9, 10**6) if fits(model, fitting, size, monkeypatch))
+    capsys.readouterr()
+    assert planned(model, fitting, needs, monkeypatch) == 1
     assert "warning: one row needs about 0.1 GB by the plan" in capsys.readouterr().err
+
+
+def fits(model: nn.Module, fitting: FitConfig, memory: int, monkeypatch: pytest.MonkeyPatch) -> bool:
+    try:
+        planned(model, fitting, memory, monkeypatch)
+    except InputError:
+        return False
+    return True
 
 
 def run_of(folder: Path, found: Callable[[nn.Module, Batch], Loss] = loss, **runtime: Any) -> Run:
@@ -257,3 +269,12 @@ SMALL = ModelConfig(
     rope_theta=1e4,
     tied=True,
 )
+
+
+def test_settings_that_are_seldom_meant_are_warned_of(in_repository: Path, tmp_path: Path) -> None:
+    assert "warning" not in performance.headline(run_of(tmp_path / "a"))
+    run = run_of(tmp_path / "b", precision="fp16")
+    run.config = replace(run.config, warmup_steps=4 * run.steps)
+    first, second = performance.headline(run).split("\n")[1:]
+    assert first.startswith("warning: fp16 is several times slower")
+    assert second.startswith(f"warning: all {run.steps} steps are warm-up: the learning rate ends at 25% of")

@@ -32,9 +32,21 @@ def trainable_tokens(num_targets: int, name: str) -> None:
         )
 
 
+def finite(model: nn.Module) -> None:
+    """Raise GateError naming the first weight with values that are not finite."""
+    for name, weight in model.named_parameters():
+        if num_wrong := int((~weight.isfinite()).sum()):
+            raise GateError(
+                f"the weights that training starts from are damaged: {name} has {num_wrong} of {weight.numel()} values"
+                " that are not finite; build or download that model again"
+            )
+
+
 @torch.no_grad()
 def causal(model: nn.Module, longest: int = 24) -> None:
-    """Raise GateError if changing the last token changes a bit of an earlier logit of a causal model."""
+    """Raise GateError if changing the last token changes a bit of an earlier logit of a causal model, or if its weights
+    are not finite.
+    """
     config: ModelConfig | None = getattr(model, "config", None)
     if config is None or config.attention != "causal":
         return
@@ -47,6 +59,7 @@ def causal(model: nn.Module, longest: int = 24) -> None:
     first, second = model(ids), model(other)
     model.train(True)
     if not torch.equal(first[0, : length - 1], second[0, : length - 1]):
+        finite(model)
         raise GateError(
             "a later token changes earlier logits: the attention mask leaks the future; look at"
             " pipeline/model/layers.py"

@@ -190,16 +190,23 @@ def kept(folder: Path, world: int) -> int | None:
 
 
 def planned(plan: Callable[[int], footprint.Footprint], hardware: Hardware, rows: int) -> int:
-    """All `rows`, or the largest power of two that by the plan fits the usable share of the memory; at least 1."""
+    """All `rows`, or the largest power of two that by the plan fits the usable share of the memory; at least 1.
+
+    Raises InputError where by the plan one row needs more than all of the memory.
+    """
     total = run_device.total_memory(hardware.device)
     others = max(0.0, run_device.held_memory(hardware.device) - plan(1).weights)  # a reward model that is there already
     share = footprint.CPU_SHARE if hardware.device.type == "cpu" else footprint.SHARE
     micro_batch = footprint.largest(share * total - others, lambda size: plan(size).total, rows)
     if not micro_batch:
-        say(
-            f"warning: one row needs about {(plan(1).total + others) / 1e9:.1f} GB by the plan, and "
-            f"{hardware.device.type} has {total / 1e9:.1f}; see python -m pipeline.tools.plan"
+        needs = plan(1).total + others
+        said = (
+            f"one row needs about {needs / 1e9:.1f} GB by the plan, and {hardware.device.type} has {total / 1e9:.1f};"
+            " see python -m pipeline.tools.plan"
         )
+        if needs > total:
+            raise InputError(f"{said} for what fits, or force it with runtime.micro_batch=1")
+        say(f"warning: {said}")
     return max(1, micro_batch)
 
 
@@ -450,7 +457,20 @@ def headline(run: TrainingRun) -> str:
         f"{run.job.name}: {size / 1e6:.2f} M parameters, {run.steps} steps of {run.config.rows} rows of at most "
         f"{run.config.row_length} tokens (micro-batch {run.micro_batch}), {precision}, "
         f"{run.ranks.world} process{'es' if run.ranks.world > 1 else ''}{_muon_share(run)}"
-    )
+    ) + "".join(f"\nwarning: {doubt}" for doubt in _doubts(run))
+
+
+def _doubts(run: TrainingRun) -> list[str]:
+    """Settings that are allowed and seldom meant."""
+    doubts = []
+    if run.hardware.device.type == "cpu" and run.hardware.precision == "fp16":
+        doubts.append("fp16 is several times slower than bf16 and fp32 on a CPU; leave runtime.precision at auto")
+    if (top := run.config.factor(run.steps - 1, run.steps)) < 1 and run.config.warmup_steps >= run.steps:
+        doubts.append(
+            f"all {run.steps} steps are warm-up: the learning rate ends at {100 * top:.0f}% of learning_rate; lower"
+            " warmup_steps"
+        )
+    return doubts
 
 
 def _muon_share(run: TrainingRun) -> str:

@@ -71,7 +71,9 @@ def check_address(host: str, keys: Keys) -> None:
 
 
 def free_port(host: str, port: int) -> int:
-    """The port, or a free one for 0. Raises ConfigError for one that is taken."""
+    """The port, or a free one for 0. Raises ConfigError for one that is taken, or that no port can be."""
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"--port: expected 0 (a free one) to 65535, got {port}")
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
