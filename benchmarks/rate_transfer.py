@@ -20,7 +20,7 @@ import yaml
 
 from pipeline.text.tokenizer import Tokenizer
 
-RATES = {"muon": (7.5e-4, 1.5e-3, 3e-3, 6e-3, 1.2e-2), "adamw": (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)}
+RATES = {"muon": (3e-3, 6e-3, 1.2e-2, 2.4e-2, 4.8e-2), "adamw": (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)}
 ROOT = Path(__file__).resolve().parents[1]
 MOST = 1.0  # percent
 
