@@ -71,7 +71,7 @@ class Params:
         if min(self.tasks, self.max_turns) < 1:
             raise ValueError(f"tasks, max_turns: expected at least 1, got {self.tasks} and {self.max_turns}")
         if self.environment != "none" and "code" in self.rewards:
-            raise ValueError(f"rewards: code needs problems with tests; of environment: {self.environment} take task")
+            raise ValueError(f"rewards: code needs problems with tests; with environment: {self.environment}, use task")
         if self.fit.samples < 2 and self.method != "reinforce_pp":
             raise ValueError(f"samples: {self.method} compares answers to one prompt; expected at least 2, got 1")
         for key in ("beta", "clip_low", "clip_high"):

@@ -457,7 +457,7 @@ def test_a_policy_learns_from_tasks_and_resumes_to_the_bit(calling: Workspace) -
 @pytest.mark.slow
 def test_keys_that_do_not_go_together_are_refused(calling: Workspace) -> None:
     for changes, message in (
-        ({"rewards": {"code": 1.0}}, "rewards: code needs problems with tests; of environment: look take task"),
+        ({"rewards": {"code": 1.0}}, "rewards: code needs problems with tests; with environment: look, use task"),
         ({"max_turns": 0}, "tasks, max_turns: expected at least 1"),
         ({"environment": "nobody"}, "conf/environment/nobody.py does not exist"),
         ({"max_prompt": 20}, "have prompts of more than max_prompt = 20 tokens"),
