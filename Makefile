@@ -1,12 +1,16 @@
-# make         set up and build the spine: from text to a deployed model you can talk to, with its evaluations and the report
-# make all     the whole graph, branches included (JOBS=1: one stage after another)
-# make test    set up and pass the tests (12 minutes)      make test-all     all the rest of them (25 minutes)
-# make serve   OpenAI's API and a page for what was trained  make chat    talk to it in the terminal
-# make report  where the report card is                      make clients five clients and three harnesses: docs/clients.md
-# make compare A=main B=workspace   what changed between two runs, why, and whether it is more than chance
-# make experiments   the experiments, a line each            make doctor  what this machine has, lacks and should do
-# make update  newer versions of all packages into requirements.lock
-# make clean   remove the environment and unfinished work; models, data and the DVC cache stay
+# make               set up and build the spine: from raw text to a deployed model you can talk to, its evaluations, the report
+# make all           the whole graph, branches included (JOBS=1: one stage at a time)
+# make test          lint, types and the tests that matter most (6 to 20 minutes)
+# make test-all      every other test (25 to 50 minutes)
+# make serve         start an OpenAI-compatible API and a chat page
+# make chat          chat in the terminal
+# make report        print the path to the report
+# make experiments   what each experiment changed, and its results
+# make compare A=main B=workspace    what differs between two runs, why, and whether it is more than chance
+# make doctor        check this machine and suggest fixes
+# make clients       test the API with five clients, our scores with three harnesses: docs/clients.md
+# make update        update all packages in requirements.lock
+# make clean         remove the environment and unfinished work; models, data and the DVC cache stay
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -99,7 +103,7 @@ compare: setup
 	@python -m pipeline.report.compare "$(A)" "$(B)"
 
 experiments: setup
-	@dvc exp show --only-changed --drop '.*(seconds|tokens)$$'
+	@python -m pipeline.report.compare
 
 doctor: setup
 	@python -m pipeline.tools.doctor

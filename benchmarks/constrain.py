@@ -5,7 +5,7 @@
 Each request is a user's question of the held-out dialogues with the tools that stand beside it, `tool_choice` required;
 budgets run from 8 to 256 tokens. Printed: answers that are complete and valid, refusals (`budget_too_small`) and by how
 many tokens, the share of tokens that the plan chose instead of the model, and microseconds a token of the mask, of
-`take` and of the model. Goal: every answer complete and valid; mask and `take` together under 5 % of the model's step
+`take` and of the model. Goal: every answer complete and valid; mask and `take` together under 5% of the model's step
 on this model's size and larger.
 """
 

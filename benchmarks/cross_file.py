@@ -7,7 +7,7 @@ sixth of them held out whole (`held_out: ["."]`), and `data.text` is the generat
 tokenizer and the tokens once, then for each seed the stages language and code, with KEY=VALUE for theirs
 (`code.steps=2400`, `corpus.stories_mb=1`). The suite of `pipeline/evaluation/cross_file.py` completes the same held-out
 lines and functions with and without other files. Prints a line a seed and one over all: exact match and edit
-similarity, their difference and its 95 % interval over files; over seeds the items are pooled, so that interval is of
+similarity, their difference and its 95% interval over files; over seeds the items are pooled, so that interval is of
 the seeds' mean. Writes the numbers to --out (default: benchmarks/results/cross_file.json).
 """
 

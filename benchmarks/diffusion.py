@@ -8,7 +8,7 @@ was unsure.
 
 `quality`: greedy answers at 1, 2, 4, 8 tokens a step and by thresholds with and without caches, each beside one token a
 step on the same problems (paired bootstrap; no early stop). Goal: at least 3 times fewer forward passes at no more than
-2 points lost. `gain`: problems that the first model solves in 20 to 80 % of 16 samples; it and the others on 16 other
+2 points lost. `gain`: problems that the first model solves in 20 to 80% of 16 samples; it and the others on 16 other
 samples of these. Goal: at least 5 points on at least 64 problems. Numbers are JSON on standard output; a file of them
 is kept with --out. With --samples FILE a run of `gain` that was stopped, or gets one more model, asks nothing twice.
 """

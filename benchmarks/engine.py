@@ -10,7 +10,7 @@ of transformers' two dtypes, round by round; tokens of a prompt of 1,024 read pe
 when that prompt is known already, as a share of when it is not; drafts on and off on a text that repeats; and the
 resident memory of a fresh process of each side.
 
-Goals: int8 at one row at least twice transformers; a known prompt within 5 % of an unknown one.
+Goals: int8 at one row at least twice transformers; a known prompt within 5% of an unknown one.
 """
 
 import argparse
@@ -187,7 +187,7 @@ def reading(sides: dict[str, Answer], engines: dict[str, Engine], arguments: arg
         line = f"  {name:11} {told([long / seconds for seconds in values], 0):24}"
         if name in OURS:
             share = [100 * again / seconds for again, seconds in zip(known[name], values)]
-            line += f"  {1000 * statistics.median(known[name]):.1f} ms, {told(share, 2)} %"
+            line += f"  {1000 * statistics.median(known[name]):.1f} ms, {told(share, 2)}%"
         sys.stdout.write(line + "\n")
 
 

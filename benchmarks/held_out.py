@@ -5,7 +5,7 @@
                                                     as a model was trained on
 
 Reads data/raw, data/tokens, data/tokenizer, params.yaml, and metrics/eval/*.json where models were evaluated. Prints a
-markdown table, lower is better, with 95 % intervals over documents, and writes the numbers to
+markdown table, lower is better, with 95% intervals over documents, and writes the numbers to
 benchmarks/results/held_out.json (held_out-<N>.json with --tokens N). The rows:
 
 * xz: each document alone with LZMA preset 9e as an .xz file, the container's 60 bytes or so included. It learns from

@@ -6,9 +6,9 @@ on.
 All are trained by `fit` on the same batches as stage memory, with its settings at `demo`: `memory` (ours), `wider` (a
 parallel SwiGLU), `lora`, `product_keys` (memory_product_keys.py), once with as many trainable weights as the memory
 and once with as many products a token; and memories of 256, 1,024 and 4,096 rows. Of three rates each takes the one
-that is best on the validation wordings (first seed) and costs code at most 1 % of its bits; told is the test, whose
+that is best on the validation wordings (first seed) and costs code at most 1% of its bits; told is the test, whose
 wording and answers chose nothing. Each run is a file in --work, so that a run that was stopped goes on, and two
-processes may share the work (`--only`). Intervals: 95 %, over questions, of what the seeds make on average. Every row
+processes may share the work (`--only`). Intervals: 95%, over questions, of what the seeds make on average. Every row
 says trainable weights, products (FLOPs) and numbers read for a token beside those of the base; tokens/s is that of the
 forward pass, interleaved with the base's, as a ratio.
 """

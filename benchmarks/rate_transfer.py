@@ -5,7 +5,7 @@
 DATA is a checkout whose stage_encode@text was built at `model: nano`: its tokenizer and tokens serve all sizes, so only
 width, depth and heads differ. Each size trains `language` from scratch at five rates, each twice the last, with
 `rate_width` at nano's width. Says the validation loss of each, and for each size how far nano's best rate is from the
-best of the five, in percent of the loss. Wanted: at most 1 %.
+best of the five, in percent of the loss. Wanted: at most 1%.
 """
 
 import argparse
@@ -87,7 +87,7 @@ def main() -> None:
         behind = 100 * (found[best] / found[own] - 1)
         table[size] = {"losses": found, "best": own, "behind": behind}
         sys.stdout.write(
-            f"{size}: best at {own:g} ({found[own]:.4f}); nano's best rate {best:g} is {behind:.2f} % behind\n"
+            f"{size}: best at {own:g} ({found[own]:.4f}); nano's best rate {best:g} is {behind:.2f}% behind\n"
         )
     if arguments.json:
         arguments.json.write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")

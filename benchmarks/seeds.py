@@ -40,7 +40,7 @@ from pipeline.report.metrics import HEADLINES, Headline, MetricsRun, flat, looku
 from pipeline.run.device import generator
 from pipeline.run.errors import InputError, StagecoachError
 
-# Student's t, 97.5 %, for 2 to 10 runs: 1 to 9 degrees of freedom
+# Student's t, 97.5%, for 2 to 10 runs: 1 to 9 degrees of freedom
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
 Columns = tuple[list[float], list[float]]  # of each item what it adds above and below the line
 
@@ -56,9 +56,9 @@ class Spread:
     mean: float
     lowest: float
     highest: float
-    items: list[float] | None  # 95 % over items: low, high; None: no run says
+    items: list[float] | None  # 95% over items: low, high; None: no run says
     pooled: bool  # the interval over items is a bootstrap of the mean over runs, not the mean of the runs' own
-    seeds: list[float]  # 95 % over training seeds
+    seeds: list[float]  # 95% over training seeds
     n: int  # items; 0: not told
 
     def shown(self, value: float) -> str:
@@ -87,7 +87,7 @@ class Spread:
 
 
 def over_seeds(values: Sequence[float]) -> tuple[float, float]:
-    """95 % interval of the mean of independent, normal values by Student's t. Raises InputError for other than 2 to
+    """95% interval of the mean of independent, normal values by Student's t. Raises InputError for other than 2 to
     10.
     """
     if len(values) not in STUDENT:

@@ -311,9 +311,7 @@ def cost_of_http(server: Server, engine: Engine, texts: Texts, rounds: int) -> G
                 more.append(100 * (used / alone - 1))
                 told.append(SHORT[1] / own)
     low, middle, high = quartiles(lost)
-    note = (
-        f"({low:.1f}-{high:.1f}), {rounds} pairs, of {statistics.median(told):.1f}; CPU {percentile(more, 50):+.1f} %"
-    )
+    note = f"({low:.1f}-{high:.1f}), {rounds} pairs, of {statistics.median(told):.1f}; CPU {percentile(more, 50):+.1f}%"
     return Goal("HTTP at 1 user, % of the engine's tokens/s", middle, note, at_most=5)
 
 
@@ -343,7 +341,7 @@ HEAD = (
     "TTFT ms",
     "TPOT ms",
     "CPU ms",
-    "ITL ms 50, 99 %",
+    "ITL ms 50, 99%",
     "MBU",
     "RSS MiB",
     "failed",

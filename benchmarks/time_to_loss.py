@@ -2,7 +2,7 @@
 
     python benchmarks/time_to_loss.py [--tokens data/tokens/text] [--tokenizer data/tokenizer] [--seeds 3] [--quick]
 
-Same corpus, tokenizer, tokens of a step, context, threads and number of parameters (+-2 %; the run stops where they
+Same corpus, tokenizer, tokens of a step, context, threads and number of parameters (+-2%; the run stops where they
 differ more).
 
 1. The baseline (`nanogpt.py`) runs `--steps` steps at each of `--rates`, in bf16, its fastest setting on a CPU that
@@ -307,7 +307,7 @@ def measured(bench: Bench, arguments: argparse.Namespace) -> dict[str, Any]:
     steps = reached.steps or arguments.steps
     sizes = {"nanogpt": runs[0]["parameters"], "ours": mine[0]["parameters"]}
     if abs(sizes["ours"] / sizes["nanogpt"] - 1) > 0.02:
-        raise ValueError(f"expected models of equal size within 2 %, found {sizes}; change model.d_ff in OURS")
+        raise ValueError(f"expected models of equal size within 2%, found {sizes}; change model.d_ff in OURS")
     found, timed = ablations(bench, target, steps, arguments.quick)
     baselines = {"nanoGPT, bf16": bench.nanogpt(**best, seed=0, bf16=True)}
     curves, slow, compiling = {"nanoGPT, bf16": runs}, None, 0.0

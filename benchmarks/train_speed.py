@@ -4,7 +4,7 @@
 
 The same Qwen3 shape, tokens, batch, optimiser and machine; each side is a process of its own (`train_arms.py`),
 compiled and warmed up by 5 steps, then 40 steps a round, one side after another. Before each round a reference matrix
-product is timed; a round within which it moved by more than 25 % is run again, at most `--rounds` times. Peak memory is
+product is timed; a round within which it moved by more than 25% is run again, at most `--rounds` times. Peak memory is
 what the process held privately (RssAnon, asked every 20 ms) or on the GPU. A side's speed in a round is that round's
 tokens over its seconds; a ratio is ours over theirs in the same round, and medians and ranges are over rounds. Ours and
 Trainer are the faster of two settings, compiled and not, and the bare loop the faster of two models, by median.

@@ -49,7 +49,7 @@ class Params:
     rewards: dict[str, float]
     """name: weight; code, code_format, length."""
     difficulty: str = "frontier"
-    """Of the problems: frontier (solved by 20 to 80 % of 8 samples, the first 4 not all alike), all, or a group."""
+    """Of the problems: frontier (solved by 20 to 80% of 8 samples, the first 4 not all alike), all, or a group."""
     frontier_problems: int = 1000
     """Problems that are sampled to find the frontier."""
     denoising_steps: int

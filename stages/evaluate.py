@@ -132,9 +132,11 @@ def run(
             numbers[name.split()[0]] = numbers.get(name.split()[0], {}) | result.numbers
             rows += result.rows
             bar.update()
+    job.report(**numbers)
     write_json(summary, {**numbers, "settings": settings_used | {"data_seed": job.seed}, "lineage": job.lineage})
     items.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
     write_curve(curves, curve_rows(numbers))
+    job.tracker.store(items)
 
 
 def measurements(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipeline.report import baseline, card
-from pipeline.report.metrics import HEADLINES, Prices, short
+from pipeline.report.metrics import HEADLINES, Prices, short, with_intervals
 from pipeline.run.stage import main
 from pipeline.run.tracking import write_json
 from pipeline.run.workdir import Job
@@ -56,6 +56,7 @@ def run(params: Params, job: Job, *, metrics: Path, out: Path, plots: Path, head
     headlines.mkdir()
     for model, numbers in measured.evaluations.items():
         write_json(headlines / f"{model}.json", short(numbers))
+    job.tracker.summarize(with_intervals(measured.evaluations), out)
     plots.mkdir()
     for number, figure in enumerate(card.figures(measured)):
         words = re.findall(r"[a-z0-9]+", figure["title"].lower())

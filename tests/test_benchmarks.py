@@ -13,7 +13,7 @@ from pipeline.evaluation import bfcl as evaluation_bfcl
 from pipeline.evaluation.suites import SuiteResult
 from pipeline.model import checkpoint
 from pipeline.model.transformer import Transformer
-from pipeline.run import registry
+from pipeline.run import mlflow_store
 from pipeline.run.errors import DataError
 from pipeline.sandbox import servers
 from pipeline.sandbox.judge import Candidate, Judge, SandboxConfig
@@ -494,8 +494,8 @@ def test_the_command_scores_a_model_directory_on_a_file_from_anywhere(
     assert benchmarks.main([str(tmp_path / "code"), str(path)]) == 0
     numbers = json.loads(capsys.readouterr().out)["h"]
     assert (numbers["form"], numbers["n"], numbers["pass_at_1_greedy"]) == ("completion", 1, 0.0)
-    client, experiment = registry.connect()
-    (run,) = client.search_runs([experiment])
+    client, experiment = mlflow_store.connect()
+    (run,) = client.search_runs([experiment], "tags.stage = 'benchmarks'")
     assert (run.data.tags["work.key"], run.data.metrics["final/h/n"], run.info.status) == ("k", 1.0, "FINISHED")
     assert benchmarks.main([str(tmp_path / "code"), str(tmp_path / "none.jsonl")]) == 2
     assert "cannot be read" in capsys.readouterr().err

@@ -1,18 +1,23 @@
-"""pipeline/run/registry.py and report/champion.py: who may bear the alias, on a real store."""
+"""pipeline/run/mlflow_store.py and report/champion.py: who may bear the alias, on a real store."""
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pipeline.model import checkpoint
+from pipeline.model.transformer import Transformer
 from pipeline.report import champion, claims
 from pipeline.report.claims import Measured
 from pipeline.report.metrics import read
-from pipeline.run import registry
+from pipeline.run import mlflow_store
 from pipeline.run.errors import GateError, InputError
 from pipeline.run.tracking import Tracker
+from pipeline.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[1]
 
@@ -34,7 +39,8 @@ def deploy(root: Path, key: str, right: list[int], *, digest: str = "weights", r
     rows = [{"suite": "problems", "id": str(n), "group": "easy", "sampled": r} for n, r in enumerate(right)]
     write(root / "metrics/eval/tools.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     folder = root / ".work/deploy" / key
-    write(folder / "out/models/deploy/config.json", "{}")
+    if not (folder / "out/models/deploy/config.json").exists():
+        write(folder / "out/models/deploy/config.json", "{}")
     if registered:
         tracker = Tracker(
             "deploy", folder, {"stage": "deploy", "work.key": key, "git.commit": "c" * 40}, {}, quiet=False
@@ -75,13 +81,13 @@ def test_the_alias_moves_only_to_a_model_that_reaches_its_gate_and_is_not_worse(
     assert (
         code == GateError.exit_code and "Easy problems, pass@1 is worse than the champion's: −10.0 points (−1" in text
     )
-    client, _ = registry.connect()
-    present = registry.champion(client)
+    client, _ = mlflow_store.connect()
+    present = mlflow_store.champion(client)
     assert present is not None and present.tags["work.key"] == "k1"
     deploy(here, "k3", [1, 0] * 35 + [0] * 30)
     code, text = say("crown", "--although", "smaller and fast")
     assert code == 0 and "champion now, after version 1" in text
-    present = registry.champion(client)
+    present = mlflow_store.champion(client)
     assert present is not None and present.tags["champion.although"].startswith("smaller and fast: ")
     shown = say()[1].splitlines()
     assert [line[:11] for line in shown] == [
@@ -90,7 +96,39 @@ def test_the_alias_moves_only_to_a_model_that_reaches_its_gate_and_is_not_worse(
         "  version 1",
     ] and "key k3  commit cccccccccc" in shown[0]
     deploy(here, "k4", [1, 0, 0, 0] * 25)
-    assert "at least 30.0 %: 25.0 %, at worst 15.0 %" in say("crown")[1]
+    assert "at least 30.0%: 25.0%, at worst 15.0%" in say("crown")[1]
+
+
+@pytest.mark.slow
+@pytest.mark.full
+def test_a_version_answers_in_another_program_after_its_work_folder_is_gone(
+    here: Path, tiny_model: Transformer, byte_tokenizer: Tokenizer
+) -> None:
+    made = here / ".work/deploy/k1/out/models/deploy"
+    checkpoint.save(made, tiny_model, byte_tokenizer, {"key": "k1"})
+    (made / "gguf").mkdir()
+    (made / "gguf/large.gguf").write_text("for other programs")
+    deploy(here, "k1", [1, 0])
+    assert champion.main(["crown"]) == 0
+    shutil.rmtree(here / ".work")
+    program = (
+        "import mlflow; mlflow.set_tracking_uri('sqlite:///mlflow.db');"
+        " model = mlflow.pyfunc.load_model('models:/stagecoach@champion'); import pipeline;"
+        " print(pipeline.__file__);"
+        " print(len(model.predict(['a', 'b'], params={'max_new_tokens': 4, 'temperature': 1.0, 'seed': 3})))"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", program], cwd=here, capture_output=True, text=True, check=True)
+    package, count = done.stdout.split()
+    assert Path(package).is_relative_to(here / "mlartifacts") and count == "2"
+    assert list(here.glob("mlartifacts/**/*.gguf")) == []
+
+
+def test_without_a_minimum_no_model_becomes_champion(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (here / "params.yaml").read_text()
+    write(here / "params.yaml", text.replace("  gate: {easy: 0.3} ", "  gate: null "))
+    deploy(here, "k1", [1, 0])
+    assert champion.main(["crown"]) == GateError.exit_code
+    assert "report.gate sets no minimum" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -103,10 +141,11 @@ def test_a_resumed_run_registers_once_and_what_is_missing_is_said(here: Path) ->
         champion.crown(None)
     for _ in range(2):
         deploy(here, "k1", [1, 0])
-    client, _ = registry.connect()
-    (only,) = registry.versions(client)
+    client, _ = mlflow_store.connect()
+    (only,) = mlflow_store.versions(client)
     assert (
-        only.tags == {"work.key": "k1", "git.commit": "c" * 40, "model": "tools"} and registry.champion(client) is None
+        only.tags == {"work.key": "k1", "git.commit": "c" * 40, "model": "tools"}
+        and mlflow_store.champion(client) is None
     )
     deploy(here, "k1", [1, 0], digest="others")
     with pytest.raises(

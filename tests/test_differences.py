@@ -178,8 +178,8 @@ def test_the_comparison_names_keys_runs_and_what_moved(two: tuple[Path, Path], t
     moved = [line for line in text.splitlines() if "Unseen compositions" in line]
     assert (
         len(moved) == 1
-        and "12.5 %" in moved[0]
-        and "50.0 %" in moved[0]
+        and "12.5%" in moved[0]
+        and "50.0%" in moved[0]
         and "better" in moved[0]
         and moved[0].endswith("intervals")
     )
@@ -268,7 +268,7 @@ def test_a_claim_holds_by_its_interval_fails_without_one_and_says_when_nothing_w
     assert told["Reinforcement learning from the reward model raises the true score"].state == claims.FAILS
     assert told["GRPO raises pass@1 on held-out problems"].state == claims.UNKNOWN
     assert told["GRPO solves more unseen compositions than its start"].state == claims.HOLDS
-    assert "grpo 100.0 %, tools 50.0 %" in told["GRPO solves more unseen compositions than its start"].measured
+    assert "grpo 100.0%, tools 50.0%" in told["GRPO solves more unseen compositions than its start"].measured
     assert told["Every export answers as the model that was evaluated"].state == claims.FAILS
     assert claims.alarms(run) == [("rlhf", 40, "entropy")]
     skipped = MetricsRun({}, {}, {"tools": {"problems": {"skipped": "skipped: no sandbox"}}})

@@ -224,7 +224,7 @@ def saved(model: Transformer, rows: int, context: int, precision: str) -> float:
 def test_a_layer_saves_what_the_arithmetic_says(
     precision: str, context: int, kv_heads: int, targets: tuple[str, ...] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A vocabulary and rows of odd sizes tell activations from weights. Norms' scales and what a rank adds: 3 % at
+    """A vocabulary and rows of odd sizes tell activations from weights. Norms' scales and what a rank adds: 3% at
     most.
     """
     monkeypatch.setitem(footprint.LEFT, precision, 0)

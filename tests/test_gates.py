@@ -153,8 +153,8 @@ def rows(*losses: tuple[int, float]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("losses", "warned"),
     [
-        (rows((1, 5.0), (50, 4.95), (100, 4.91)), True),  # fell by 1.8 % at a tenth of 1,000
-        (rows((1, 5.0), (50, 4.95), (100, 4.89)), False),  # 2.2 %
+        (rows((1, 5.0), (50, 4.95), (100, 4.91)), True),  # fell by 1.8% at a tenth of 1,000
+        (rows((1, 5.0), (50, 4.95), (100, 4.89)), False),  # 2.2%
         (rows((1, 5.0), (95, 5.0), (105, 5.0)), True),  # the row that crosses the tenth
         (rows((1, 5.0), (100, 5.0), (110, 5.0)), False),  # warned before
         (rows((1, 5.0), (50, 5.0)), False),  # not there yet
@@ -164,4 +164,4 @@ def test_a_loss_that_does_not_fall_is_said_once(
     losses: list[dict[str, Any]], warned: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gates.falling(losses, 1000, "language")
-    assert ("warning: language: the loss fell by under 2 %" in capsys.readouterr().err) == warned
+    assert ("warning: language: the loss fell by under 2%" in capsys.readouterr().err) == warned

@@ -34,7 +34,7 @@ def test_without_an_interval_the_value_is_all() -> None:
 
 def test_shares_are_per_cent_and_their_changes_are_points() -> None:
     assert (RATE.show(0.12345), RATE.show_change(0.05), RATE.show_change(-0.125)) == (
-        "12.3 %",
+        "12.3%",
         "+5.0 points",
         "−12.5 points",
     )

@@ -30,7 +30,7 @@ def test_the_bootstrap_covers_the_truth_about_95_times_in_100() -> None:
         values = random.exponential(1.0, 80)  # mean 1
         interval = ratio(values.tolist(), generator=seeded(trial), resamples=500)
         covered += interval.low <= 1.0 <= interval.high
-    # An exponential's mean is covered a little less than 95 %: 0.93 +- 3.5 standard errors.
+    # An exponential's mean is covered a little less than 95%: 0.93 +- 3.5 standard errors.
     assert 0.89 <= covered / 400 <= 0.98
 
 
@@ -43,7 +43,7 @@ def test_a_ratio_is_formed_anew_in_each_resample() -> None:
 
 
 def test_few_items_of_unequal_size_are_covered_as_many_equal_ones_are() -> None:
-    """13 files whose sizes differ by an order of magnitude; percentiles of a bootstrap cover 83 % of them."""
+    """13 files whose sizes differ by an order of magnitude; percentiles of a bootstrap cover 83% of them."""
     random = np.random.default_rng(0)
     sizes = random.lognormal(0, 1.2, 200_000)
     bits = sizes * 1.6 * np.exp(0.3 * random.standard_normal(len(sizes)) - 0.1 * np.log(sizes))
@@ -113,7 +113,7 @@ def test_a_share_that_is_the_same_for_all_has_wilsons_border(value: float) -> No
 
 
 def test_an_interval_is_as_wide_as_two_sided_95_percent_of_a_normal_mean() -> None:
-    """1.96 standard errors to each side: 90 % would be 1.645, 16 % narrower."""
+    """1.96 standard errors to each side: 90% would be 1.645, 16% narrower."""
     values = np.random.default_rng(3).normal(5.0, 2.0, 4000)
     interval = ratio(values.tolist(), generator=seeded(), resamples=4000)
     error = values.std() / len(values) ** 0.5

@@ -156,7 +156,7 @@ def test_the_card_holds_metadata_results_and_lineage_that_the_hub_reads(run: Run
     }
     assert {r.task_type for r in found.values()} == {"text-generation"}
     assert found["stagecoach-text", None, "bpb"].dataset_args == {"data_seed": 42}
-    assert "| Easy problems, pass@1 | 92.5 % | 85.0 % to 97.5 % |" in card.text
+    assert "| Easy problems, pass@1 | 92.5% | 85.0% to 97.5% |" in card.text
     assert "| Running text, bits per byte (lower is better) | 1.954 |  |" in card.text
     assert "stagecoach-tools: key | `0123456789abcdef`" in card.text
     assert f"hf download {REPO} --local-dir models/deploy" in card.text

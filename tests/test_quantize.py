@@ -142,7 +142,7 @@ def test_a_quantised_model_is_the_model_with_rounded_weights(config: ModelConfig
 
 
 def test_a_model_in_int8_is_within_the_bounds_on_the_probe(byte_tokenizer: Tokenizer, tiny_model: Transformer) -> None:
-    """log p within 0.15, perplexity within 0.5 %, of a model that is not sharper than a trained one."""
+    """log p within 0.15, perplexity within 0.5%, of a model that is not sharper than a trained one."""
     with torch.no_grad():
         for parameter in tiny_model.parameters():
             if parameter.ndim > 1:

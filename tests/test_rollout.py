@@ -172,10 +172,10 @@ def test_ten_iterations_in_a_row_without_a_difference_stop() -> None:
 
 @pytest.mark.parametrize(("lost", "stops"), [(0, False), (1, False), (2, False), (3, True)])
 def test_more_than_a_twentieth_without_a_score_stops(lost: int, stops: bool) -> None:
-    """Of 40 answers, 2 are exactly 5 %."""
+    """Of 40 answers, 2 are exactly 5%."""
     one = stream(config(prompts=10, samples=4), method(score=scored_by(lambda n: None if n < lost else float(n))))
     if stops:
-        with pytest.raises(GateError, match=r"iteration 0: 3 of 40 answers could not be scored \(at most 5 %\)"):
+        with pytest.raises(GateError, match=r"iteration 0: 3 of 40 answers could not be scored \(at most 5%\)"):
             one.fill(0)
     else:
         assert one.fill(0)["unscorable"] == lost / 40

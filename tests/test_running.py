@@ -18,6 +18,7 @@ import pytest
 from pipeline.run import config, tracking, workdir
 from pipeline.run import stage as run_stage
 from pipeline.run.errors import DataError, GateError, StagecoachError
+from pipeline.run.mlflow_store import Description
 
 ROOT = Path(__file__).parents[1]
 SOURCE = '''"""Stage toy: doubles a file."""
@@ -265,9 +266,9 @@ def test_fresh_starts_over_before_a_run_is_opened_in_mlflow(stage: ModuleType, m
     opened: list[list[str]] = []
 
     class Recorded(tracking.MlflowRun):
-        def __init__(self, name: str, folder: Path, *rest: Any) -> None:
+        def __init__(self, description: Description, folder: Path, *rest: Any) -> None:
             opened.append(sorted(path.name for path in folder.iterdir()))
-            super().__init__(name, folder, *rest)
+            super().__init__(description, folder, *rest)
             (folder / "mlflow.json").write_text('{"run_id": "old"}')
 
     monkeypatch.setattr(tracking, "MlflowRun", Recorded)

@@ -14,9 +14,9 @@ def test_columns_are_models_and_line_up(metrics: Path) -> None:
     starts = [head.index(model) for model in results.MODELS]
     assert all(rule[start - 1] == " " and rule[start] == "-" for start in starts)
     (ast,) = [row for row in rows if row.startswith("Tool calls right")]
-    assert [ast[start:].split("  ")[0].strip() for start in starts] == ["0.0 %", "0.0 %", "58.0 % [51.0 % to 65.0 %]"]
+    assert [ast[start:].split("  ")[0].strip() for start in starts] == ["0.0%", "0.0%", "58.0% [51.0% to 65.0%]"]
     (unseen,) = [row for row in rows if row.startswith("Calls of unseen tools")]
-    assert [unseen[start:].split("  ")[0].strip() for start in starts] == ["–", "–", "31.0 %"]
+    assert [unseen[start:].split("  ")[0].strip() for start in starts] == ["–", "–", "31.0%"]
 
 
 def test_seconds_stand_below_where_this_machine_built(metrics: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.run import tracking
+from pipeline.run import mlflow_store, tracking
 from pipeline.run.tracking import Tracker, clean, flatten, progress, say, write_curve, write_json
 
 ROOT = Path(__file__).parents[1]
@@ -50,17 +50,20 @@ def test_flat_names_are_paths() -> None:
     assert flatten({"a": {"b": 1, "c": {"d": 2}}, "e": 3, "f": {}}) == {"a/b": 1, "a/c/d": 2, "e": 3}
 
 
-def test_without_a_terminal_progress_is_a_line_in_thirty_seconds(
+def test_without_a_terminal_progress_is_a_line_in_ten_seconds(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     now = 0.0
     monkeypatch.setattr(tracking.time, "monotonic", lambda: now)
     with progress(total=100, desc="encode", unit="doc", initial=20) as bar:
-        for now in (10.0, 29.0, 30.0, 40.0, 61.0):
+        for now in (9.0, 10.0, 19.0, 220.0):
             bar.note(f"loss {now}")
             bar.update(10)
     lines = capsys.readouterr().err.splitlines()
-    assert lines == ["encode: 50/100 doc, 30 s, 50 s left, loss 30.0", "encode: 70/100 doc, 61 s, 37 s left, loss 61.0"]
+    assert lines == [
+        "encode: 40/100 doc, loss 10.0, 10 s, about 30 s left",
+        "encode: 60/100 doc, loss 220.0, 4 min, about 4 min left",
+    ]
 
 
 def test_only_rank_0_talks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -128,7 +131,10 @@ def test_four_first_users_of_one_store_give_no_error(tmp_path: Path) -> None:
     errors = [process.communicate()[1] for process in running]
     assert [process.returncode for process in running] == [0] * 4
     assert errors == [""] * 4
-    assert stored(tmp_path, "select name, status from runs") == [("toy", "FINISHED")] * 4
+    runs = stored(tmp_path, "select name, status from runs order by name")
+    assert runs == [("workspace", "FINISHED")] + [("workspace/toy", "FINISHED")] * 4
+    ((parent,),) = stored(tmp_path, "select run_uuid from runs where name = 'workspace'")
+    assert stored(tmp_path, "select value from tags where key = 'mlflow.parentRunId'") == [(parent,)] * 4
     assert stored(tmp_path, "select count(*) from metrics where key = 'loss'") == [(16,)]
     assert stored(tmp_path, "select count(*) from metrics where key = 'final/best/loss'") == [(4,)]
     assert stored(tmp_path, "select count(*) from params") == [(4 * 120,)]
@@ -151,7 +157,7 @@ def test_a_resumed_stage_is_one_finished_run_without_a_step_twice(tmp_path: Path
         process = started(tmp_path, "w", code)
         assert process.communicate()[1] == ""
         assert process.returncode == exit_code
-        assert stored(tmp_path, "select status from runs") == [(status,)]
+        assert stored(tmp_path, "select status from runs") == [(status,)] * 2  # the experiment's too
     rows = stored(tmp_path, "select step, value from metrics where key = 'loss' order by step")
     assert rows == [(step, pytest.approx(1 / step)) for step in range(1, 61)]
 
@@ -164,8 +170,8 @@ def test_what_waits_for_delivery_becomes_the_run_that_the_stage_itself_would_log
         " one.finish([(7, {'system/cpu': 0.5})])\n"
     )
     deliver = (
-        "assert 'mlflow' not in sys.modules; from pipeline.run.tracking import deliver;"
-        " deliver(Path(ROOT), iter([False, True]).__next__)"
+        "assert 'mlflow' not in sys.modules; from pipeline.run.mlflow_store import deliver;"
+        " deliver(Path(ROOT), iter([False, True]).__next__, print)"
     )
     found = []
     for root, after, environment in (
@@ -176,14 +182,14 @@ def test_what_waits_for_delivery_becomes_the_run_that_the_stage_itself_would_log
         process = started(root, "work/toy/key", code + after.replace("ROOT", repr(str(root / "work"))), **environment)
         assert (process.communicate()[1], process.returncode) == ("", 0)
         queries = (
-            "select name, status from runs",
+            "select name, status from runs order by name",
             "select key, value, step from metrics order by key, step, value",
             "select key, value from params order by key",
-            "select key, value from tags where key != 'mlflow.runName' order by key",
+            "select key, value from tags where key != 'mlflow.parentRunId' order by key, value",
         )
         found.append([stored(root, query) for query in queries])
     assert found[0] == found[1]
-    assert found[0][0] == [("toy", "FINISHED")] and len(found[0][1]) > 30
+    assert found[0][0] == [("workspace", "FINISHED"), ("workspace/toy", "FINISHED")] and len(found[0][1]) > 30
     assert (tmp_path / "later/work/toy/key/mlflow.jsonl").read_text() == ""
 
 
@@ -206,7 +212,7 @@ def test_a_store_that_never_answers_is_waited_for_once(
 
     release = threading.Event()
     monkeypatch.setenv("STAGECOACH_MLFLOW", "on")
-    monkeypatch.setattr(tracking, "WAIT", 0.05)
+    monkeypatch.setattr(mlflow_store, "WAIT", 0.05)
     monkeypatch.setattr(tracking.MlflowRun, "_open", lambda self: release.wait(20))
     one = tracker(tmp_path)
     one.log(1, {"loss": 2.0})
@@ -233,7 +239,7 @@ def test_a_store_that_is_no_database_costs_one_warning_and_no_time(
     monkeypatch.setenv("STAGECOACH_MLFLOW", "on")
     monkeypatch.setenv("DVC_ROOT", str(tmp_path))
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    monkeypatch.setattr(tracking, "WAIT", 10.0)
+    monkeypatch.setattr(mlflow_store, "WAIT", 10.0)
     one = tracker(tmp_path)
     one.log(1, {"loss": 2.0})
     one.flush()
@@ -265,9 +271,9 @@ def test_deliver_makes_the_calls_in_order_also_those_of_a_run_that_another_proce
     calls: list[tuple[Any, ...]] = []
 
     class Run:
-        def __init__(self, name: str, folder: Path, *_: Any) -> None:
-            self.name = name
-            calls.append((name, "open", folder))
+        def __init__(self, description: mlflow_store.Description, folder: Path, *_: Any) -> None:
+            self.name = description.name
+            calls.append((self.name, "open", folder))
 
         def __getattr__(self, method: str) -> Any:
             return lambda *arguments: calls.append((self.name, method, *arguments))
@@ -278,8 +284,8 @@ def test_deliver_makes_the_calls_in_order_also_those_of_a_run_that_another_proce
     one = tracker(folder)
     one.log(1, {"loss": 2.0})
     one.log(2, {"loss": 1.0})
-    monkeypatch.setattr(tracking, "MlflowRun", Run)
-    tracking.deliver(tmp_path, lambda: True)
+    monkeypatch.setattr(mlflow_store, "MlflowRun", Run)
+    mlflow_store.deliver(tmp_path, lambda: True, print)
     assert calls == [("toy", "open", folder)]  # the last row may still grow, and the one before was not sent
     one.flush()
     one.abandon("KILLED")
@@ -290,13 +296,13 @@ def test_deliver_makes_the_calls_in_order_also_those_of_a_run_that_another_proce
         return True
 
     calls.clear()
-    tracking.deliver(tmp_path, more)
+    mlflow_store.deliver(tmp_path, more, print)
     assert [call[:2] for call in calls] == [
         ("toy", name) for name in ("open", "log", "end", "log", "system", "register", "finish")
     ]
     assert calls[1][2] == [{"step": 1, "loss": 2.0}] and calls[3][2] == [{"step": 2, "loss": 1.0}]
     assert calls[5][2:] == (folder, {"model": "tools"})
-    tracking.deliver(tmp_path, lambda: True)
+    mlflow_store.deliver(tmp_path, lambda: True, print)
     assert len(calls) == 7
 
 

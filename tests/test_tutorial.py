@@ -60,9 +60,16 @@ def test_every_command_of_the_tutorial_works_and_shows_what_the_page_says(
     assert "| lora |" in said["python -m pipeline.report.compare main longer --md"]
     page = (repository.folder / "reports/index.html").read_text()
     assert 'id="changes"' in page
-    sweep = said["dvc exp show --md --only-changed --drop '.*seconds.*'"]
-    assert "0.1" in sweep and "0.5" in sweep
-    assert "is champion now" in said["python -m pipeline.report.champion crown"]
+    sweep = said["make experiments"]
+    assert "dpo.beta 0.1" in sweep or "→ 0.1" in sweep, sweep
+    assert "→ 0.5" in sweep and max(map(len, sweep.splitlines())) <= 120, sweep
+    crowned = next(text for command, text in said.items() if "champion crown" in command)
+    assert "is champion now" in crowned
+    program = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/tutorial.md").read_text(), re.MULTILINE | re.DOTALL)
+    (repository.folder / "champion.py").write_text(program[0])
+    repository.run("python", "-m", "pipeline.run.workdir", "prune")
+    answer = repository.run("python", "champion.py", check=False)
+    assert answer.returncode == 0 and answer.stdout.splitlines()[-1].startswith("["), answer.stdout
     assert any(text.endswith("stopped\n") for command, text in said.items() if command.startswith("timeout"))
 
 

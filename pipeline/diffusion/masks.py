@@ -142,7 +142,7 @@ class Trim(NamedTuple):
 
 
 def trim(key: int, length: int) -> Trim:
-    """1 % of windows are cut to U{1..L} tokens, another 1 % keep their first U{1..L} - 1 tokens clean (LLaDA, appendix
+    """1% of windows are cut to U{1..L} tokens, another 1% keep their first U{1..L} - 1 tokens clean (LLaDA, appendix
     B.1).
     """
     which, where = uniforms(key, 2)

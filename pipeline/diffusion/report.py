@@ -105,5 +105,5 @@ def figures(run: MetricsRun) -> list[JsonObject]:
         ]
         title = f"Quality against forward passes: {model}"
         svg = card.lines(title, series, x="forward passes an answer", y="pass@1")
-        results.append({"title": title, "svg": svg, "head": ["", "passes", "pass@1", "95 %"], "rows": rows})
+        results.append({"title": title, "svg": svg, "head": ["", "passes", "pass@1", "95%"], "rows": rows})
     return results

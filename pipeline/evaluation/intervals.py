@@ -1,11 +1,11 @@
-"""95 % intervals of measured numbers: Wilson's for a share, the jackknife for a ratio of sums, the percentile bootstrap
+"""95% intervals of measured numbers: Wilson's for a share, the jackknife for a ratio of sums, the percentile bootstrap
 for the rest.
 
 Intervals cover the choice of items (problems, dialogues, documents), not the seeds of training. Each resample draws
 whole items and recomputes the ratio of sums; two models are compared on the same resampled items.
 
-Of 13 items whose sizes differ as those of source files do, percentiles cover 78 to 87 % of true ratios and BCa 77 to
-84 %: a few large items decide. The jackknife with Student's t of the effective number of items covers 94 to 96 %
+Of 13 items whose sizes differ as those of source files do, percentiles cover 78 to 87% of true ratios and BCa 77 to
+84%: a few large items decide. The jackknife with Student's t of the effective number of items covers 94 to 96%
 (docs/LOG.md).
 
 Sources: Wilson 1927; Efron & Tibshirani 1993, chapters 11 and 13; Kish 1965 (effective number). Not promised: coverage
@@ -19,13 +19,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-Z = 1.959964  # two-sided 95 %
+Z = 1.959964  # two-sided 95%
 CHUNK = 2_000_000  # item numbers drawn at a time, which bounds memory
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A value and its 95 % interval over `n` items."""
+    """A value and its 95% interval over `n` items."""
 
     value: float
     low: float
@@ -148,6 +148,6 @@ def resampled(columns: np.ndarray, generator: torch.Generator, resamples: int) -
 
 
 def percentiles(values: np.ndarray) -> tuple[float, float]:
-    """The bounds of a 95 % interval from the values of all resamples."""
+    """The bounds of a 95% interval from the values of all resamples."""
     low, high = np.quantile(values, (0.025, 0.975))
     return float(low), float(high)

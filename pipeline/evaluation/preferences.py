@@ -99,7 +99,7 @@ def measure_ranking(model: RewardModel, pairs: Sequence[Encoded], pad: int) -> J
 
 
 def ranking(rewards: np.ndarray, std: float, pairs: Sequence[Encoded]) -> JsonObject:
-    """Accuracy with a 95 % interval over all pairs, by kind and of code by what tells the answers apart, calibration
+    """Accuracy with a 95% interval over all pairs, by kind and of code by what tells the answers apart, calibration
     error, correlation of reward and length.
 
     `rewards` (n, 2) are normalized by `std`.
@@ -362,7 +362,7 @@ def message_of(text: str) -> Message:
 
 
 def curve_row(scores: Sequence[float | None], proxies: Sequence[float | None], seed: int) -> dict[str, float]:
-    """`proxy`, and `gold` with its 95 % interval where the truth is known."""
+    """`proxy`, and `gold` with its 95% interval where the truth is known."""
     row = {"proxy": mean(proxies)}
     known = [score for score in scores if score is not None]
     if known:

@@ -7,9 +7,9 @@ reference are compared problem by problem (paired bootstrap).
 
 `chosen` selects the training problems of a difficulty. A policy learns most from the problems that it solves
 sometimes: a group whose completions all pass, or all fail, has no advantages. `frontier` measures how often the policy
-solves each problem before training and selects those between 20 and 80 % of 8 samples. A problem whose first 4 samples
+solves each problem before training and selects those between 20 and 80% of 8 samples. A problem whose first 4 samples
 all pass, or all fail, gets no more samples and counts as solved always, or never. Of the problems that 8 samples would
-select, this leaves out 3 to 21 % (those solved 4 times, and 2 or 6 times), and it saves half the samples of all that
+select, this leaves out 3 to 21% (those solved 4 times, and 2 or 6 times), and it saves half the samples of all that
 are too easy or too hard. It selects no problem that 8 samples would not. The rates are stored in the work folder, so
 that a resumed run does not measure again.
 

@@ -347,7 +347,7 @@ def _intervals(rows: list[Row], subject: Subject) -> dict[str, tuple[float, floa
     groups = list(by_dialogue.values())
     random = np.random.default_rng(stable_hash(subject.seed, "tools bootstrap") % 2**63)
     values_by_name: dict[str, list[float]] = {}
-    for _ in range(min(subject.settings.bootstrap, 500)):  # a summary costs a millisecond; 500 give the 2.5 % point
+    for _ in range(min(subject.settings.bootstrap, 500)):  # a summary costs a millisecond; 500 give the 2.5% point
         resample = [row for index in random.integers(len(groups), size=len(groups)) for row in groups[index]]
         for name, value in summarise(resample).items():
             values_by_name.setdefault(name, []).append(value)

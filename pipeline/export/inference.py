@@ -26,7 +26,7 @@ of the time of torch's own product of int8 weights and bf16 activations (docs/LO
 bound by arithmetic, and q is converted first, which is exact, to bf16 where the CPU multiplies it. The embedding lookup
 keeps its own weights.
 
-The change of a log-probability depends on how certain the model is. On the probe text: perplexity within 0.5 %; the
+The change of a log-probability depends on how certain the model is. On the probe text: perplexity within 0.5%; the
 demo's models, of 2.4 M parameters, 0.2 to 0.6 nats at the worst token and 9e-4 to 3.3e-3 nats of mean divergence
 (docs/LOG.md).
 

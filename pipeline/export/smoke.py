@@ -8,7 +8,7 @@ An export without rounding must be equal. With rounded weights, the change of a 
 the model is: f16 changes the demo model's by up to 0.03 nats on this probe, most of which is unlike its training data,
 and the probe's perplexity goes up or down by a percent at random. So the limit is on the mean divergence
 KL(model || export), which is the increase of the export's log-perplexity on text that the model itself would write:
-q8_0 may lose 0.5 %. That the weights are the model's, rounded, is proved separately (`gguf.verify`). A merged adapter
+q8_0 may lose 0.5%. That the weights are the model's, rounded, is proved separately (`gguf.verify`). A merged adapter
 is proved where it is merged (`model/lora.py`).
 
 `ExportProgram` is the interface to what reads an export: our own model here, other programs in `onnx.py` and

@@ -169,7 +169,10 @@ class Run:
                 bar.update()
                 if self.job.tracker.rows:
                     row = self.job.tracker.rows[-1]
-                    bar.note(" ".join(f"{k} {row[k]:.3f}" for k in ("loss", "val/loss", "reward") if k in row))
+                    shown = [f"{k} {row[k]:.3f}" for k in ("loss", "val/loss", "reward") if k in row]
+                    if rate := self.job.tracker.tokens_per_second:
+                        shown.append(f"{rate:,.0f} tokens/s")
+                    bar.note(", ".join(shown))
         self.keeper.wait()
         self.keeper.keep_for_longer_runs(self.course)
         self.instruments.end(self.course.step, self.course.tokens)

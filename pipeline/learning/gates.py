@@ -120,13 +120,13 @@ def gradients(members: dict[str, dict[str, nn.Parameter]], model: nn.Module) -> 
 
 
 def falling(rows: list[JsonObject], steps: int, name: str) -> None:
-    """Warn once, at a tenth of the run, when the loss fell by less than 2 %."""
+    """Warn once, at a tenth of the run, when the loss fell by less than 2%."""
     losses = [(row["step"], row["loss"]) for row in rows if "loss" in row]
     step, loss = losses[-1]
     before = losses[-2][0] if len(losses) > 1 else 0
     if before < steps // 10 <= step and loss > 0.98 * losses[0][1]:
         say(
-            f"warning: {name}: the loss fell by under 2 % in the first tenth of the run; look for another"
+            f"warning: {name}: the loss fell by under 2% in the first tenth of the run; look for another"
             " learning_rate: the same command with runtime.find_lr=true"
         )
 

@@ -9,7 +9,7 @@ single steps, the throughput of a run, and the learning-rate finder.
 part of a run.
 
     kept        that of the run's newest state: a resumed run stays exact
-    planned     else all rows, or the largest power of two that by the plan fits 80 % of a GPU's memory, or 30 % of a
+    planned     else all rows, or the largest power of two that by the plan fits 80% of a GPU's memory, or 30% of a
                 machine's, which other programs need too
     proved      on a GPU, a dry step of that size follows, a real forward and backward pass; out of memory: half of it
 
@@ -480,7 +480,7 @@ def _muon_share(run: TrainingRun) -> str:
     if not flops or per_token is None:
         return ""
     share = flops / (run.config.rows * run.config.row_length * per_token(run.config.row_length))
-    return f"; Muon's iterations add {100 * share:.1f} % to the arithmetic of a step"
+    return f"; Muon's iterations add {100 * share:.1f}% to the arithmetic of a step"
 
 
 def report(run: TrainingRun, seconds: float, steps: int, targets: int) -> None:
@@ -501,7 +501,7 @@ def report(run: TrainingRun, seconds: float, steps: int, targets: int) -> None:
     used = utilization(flops / run.ranks.world, run.hardware)
     values |= used | run_device.describe(run.job.runtime.precision)
     run.job.tracker.speed.update(values)
-    share = f", {100 * used['mfu_measured']:.0f} % of a matrix product's" if "mfu_measured" in used else ""
+    share = f", {100 * used['mfu_measured']:.0f}% of a matrix product's" if "mfu_measured" in used else ""
     say(f"{run.job.name}: {tokens / seconds:,.0f} tokens/s, {flops / 1e9:,.0f} GFLOP/s{share}")
 
 

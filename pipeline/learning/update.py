@@ -7,7 +7,7 @@
     Averages          exponential moving average of the weights
 
 **Checks.** Each step is applied, skipped, ends the run, or rolls it back. All ranks decide alike, because the numbers
-are global. A spike is a loss above mean + 6 max(std, 1 % of |mean|) of the last 128 applied steps, and at least 0.1
+are global. A spike is a loss above mean + 6 max(std, 1% of |mean|) of the last 128 applied steps, and at least 0.1
 nats above the mean (PaLM restarts before a spike and skips the batches around it: Chowdhery et al. 2022,
 arXiv:2204.02311, 5.1). A skipped step changes no weight and no moment. Spikes are rare: the third in a row, or the
 tenth in a thousand steps, is the new level of the run, and its update is made. So a spike never ends a run. A gradient

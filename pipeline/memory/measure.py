@@ -14,7 +14,7 @@ If all sources use the chapters alike, the chapters are not specialized by sourc
     test     facts that were trained, asked in a wording that was not
     control  facts of the same kind that were never trained: the level of guessing
 
-Intervals are Wilson's, 95 %; two models are compared on the same questions by a paired bootstrap.
+Intervals are Wilson's, 95%; two models are compared on the same questions by a paired bootstrap.
 """
 
 from collections.abc import Mapping, Sequence

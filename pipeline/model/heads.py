@@ -6,9 +6,9 @@ The head is one row without bias, zero at the start. `save_reward` and `load_rew
 its files (transformers' `Qwen3ForSequenceClassification`).
 
 `GuessingModel` also learns to predict, at each token of an answer, how likely the base model found that token.
-Likelihood shows whether an answer is right: it ranks 89 % of pairs of a small policy's own programs correctly. But a
+Likelihood shows whether an answer is right: it ranks 89% of pairs of a small policy's own programs correctly. But a
 language model predicts at a token the next one; it never looks back at how expected this one was, and some thousand
-pairs do not teach a reward model to (61 %; docs/LOG.md). Trained on the likelihood of every token it learns it, and the
+pairs do not teach a reward model to (61%; docs/LOG.md). Trained on the likelihood of every token it learns it, and the
 reward uses it. This is an auxiliary task (Jaderberg et al. 2017, arXiv:1611.05397): its row is not part of the
 published model.
 

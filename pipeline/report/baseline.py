@@ -75,6 +75,22 @@ def resolve(revision: str) -> str:
         ) from error
 
 
+def experiments_of(commit: str) -> list[tuple[str, str]]:
+    """(name, full hash) of the experiments that began at a commit, in the order of their names."""
+    from dvc.repo import Repo
+
+    with Repo() as repository:
+        found = repository.experiments.ls(rev=commit)
+    return sorted((name, str(revision)) for several in found.values() for name, revision in several)
+
+
+def file_at(revision: str, path: str) -> str:
+    """The text of a file at a commit."""
+    from dvc.api import DVCFileSystem
+
+    return DVCFileSystem(rev=revision).read_text(path)
+
+
 def pin(path: Path, value: str) -> None:
     """Write `report.baseline` to params.yaml without changing another byte. Raises ConfigError without that line."""
     text, count = LINE.subn(lambda match: f"{match[1]} {value}", path.read_text(encoding="utf-8"))

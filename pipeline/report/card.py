@@ -41,9 +41,10 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
-from pipeline.report import claims, compare
+from pipeline.report import chain, claims, compare
 from pipeline.report import metrics as report_metrics
 from pipeline.report.metrics import HEADLINES, Cost, Headline, MetricsRun, Prices, flat, lookup, read, stage_of_input
+from pipeline.run.tracking import duration
 from pipeline.run.types import JsonObject
 
 matplotlib.use("svg")
@@ -412,13 +413,8 @@ def _lineage(run: MetricsRun, costs: list[Cost]) -> list[JsonObject]:
 
 
 def _duration(seconds: float | None) -> str:
-    """A time as text: `14 s`, `3 min`, `1 h 20 min`."""
-    if seconds is None:
-        return ""
-    minutes = round(seconds / 60)
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
+    """A time as text; empty if it is not known."""
+    return "" if seconds is None else duration(seconds)
 
 
 def _graph(run: MetricsRun, costs: list[Cost], marked: frozenset[str]) -> str:
@@ -467,22 +463,28 @@ def render(
     template = environment.from_string((Path(__file__).parent / "card.html").read_text(encoding="utf-8"))
     costs = report_metrics.rows(run, prices)
     rebuilt = claims.stages(baseline[1], run) if baseline else []
+    parts: dict[str, object] = {
+        "chain": chain.steps(run, costs),
+        "results": table(run),
+        "changes": baseline and baseline[0],
+        "claims": [claim for claim in claims.claims(run) if claim.state != claims.UNKNOWN],
+        "graph": _graph(run, costs, frozenset(stage.stage for stage in rebuilt)),
+        "curves": figures(run),
+        "samples": samples(run, samples_each),
+        "cost": costs,
+        "lineage": _lineage(run, costs),
+    }
     return template.render(
+        parts,
         run=run,
-        table=table(run),
-        figures=figures(run),
-        lineage=_lineage(run, costs),
-        costs=costs,
+        links=[name for name, content in parts.items() if content] + ["numbers"],
+        kept=chain.kept(run),
         total=report_metrics.total(costs),
         currency=prices.currency if prices else "",
         spent=_duration,
-        samples=samples(run, samples_each),
-        graph=_graph(run, costs, frozenset(stage.stage for stage in rebuilt)),
-        claims=claims.claims(run),
         gates=claims.gates(run, gate or {}),
         alarms=claims.alarms(run),
         skipped=claims.skipped(run),
-        baseline=baseline[0] if baseline else "",
         rebuilt=rebuilt,
         moved=claims.measures(baseline[1], run) if baseline else {},
         details={name: flat(numbers) for name, numbers in run.stages.items()},

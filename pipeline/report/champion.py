@@ -6,7 +6,7 @@
 
 Good enough means: the lower end of the interval of each measure in `report.gate` (by a headline's key, as `dvc metrics
 show` prints it) reaches its minimum, and no measure is worse than the present champion's beyond chance, item by item. A
-champion that was measured over other items cannot be compared with, which is an objection too. The evaluation must be
+gate without a minimum is an objection, and so is a champion that was measured over other items. The evaluation must be
 of the same model that was deployed. Otherwise the alias does not move.
 """
 
@@ -19,13 +19,14 @@ from pathlib import Path
 from pipeline.report import claims
 from pipeline.report.claims import Measured
 from pipeline.report.metrics import HEADLINES, lines, read
-from pipeline.run import registry
+from pipeline.run import mlflow_store
 from pipeline.run.config import Settings, stage_params
 from pipeline.run.errors import GateError, InputError, StagecoachError
-from pipeline.run.registry import Version
+from pipeline.run.mlflow_store import Version
 from pipeline.run.types import JsonObject
 
 METRICS = Path("metrics")
+NO_GATE = "report.gate sets no minimum; set one in params.yaml, such as `gate: {easy: 0.5}`"
 
 
 def deployed() -> tuple[str, str, list[Path]]:
@@ -71,20 +72,22 @@ def objections(gates: list[claims.Claim], candidate: Measured, present: Measured
 def crown(although: str | None) -> str:
     """Make the deployed model champion. Raises GateError with the objections, InputError if it is not registered."""
     model, key, paths = deployed()
-    gates = claims.gates(read(METRICS), stage_params("report", Settings(Path(), [])).gate)
-    client, _ = registry.connect()
-    candidate = next((v for v in registry.versions(client) if v.tags.get("work.key") == key), None)
+    gate = stage_params("report", Settings(Path(), [])).gate
+    gates = claims.gates(read(METRICS), gate)
+    client, _ = mlflow_store.connect()
+    candidate = next((v for v in mlflow_store.versions(client) if v.tags.get("work.key") == key), None)
     if candidate is None:
         raise InputError(
             f"the deployment {key} is not registered in this MLflow store: it was built elsewhere, or while MLflow did"
             " not answer; build it here with python -m stages.deploy runtime.fresh=true"
         )
-    present = registry.champion(client)
+    present = mlflow_store.champion(client)
     if present is not None and present.number == candidate.number:
         return f"version {present.number} ({model}, key {key}) is champion already"
     with tempfile.TemporaryDirectory(prefix="stagecoach-champion-") as scratch:
-        measured = None if present is None else _measured(registry.evaluation(client, present, Path(scratch)))
-        reasons = objections(gates, Measured(json.loads(paths[0].read_text()), lines(paths[1])), measured)
+        measured = None if present is None else _measured(mlflow_store.evaluation(client, present, Path(scratch)))
+        reasons = [] if gate else [NO_GATE]
+        reasons += objections(gates, Measured(json.loads(paths[0].read_text()), lines(paths[1])), measured)
     if reasons and although is None:
         raise GateError(
             f"version {candidate.number} ({model}) is not made champion: "
@@ -92,7 +95,7 @@ def crown(although: str | None) -> str:
             + '. To do it all the same: crown --although "REASON"'
         )
     tags = {"champion.although": f"{although}: {'; '.join(reasons)}"} if reasons and although else {}
-    registry.crown(client, candidate, paths, tags)
+    mlflow_store.crown(client, candidate, paths, tags)
     return f"version {candidate.number} ({model}, key {key}) is champion now" + (
         f", after version {present.number}" if present else ""
     )
@@ -126,8 +129,8 @@ def main(arguments: list[str]) -> int:
         if options.command == "crown":
             sys.stdout.write(crown(options.although) + "\n")
         else:
-            client, _ = registry.connect()
-            sys.stdout.write(listing(registry.versions(client), registry.champion(client)) + "\n")
+            client, _ = mlflow_store.connect()
+            sys.stdout.write(listing(mlflow_store.versions(client), mlflow_store.champion(client)) + "\n")
     except StagecoachError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code

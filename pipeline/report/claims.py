@@ -11,10 +11,10 @@
 Items are the same if their ids and the hashes of their questions are (for rows without hashes: if the data have the
 same digest). If one model's items are a part of the other's, the two are compared over these. Results over different
 items are not compared: the difference has the reason. With fewer than 20 items nothing is called better or worse. A
-measure that is no sum over items counts as moved if the two 95 % intervals do not overlap, which is stricter. Intervals
+measure that is no sum over items counts as moved if the two 95% intervals do not overlap, which is stricter. Intervals
 cover items, not training seeds (benchmarks/seeds.py).
 
-A claim holds if its 95 % interval is on the right side; a claim that fails is shown as such. Not promised: that a claim
+A claim holds if its 95% interval is on the right side; a claim that fails is shown as such. Not promised: that a claim
 that holds here holds for another seed (benchmarks/seeds.py puts runs of several seeds side by side).
 """
 

@@ -1,22 +1,31 @@
 """Two runs side by side: what changed, what was rebuilt because of it, and what that did to the results.
 
     python -m pipeline.report.compare A [B] [--md] [--all]        make compare A=HEAD~1 B=workspace
+    python -m pipeline.report.compare                             make experiments: all of this commit
 
 A and B are commits, branches, tags, experiments (`dvc exp show` lists them) or `workspace`, the default of B.
 Differences are B - A, over the same held-out items (report/claims.py); only those that chance does not explain are
 marked. Measures over different items are not compared: the row has the reason, and the items are listed below the
-table. Each stage has its work key and MLflow run, so that every number can be traced.
+table. Each stage has its work key and MLflow run, so that every number can be traced. Of an experiment the MOST
+measures that moved furthest beyond chance are shown, at most WIDTH characters a line.
 """
 
 import argparse
+import io
 import sys
 from collections.abc import Sequence
 
+import rich.box
+import rich.console
+import rich.table
+import yaml
+
 from pipeline.report import baseline, claims, metrics
-from pipeline.report.metrics import MetricsRun
-from pipeline.run.errors import StagecoachError
+from pipeline.report.metrics import HEADLINES, Headline, MetricsRun, flat, lookup
+from pipeline.run.errors import InputError, StagecoachError
 
 MARKS = {"better": "better", "worse": "WORSE", "": ""}
+MOST, WIDTH = 4, 120
 
 
 def render(
@@ -48,7 +57,7 @@ def render(
         lines = (f"  {items} ({', '.join(dict.fromkeys(models))})" for items, models in apart.items())
         parts.append("\n".join(["Items of the measures that are not compared:", *lines]))
     parts.append(
-        "Differences with their 95 % intervals; better and worse only where chance does not explain them, over "
+        "Differences with their 95% intervals; better and worse only where chance does not explain them, over "
         f"{claims.FEWEST} items at least."
     )
     return "\n\n".join(parts) + "\n"
@@ -102,17 +111,83 @@ def table(head: Sequence[str], body: Sequence[Sequence[str]], markdown: bool) ->
     return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
 
 
+def experiments() -> str:
+    """The experiments of this commit: what each changed, and its results beside those of the commit. Raises
+    InputError.
+    """
+    head = baseline.resolve("HEAD")
+    found = baseline.experiments_of(head)
+    if not found:
+        return "no experiment of this commit yet; run one, such as: dvc exp run -n longer -S code.steps=2000\n"
+    try:
+        before = baseline.at(head)
+    except InputError:  # dvc.lock of a whole run is not committed
+        before = None
+    shown = rich.table.Table("experiment", "changed", "model", "measure", "result, 95%", "change", box=rich.box.SIMPLE)
+    for name, revision in found:
+        cells = [name, _changed(head, revision)]
+        try:
+            lines = _moved(before, baseline.at(revision))
+        except InputError:
+            lines = [["", "its metrics are not in the cache", "", ""]]
+        for line in lines or [["", "no measure moved", "", ""]]:
+            shown.add_row(*cells, *line)
+            cells = ["", ""]
+    text = io.StringIO()
+    rich.console.Console(file=text, width=WIDTH).print(shown)
+    return "\n".join(line.rstrip() for line in text.getvalue().strip("\n").splitlines()) + "\n"
+
+
+def _changed(before: str, after: str) -> str:
+    """The keys of params.yaml that differ between two commits, with their values."""
+    old, new = (flat(yaml.safe_load(baseline.file_at(revision, "params.yaml"))) for revision in (before, after))
+    keys = [key for key in (*new, *(key for key in old if key not in new)) if old.get(key) != new.get(key)]
+    return ", ".join(f"{key.replace(' / ', '.')} {old.get(key)} → {new.get(key)}" for key in keys) or "no parameter"
+
+
+def _moved(before: MetricsRun | None, after: MetricsRun) -> list[list[str]]:
+    """Model, measure, result and change of the measures that moved; of the deployed model where there is nothing to
+    compare with.
+    """
+    if before is None:
+        model = str(after.stages.get("deploy", {}).get("model", ""))
+        measures = [h for h in HEADLINES if lookup(after.evaluations.get(model, {}), h) is not None]
+        return [[model, h.title, _result(after, model, h), ""] for h in measures[:MOST]]
+    changes = [(model, c) for model, several in claims.measures(before, after).items() for c in several]
+    changes.sort(key=lambda entry: entry[1].kind == "")
+    return [
+        [
+            model,
+            c.headline.title,
+            _result(after, model, c.headline),
+            "other items" if c.refused else f"{c.headline.show_change(c.after - c.before)} {MARKS[c.kind]}".rstrip(),
+        ]
+        for model, c in changes[:MOST]
+    ]
+
+
+def _result(run: MetricsRun, model: str, headline: Headline) -> str:
+    measured = lookup(run.evaluations[model], headline) or {}
+    interval = f" ({headline.show(measured['low'])}-{headline.show(measured['high'])})" if "low" in measured else ""
+    return headline.show(measured["value"]) + interval
+
+
 def main(arguments: list[str]) -> int:
     """The command of this module."""
     parser = argparse.ArgumentParser(
         prog="python -m pipeline.report.compare", description=(__doc__ or "").splitlines()[0]
     )
-    parser.add_argument("before", metavar="A", help="a commit, branch, tag, experiment or `workspace`")
+    parser.add_argument(
+        "before", metavar="A", nargs="?", help="a commit, branch, tag, experiment or `workspace`; none: all experiments"
+    )
     parser.add_argument("after", metavar="B", nargs="?", default=baseline.WORKSPACE)
     parser.add_argument("--md", action="store_true", help="Markdown, for a pull request")
     parser.add_argument("--all", action="store_true", help="also what did not move")
     options = parser.parse_args(arguments)
     try:
+        if options.before is None:
+            sys.stdout.write(experiments())
+            return 0
         before, after = baseline.at(options.before), baseline.at(options.after)
     except StagecoachError as error:
         sys.stderr.write(f"{error}\n")

@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 from typing import Protocol
 
 from pipeline import wings
-from pipeline.run import graph, tracking, workdir
+from pipeline.run import graph, mlflow_store, workdir
 from pipeline.run.types import JsonObject
 
 BEFORE_WINGS = (
@@ -200,7 +200,7 @@ class Headline:
     asked: dict[str, str | int] = field(default_factory=dict, hash=False)
 
     def show(self, value: float) -> str:
-        return f"{100 * value:.1f} %" if self.unit == "share" else f"{value:.3f}"
+        return f"{100 * value:.1f}%" if self.unit == "share" else f"{value:.3f}"
 
     def show_change(self, difference: float) -> str:
         """A difference of two values as text, of shares in percentage points."""
@@ -319,6 +319,17 @@ def short(numbers: JsonObject) -> dict[str, float]:
     return {key: round(measured["value"], 4) for key, measured in measures if measured is not None}
 
 
+def with_intervals(evaluations: dict[str, JsonObject]) -> dict[str, float]:
+    """The headlines of all models as `model/key`; those with an interval also as `model/key_low`, `model/key_high`."""
+    ends = {"value": "", "low": "_low", "high": "_high"}
+    return {
+        f"{model}/{headline.key}{ends[name]}": number
+        for model, numbers in evaluations.items()
+        for headline in HEADLINES
+        for name, number in (lookup(numbers, headline) or {}).items()
+    }
+
+
 def lookup(numbers: JsonObject, headline: Headline) -> dict[str, float] | None:
     """{"value"} of a headline, with {"low", "high"} if it has an interval; None if the model has no such number."""
     parent: object = numbers
@@ -379,7 +390,7 @@ def rows(run: MetricsRun, prices: Prices | None = None) -> list[Cost]:
         folder = next(iter(sorted(workdir.root().glob(f"*/{key}"))), workdir.root() / "none")
         path = folder / "speed.json"
         speed = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        costs.append(Cost(name, key, speed, tracking.known_run(folder), _price(speed, prices)))
+        costs.append(Cost(name, key, speed, mlflow_store.known_run(folder), _price(speed, prices)))
     return costs
 
 

@@ -262,7 +262,7 @@ class RolloutStream:
         unscorable = sum(r.score.total is None for r in rollouts)
         if unscorable > UNSCORABLE_STOPS * len(rollouts) and unscorable > 1:
             raise GateError(
-                f"iteration {iteration}: {unscorable} of {len(rollouts)} answers could not be scored (at most 5 %); the"
+                f"iteration {iteration}: {unscorable} of {len(rollouts)} answers could not be scored (at most 5%); the"
                 " sandbox or the reward model fails, so going on would learn from what is left by chance"
             )
 
@@ -435,7 +435,7 @@ def alarms_of(rows: Sequence[JsonObject], *, target_kl: float | None = None) -> 
         with_entropy = [row for row in rows if name in row]
         for row in with_entropy:
             if row[name] < LOW_ENTROPY * with_entropy[0][name]:
-                message = f"{name} is below 20 % of its start: the answers become all alike"
+                message = f"{name} is below 20% of its start: the answers become all alike"
                 alarms.setdefault(message, int(row["step"]))
     critic = [row for row in rows if "val/var_explained" in row]
     groups = [row for row in rows if "frac_reward_zero_std" in row]

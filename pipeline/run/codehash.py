@@ -38,7 +38,7 @@ from pipeline.run import workdir
 PACKAGES = ("pipeline", "stages")
 IGNORED = frozenset(
     f"pipeline.run.{name}"
-    for name in ("codehash", "config", "cost", "errors", "processes", "registry", "stage", "tracking", "workdir")
+    for name in ("codehash", "config", "cost", "errors", "mlflow_store", "processes", "stage", "tracking", "workdir")
 )
 PLAIN_DECORATORS = frozenset({"cache", "contextmanager", "dataclass", "lru_cache", "no_grad", "overload"})  # no effects
 FILE, GLOBALS = "*file", "*globals"  # uses of `__file__` and `globals()`

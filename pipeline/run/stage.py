@@ -36,7 +36,9 @@ if TYPE_CHECKING:
 ANY = ("*",)
 LOGS = Path("logs")  # for a person who looks while a stage runs; in no out, and not in git
 RESUME = "--resume"
+WIDEST = 40  # characters of a value in the summary of a stage
 WITHOUT_TORCH = ("corpus", "tasks", "encode")
+SHOWN = ("seed", "data_seed", "scale", "model", "data")  # of params.yaml, in MLflow's runs beside the stage's own
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -170,7 +172,8 @@ def _run(
         elif resumed is not None and device.rank() == 0 and "STAGECOACH_LOCKED" not in os.environ:
             workdir.back_to(folder, resumed)
         if workdir.is_finished(folder):
-            tracking.say(f"{name}: already computed (key {lineage['key']}); exported")
+            again = f"python -m stages.{' '.join(filter(None, (stage, item)))} runtime.fresh=true"
+            tracking.say(f"{name}: already computed (key {lineage['key']}); exported. To compute it again: {again}")
             absent = [n for n in runtime.keep_models if not (folder / f"out/models/{names['name']}-{n}").is_dir()]
             if wiring.trains and absent:
                 tracking.say(
@@ -183,7 +186,9 @@ def _run(
             if plan is not None:
                 os.environ["STAGECOACH_LOCKED"] = str(folder)
                 _exit(processes.run_workers(plan, f"stages.{stage}", argv))
-            job = _make_job(stage, item, seed, resolved, runtime, folder, lineage)
+            top = settings.params | settings.overrides
+            written = {stage: as_written(parameters)} | {key: top[key] for key in SHOWN if key in top}
+            job = _make_job(stage, item, seed, written, runtime, folder, lineage)
             job = dataclasses.replace(job, family=_family(stage, item, seed, parameters, lineage))
             _compute(run, job, parameters, inputs, wiring, names, start)
         if device.rank() == 0 and not is_follower:
@@ -331,9 +336,11 @@ def _lineage_path(path: Path) -> str:
 
 
 def _make_job(
-    stage: str, item: str | None, seed: int, resolved: JsonObject, runtime: Runtime, folder: Path, lineage: JsonObject
+    stage: str, item: str | None, seed: int, written: JsonObject, runtime: Runtime, folder: Path, lineage: JsonObject
 ) -> workdir.Job:
-    """The job of an unfinished key. The caller must hold the key's lock: this opens its MLflow run."""
+    """The job of an unfinished key. The caller must hold the key's lock: this opens its MLflow run, with the parameters
+    as they are `written` in params.yaml.
+    """
     tags = {
         "stage": stage,
         "work.key": lineage["key"],
@@ -345,7 +352,14 @@ def _make_job(
         tags |= device.describe(runtime.precision)
     name = f"{stage}@{item}" if item else stage
     tracker = tracking.Tracker(
-        name, folder, tags, resolved, quiet=runtime.find_lr, others=runtime.trackers, live=LOGS / f"{name}.jsonl"
+        name,
+        folder,
+        tags,
+        written,
+        quiet=runtime.find_lr,
+        inputs=lineage["inputs"],
+        others=runtime.trackers,
+        live=LOGS / f"{name}.jsonl",
     )
     return workdir.Job(
         stage=stage,
@@ -379,10 +393,15 @@ def git_commit() -> str:
 
 
 def summary(job: workdir.Job, seconds: float) -> str:
-    """The closing lines of a stage: its time and its first final numbers."""
+    """The closing lines of a stage: its time and its first final numbers, in columns."""
     flat = tracking.flatten(tracking.clean(job.tracker.final))
-    shown = [f"{k} {v:,.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in flat.items()][:12]
-    return f"{job.name}: done in {seconds:.1f} s (key {job.key})" + (f"\n  {', '.join(shown)}" if shown else "")
+    shown = [(key, f"{value:,.4g}" if isinstance(value, float) else str(value)) for key, value in flat.items()][:12]
+    shown = [(key, value) for key, value in shown if len(value) <= WIDEST]
+    widths = [max((len(entry[part]) for entry in shown), default=0) for part in (0, 1)]
+    cells = [f"{key:{widths[0]}}  {value:>{widths[1]}}" for key, value in shown]
+    each = max(1, 100 // (sum(widths) + 6))
+    rows = ["  " + "    ".join(cells[first : first + each]) for first in range(0, len(cells), each)]
+    return "\n".join([f"{job.name}: done in {tracking.duration(seconds)} (key {job.key})", *rows])
 
 
 def help_text(module: ModuleType, stage: str, wiring: Wiring) -> str:

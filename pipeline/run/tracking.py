@@ -5,8 +5,7 @@
     metrics/training/<stage>.json   the few of them that people compare       (DVC metrics)
     .work/.../speed.json            how fast and where: never in an out
     logs/<stage>.log, .jsonl        what a stage says, and its curve with speed and memory, as they come
-    MLflow                          one run for each built stage, continued when a killed stage resumes
-    .work/.../mlflow.jsonl          what a stage has for its MLflow run, until the launcher's process delivers it
+    MLflow                          one run for each built stage (`pipeline/run/mlflow_store.py`)
     runtime.trackers                TensorBoard, Weights & Biases: the curve, through Accelerate's trackers
 
 DVC's files contain no clock, id or host: equal runs give equal bytes. A failing MLflow costs one warning, never the
@@ -24,42 +23,37 @@ only once after a `kill -9`; that Weights & Biases, which refuses steps that it 
 from __future__ import annotations
 
 import csv
-import fcntl
 import io
 import json
 import logging
 import math
 import os
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from pipeline.run import registry
 from pipeline.run.device import rank
 from pipeline.run.errors import ConfigError
+from pipeline.run.mlflow_store import LATER, SHORT_WAIT, Description, MlflowRun, Number, Spool, names_at, unknown
 from pipeline.run.types import JsonObject
 
 if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker
-    from mlflow.tracking import MlflowClient
 
-Number = float | int | str
-NOTE = "mlflow.json"  # in the work folder: the id of its MLflow run
 SEND_SECONDS = 5.0  # between two sendings of the curve
+LINE_SECONDS = 10.0  # between two lines of progress where there is no terminal
 LOG = logging.getLogger("stagecoach.stage")  # what `say` says; without `log_to` nobody listens
-SPOOL, LATER = "mlflow.jsonl", "later"  # in the work folder: calls of an MlflowRun; the STAGECOACH_MLFLOW that spools
-WAIT, SHORT_WAIT = 120.0, 5.0  # seconds for the store to open: for a run that trains, for one that is being stopped
 
 
 class Tracker:
-    """The numbers of one stage run. `quiet` opens no MLflow run and no others, as for ranks other than 0; `others`:
-    names of `runtime.trackers`; `live`: the file of the curve as it comes.
+    """The numbers of one stage run. `parameters` and `inputs` (path -> digest) describe it for MLflow; `quiet` opens no
+    MLflow run and no others, as for ranks other than 0; `others`: names of `runtime.trackers`; `live`: the file of the
+    curve as it comes.
     """
 
     def __init__(
@@ -70,6 +64,7 @@ class Tracker:
         parameters: JsonObject,
         *,
         quiet: bool,
+        inputs: dict[str, str] | None = None,
         others: Sequence[str] = (),
         live: Path | None = None,
     ) -> None:
@@ -77,13 +72,21 @@ class Tracker:
         self.rows: list[dict[str, Number]] = []
         self.final: JsonObject = {}
         self.speed: JsonObject = {}
+        self.tokens_per_second = 0.0  # of the last `beat`
         self._logged = 0  # rows already in MLflow
         self._sent_at = -SEND_SECONDS
         self._measured: dict[int, dict[str, Number]] = {}  # by step: what the clock and the memory say
-        self._model: tuple[Path, dict[str, str]] | None = None  # to be registered once the run has succeeded
+        # once the run has succeeded: a model to register, files to store, what to show of the whole experiment
+        self._model: tuple[Path, dict[str, str]] | None = None
+        self._files: list[Path] = []
+        self._summary: tuple[dict[str, float], list[Path]] = ({}, [])
         quiet = quiet or rank() != 0
-        run = Spool if os.environ.get("STAGECOACH_MLFLOW") == LATER else MlflowRun
-        self._mlflow = None if quiet else run(name, folder, tags, parameters)
+        self._mlflow: Spool | MlflowRun | None = None
+        parameters = flatten(parameters, separator=".")
+        if not quiet:
+            described = Description(name, tags, parameters, inputs or {})
+            spools = os.environ.get("STAGECOACH_MLFLOW") == LATER
+            self._mlflow = Spool(described, folder) if spools else MlflowRun(described, folder, say)
         self._others = None if quiet or not others else Others(others, name, folder, parameters)
         self._live = None if quiet else live
 
@@ -107,6 +110,14 @@ class Tracker:
         """Register what was made with MLflow as a version of the model, once the run has succeeded."""
         self._model = (folder, tags)
 
+    def store(self, *files: Path) -> None:
+        """Store files with MLflow's run, once it has succeeded."""
+        self._files += files
+
+    def summarize(self, numbers: Mapping[str, float], *files: Path) -> None:
+        """Log numbers and files with MLflow's run of the whole experiment, once this one has succeeded."""
+        self._summary = (dict(numbers), list(files))
+
     def headlines(self) -> dict[str, Number]:
         """The final numbers that `dvc metrics show` and `dvc exp show` print: best validation, tokens read."""
         best = self.final.get("best", {})
@@ -121,6 +132,7 @@ class Tracker:
         """Show the last row, which is complete, with what was `measured` since the one before."""
         if not self.rows:
             return
+        self.tokens_per_second = measured.get("tokens_per_second", 0.0)
         step = int(self.rows[-1]["step"])
         self._measured[step] = {f"speed/{name}": value for name, value in measured.items()}
         if self._live is not None:
@@ -160,250 +172,13 @@ class Tracker:
             self._mlflow.system(system)
             if self._model is not None:
                 self._mlflow.register(*self._model)
+            if self._files:
+                self._mlflow.artifacts(self._files)
+            if any(self._summary):
+                self._mlflow.summarize(*self._summary)
             self._mlflow.finish(flatten(self.final) | {f"speed/{k}": v for k, v in flatten(self.speed).items()})
         if self._others is not None:
             self._others.finish()
-
-
-class MlflowRun:
-    """One MLflow run, started in a thread (importing MLflow takes seconds), continued by its id in the work folder.
-
-    The first log waits up to WAIT seconds for the store (`registry.connect`); a store that does not answer by then, or
-    later, costs one warning. STAGECOACH_MLFLOW=off switches MLflow off (for tests of other things); under the launcher
-    a stage has a Spool instead.
-    """
-
-    def __init__(self, name: str, folder: Path, tags: dict[str, str], parameters: JsonObject) -> None:
-        self.name, self.folder, self.tags, self.parameters = name, folder, tags, parameters
-        self.client: MlflowClient | None = None
-        self.run_id = ""
-        self.failed = os.environ.get("STAGECOACH_MLFLOW") == "off"
-        self._last_step, self._last_names = -1, set[str]()
-        self._thread = threading.Thread(target=self._start, daemon=True)
-        if not self.failed:
-            self._thread.start()
-
-    def _start(self) -> None:
-        try:
-            self._open()
-        except Exception as error:  # MLflow raises many types; none of them may cost a training run
-            self._fail(error)
-
-    def _open(self) -> None:
-        client, experiment = registry.connect()
-        self.run_id = self._resume(client) or self._create(client, experiment)
-        self.client = client
-
-    def _resume(self, client: MlflowClient) -> str:
-        run_id = known_run(self.folder)
-        if not run_id:
-            return ""
-        from mlflow.exceptions import MlflowException
-
-        try:
-            client.update_run(run_id, status="RUNNING")
-            names = client.get_run(run_id).data.metrics
-        except MlflowException:  # the store was deleted, or another one is in use now
-            return ""
-        curve = [name for name in names if not name.startswith("system/")]
-        steps = {name: max(m.step for m in client.get_metric_history(run_id, name)) for name in curve}
-        self._last_step = max(steps.values(), default=-1)
-        self._last_names = {name for name, step in steps.items() if step == self._last_step}
-        return run_id
-
-    def _create(self, client: MlflowClient, experiment: str) -> str:
-        from mlflow.entities import Param
-
-        run = client.create_run(experiment, run_name=self.name, tags=self.tags)
-        (self.folder / NOTE).write_text(json.dumps({"run_id": run.info.run_id}))
-        params = [Param(k, str(v)[:500]) for k, v in sorted(flatten(self.parameters).items())]
-        for first in range(0, len(params), 100):  # as many as one batch takes
-            client.log_batch(run.info.run_id, params=params[first : first + 100])
-        return run.info.run_id
-
-    def _fail(self, error: Exception) -> None:
-        if not self.failed:
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            say(f"warning: MLflow does not answer ({type(error).__name__}: {reason[:200]}); going on without it")
-        self.failed = True
-
-    def _wait_for_client(self, wait: float | None = None) -> MlflowClient | None:
-        """The client once the run is open; None if the store does not answer."""
-        if self._thread.ident is not None and not self.failed:
-            wait = WAIT if wait is None else wait
-            self._thread.join(timeout=wait)
-            if self._thread.is_alive():
-                self._fail(TimeoutError(f"no answer within {wait:.0f} s"))
-        return None if self.failed else self.client
-
-    def log(self, rows: list[dict[str, Number]]) -> None:
-        """Log rows of the curve, without what the run has already."""
-        if not rows or (client := self._wait_for_client()) is None:  # once it is open, `_resume` knows what it has
-            return
-        if new_rows := unknown(rows, self._last_step, self._last_names):
-            now = int(time.time() * 1000)
-            values = [(k, v, now, int(row["step"])) for row in new_rows for k, v in row.items() if k != "step"]
-            self._send(client, values)
-            self._last_names = names_at(new_rows[-1], self._last_step, self._last_names)
-            self._last_step = int(new_rows[-1]["step"])
-
-    def system(self, samples: Sequence[tuple[int, Mapping[str, float]]]) -> None:
-        """Log how busy the machine was, under names that MLflow's page draws as system metrics."""
-        if samples and (client := self._wait_for_client()) is not None:
-            numbered = enumerate(samples)
-            self._send(client, [(k, v, when, step) for step, (when, values) in numbered for k, v in values.items()])
-
-    def register(self, folder: Path, tags: Mapping[str, str]) -> None:
-        """Register a version of the model, with this run's tags and its own."""
-        if (client := self._wait_for_client()) is None:
-            return
-        try:
-            own_tags = {key: self.tags[key] for key in ("work.key", "git.commit") if self.tags.get(key)}
-            registry.register(client, self.run_id, folder, own_tags | dict(tags))
-        except Exception as error:  # as in _start
-            self._fail(error)
-
-    def _send(self, client: MlflowClient, values: Sequence[tuple[str, object, int, int]]) -> None:
-        """Log (name, value, milliseconds, step) tuples, without values that are not finite numbers."""
-        from mlflow.entities import Metric
-
-        metrics = [
-            Metric(k, float(v), when, step)
-            for k, v, when, step in values
-            if isinstance(v, int | float) and math.isfinite(v)
-        ]
-        try:
-            for first in range(0, len(metrics), 1000):
-                client.log_batch(self.run_id, metrics=metrics[first : first + 1000])
-        except Exception as error:  # as in _start
-            self._fail(error)
-
-    def back_to(self, step: int) -> None:
-        """Accept the steps after this one again; those that the run has already stay beside them."""
-        if self._wait_for_client() is not None:
-            self._last_step = min(self._last_step, step)
-
-    def finish(self, final: JsonObject) -> None:
-        """Log the final metrics under `final/`, and set the status FINISHED."""
-        if (client := self._wait_for_client()) is not None:
-            last = max(self._last_step, 0)
-            now = int(time.time() * 1000)
-            self._send(client, [(f"final/{k}", v, now, last) for k, v in final.items()])
-            self.end("FINISHED")
-
-    def end(self, status: str, wait: float | None = None) -> None:
-        """Set the run's status; wait at most `wait` seconds for a store that is still being opened (None: WAIT)."""
-        if (client := self._wait_for_client(wait)) is None:
-            return
-        try:
-            client.set_terminated(self.run_id, status=status)
-        except Exception as error:  # as in _start
-            self._fail(error)
-
-
-def unknown(rows: list[dict[str, Number]], last: int, names: Set[str]) -> list[dict[str, Number]]:
-    """The rows after the step `last`, and what its row has beside the values `names`."""
-    new_rows = [row for row in rows if int(row["step"]) > last]
-    more = [{k: v for k, v in row.items() if k not in names} for row in rows if int(row["step"]) == last]
-    return [row for row in more if len(row) > 1] + new_rows
-
-
-def names_at(row: dict[str, Number], last: int, names: Set[str]) -> set[str]:
-    """The values that a tracker has at the step of `row`, the last that it got; before, it had `names` at `last`."""
-    return row.keys() - {"step"} | (names if int(row["step"]) == last else set())
-
-
-class Spool:
-    """The calls of an MlflowRun, as lines in the work folder. Importing MLflow takes two CPU seconds, so the launcher
-    makes the calls of all stages in one process (`deliver`).
-    """
-
-    def __init__(self, name: str, folder: Path, tags: dict[str, str], parameters: JsonObject) -> None:
-        self.path = folder / SPOOL
-        self._add("open", name, tags, parameters)
-
-    def _add(self, *call: object) -> None:
-        with self.path.open("a", encoding="utf-8") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            file.write(json.dumps(call, default=str) + "\n")
-
-    def log(self, rows: list[dict[str, Number]]) -> None:
-        """MlflowRun.log, later."""
-        if rows:
-            self._add("log", rows)
-
-    def system(self, samples: Sequence[tuple[int, Mapping[str, float]]]) -> None:
-        """MlflowRun.system, later."""
-        self._add("system", samples)
-
-    def register(self, folder: Path, tags: Mapping[str, str]) -> None:
-        """MlflowRun.register, later."""
-        self._add("register", folder.resolve(), tags)
-
-    def back_to(self, step: int) -> None:
-        """MlflowRun.back_to, later."""
-        self._add("back_to", step)
-
-    def finish(self, final: JsonObject) -> None:
-        """MlflowRun.finish, later."""
-        self._add("finish", final)
-
-    def end(self, status: str, wait: float | None = None) -> None:
-        """MlflowRun.end, later; nothing is waited for here."""
-        self._add("end", status)
-
-
-def deliver(root: Path, ended: Callable[[], bool]) -> None:
-    """Make the calls that stages spool in the work directory `root`, also those of an earlier build, until `ended`,
-    which takes a moment, is true and none is left.
-    """
-    runs: dict[Path, MlflowRun] = {}
-    is_last = False
-    while not is_last:
-        is_last = ended()
-        for path in sorted(root.glob(f"*/*/{SPOOL}")):
-            for line in _taken(path):
-                _make_call(runs, path.parent, json.loads(line))
-
-
-def _taken(spool: Path) -> list[str]:
-    """The lines of a spool, which is empty from then on."""
-    if not spool.stat().st_size:
-        return []
-    with spool.open("r+", encoding="utf-8") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        lines = file.read().splitlines()
-        file.truncate(0)
-    return lines
-
-
-def _make_call(runs: dict[Path, MlflowRun], folder: Path, call: list[Any]) -> None:
-    if call[0] == "open":
-        _, name, tags, parameters = call
-        runs[folder] = MlflowRun(name, folder, tags, parameters)
-        return
-    if folder not in runs:  # an earlier build's process opened the run, and was killed
-        runs[folder] = MlflowRun(folder.parent.name, folder, {}, {})
-    run = runs[folder]
-    match call:
-        case ["log", rows]:
-            run.log(rows)
-        case ["system", samples]:
-            run.system(samples)
-        case ["register", made, tags]:
-            run.register(Path(made), tags)
-        case ["back_to", step]:
-            run.back_to(step)
-        case ["finish", final]:
-            run.finish(final)
-        case ["end", status]:
-            run.end(status)
-
-
-def known_run(folder: Path) -> str:
-    """The id of a work folder's MLflow run; empty if it has none."""
-    note = folder / NOTE
-    return json.loads(note.read_text())["run_id"] if note.is_file() else ""
 
 
 class Others:
@@ -478,11 +253,20 @@ def clean(value: Any) -> Any:
     return value
 
 
-def flatten(values: Mapping[str, Any], prefix: str = "") -> JsonObject:
+def duration(seconds: float) -> str:
+    """A time as text: `14 s`, `3 min`, `1 h 20 min`."""
+    minutes = round(seconds / 60)
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "", separator: str = "/") -> JsonObject:
     """Nested dicts as one with names such as `a/b`."""
     flat: JsonObject = {}
     for key, value in values.items():
-        flat |= flatten(value, f"{prefix}{key}/") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+        name = f"{prefix}{key}"
+        flat |= flatten(value, name + separator, separator) if isinstance(value, Mapping) else {name: value}
     return flat
 
 
@@ -528,13 +312,13 @@ class Progress:
         self.done += amount
         self._bar.update(amount)
         now = time.monotonic()
-        if self._bar.disable and now - self._last >= 30 and rank() == 0:
+        if self._bar.disable and now - self._last >= LINE_SECONDS and rank() == 0:
             self._last = now
             elapsed = now - self._start
             rate = (self.done - self._initial) / elapsed
-            eta = f", {(self.total - self.done) / rate:.0f} s left" if self.total and rate else ""
             total = f"/{self.total:.0f}" if self.total else ""
-            say(f"{self.desc}: {self.done:.0f}{total} {self.unit}, {elapsed:.0f} s{eta}{self._note}")
+            left = f", about {duration((self.total - self.done) / rate)} left" if self.total and rate else ""
+            say(f"{self.desc}: {self.done:.0f}{total} {self.unit}{self._note}, {duration(elapsed)}{left}")
 
     def note(self, text: str) -> None:
         """Show a short text behind the numbers, such as the loss."""

@@ -20,8 +20,10 @@ and follows the pace of the stages that are built.
 
 import argparse
 import json
+import logging
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import time
@@ -34,7 +36,7 @@ from pathlib import Path
 
 import psutil
 
-from pipeline.run import device, graph, processes, tracking, workdir
+from pipeline.run import device, graph, mlflow_store, processes, tracking, workdir
 from pipeline.run.config import Settings, read_yaml
 from pipeline.run.errors import ConfigError
 from pipeline.sandbox import jail
@@ -52,6 +54,8 @@ SPINS = "1000"
 PACED_SECONDS = 30.0  # estimated, of stages that are built, from which on they tell how fast this machine is
 MLFLOW = "STAGECOACH_MLFLOW"
 ENDED = "STAGECOACH_ENDED"  # the file for a stage's exit code; DVC's own code means only that it failed
+# Of DVC after each stage; the launcher's last line has them once
+HINTS = re.compile(r"^\s*(Updating lock file|To track the changes|To enable auto staging|Use `dvc push`|$)")
 # On macOS a fork of a process that has used its frameworks may crash
 PROCESSES = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
 
@@ -313,7 +317,7 @@ def _become_child(launcher: int) -> None:
 def deliver(work: Path, end: Connection, launcher: int) -> None:
     """Deliver to MLflow what the stages spool, until something is sent to `end`. Runs in a child of the launcher."""
     _become_child(launcher)
-    tracking.deliver(work, lambda: end.poll(LOOK_SECONDS))
+    mlflow_store.deliver(work, lambda: end.poll(LOOK_SECONDS), tracking.say)
 
 
 def reproduce(name: str, environment: dict[str, str], launcher: int) -> None:
@@ -322,6 +326,8 @@ def reproduce(name: str, environment: dict[str, str], launcher: int) -> None:
     os.environ.update(environment)
     from dvc.cli import main  # here: the import takes a second
 
+    for handler in logging.getLogger("dvc").handlers:
+        handler.addFilter(lambda record: not HINTS.search(record.getMessage()))
     sys.argv = ["dvc", "--wait-for-lock", "repro", "-s", name]
     raise SystemExit(main(sys.argv[1:]))
 
@@ -356,6 +362,8 @@ class Launcher:
         for name in self.build.named("waiting"):
             self.build.stages[name].state = "not built"
         sys.stderr.write("\n" + self.build.table() + self.build.use(time.monotonic() - began))
+        if self.build.named("built"):
+            say("dvc.lock describes what was built: git add dvc.lock; dvc push shares the files")
         if self.signal:
             say(f"stopped by {signal.Signals(self.signal).name}; go on with: {self.command}")
             return 128 + self.signal
@@ -371,7 +379,7 @@ class Launcher:
         process = _child(deliver, workdir.root(), receiver)
         yield
         sender.send("end")
-        process.join(tracking.SHORT_WAIT if self.signal else tracking.WAIT)
+        process.join(mlflow_store.SHORT_WAIT if self.signal else mlflow_store.WAIT)
         process.kill()
 
     def _on_signal(self, number: int, _frame: object) -> None:
@@ -381,7 +389,7 @@ class Launcher:
         for name in [] if self.signal else self.build.next():
             (self.exit_codes / name).unlink(missing_ok=True)
             threads = max(1, self.cores // (1 if name in self.build.alone else self.build.jobs))
-            defaults = {"OMP_NUM_THREADS": str(threads), "GOMP_SPINCOUNT": SPINS, MLFLOW: tracking.LATER}
+            defaults = {"OMP_NUM_THREADS": str(threads), "GOMP_SPINCOUNT": SPINS, MLFLOW: mlflow_store.LATER}
             environment = defaults | os.environ | {ENDED: str(self.exit_codes / name)}
             process = _child(reproduce, name, environment)
             self.running[name] = (process, time.monotonic())

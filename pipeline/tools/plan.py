@@ -4,8 +4,8 @@
     python -m pipeline.tools.plan model=7b gradient_checkpointing=full    any file of conf/model/, any key below
     python -m pipeline.tools.plan model=large model.layers=24 strategy=fsdp2 processes=4 micro_batch=2
 
-Prints bytes per device by strategy and part, and the largest micro-batch (a power of two) that fits: within 30 % of
-this machine's memory (80 % of its GPU's), and within 80 % of cards of 16, 24, 40 and 80 GB (10^9 bytes; their columns
+Prints bytes per device by strategy and part, and the largest micro-batch (a power of two) that fits: within 30% of
+this machine's memory (80% of its GPU's), and within 80% of cards of 16, 24, 40 and 80 GB (10^9 bytes; their columns
 are always for CUDA). The arithmetic, and what it leaves out, is in `learning/footprint.py`; `runtime.micro_batch: auto`
 uses the same.
 """

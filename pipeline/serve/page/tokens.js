@@ -6,7 +6,7 @@ import { complete, speed } from "./generate.js";
 import { hear, settings } from "./state.js";
 
 const probability = (token) => Math.exp(token.logprob ?? 0);
-const percent = (share) => `${number(100 * share, share < 0.1 ? 1 : 0)} %`;
+const percent = (share) => `${number(100 * share, share < 0.1 ? 1 : 0)}%`;
 
 // A token's text with its white space to be seen.
 export const visible = (text) => text.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replace(/^ +| +$/g, (spaces) => "␣".repeat(spaces.length)) || "∅";

@@ -1,0 +1,550 @@
+"""MLflow: the store, a run for each stage that is built, and the registered models.
+
+    connect()                      a client of the store, and the experiment of our runs
+    MlflowRun, Spool, deliver      the run of a stage; the same calls as lines in the work folder; making those calls
+    register(client, run_id, ...)  a version of the model `stagecoach`, made by a run of stage deploy
+    versions, champion, crown      the versions, the one with the alias `champion`, and giving a version the alias
+
+    workspace                      a run for each DVC experiment (or for the workspace) and commit: headlines, report
+      workspace/language           nested under it, a run for each stage: parameters under the names of params.yaml,
+                                   inputs as datasets with their digests, the curve, final numbers, artifacts
+
+The store is `sqlite:///$DVC_ROOT/mlflow.db` unless MLFLOW_TRACKING_URI is set. A version is an MLflow model with a copy
+of the deployed model, so it loads after `prune` and on other machines (`pipeline/export/pyfunc.py`). The evaluation of
+a champion is stored with its run as the artifact `evaluation`, so that a later version can be compared with it item by
+item. Which version may be champion is decided in report/champion.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import math
+import os
+import shutil
+import sqlite3
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.run.errors import ConfigError
+from pipeline.run.types import JsonObject
+
+if TYPE_CHECKING:
+    from mlflow.entities.model_registry import ModelVersion
+    from mlflow.tracking import MlflowClient
+
+Number = float | int | str
+NAME, ALIAS, EVALUATION = "stagecoach", "champion", "evaluation"
+WORKSPACE = "workspace"  # as in `dvc exp show`: what was built outside any experiment
+GROUP = "stagecoach.group"  # tag of the run that those of an experiment are nested under
+NOTE = "mlflow.json"  # in the work folder: the id of its MLflow run
+SPOOL, LATER = "mlflow.jsonl", "later"  # in the work folder: calls of an MlflowRun; the STAGECOACH_MLFLOW that spools
+WAIT, SHORT_WAIT = 120.0, 5.0  # seconds for the store to open: for a run that trains, for one that is being stopped
+MAX_DIGEST = 36  # characters, in MLflow's tables
+DEFAULTS = {  # with its own, MLflow would retry for four minutes and warn at each try
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "DO_NOT_TRACK": "true",
+    "MLFLOW_LOGGING_LEVEL": "ERROR",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+}
+LOADER = "pipeline.export.pyfunc"
+ANOTHER_PROGRAMS = ("gguf", "ollama", "onnx")  # folders of an export that MLflow's copy leaves out
+NEEDED = ("torch", "numpy", "pyyaml", "ruamel.yaml", "safetensors", "tokenizers", "tqdm")  # by LOADER
+
+
+@dataclass(frozen=True)
+class Description:
+    """What the run of a stage is created with."""
+
+    name: str  # evaluate@tools
+    tags: dict[str, str] = field(default_factory=dict)
+    parameters: JsonObject = field(default_factory=dict)  # under the user's names: language.learning_rate
+    inputs: dict[str, str] = field(default_factory=dict)  # path -> digest
+
+    @property
+    def experiment(self) -> str:
+        """The name of the DVC experiment."""
+        return self.tags.get("dvc.exp") or WORKSPACE
+
+    @property
+    def group(self) -> str:
+        """What the runs of one experiment, or of the workspace at one commit, have in common."""
+        return f"{self.experiment} {self.tags.get('dvc.baseline') or self.tags.get('git.commit', '')}".strip()
+
+
+@dataclass(frozen=True)
+class Version:
+    """A registered model."""
+
+    number: str
+    run_id: str
+    tags: dict[str, str]  # work.key, git.commit, model, and the reason it became champion
+
+
+# -- the store ---------------------------------------------------------------------------------------------------------
+
+
+def connect() -> tuple[MlflowClient, str]:
+    """A client, and the id of the experiment `stagecoach`, created if it is missing. Raises ConfigError, and whatever
+    MLflow raises.
+    """
+    for variable, value in DEFAULTS.items():
+        os.environ.setdefault(variable, value)
+    root = Path(os.environ.get("DVC_ROOT", ".")).resolve()
+    uri = os.environ.get("MLFLOW_TRACKING_URI", f"sqlite:///{root / 'mlflow.db'}")
+    with warnings.catch_warnings(), _locked():  # else two first users would both create the tables
+        warnings.simplefilter("ignore")
+        _check_file(uri)
+        from mlflow.tracking import MlflowClient
+
+        client = MlflowClient(tracking_uri=uri, registry_uri=uri)
+        experiment = client.get_experiment_by_name("stagecoach")
+        if experiment is not None:
+            return client, experiment.experiment_id
+        artifacts = (root / "mlartifacts").as_uri() if uri.startswith("sqlite") else None
+        return client, client.create_experiment("stagecoach", artifact_location=artifacts)
+
+
+@contextmanager
+def _locked() -> Iterator[None]:
+    """One process of this repository at a time."""
+    folder = Path(os.environ.get("DVC_ROOT", ".")).resolve() / ".work"
+    folder.mkdir(exist_ok=True)
+    with (folder / "mlflow.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _check_file(uri: str) -> None:
+    """Raise ConfigError if SQLite cannot open the store's file, a folder for example: MLflow would try for 100
+    seconds.
+    """
+    path = uri.removeprefix("sqlite:///").partition("?")[0]
+    if path in (uri, "", ":memory:"):
+        return
+    try:
+        with contextlib.closing(sqlite3.connect(path, timeout=60.0)) as store:
+            store.execute("pragma schema_version").fetchone()
+    except sqlite3.Error as error:
+        what = "a folder" if Path(path).is_dir() else f"what SQLite cannot open ({error})"
+        raise ConfigError(
+            f"{path}: expected MLflow's database, found {what}; move it away, or set MLFLOW_TRACKING_URI"
+        ) from error
+
+
+# -- runs --------------------------------------------------------------------------------------------------------------
+
+
+class MlflowRun:
+    """One MLflow run, started in a thread (importing MLflow takes seconds), continued by its id in the work folder.
+
+    The first log waits up to WAIT seconds for the store (`connect`); a store that does not answer by then, or later,
+    costs one warning, by `warn`. STAGECOACH_MLFLOW=off switches MLflow off (for tests of other things); under the
+    launcher a stage has a Spool instead.
+    """
+
+    def __init__(self, description: Description, folder: Path, warn: Callable[[str], None]) -> None:
+        self.description, self.folder, self.warn = description, folder, warn
+        self.client: MlflowClient | None = None
+        self.run_id = self.parent_id = ""
+        self.failed = os.environ.get("STAGECOACH_MLFLOW") == "off"
+        self._last_step, self._last_names = -1, set[str]()
+        self._thread = threading.Thread(target=self._start, daemon=True)
+        if not self.failed:
+            self._thread.start()
+
+    def _start(self) -> None:
+        try:
+            self._open()
+        except Exception as error:  # MLflow raises many types; none of them may cost a training run
+            self._fail(error)
+
+    def _open(self) -> None:
+        client, experiment = connect()
+        self.run_id = self._resume(client) or self._create(client, experiment)
+        if self.parent_id:
+            client.update_run(self.parent_id, status="RUNNING")
+        self.client = client
+
+    def _resume(self, client: MlflowClient) -> str:
+        run_id = known_run(self.folder)
+        if not run_id:
+            return ""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            client.update_run(run_id, status="RUNNING")
+            data = client.get_run(run_id).data
+        except MlflowException:  # the store was deleted, or another one is in use now
+            return ""
+        self.parent_id = data.tags.get("mlflow.parentRunId", "")
+        curve = [name for name in data.metrics if not name.startswith("system/")]
+        steps = {name: max(m.step for m in client.get_metric_history(run_id, name)) for name in curve}
+        self._last_step = max(steps.values(), default=-1)
+        self._last_names = {name for name, step in steps.items() if step == self._last_step}
+        return run_id
+
+    def _create(self, client: MlflowClient, experiment: str) -> str:
+        from mlflow.entities import Dataset, DatasetInput, InputTag, Param
+
+        described = self.description
+        with _locked():  # else two stages would both create the parent
+            self.parent_id = self._parent(client, experiment)
+        models = {f"input.{path}": digest for path, digest in described.inputs.items() if path.startswith("models/")}
+        tags = described.tags | models | {"mlflow.parentRunId": self.parent_id, "mlflow.source.type": "LOCAL"}
+        if commit := described.tags.get("git.commit"):
+            tags["mlflow.source.git.commit"] = commit
+        run = client.create_run(experiment, run_name=f"{described.experiment}/{described.name}", tags=tags)
+        run_id = run.info.run_id
+        (self.folder / NOTE).write_text(json.dumps({"run_id": run_id}))
+        params = [Param(k, str(v)[:500]) for k, v in sorted(described.parameters.items())]
+        for first in range(0, len(params), 100):  # as many as one batch takes
+            client.log_batch(run_id, params=params[first : first + 100])
+        data = [
+            DatasetInput(
+                Dataset(path, digest[:MAX_DIGEST], "local", json.dumps({"uri": path})),
+                [InputTag("mlflow.data.context", described.name)],
+            )
+            for path, digest in described.inputs.items()
+            if not path.startswith("models/")
+        ]
+        if data:
+            client.log_inputs(run_id, data)
+        return run_id
+
+    def _parent(self, client: MlflowClient, experiment: str) -> str:
+        """The run of the experiment, created if it is missing."""
+        described = self.description
+        quoted = described.group.replace("'", "\\'")
+        found = client.search_runs([experiment], f"tags.`{GROUP}` = '{quoted}'", max_results=1)
+        if found:
+            return found[0].info.run_id
+        tags = {GROUP: described.group, "dvc.exp": described.tags.get("dvc.exp", "")}
+        if commit := described.tags.get("git.commit"):
+            tags |= {"git.commit": commit, "mlflow.source.git.commit": commit}
+        return client.create_run(experiment, run_name=described.experiment, tags=tags).info.run_id
+
+    def _fail(self, error: Exception) -> None:
+        if not self.failed:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            self.warn(f"warning: MLflow does not answer ({type(error).__name__}: {reason[:200]}); going on without it")
+        self.failed = True
+
+    def _wait_for_client(self, wait: float | None = None) -> MlflowClient | None:
+        """The client once the run is open; None if the store does not answer."""
+        if self._thread.ident is not None and not self.failed:
+            wait = WAIT if wait is None else wait
+            self._thread.join(timeout=wait)
+            if self._thread.is_alive():
+                self._fail(TimeoutError(f"no answer within {wait:.0f} s"))
+        return None if self.failed else self.client
+
+    def log(self, rows: list[dict[str, Number]]) -> None:
+        """Log rows of the curve, without what the run has already."""
+        if not rows or (client := self._wait_for_client()) is None:  # once it is open, `_resume` knows what it has
+            return
+        if new_rows := unknown(rows, self._last_step, self._last_names):
+            now = int(time.time() * 1000)
+            values = [(k, v, now, int(row["step"])) for row in new_rows for k, v in row.items() if k != "step"]
+            self._send(client, self.run_id, values)
+            self._last_names = names_at(new_rows[-1], self._last_step, self._last_names)
+            self._last_step = int(new_rows[-1]["step"])
+
+    def system(self, samples: Sequence[tuple[int, Mapping[str, float]]]) -> None:
+        """Log how busy the machine was, under names that MLflow's page draws as system metrics."""
+        if samples and (client := self._wait_for_client()) is not None:
+            numbered = enumerate(samples)
+            values = [(k, v, when, step) for step, (when, values) in numbered for k, v in values.items()]
+            self._send(client, self.run_id, values)
+
+    def register(self, folder: Path, tags: Mapping[str, str]) -> None:
+        """Register a version of the model, with this run's tags and its own."""
+        if (client := self._wait_for_client()) is None:
+            return
+        try:
+            own_tags = {key: value for key in ("work.key", "git.commit") if (value := self.description.tags.get(key))}
+            register(client, self.run_id, folder, own_tags | dict(tags))
+        except Exception as error:  # as in _start
+            self._fail(error)
+
+    def artifacts(self, files: Sequence[Path]) -> None:
+        """Store files with the run."""
+        self._store(self.run_id, files)
+
+    def summarize(self, numbers: Mapping[str, float], files: Sequence[Path]) -> None:
+        """Log numbers and files with the run of the experiment, beside those of its other stages."""
+        if (client := self._wait_for_client()) is not None and self.parent_id:
+            now = int(time.time() * 1000)
+            self._send(client, self.parent_id, [(name, value, now, 0) for name, value in numbers.items()])
+            self._store(self.parent_id, files)
+
+    def _store(self, run_id: str, files: Sequence[Path]) -> None:
+        if (client := self._wait_for_client()) is None:
+            return
+        try:
+            for path in files:
+                client.log_artifact(run_id or self.run_id, str(path))
+        except Exception as error:  # as in _start
+            self._fail(error)
+
+    def _send(self, client: MlflowClient, run_id: str, values: Sequence[tuple[str, object, int, int]]) -> None:
+        """Log (name, value, milliseconds, step) tuples, without values that are not finite numbers."""
+        from mlflow.entities import Metric
+
+        metrics = [
+            Metric(k, float(v), when, step)
+            for k, v, when, step in values
+            if isinstance(v, int | float) and math.isfinite(v)
+        ]
+        try:
+            for first in range(0, len(metrics), 1000):
+                client.log_batch(run_id, metrics=metrics[first : first + 1000])
+        except Exception as error:  # as in _start
+            self._fail(error)
+
+    def back_to(self, step: int) -> None:
+        """Accept the steps after this one again; those that the run has already stay beside them."""
+        if self._wait_for_client() is not None:
+            self._last_step = min(self._last_step, step)
+
+    def finish(self, final: JsonObject) -> None:
+        """Log the final metrics under `final/`, and set the status FINISHED."""
+        if (client := self._wait_for_client()) is not None:
+            now, last = int(time.time() * 1000), max(self._last_step, 0)
+            self._send(client, self.run_id, [(f"final/{name}", value, now, last) for name, value in final.items()])
+            self.end("FINISHED")
+
+    def end(self, status: str, wait: float | None = None) -> None:
+        """Set the status of the run and of its experiment's; wait at most `wait` seconds (None: WAIT) for a store that
+        is still being opened.
+        """
+        if (client := self._wait_for_client(wait)) is None:
+            return
+        try:
+            for run_id in filter(None, (self.run_id, self.parent_id)):
+                client.set_terminated(run_id, status)
+        except Exception as error:  # as in _start
+            self._fail(error)
+
+
+def unknown(rows: list[dict[str, Number]], last: int, names: Set[str]) -> list[dict[str, Number]]:
+    """The rows after the step `last`, and what its row has beside the values `names`."""
+    new_rows = [row for row in rows if int(row["step"]) > last]
+    more = [{k: v for k, v in row.items() if k not in names} for row in rows if int(row["step"]) == last]
+    return [row for row in more if len(row) > 1] + new_rows
+
+
+def names_at(row: dict[str, Number], last: int, names: Set[str]) -> set[str]:
+    """The values that a tracker has at the step of `row`, the last that it got; before, it had `names` at `last`."""
+    return row.keys() - {"step"} | (names if int(row["step"]) == last else set())
+
+
+class Spool:
+    """The calls of an MlflowRun, as lines in the work folder. Importing MLflow takes two CPU seconds, so the launcher
+    makes the calls of all stages in one process (`deliver`).
+    """
+
+    def __init__(self, description: Description, folder: Path) -> None:
+        self.path = folder / SPOOL
+        self._add("open", asdict(description))
+
+    def _add(self, *call: object) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.write(json.dumps(call, default=str) + "\n")
+
+    def log(self, rows: list[dict[str, Number]]) -> None:
+        """MlflowRun.log, later."""
+        if rows:
+            self._add("log", rows)
+
+    def system(self, samples: Sequence[tuple[int, Mapping[str, float]]]) -> None:
+        """MlflowRun.system, later."""
+        self._add("system", samples)
+
+    def register(self, folder: Path, tags: Mapping[str, str]) -> None:
+        """MlflowRun.register, later."""
+        self._add("register", folder.resolve(), tags)
+
+    def artifacts(self, files: Sequence[Path]) -> None:
+        """MlflowRun.artifacts, later."""
+        self._add("artifacts", [path.resolve() for path in files])
+
+    def summarize(self, numbers: Mapping[str, float], files: Sequence[Path]) -> None:
+        """MlflowRun.summarize, later."""
+        self._add("summarize", numbers, [path.resolve() for path in files])
+
+    def back_to(self, step: int) -> None:
+        """MlflowRun.back_to, later."""
+        self._add("back_to", step)
+
+    def finish(self, final: JsonObject) -> None:
+        """MlflowRun.finish, later."""
+        self._add("finish", final)
+
+    def end(self, status: str, wait: float | None = None) -> None:
+        """MlflowRun.end, later; nothing is waited for here."""
+        self._add("end", status)
+
+
+def deliver(root: Path, ended: Callable[[], bool], warn: Callable[[str], None]) -> None:
+    """Make the calls that stages spool in the work directory `root`, also those of an earlier build, until `ended`,
+    which takes a moment, is true and none is left.
+    """
+    runs: dict[Path, MlflowRun] = {}
+    is_last = False
+    while not is_last:
+        is_last = ended()
+        for path in sorted(root.glob(f"*/*/{SPOOL}")):
+            for line in _taken(path):
+                _make_call(runs, path.parent, json.loads(line), warn)
+
+
+def _taken(spool: Path) -> list[str]:
+    """The lines of a spool, which is empty from then on."""
+    if not spool.stat().st_size:
+        return []
+    with spool.open("r+", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        lines = file.read().splitlines()
+        file.truncate(0)
+    return lines
+
+
+def _make_call(runs: dict[Path, MlflowRun], folder: Path, call: list[Any], warn: Callable[[str], None]) -> None:
+    if call[0] == "open":
+        runs[folder] = MlflowRun(Description(**call[1]), folder, warn)
+        return
+    if folder not in runs:  # an earlier build's process opened the run, and was killed
+        runs[folder] = MlflowRun(Description(folder.parent.name), folder, warn)
+    run = runs[folder]
+    match call:
+        case ["log", rows]:
+            run.log(rows)
+        case ["system", samples]:
+            run.system(samples)
+        case ["register", made, tags]:
+            run.register(Path(made), tags)
+        case ["artifacts", files]:
+            run.artifacts([Path(file) for file in files])
+        case ["summarize", numbers, files]:
+            run.summarize(numbers, [Path(file) for file in files])
+        case ["back_to", step]:
+            run.back_to(step)
+        case ["finish", final]:
+            run.finish(final)
+        case ["end", status]:
+            run.end(status)
+
+
+def known_run(folder: Path) -> str:
+    """The id of a work folder's MLflow run; empty if it has none."""
+    note = folder / NOTE
+    return json.loads(note.read_text())["run_id"] if note.is_file() else ""
+
+
+# -- registered models -------------------------------------------------------------------------------------------------
+
+
+def register(client: MlflowClient, run_id: str, folder: Path, tags: Mapping[str, str]) -> Version:
+    """The version of a run, created from `folder` if the run has none yet: an MLflow model with a copy of the export,
+    without the files for other programs.
+    """
+    from mlflow.exceptions import MlflowException
+
+    for version in versions(client):
+        if version.run_id == run_id:
+            return version
+    try:
+        client.create_registered_model(NAME)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_ALREADY_EXISTS":
+            raise
+    with tempfile.TemporaryDirectory(prefix="mlflow-", dir=folder.parent) as scratch:
+        client.log_artifact(run_id, str(_as_mlflow_model(folder, Path(scratch))))
+    source = f"{client.get_run(run_id).info.artifact_uri}/model"
+    return _version(client.create_model_version(NAME, source=source, run_id=run_id, tags=dict(tags)))
+
+
+def _as_mlflow_model(folder: Path, scratch: Path) -> Path:
+    """An MLflow model in `scratch` of the export `folder`; files are linked, not copied, where that is possible."""
+    import importlib.metadata
+
+    from mlflow import pyfunc
+    from mlflow.models import ModelSignature
+    from mlflow.types import ColSpec, ParamSchema, ParamSpec, Schema
+
+    def link(source: str, target: str) -> str:
+        try:
+            os.link(source, target)
+        except OSError:
+            shutil.copyfile(source, target)
+        return target
+
+    export = scratch / "export"
+    ignored = shutil.ignore_patterns(*ANOTHER_PROGRAMS, "SHA256SUMS")  # the sums name what is left out
+    shutil.copytree(folder, export, ignore=ignored, copy_function=link)
+    params = ParamSchema(
+        [
+            ParamSpec("temperature", "double", 0.0),
+            ParamSpec("max_new_tokens", "long", 256),
+            ParamSpec("seed", "long", 0),
+        ]
+    )
+    text = Schema([ColSpec("string")])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pyfunc.save_model(
+            str(scratch / "model"),
+            loader_module=LOADER,
+            data_path=str(export),
+            code_paths=[str(Path(__file__).parents[1])],
+            signature=ModelSignature(text, text, params),
+            pip_requirements=[f"{name}=={importlib.metadata.version(name).partition('+')[0]}" for name in NEEDED],
+        )
+    return scratch / "model"
+
+
+def versions(client: MlflowClient) -> list[Version]:
+    """The registered versions, newest first."""
+    registered = client.search_model_versions(f"name = '{NAME}'")
+    return sorted((_version(version) for version in registered), key=lambda version: -int(version.number))
+
+
+def champion(client: MlflowClient) -> Version | None:
+    """The version with the alias `champion`; None if there is none."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        return _version(client.get_model_version_by_alias(NAME, ALIAS))
+    except MlflowException as error:
+        if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):  # no model, no alias
+            return None
+        raise
+
+
+def crown(client: MlflowClient, version: Version, evaluation: list[Path], tags: Mapping[str, str]) -> None:
+    """Store a version's evaluation with its run, then make the version champion."""
+    for path in evaluation:
+        client.log_artifact(version.run_id, str(path), EVALUATION)
+    for key, value in tags.items():
+        client.set_model_version_tag(NAME, version.number, key, value)
+    client.set_registered_model_alias(NAME, ALIAS, version.number)  # last: the evaluation is stored by now
+
+
+def evaluation(client: MlflowClient, version: Version, scratch: Path) -> Path:
+    """The folder with a version's evaluation, downloaded into `scratch`."""
+    return Path(client.download_artifacts(version.run_id, EVALUATION, str(scratch)))
+
+
+def _version(registered: ModelVersion) -> Version:
+    return Version(str(registered.version), str(registered.run_id or ""), dict(registered.tags))
