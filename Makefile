@@ -9,6 +9,7 @@
 # make compare A=main B=workspace    what differs between two runs, why, and whether it is more than chance
 # make doctor        check this machine and suggest fixes
 # make clients       test the API with five clients, our scores with three harnesses: docs/clients.md
+# make docs          build the documentation as a site in .work/site
 # make update        update all packages in requirements.lock
 # make clean         remove the environment and unfinished work; models, data and the DVC cache stay
 
@@ -18,7 +19,7 @@ READY := .venv/.ready
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PYTHONUNBUFFERED := 1
 
-.PHONY: run all test test-all test-extras check setup update serve chat report compare experiments doctor clients clean
+.PHONY: run all test test-all test-extras check docs setup update serve chat report compare experiments doctor clients clean
 
 run: setup
 	@python -m pipeline.run.config
@@ -104,6 +105,9 @@ compare: setup
 
 experiments: setup
 	@python -m pipeline.report.compare
+
+docs: setup
+	@mkdocs build --quiet && echo "open .work/site/index.html"
 
 doctor: setup
 	@python -m pipeline.tools.doctor

@@ -1,22 +1,23 @@
-"""What a server bears: odd requests by the thousand, and one key's attack beside another key's answers.
+"""Stress test of the server: thousands of odd requests, and an attack with one key while other keys get answers.
 
     python benchmarks/abuse.py [--requests 10000] [--answers 1000] [--users 8] [--only odd attack masked] [--kinds ...]
     [--seed 0]
         [--json FILE]
 
-odd     `--requests` of the kinds of `odd_requests.py`, four at a time: none is answered by 5xx (but 503 that says when
-        to come back) or takes more than HANG_SECONDS, every error is OpenAI's object, and behind the first tenth memory
-        grows by at most MOST_GROWTH.
-attack  `--answers` chats by `--users` users, each with a key, half of them quiet, half while another key sends hostile
-        and good schemas, Markdown and prompts to score, and others bodies without a key: no chat fails, and the 95th
-        percentile at most doubles.
-masked  the same for a masked-diffusion model, beside the same attack.
+odd     `--requests` requests of the kinds in `odd_requests.py`, four at a time: none gets a 5xx (except 503 with
+        Retry-After) or takes more than HANG_SECONDS, every error is an OpenAI error object, and after the first tenth
+        memory grows by at most MOST_GROWTH.
+attack  `--answers` chats by `--users` users, each with a key; half run undisturbed, half while another key sends
+        hostile and good schemas, Markdown and prompts to score, and others send bodies without a key: no chat fails,
+        and the 95th percentile at most doubles.
+masked  the same for a masked-diffusion model, under the same attack.
 
-A server of untrained models of two layers runs as a process on 127.0.0.1; the attacker is a process of its own
+A server with untrained two-layer models runs as a process on 127.0.0.1; the attacker is a separate process
 (`attacker.py`). The quiet and the attacked half alternate in ROUNDS, so that a machine that slows
-down slows both. Each attack is bounded: as many requests at a time as in ATTACK, each kind again when it was answered.
+down slows both. Each attack is bounded: the number of concurrent requests is in ATTACK, and each kind is sent again
+once it is answered.
 
-Not measured: models of a size that is used; networks.
+Not measured: models of realistic size; networks.
 """
 
 import argparse
@@ -46,14 +47,14 @@ from tests.server import Running, random_model, save_models, serving
 
 USERS = 8
 KEYS = [f"a-key-of-user-number-{number}" for number in range(USERS)]
-WARM_SECONDS = 1.0  # of an attack before its answers count
+WARM_SECONDS = 1.0  # warm-up of an attack before answers count
 HANG_SECONDS, MOST_GROWTH, MOST_TIMES = 5.0, 50.0, 2.0
-ROUNDS = 5  # of a quiet and an attacked part
+ROUNDS = 5  # each with a quiet and an attacked part
 AT_ONCE = 4  # odd requests
 MASKED = "diffusion" in wings.names()  # whether a masked-diffusion model is served too
 MODELS = ("nano", "masked") if MASKED else ("nano",)
 PARTS = ("odd", "attack", "masked") if MASKED else ("odd", "attack")
-TOKENS = 16  # of a chat
+TOKENS = 16  # per chat
 SENTENCES = (
     "The pilot asked the girl which way the ferry would go.\n",
     "def add(left, right):\n    return left + right\n",
@@ -65,7 +66,7 @@ SENTENCES = (
 
 @contextmanager
 def server(folder: Path) -> Iterator[Running]:
-    """Untrained models behind a key for each user and one for the attacker, at the default rate, with rows for all."""
+    """A server of untrained models with a key per user and one for the attacker, the default rate, and enough rows."""
     tokenizer = Tokenizer.train(iter(SENTENCES), 320)
     models = save_models(folder, tokenizer)
     if MASKED:
@@ -87,7 +88,7 @@ def server(folder: Path) -> Iterator[Running]:
 
 
 def memory(running: Running) -> float:
-    """Resident MiB of the server's processes but those of jobs, which end."""
+    """Resident MiB of the server's processes, except short-lived job processes."""
     process = psutil.Process(running.process.pid)
     family = [process, *process.children(), *(inner for child in process.children() for inner in child.children())]
     return sum(one.memory_info().rss for one in family if one.is_running()) / 2**20
@@ -98,21 +99,21 @@ def memory(running: Running) -> float:
 
 @dataclass
 class Borne:
-    """What became of odd requests."""
+    """Results of the odd requests."""
 
     statuses: Counter[str] = field(default_factory=Counter)  # "kind status"
     wrong: list[str] = field(default_factory=list)
     slowest: float = 0.0
-    growth: float = 0.0  # MiB, behind the first tenth
+    growth: float = 0.0  # MiB, after the first tenth
 
     @property
     def fine(self) -> bool:
-        """Whether all of it is as it is to be."""
+        """Whether every check passed."""
         return not self.wrong and self.growth <= MOST_GROWTH
 
 
 def wrong(odd: Odd, heard: Heard) -> str:
-    """What is wrong with an answer, or nothing."""
+    """What is wrong with an answer, or an empty string."""
     if heard.seconds > HANG_SECONDS:
         return f"took {heard.seconds:.1f} s"
     if heard.status >= 500 and not (heard.status == 503 and "retry-after" in heard.head):
@@ -127,7 +128,7 @@ def wrong(odd: Odd, heard: Heard) -> str:
 
 
 def odd_requests(running: Running, count: int, seed: int) -> Borne:
-    """So many, AT_ONCE at a time."""
+    """Send `count` requests, AT_ONCE at a time."""
     maker, found, began = Maker(random.Random(seed)), Borne(), 0.0
 
     async def some(share: int, key: str) -> None:
@@ -160,7 +161,7 @@ def odd_requests(running: Running, count: int, seed: int) -> Borne:
 
 @contextmanager
 def attacked(url: str, kinds: Sequence[str], counts: Counter[str]) -> Iterator[None]:
-    """An attack while the block runs."""
+    """Run an attack while the block runs."""
     command = [sys.executable, str(Path(__file__).with_name("attacker.py")), url, *kinds]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None and process.stdout is not None
@@ -174,7 +175,7 @@ def attacked(url: str, kinds: Sequence[str], counts: Counter[str]) -> Iterator[N
 
 
 def chats(running: Running, model: str, count: int, users: int) -> list[Heard]:
-    """So many answers, by so many users at a time."""
+    """Get `count` answers for `users` concurrent users."""
     left = iter(range(count))
 
     async def user(key: str) -> list[Heard]:
@@ -191,14 +192,14 @@ def chats(running: Running, model: str, count: int, users: int) -> list[Heard]:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value that a share does not exceed."""
+    """The value that the given share of values does not exceed."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 @dataclass(frozen=True)
 class Beside:
-    """Answers without an attack, and with one."""
+    """Answers without and with an attack."""
 
     model: str
     quiet: list[Heard]
@@ -208,12 +209,12 @@ class Beside:
 
     @property
     def failures(self) -> list[str]:
-        """Of those who work."""
+        """Failures of the regular users."""
         return [f"{one.status} {one.body[:200]!r}" for one in (*self.quiet, *self.attacked) if one.status != 200]
 
     @property
     def times(self) -> float:
-        """The 95th percentile, how many times the quiet one."""
+        """The 95th percentile under attack relative to the quiet one."""
         return self.tail(self.attacked) / self.tail(self.quiet)
 
     @staticmethod
@@ -223,14 +224,14 @@ class Beside:
 
     @property
     def fine(self) -> bool:
-        """Whether nobody failed or waited for long."""
+        """Whether nobody failed or waited too long."""
         return not self.failures and self.times <= MOST_TIMES and self.growth <= MOST_GROWTH
 
 
 def beside(
     running: Running, model: str, count: int, users: int, rounds: int = ROUNDS, kinds: Sequence[str] = tuple(ATTACK)
 ) -> Beside:
-    """Quiet and attacked parts in turns; `count` is of both together."""
+    """Alternate quiet and attacked parts; `count` is the total of both."""
     part = max(users, count // (2 * rounds))
     chats(running, model, 2 * users, users)
     quiet, disturbed, sent = list[Heard](), list[Heard](), Counter[str]()
@@ -245,13 +246,13 @@ def beside(
 
 
 def main() -> int:
-    """Command line; 1 where something was not borne."""
-    parser = argparse.ArgumentParser(description="What a server bears.")
+    """The command line; returns 1 if a check failed."""
+    parser = argparse.ArgumentParser(description="Stress test of the server.")
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--answers", type=int, default=1_000)
     parser.add_argument("--users", type=int, default=USERS)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--kinds", nargs="+", choices=ATTACK, default=list(ATTACK), help="of the attack")
+    parser.add_argument("--kinds", nargs="+", choices=ATTACK, default=list(ATTACK), help="kinds of attack requests")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

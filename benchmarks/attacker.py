@@ -1,9 +1,9 @@
-"""One who attacks a server with its own key, or with none: the client of `abuse.py` and, as a program, its attacker.
+"""Attacks a server with one key, or none: the client of `abuse.py` and, run as a program, its attacker.
 
     python benchmarks/attacker.py URL KIND ...      until its input ends; then the counts of "kind status" as JSON
 
-It imports little and gives way (nice 19): it stands for other machines. As many requests of a kind are made at a time
-as ATTACK says, each again PAUSE after its answer.
+It imports little and runs at nice 19, since it represents other machines. ATTACK sets the number of concurrent requests
+per kind; each is repeated PAUSE seconds after its answer.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ ASK = [{"role": "user", "content": "Which way would the ferry go?"}]
 
 @dataclass(frozen=True)
 class Heard:
-    """An answer; status 0 where the connection broke, or the client left."""
+    """An answer; status 0 if the connection broke or the client left."""
 
     status: int
     seconds: float
@@ -46,7 +46,7 @@ class Heard:
 
 
 async def send(url: str, odd: Odd, key: str, seconds: float = 60.0) -> Heard:
-    """One request on a connection of its own."""
+    """Send one request on its own connection."""
     host, _, port = url.removeprefix("http://").partition(":")
     headers = {"host": f"{host}:{port}", "content-length": str(len(odd.body)), "connection": "close"}
     headers |= ({"authorization": f"Bearer {key}"} if key else {}) | odd.headers
@@ -73,12 +73,12 @@ async def send(url: str, odd: Odd, key: str, seconds: float = 60.0) -> Heard:
 
 
 def post(path: str, body: Any) -> Odd:
-    """JSON to a path."""
+    """POST JSON to a path."""
     return Odd("post", "POST", path, json.dumps(body).encode(), {"content-type": "application/json"})
 
 
 def attacks(draw: random.Random) -> dict[str, tuple[Odd, str]]:
-    """A request of each kind of ATTACK, with its key."""
+    """A request of each kind in ATTACK, with its key."""
 
     def shaped(rules: Any) -> Odd:
         form = {"type": "json_schema", "json_schema": {"schema": rules}}
@@ -122,7 +122,7 @@ def attacks(draw: random.Random) -> dict[str, tuple[Odd, str]]:
 
 
 def main() -> None:
-    """Attack until the input ends."""
+    """Attack until standard input ends."""
     os.nice(19)
     url, kinds = sys.argv[1], sys.argv[2:]
     draw, found = random.Random(1), Counter[str]()

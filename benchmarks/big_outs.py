@@ -1,9 +1,9 @@
-"""What DVC costs with big models: seconds of a `dvc repro` without work, bytes on the disk, what `prune` frees.
+"""The cost of DVC with big models: seconds for a no-op `dvc repro`, bytes on disk, space freed by `prune`.
 
     python benchmarks/big_outs.py [--gigabytes 30] [--folder /tmp]
 
-In a folder that is deleted afterwards, stages publish files of 1 GB as ours do: from their work folder, with the
-repository's DVC settings. The files' contents differ in their first bytes; their space on the disk is taken.
+In a temporary folder, stages publish 1 GB files as ours do: from their work folder, with the repository's DVC
+settings. The files differ only in their first bytes; their disk space is allocated.
 """
 
 import argparse
@@ -85,7 +85,7 @@ def main() -> int:
 
 
 def used(folder: Path) -> int:
-    """Bytes on the disk: a file with several names counts once."""
+    """Bytes on disk: a hard-linked file counts once."""
     status = {one.st_ino: one for one in (path.lstat() for path in folder.rglob("*") if path.is_file())}
     return sum(512 * one.st_blocks for one in status.values())
 

@@ -1,12 +1,12 @@
-"""Forced tool calls of a trained model: how many are complete and valid within their budget, and what a token costs.
+"""Forced tool calls by a trained model: how many are complete and valid within their budget, and the cost per token.
 
     python benchmarks/constrain.py models/tools data/dialogues/test.jsonl [--requests 500] [--temperature 1.0]
 
-Each request is a user's question of the held-out dialogues with the tools that stand beside it, `tool_choice` required;
-budgets run from 8 to 256 tokens. Printed: answers that are complete and valid, refusals (`budget_too_small`) and by how
-many tokens, the share of tokens that the plan chose instead of the model, and microseconds a token of the mask, of
-`take` and of the model. Goal: every answer complete and valid; mask and `take` together under 5% of the model's step
-on this model's size and larger.
+Each request is a user question from the held-out dialogues with its tools and `tool_choice` required; budgets run from
+8 to 256 tokens. Prints complete and valid answers, refusals (`budget_too_small`) and how many tokens they lacked, the
+tokens chosen by the plan instead of the model, and microseconds per token for the mask, for `take` and for the model.
+Goal: every answer complete and valid; mask and `take` together under 5% of the model's step at this model size and
+above.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from pipeline.text import chat
 
 
 def questions(path: Path) -> list[tuple[list[dict[str, Any]], list[dict[str, Any]]]]:
-    """The messages up to the first answer, and the tools, of each dialogue that has some."""
+    """For each dialogue with tools: the messages up to the first answer, and the tools."""
     records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     found = []
     for record in records:
@@ -100,7 +100,7 @@ def main() -> None:
     if not tokens:
         parser.error(f"no question fits the {model.config.max_context} tokens of {arguments.model}: {counts}")
     sys.stdout.write(f"{counts}; refused ones lacked {min(missing, default=0)} to {max(missing, default=0)} tokens\n")
-    sys.stdout.write(f"{tokens} tokens, {steered} of them the plan's instead of the model's\n")
+    sys.stdout.write(f"{tokens} tokens, {steered} of them chosen by the plan instead of the model\n")
     for what, each in seconds.items():
         microseconds = [1e6 * one for one in each]
         sys.stdout.write(
@@ -110,7 +110,7 @@ def main() -> None:
 
 
 def _valid(found: chat.Reply, tools: list[dict[str, Any]]) -> bool:
-    """Whether a turn is calls alone, and each has the arguments that its tool's schema wants."""
+    """Whether a turn consists only of calls, each matching its tool's schema."""
     schemas = {tool.get("function", tool)["name"]: tool.get("function", tool).get("parameters", {}) for tool in tools}
     return (
         found.error is None

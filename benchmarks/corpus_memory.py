@@ -1,12 +1,12 @@
-"""Peak memory of the data stages on a large corpus of one's own.
+"""Peak memory of the data stages on a large user corpus.
 
     python benchmarks/corpus_memory.py [--mb 1000] [--folder DIR] [--out FILE]
 
-Makes a scratch copy of the repository with `data: files` and so many MB of running text in `data/own/text` (Zipf's law
-over made-up words, JSON lines, no two documents alike), then runs stage_corpus, stage_tokenizer and stage_encode there.
-Prints a line each: seconds, and the largest sum over all processes of the stage of RssAnon + RssShmem (memory that is
-the processes' own; pages of mapped files, which the kernel may drop, are not counted). Writes
---out (default: benchmarks/results/corpus_memory.json).
+Makes a scratch copy of the repository with `data: files` and --mb MB of text in `data/own/text` (Zipf's law over
+made-up words, JSON lines, no two documents alike), then runs stage_corpus, stage_tokenizer and stage_encode there.
+Prints a line per stage: seconds, and peak RssAnon + RssShmem summed over all processes of the stage (private memory;
+pages of mapped files, which the kernel can drop, are not counted). Writes --out (default:
+benchmarks/results/corpus_memory.json).
 """
 
 import argparse
@@ -28,14 +28,14 @@ from pipeline.synthetic.wording import made_up
 from tests.graph import Repository
 
 STAGES = (["corpus"], ["tokenizer"], ["encode", "text"])
-WORDS, DOCUMENT, FILE = 30_000, 300, 100_000_000  # vocabulary, words of a document, bytes of a file
+WORDS, DOCUMENT, FILE = 30_000, 300, 100_000_000  # vocabulary, words per document, bytes per file
 
 
 def main(arguments: list[str]) -> int:
     """Build, run, print. Returns the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--mb", type=int, default=1000)
-    parser.add_argument("--folder", type=Path, help="where the scratch copy goes; it stays (default: a temporary one)")
+    parser.add_argument("--folder", type=Path, help="folder for the scratch copy; kept (default: a temporary one)")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "corpus_memory.json")
     chosen = parser.parse_args(arguments)
     folder = chosen.folder or Path(tempfile.mkdtemp(prefix="corpus-memory-"))
@@ -61,7 +61,7 @@ def main(arguments: list[str]) -> int:
 
 
 def write(path: Path, num_bytes: int, seed: int) -> None:
-    """Documents of sentences until the file is full."""
+    """Write documents of sentences until the file is full."""
     draws, rng = np.random.default_rng(seed), Random(0)
     words = np.array(
         [
@@ -83,7 +83,7 @@ def write(path: Path, num_bytes: int, seed: int) -> None:
 
 
 def measured(repository: Repository, stage: list[str]) -> tuple[float, int]:
-    """Seconds and peak bytes of one stage, over all its processes."""
+    """Run one stage: seconds and peak bytes over all its processes."""
     began = time.monotonic()
     process = repository.start("python", "-m", f"stages.{stage[0]}", *stage[1:])
     peak = 0
@@ -97,7 +97,7 @@ def measured(repository: Repository, stage: list[str]) -> tuple[float, int]:
 
 
 def own_memory(pid: int) -> int:
-    """RssAnon + RssShmem of a process and all below it, bytes."""
+    """RssAnon + RssShmem in bytes of a process and its descendants."""
     try:
         parent = psutil.Process(pid)
         family = [parent, *parent.children(recursive=True)]

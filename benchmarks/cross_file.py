@@ -1,14 +1,14 @@
-"""What other files of a repository are worth to a model that was trained on repositories: held-out packages, seeds.
+"""How much a repository's other files help a model trained on repositories: held-out packages, several seeds.
 
     python benchmarks/cross_file.py [--seeds 1 2 3] [--scale demo] [--folder DIR] [--out FILE] [KEY=VALUE ...]
 
-Makes a scratch copy of the repository in which `data.code` names packages of requirements.lock as repositories, every
-sixth of them held out whole (`held_out: ["."]`), and `data.text` is the generated text. Builds the corpora, the
-tokenizer and the tokens once, then for each seed the stages language and code, with KEY=VALUE for theirs
+Makes a scratch copy of the repository in which `data.code` lists packages of requirements.lock as repositories, every
+sixth held out entirely (`held_out: ["."]`), and `data.text` is the generated text. Builds the corpora, the tokenizer
+and the tokens once, then runs the stages language and code for each seed, with their keys set by KEY=VALUE
 (`code.steps=2400`, `corpus.stories_mb=1`). The suite of `pipeline/evaluation/cross_file.py` completes the same held-out
-lines and functions with and without other files. Prints a line a seed and one over all: exact match and edit
-similarity, their difference and its 95% interval over files; over seeds the items are pooled, so that interval is of
-the seeds' mean. Writes the numbers to --out (default: benchmarks/results/cross_file.json).
+lines and functions with and without other files. Prints a line per seed and one for all: exact match and edit
+similarity, their difference and its 95% interval over files. Over seeds the items are pooled, so that interval is for
+the mean over seeds. Writes the numbers to --out (default: benchmarks/results/cross_file.json).
 """
 
 import argparse
@@ -31,10 +31,10 @@ from pipeline.run.config import Settings, stage_params
 from pipeline.run.device import generator
 from tests.graph import Repository
 
-HELD_OUT_EVERY = 6  # of the packages, by a hash of their names
-FEWEST_FILES = 5  # of a package: one with a file has no other files
-MOST_BYTES = {"train": 1_500_000, "held out": 700_000}  # of a package, so that no large one decides
-TRAIN_BYTES = 6_000_000  # of all packages that are trained on
+HELD_OUT_EVERY = 6  # one package in six, by a hash of its name
+FEWEST_FILES = 5  # per package: a single file has no other files
+MOST_BYTES = {"train": 1_500_000, "held out": 700_000}  # per package, so that no large one dominates
+TRAIN_BYTES = 6_000_000  # all training packages together
 MEASURES = ("line_exact", "line_similarity", "line_name", "function_exact", "function_similarity")
 
 
@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--scale", default="demo")
     parser.add_argument("--items", type=int, default=400, help="lines, and half as many functions")
     parser.add_argument("--train-bytes", type=int, default=TRAIN_BYTES)
-    parser.add_argument("--folder", type=Path, help="where the scratch copy goes; it stays (default: a temporary one)")
+    parser.add_argument("--folder", type=Path, help="folder for the scratch copy; kept (default: a temporary one)")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "cross_file.json")
     parser.add_argument("changes", nargs="*", metavar="KEY=VALUE")
     chosen = parser.parse_args(arguments)
@@ -68,7 +68,7 @@ def main(arguments: list[str]) -> int:
 
 
 def packages(train_bytes: int) -> tuple[list[str], list[str]]:
-    """Packages of conf/data/packages.yaml to train on, and those that are held out."""
+    """The training packages and the held-out packages of conf/data/packages.yaml."""
     names = stage_params("corpus", Settings(ROOT, [])).package_names
     train, held_out, num_bytes = [], [], 0
     for name in sorted(names, key=sources.digest):
@@ -91,7 +91,7 @@ def _files(name: str) -> list[tuple[Path, str]]:
 
 
 def prepared(folder: Path, scale: str, train_bytes: int, changes: list[str]) -> Repository:
-    """The scratch copy with its tokens; as it is where it has them."""
+    """The scratch copy with its tokens; reused if it already has them."""
     repository = Repository(folder / "repository")
     if (repository.folder / "data/tokens/code/meta.json").is_file():
         return repository
@@ -106,8 +106,8 @@ def prepared(folder: Path, scale: str, train_bytes: int, changes: list[str]) -> 
             shutil.copy(path, target)
     repository.edit("params.yaml", "scale: smoke", f"scale: {scale}")
     repository.edit("params.yaml", "data: packages", "data: files")
-    repository.edit("conf/data/files.yaml", 'text: ["text/*"]', "text: [packages]")
-    repository.edit("conf/data/files.yaml", 'code: ["code/*"] # sources\n', f"code:\n{entries}")
+    repository.edit("conf/data/files.yaml", "text: [text/*]", "text: [packages]")
+    repository.edit("conf/data/files.yaml", "code: [code/*]   # sources\n", f"code:\n{entries}")
     for stage in (["corpus"], ["tokenizer"], ["encode", "text"], ["encode", "code"]):
         repository.run("python", "-m", f"stages.{stage[0]}", *stage[1:], *_of(stage[0], changes))
     return repository
@@ -122,12 +122,12 @@ def trained(repository: Repository, seed: int, changes: list[str]) -> Path:
 
 
 def _of(stage: str, changes: list[str]) -> list[str]:
-    """The changes of a stage's keys."""
+    """The changes to a stage's keys."""
     return [change for change in changes if change.startswith(f"{stage}.")]
 
 
 def measured(folder: Path, num_items: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The numbers of the suite, and its rows."""
+    """The suite's numbers and rows."""
     written: SuiteSettings = stage_params("evaluate", Settings(folder, [f"evaluate.cross_file={num_items}"])).settings
     model, tokenizer = checkpoint.load(folder / "models/code")
     files = cross_file.read(folder / "data/raw/code")
@@ -136,7 +136,7 @@ def measured(folder: Path, num_items: int) -> tuple[dict[str, Any], list[dict[st
 
 
 def over_seeds(rows_of: list[list[dict[str, Any]]]) -> dict[str, Any]:
-    """Means over all seeds' items, with intervals over files: all seeds of a file are drawn together."""
+    """Means over the items of all seeds, with intervals over files: all seeds of a file are resampled together."""
     pooled: dict[str, Any] = {}
     for measure in MEASURES:
         kind, name = measure.split("_")
@@ -156,7 +156,7 @@ def over_seeds(rows_of: list[list[dict[str, Any]]]) -> dict[str, Any]:
 
 
 def shown(numbers: dict[str, Any]) -> str:
-    """A line of the numbers in percent."""
+    """The numbers in percent, on one line."""
     parts = []
     for measure in MEASURES:
         if f"{measure}_difference" in numbers:

@@ -1,16 +1,16 @@
-"""Masked-diffusion models on held-out problems: pass@1 against forward passes, and what a policy gained where its start
-was unsure.
+"""Masked-diffusion models on held-out problems: pass@1 by number of forward passes, and a policy's gain on problems
+where its start was unsure.
 
     python benchmarks/diffusion.py quality models/diffusion data/problems/test.jsonl [--problems 400] [--canvas 96]
     [--block 48] python benchmarks/diffusion.py gain models/diffusion data/problems/test.jsonl models/diffusion_grpo
     [models/other_seed ...]
         [--problems 400] [--steps 32] [--temperature 0.8] [--threshold 0.99]
 
-`quality`: greedy answers at 1, 2, 4, 8 tokens a step and by thresholds with and without caches, each beside one token a
-step on the same problems (paired bootstrap; no early stop). Goal: at least 3 times fewer forward passes at no more than
-2 points lost. `gain`: problems that the first model solves in 20 to 80% of 16 samples; it and the others on 16 other
-samples of these. Goal: at least 5 points on at least 64 problems. Numbers are JSON on standard output; a file of them
-is kept with --out. With --samples FILE a run of `gain` that was stopped, or gets one more model, asks nothing twice.
+`quality`: greedy answers at 1, 2, 4, 8 tokens a step and by threshold, with and without caches, each compared with one
+token a step on the same problems (paired bootstrap; no early stop). Goal: at least 3 times fewer forward passes with a
+loss of at most 2 points. `gain`: selects problems that the first model solves in 20 to 80% of 16 samples, and compares
+all models on 16 fresh samples. Goal: at least 5 points on at least 64 problems. Prints JSON; --out also saves it. With
+--samples FILE, `gain` reuses earlier samples after an interruption or when a model is added.
 """
 
 import argparse
@@ -40,7 +40,7 @@ SAMPLES, LOW, HIGH = 16, 0.2, 0.8
 
 
 def subject(folder: Path, arguments: argparse.Namespace) -> CanvasSubject:
-    """A model to be asked."""
+    """A model to sample from."""
     model, tokenizer = files.load(folder)
     settings = suites.SuiteSettings(
         documents=1,
@@ -66,7 +66,7 @@ def subject(folder: Path, arguments: argparse.Namespace) -> CanvasSubject:
 
 
 class Samples:
-    """Which samples of a model passed, kept in a file."""
+    """Which samples of a model passed, cached in a file."""
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
@@ -106,17 +106,17 @@ class Samples:
 
 
 def hash_of(text: str) -> str:
-    """Short, of a text."""
+    """A short hash of a text."""
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def fingerprint(folder: Path) -> str:
-    """Short, of a model's weights."""
+    """A short hash of a model's weights."""
     return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()[:12]
 
 
 def gain(arguments: argparse.Namespace, problems: list[Problem], judge: Judge) -> dict[str, Any]:
-    """The other models beside the first one on problems that the first one solves sometimes."""
+    """Compare the other models with the first one on problems that the first one solves sometimes."""
     samples = Samples(arguments.samples)
     rates = samples.of(arguments.model, problems, range(SAMPLES), arguments, judge).mean(1)
     unsure = [p for p, rate in zip(problems, rates, strict=True) if LOW <= rate <= HIGH]

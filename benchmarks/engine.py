@@ -1,16 +1,16 @@
-"""The server's engine beside `transformers.generate`: the same weights, prompts, lengths and threads, greedy, in turns.
+"""The server's engine vs. `transformers.generate`: same weights, prompts, lengths and threads, greedy, interleaved.
 
     python benchmarks/engine.py [--model models/deploy] [--rounds 5] [--tokens 64] [--rows 1 2 4 8] [--threads 1]
     [--only NAME]
 
-Without --model: random weights of a Qwen3 shape with 82 M parameters. Prints, with the median and the quartiles of the
-rounds: tokens decoded per second at each number of rows (whole answers to prompts of 16 tokens; MBU is what of the
-measured memory bandwidth reading weights, keys and values once a step takes); the ratio of each of ours to the better
-of transformers' two dtypes, round by round; tokens of a prompt of 1,024 read per second; the time to the first token
-when that prompt is known already, as a share of when it is not; drafts on and off on a text that repeats; and the
-resident memory of a fresh process of each side.
+Without --model: random weights of a Qwen3 shape with 82 M parameters. Prints, with median and quartiles over rounds:
+decoded tokens per second at each number of rows (whole answers to prompts of 16 tokens; MBU is the share of the
+measured memory bandwidth needed to read weights, keys and values once a step); the ratio of each of ours to the better
+of transformers' two dtypes, round by round; prefill tokens per second on a prompt of 1,024; the time to the first token
+when that prompt is cached, as a share of the uncached time; drafts on and off on repetitive text; and the resident
+memory of a fresh process of each side.
 
-Goals: int8 at one row at least twice transformers; a known prompt within 5% of an unknown one.
+Goals: int8 with one row at least twice as fast as transformers; a cached prompt within 5% of an uncached one.
 """
 
 import argparse
@@ -49,26 +49,26 @@ SHAPE = ModelConfig(
     tied=True,
 )
 OURS, THEIRS = ("int8", "bf16", "float32"), ("hf bf16", "hf float32")
-SHORT, LONG = 16, 1024  # tokens of a prompt
+SHORT, LONG = 16, 1024  # prompt tokens
 Answer = Callable[[list[list[int]], int], float]  # prompts, tokens of each answer -> seconds
 
 
 def weights(path: Path | None) -> Transformer:
-    """The model of a directory, or a random one."""
+    """The model in a directory, or a random one."""
     if path is not None:
         return checkpoint.load_frozen(path)
     return Transformer(SHAPE, torch.Generator().manual_seed(0)).train(False).requires_grad_(False)
 
 
 def served(name: str, path: Path | None, *, drafts: bool = False, rows: int = 8) -> Engine:
-    """An engine of ours; its thread is not needed."""
+    """Our engine; its thread is not needed."""
     model = weights(path)
     served = for_serving(model.bfloat16() if name == "bf16" else model, "int8" if name == "int8" else "native")
     return Engine(served, rows=rows, drafts=drafts)
 
 
 def ours(engine: Engine) -> Answer:
-    """Seconds until all answers are there."""
+    """Seconds until all answers are done."""
 
     def answer(prompts: list[list[int]], tokens: int) -> float:
         said: list[Event] = []
@@ -87,7 +87,7 @@ def ours(engine: Engine) -> Answer:
 
 
 def theirs(name: str, path: Path | None) -> Answer:
-    """`transformers.generate` on all prompts at once; they are equally long, so nothing is padded."""
+    """`transformers.generate` on all prompts at once; they have equal length, so nothing is padded."""
     from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
     own = weights(path)
@@ -111,7 +111,7 @@ def theirs(name: str, path: Path | None) -> Answer:
 
 
 def bandwidth() -> float:
-    """Bytes per second that the threads read: the best of some sums over 256 MiB."""
+    """Read bandwidth of the threads in bytes per second: the best of several sums over 256 MiB."""
     block = torch.ones(2**26)
     seconds = []
     for _ in range(8):
@@ -122,7 +122,7 @@ def bandwidth() -> float:
 
 
 def bytes_a_step(engine: Engine, rows: int, length: int) -> int:
-    """What one step reads at least: the weights of all products, and `length` keys and values a row."""
+    """Minimum bytes read by one step: the weights of all products, and `length` keys and values per row."""
     config, size = engine.model.config, engine.decoder.cache.keys[0].element_size()
     held = engine.model.state_dict(keep_vars=True)
     matrices = sum(tensor.nbytes for name, tensor in held.items() if tensor.ndim == 2 and "embed_tokens" not in name)
@@ -146,7 +146,7 @@ def decoding(sides: dict[str, Answer], engines: dict[str, Engine], arguments: ar
     sys.stdout.write(f"\ndecoding, tokens/s; bandwidth {speed / 1e9:.1f} GB/s\n")
     for rows in arguments.rows:
         rates: dict[str, list[float]] = {name: [] for name in sides}
-        for turn in range(-1, arguments.rounds):  # the first one warms up
+        for turn in range(-1, arguments.rounds):  # the first round is a warm-up
             prompts = [random_ids(1000 * turn + row, SHORT, vocabulary) for row in range(rows)]
             for name, answer in sides.items():
                 rate = rows * arguments.tokens / answer(prompts, arguments.tokens)
@@ -166,7 +166,7 @@ def decoding(sides: dict[str, Answer], engines: dict[str, Engine], arguments: ar
 
 
 def reading(sides: dict[str, Answer], engines: dict[str, Engine], arguments: argparse.Namespace) -> None:
-    """Tokens of a long prompt per second, and the time to the first token when it is known."""
+    """Prefill tokens per second on a long prompt, and the time to the first token when it is cached."""
     vocabulary = engines["int8"].model.config.vocab_size
     long = min(LONG, engines["int8"].context - 2)
     sys.stdout.write(
@@ -192,7 +192,7 @@ def reading(sides: dict[str, Answer], engines: dict[str, Engine], arguments: arg
 
 
 def drafting(arguments: argparse.Namespace) -> None:
-    """A text that repeats, with drafts and without."""
+    """Repetitive text, with and without drafts."""
     sys.stdout.write("\ndrafts, tokens/s of one row on a text that repeats\n")
     for name in OURS:
         pair = [served(name, arguments.model, drafts=drafts, rows=1) for drafts in (False, True)]
@@ -214,13 +214,13 @@ def drafting(arguments: argparse.Namespace) -> None:
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", type=Path, help="a causal model's directory; random weights without")
+    parser.add_argument("--model", type=Path, help="a causal model directory (default: random weights)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument(
-        "--only", choices=[*OURS, *THEIRS], help="one answer of one side, and what its process holds then, MiB"
+        "--only", choices=[*OURS, *THEIRS], help="one answer of one side, then its process's memory in MiB"
     )
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)

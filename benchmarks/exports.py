@@ -1,15 +1,15 @@
-"""Do other programs compute what our model computes from what `stage_deploy` exports? The parity of the stage, repeated
-in them.
+"""Do other programs reproduce our model from the exports of `stage_deploy`? Repeats the stage's parity check in each of
+them.
 
     python benchmarks/exports.py [models/deploy] [--json FILE]
 
-A row a program: whether it splits a probe of over 20,000 tokens as we do and renders conversations as we do, how far
-its log-probabilities are from ours (the probe's own tokens), and how many of 64 greedy tokens are equal. Run are those
-that are installed: transformers (4 or 5, whichever the environment has), llama-cpp-python (built from source), the
-extra onnx. The rest reads "not run". The first row is our own model in float64: what float32 itself costs. No program
-that computes in float32 can be held to less.
+One row per program: whether it tokenizes a probe of over 20,000 tokens and renders conversations as we do, how far its
+log-probabilities are from ours (on the probe's tokens), and how many of 64 greedy tokens match. Runs whatever is
+installed: transformers (4 or 5), llama-cpp-python (built from source), the onnx extra. The rest is marked "not run".
+The first row is our own model in float64, which shows the rounding error of float32; no float32 program can be expected
+to do better.
 
-Not promised: speed (`benchmarks/serving.py`); what an accelerator's kernels round otherwise.
+Not covered: speed (`benchmarks/serving.py`); different rounding in accelerator kernels.
 """
 
 import argparse
@@ -42,12 +42,12 @@ from pipeline.text import chat
 from pipeline.text.tokenizer import Tokenizer
 from tests import probes
 
-NOT_TRIED = ("vLLM", "MLX", "Ollama")  # of these three the card has a command; nothing here runs them
+NOT_TRIED = ("vLLM", "MLX", "Ollama")  # the model card has commands for these three; nothing here runs them
 HEADINGS = ("program", "tokens", "templates", "largest difference", "mean divergence", "perplexity", "greedy")
 
 
 class Foreign(smoke.ExportProgram, Protocol):
-    """A program with its own tokenizer and template."""
+    """A program with its own tokenizer and chat template."""
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -78,7 +78,7 @@ class Transformers:
         return said
 
     def encode(self, text: str) -> list[int]:
-        """By its own reading of tokenizer.json."""
+        """With its own tokenizer.json implementation."""
         return self.tokenizer(text)["input_ids"]
 
     def rendered(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
@@ -123,7 +123,7 @@ class LlamaCpp:
         return said
 
     def encode(self, text: str) -> list[int]:
-        """By its own reading of the file's vocabulary, merges and split; text alone, no control tokens."""
+        """With its own implementation of the file's vocabulary, merges and split; text only, no control tokens."""
         return self.model.tokenize(text.encode(), add_bos=False, special=False)
 
     def encode_rendered(self, text: str) -> list[int]:
@@ -131,20 +131,20 @@ class LlamaCpp:
         return self.model.tokenize(text.encode(), add_bos=False, special=True)
 
     def rendered(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
-        """By the template in the file, through the formatter that its chat endpoint uses."""
+        """With the template in the file, through the formatter that its chat endpoint uses."""
         formats: Any = importlib.import_module("llama_cpp.llama_chat_format")
         template = self.model.metadata["tokenizer.chat_template"]
         formatter = formats.Jinja2ChatFormatter(template=template, eos_token="", bos_token="")
         return formatter(messages=messages, tools=tools or None).prompt
 
     def close(self) -> None:
-        """Give the model's memory back; at the interpreter's end it is too late."""
+        """Free the model's memory; at interpreter exit it is too late."""
         self.model.close()
 
 
 @contextlib.contextmanager
 def _weights_as_they_are(library: Any) -> Iterator[None]:
-    """Models opened in here are not repacked for AMX, whose instructions virtual machines announce and then refuse."""
+    """Models opened in here are not repacked for AMX: virtual machines advertise its instructions, then refuse them."""
     usual = library.llama_model_default_params
 
     def plain() -> Any:
@@ -169,7 +169,7 @@ class Genai(onnx.Genai):
 
 
 class Exact(smoke.Ours):
-    """Our own model in float64; greedy text is not taken from it."""
+    """Our own model in float64; not used for greedy text."""
 
     def greedy(self, prompt: list[int], count: int) -> list[int]:
         """None."""
@@ -178,7 +178,7 @@ class Exact(smoke.Ours):
 
 @dataclass(frozen=True)
 class Row:
-    """What one program gave; None where it was not asked."""
+    """The results of one program; None if it was not run."""
 
     program: str
     found: smoke.Parity | None = None
@@ -187,7 +187,7 @@ class Row:
     why_not: str = ""
 
     def cells(self) -> list[str]:
-        """As the table shows it."""
+        """The cells of its table row."""
         if self.found is None:
             return [self.program, f"not run: {self.why_not}", *[""] * 5]
         found = self.found
@@ -214,7 +214,7 @@ class Subject:
     tokenizer: Tokenizer
 
     def asked(self, label: str, program: Foreign) -> Row:
-        """A program beside our model."""
+        """Compare a program with our model."""
         text = probes.long_text()
         ids = self.tokenizer.encode(text)
         theirs = program.encode(text)
@@ -227,16 +227,16 @@ class Subject:
         return Row(label, found, f"{same} of {len(ids):,}", f"{rendered}/{len(probes.CONVERSATIONS)}")
 
     def exact(self) -> Row:
-        """What float32 itself costs."""
+        """The rounding error of float32."""
         ids = self.tokenizer.encode(smoke.probe())
         return Row("ours, float64", smoke.compare(self.model, Exact(deepcopy(self.model).double()), ids))
 
     def transformers(self) -> Iterator[Row]:
-        """In the version that is installed."""
+        """In the installed version."""
         yield self.asked(f"transformers {importlib.metadata.version('transformers')}", Transformers(self.folder))
 
     def llama_cpp(self) -> Iterator[Row]:
-        """Each kind of file, with the cache in float32, and f32 with llama.cpp's usual f16 cache."""
+        """Each file type with a float32 cache, and f32 with llama.cpp's default f16 cache."""
         version = importlib.metadata.version("llama-cpp-python")
         serialized = (self.folder / "tokenizer.json").read_text(encoding="utf-8")
         with tempfile.TemporaryDirectory() as folder:
@@ -262,7 +262,7 @@ def _first_difference(ours: list[int], theirs: list[int]) -> int:
 
 
 def rewards(folder: Path, model: RewardModel, tokenizer: Tokenizer) -> list[Row]:
-    """transformers beside our reward model: the difference of the reward on the last token."""
+    """Compare transformers with our reward model: the difference in reward at the last token."""
     try:
         library: Any = importlib.import_module("transformers")
     except ImportError:
@@ -278,7 +278,7 @@ def rewards(folder: Path, model: RewardModel, tokenizer: Tokenizer) -> list[Row]
 
 
 def measure(folder: Path) -> list[Row]:
-    """All rows of an exported directory."""
+    """All rows for an exported directory."""
     model, tokenizer = huggingface.load(folder)
     if isinstance(model, RewardModel):
         return rewards(folder, model, tokenizer)
@@ -304,7 +304,7 @@ def main() -> int:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="?", default="models/deploy", type=Path)
-    parser.add_argument("--json", type=Path, help="write the rows there too")
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     try:

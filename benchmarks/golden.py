@@ -1,11 +1,11 @@
-"""A golden record: sha256 of everything the graph makes, so that a refactor can show that it changed no bit.
+"""A golden record: sha256 of everything the graph builds, to verify that a refactoring changed no bit.
 
-    python benchmarks/golden.py record REPOSITORY OUT.json           of a built repository, with what its server answers
-    python benchmarks/golden.py demo REPOSITORY OUT.json          of four stages after 50 steps at demo scale, in a copy
-    python benchmarks/golden.py compare BEFORE.json AFTER.json       exit code 1 where they differ; names what does
+    python benchmarks/golden.py record REPOSITORY OUT.json        a built repository, with its server's answers
+    python benchmarks/golden.py demo REPOSITORY OUT.json          four stages after 50 steps at demo scale, in a copy
+    python benchmarks/golden.py compare BEFORE.json AFTER.json    lists differences; exit code 1 if there are any
 
-Hashes of code, keys of runs and times are left out of JSON files, and files that list other files' hashes (SHA256SUMS)
-with them: those are meant to change where code moves.
+Code hashes, run keys and times in JSON files are ignored, and so are files that list other files' hashes (SHA256SUMS):
+they are expected to change when code moves.
 """
 
 import argparse
@@ -65,14 +65,14 @@ def main() -> int:
 
 
 def record(repository: Path, folders: tuple[str, ...] = FOLDERS) -> dict[str, str]:
-    """path -> sha256 of what it holds."""
+    """path -> sha256 of its content."""
     files = [path for name in folders for path in sorted((repository / name).rglob("*")) if path.is_file()]
     files = [path for path in files if path.name not in LISTS and not path.name.startswith(".")]
     return {str(path.relative_to(repository)): digest(path) for path in files}
 
 
 def digest(path: Path) -> str:
-    """sha256 of a file; of JSON without what names code and runs."""
+    """sha256 of a file; for JSON, ignoring keys that identify code and runs."""
     if path.suffix == ".json":
         return hashlib.sha256(json.dumps(without(json.loads(path.read_text())), sort_keys=True).encode()).hexdigest()
     return hashlib.sha256(path.read_bytes()).hexdigest()
@@ -86,7 +86,7 @@ def without(value: Any) -> Any:
 
 
 def answers(repository: Path) -> dict[str, str]:
-    """What the server of three models answers to fixed requests."""
+    """The answers of a server with three models to fixed requests."""
     models = [repository / "models" / name for name in ("tools", "rlhf", "diffusion")]
     found = {}
     with (
@@ -104,7 +104,7 @@ def answers(repository: Path) -> dict[str, str]:
 
 
 def demo(repository: Path) -> dict[str, str]:
-    """The weights and curves of STAGES after STEPS steps, from what a built demo repository holds."""
+    """The weights and curves of STAGES after STEPS steps, starting from a built demo repository."""
     with tempfile.TemporaryDirectory(prefix="golden-") as folder:
         copy = Path(folder) / "repository"
         shutil.copytree(
@@ -113,7 +113,7 @@ def demo(repository: Path) -> dict[str, str]:
         for stage in STAGES:
             steps = "iterations" if stage == "grpo" else "steps"
             command = [sys.executable, "-m", f"stages.{stage}", f"{stage}.{steps}={STEPS}"]
-            command += ["dpo.epochs=none"] if stage == "dpo" else []  # the scale says how long in epochs
+            command += ["dpo.epochs=none"] if stage == "dpo" else []  # the scale file sets the length in epochs
             subprocess.run(command, cwd=copy, env=alone(), check=True)
         folders = tuple(f"models/{stage}" for stage in STAGES)
         found = {f"{STEPS} steps: {name}": value for name, value in record(copy, folders).items()}
@@ -121,12 +121,12 @@ def demo(repository: Path) -> dict[str, str]:
 
 
 def alone() -> dict[str, str]:
-    """An environment in which the repository's own code runs, with one thread and without MLflow."""
+    """An environment that runs the repository's own code, with one thread and without MLflow."""
     return os.environ | {"PYTHONPATH": "", "OMP_NUM_THREADS": "1", "STAGECOACH_MLFLOW": "off"}
 
 
 def compare(before: dict[str, str], after: dict[str, str]) -> int:
-    """Print what differs."""
+    """Print the differences."""
     lines = [
         f"{'gone' if name not in after else 'new' if name not in before else 'other'}: {name}"
         for name in sorted(before.keys() | after.keys())

@@ -1,13 +1,13 @@
-"""Training speed, model FLOPs utilisation and memory of our loop on one GPU, setting by setting.
+"""Training speed, model FLOPs utilization and memory of our training loop on one GPU, setting by setting.
 
     python benchmarks/gpu_training.py [--models medium large] [--rows 8] [--context 2048] [--rounds 3] [--steps 10]
 
-The models of conf/model/ in bf16 with AdamW, on rows of random tokens: plain layers, compiled ones, compiled with
-activations computed again (`selective`, `full`), and compiled under FSDP2 on one rank, each a process, one after
-another (they do not fit together). `mfu` divides by the maker's data sheet (device.DATA_SHEET), as karpathy/nanochat
-counts; `mfu_measured` by a large product timed here. A setting that runs out of memory has a row that says so. Goal: 55
-% at 1 to 3 billion parameters on an H100. Writes `results/gpu_training-<device>.json`. Without a GPU it says so and
-ends with 2; `--anyway` runs it on the CPU (for tests), writing nothing.
+Trains the models of conf/model/ in bf16 with AdamW on random tokens: eager, compiled, compiled with activation
+checkpointing (`selective`, `full`), and compiled under FSDP2 on one rank, each in its own process, one after another
+(they do not fit together). `mfu` divides by the peak in the vendor's data sheet (device.DATA_SHEET), as in
+karpathy/nanochat; `mfu_measured` by a large matrix product timed here. A setting that runs out of memory is marked in
+its row. Goal: 55% at 1 to 3 billion parameters on an H100. Writes `results/gpu_training-<device>.json`. Without a GPU
+it exits with 2; `--anyway` runs it on the CPU (for tests) and writes nothing.
 """
 
 import argparse
@@ -49,7 +49,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {  # name -> (
 
 
 def shape_of(name: str) -> dict[str, int]:
-    """The sizes of a file of conf/model/, or of one of `train_speed.SIZES`."""
+    """The sizes in a file of conf/model/, or in `train_speed.SIZES`."""
     if name in SIZES:
         return SIZES[name]
     given = yaml.safe_load((ROOT / "conf/model" / f"{name}.yaml").read_text(encoding="utf-8"))
@@ -58,7 +58,7 @@ def shape_of(name: str) -> dict[str, int]:
 
 @contextlib.contextmanager
 def started(arm: str, spec: dict[str, Any], environment: dict[str, str]) -> Iterator[Side]:
-    """A process of the setting, warmed up. Raises RuntimeError where it dies."""
+    """A warmed-up process with the setting. Raises RuntimeError if it dies."""
     command = [sys.executable, str(ROOT / "benchmarks/train_arms.py"), arm, json.dumps(spec)]
     own = os.environ | {"STAGECOACH_MLFLOW": "off"} | environment
     process = subprocess.Popen(
@@ -114,17 +114,17 @@ def row(model: str, setting: str, arguments: argparse.Namespace) -> dict[str, An
 
 
 def main(given: list[str] | None = None) -> list[dict[str, Any]]:
-    """A line of JSON for each model and setting."""
+    """Print a line of JSON for each model and setting."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--models", nargs="+", default=["medium", "large"])
     parser.add_argument("--settings", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--context", type=int, default=2048)
-    parser.add_argument("--micro-batch", type=int, default=0, help="rows at once; 0: all of them")
+    parser.add_argument("--micro-batch", type=int, default=0, help="rows per micro-batch; 0: all of them")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--threads", type=int, default=8)
-    parser.add_argument("--anyway", action="store_true", help="without a GPU; nothing is written")
+    parser.add_argument("--anyway", action="store_true", help="run without a GPU; nothing is written")
     arguments = parser.parse_args(given)
     from pipeline.run import device
 

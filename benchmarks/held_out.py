@@ -1,24 +1,24 @@
 """Bits per byte of the held-out documents that stage_evaluate scores: a compressor, an n-gram model, and our models.
 
     python benchmarks/held_out.py                   the n-gram counts all training tokens of the documents' corpus
-    python benchmarks/held_out.py --tokens 819200   only the first so many (documents of all sources lie mixed): as many
-                                                    as a model was trained on
+    python benchmarks/held_out.py --tokens 819200   only the first N (sources are mixed): as many as a model was
+                                                    trained on
 
-Reads data/raw, data/tokens, data/tokenizer, params.yaml, and metrics/eval/*.json where models were evaluated. Prints a
-markdown table, lower is better, with 95% intervals over documents, and writes the numbers to
+Reads data/raw, data/tokens, data/tokenizer, params.yaml, and metrics/eval/*.json if models were evaluated. Prints a
+Markdown table, lower is better, with 95% intervals over documents, and writes the numbers to
 benchmarks/results/held_out.json (held_out-<N>.json with --tokens N). The rows:
 
-* xz: each document alone with LZMA preset 9e as an .xz file, the container's 60 bytes or so included. It learns from
-  the document only, so short documents cost it much; it is a floor to stand on, not a rival.
-* xz after the training text: by how much the .xz file of the corpus grows when the documents follow it. A document
-  learns from those before it, so the number is of all together and has no interval.
+* xz: each document alone with LZMA preset 9e as an .xz file, including the container's 60 bytes or so. It learns only
+  from the document, so it does poorly on short documents; it is a baseline, not a competitor.
+* xz after the training text: how much the .xz file of the corpus grows when the documents are appended. A document
+  learns from those before it, so the number covers all of them together and has no interval.
 * n-gram: order 5, interpolated modified Kneser-Ney (see ngram.py), over the models' own token ids, counted on
   data/tokens of the same corpus: text for prose and stories, code for code. As in pipeline/evaluation/likelihood.py
-  each document is read after one end of text, and the text's tokens count, the separators do not.
-* models: as stage_evaluate measured them, in windows of its `context`. `code` and `tools` continue `language`.
+  each document follows one end of text; the text's tokens count, the separators do not.
+* models: as measured by stage_evaluate, in windows of its `context`. `code` and `tools` continue `language`.
 
-A model that was scored on other documents than these stops the run. Equal inputs give equal files. Not promised: that
-the intervals cover the choice of training data or seeds.
+Stops if a model was scored on other documents. Equal inputs give equal files. Not guaranteed: that the intervals cover
+the choice of training data or seeds.
 """
 
 import argparse
@@ -49,8 +49,8 @@ from pipeline.text.tokenizer import Tokenizer
 from stages.evaluate import held_out, split_texts
 
 ORDER = 5
-SMALLEST_DICTIONARY = 4096  # that LZMA2 takes, bytes
-CORPUS = {"text": "text", "stories": "text", "stories_held_out": "text", "code": "code"}  # of each kind of documents
+SMALLEST_DICTIONARY = 4096  # accepted by LZMA2, bytes
+CORPUS = {"text": "text", "stories": "text", "stories_held_out": "text", "code": "code"}  # for each kind of document
 TITLES = {
     "text": "running prose",
     "stories": "stories",
@@ -110,41 +110,41 @@ def main(arguments: list[str]) -> int:
 
 
 def scored(raw: Path, settings: SuiteSettings) -> dict[str, list[str]]:
-    """The documents of each kind that stage_evaluate takes."""
+    """The documents of each kind used by stage_evaluate."""
     prose, told, unseen = split_texts(held_out(raw / "text"))
     found = {"text": prose, "stories": told, "stories_held_out": unseen, "code": held_out(raw / "code")}
     return {kind: [document.text for document in found[kind][: settings.documents]] for kind in CORPUS}
 
 
 def spelled(tokenizer: Tokenizer, texts: list[str]) -> list[str]:
-    """Without what likelihood.py leaves out: empty texts, and those that the tokenizer's normaliser changes."""
+    """Drop what likelihood.py skips: empty texts, and texts that the tokenizer's normalizer changes."""
     encoded = tokenizer.encode_batch(texts)
     return [t for t, ids in zip(texts, encoded) if t and b"".join(tokenizer.token_bytes[i] for i in ids) == t.encode()]
 
 
 def interval(bits: list[float], texts: list[str], settings: SuiteSettings, seed: int) -> Interval:
-    """Bits per byte over documents, as `suites.Subject.bootstrap` has it."""
+    """Bits per byte over documents, as in `suites.Subject.bootstrap`."""
     draws = generator("bootstrap", seed, len(texts))
     return ratio(bits, [len(text.encode()) for text in texts], generator=draws, resamples=settings.bootstrap)
 
 
 def xz_bits(text: str) -> float:
-    """Bits of the file that `xz -9e` makes of the text.
+    """Bits of the text compressed with `xz -9e`.
 
-    The dictionary is cut to what the text fills: no byte fewer or more, but 0.1 s less to clear memory.
+    The dictionary is reduced to the size of the text: the same output, but 0.1 s less for clearing memory.
     """
     return 8.0 * xz_bytes(text.encode())
 
 
 def xz_bytes(data: bytes) -> int:
-    """The size of the file that `xz -9e` makes of the data."""
+    """The size of the data compressed with `xz -9e`."""
     window = max(SMALLEST_DICTIONARY, 1 << len(data).bit_length())
     chain = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "dict_size": window}]
     return len(lzma.compress(data, format=lzma.FORMAT_XZ, filters=chain))
 
 
 def primed(raw: Path, documents: dict[str, list[str]]) -> Row:
-    """Bits per byte of all documents of a kind, read after the training text of their corpus."""
+    """Bits per byte of all documents of a kind, compressed after the training text of their corpus."""
     found: Row = {}
     for corpus in dict.fromkeys(CORPUS.values()):
         paths = sorted((raw / corpus).glob("train-*.parquet"))
@@ -163,9 +163,9 @@ def primed(raw: Path, documents: dict[str, list[str]]) -> Row:
 def ngram_bits(
     tokens: Path, tokenizer: Tokenizer, documents: dict[str, list[str]], most: int | None
 ) -> tuple[dict[str, list[float]], dict[str, int]]:
-    """Bits of each document under the n-gram of its corpus, and how many tokens each corpus gave.
+    """Bits of each document under the n-gram of its corpus, and the number of tokens from each corpus.
 
-    Raises DataError when a corpus has no `most` tokens, ModelError when it was encoded with another tokenizer.
+    Raises DataError if a corpus has fewer than `most` tokens, ModelError if it was encoded with another tokenizer.
     """
     bits, counted = {}, {}
     for corpus in dict.fromkeys(CORPUS.values()):
@@ -191,9 +191,9 @@ def training_tokens(folder: Path, tokenizer: Tokenizer, most: int | None) -> np.
 
 
 def evaluated(metrics: Path, documents: dict[str, list[str]]) -> dict[str, Row]:
-    """The models' bits per byte from metrics/eval, in the order of the graph, then by name; {} where there are none.
+    """The models' bits per byte from metrics/eval, in the order of the graph, then by name; {} if there are none.
 
-    Raises DataError when one was measured on other documents.
+    Raises DataError if one was measured on other documents.
     """
     models: dict[str, Row] = {}
     paths = {path.stem: path for path in sorted((metrics / "eval").glob("*.json"))}
@@ -201,7 +201,7 @@ def evaluated(metrics: Path, documents: dict[str, list[str]]) -> dict[str, Row]:
         numbers = read(paths[name])
         found: Row = {}
         for kind, texts in documents.items():
-            if "documents" not in numbers.get(kind, {}):  # not what the model is for
+            if "documents" not in numbers.get(kind, {}):  # not relevant to the model
                 continue
             corpus = CORPUS[kind]
             raw = f"data/raw/{corpus}"
@@ -222,7 +222,7 @@ def evaluated(metrics: Path, documents: dict[str, list[str]]) -> dict[str, Row]:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A metrics file."""
+    """Read a metrics file."""
     return json.loads(path.read_text(encoding="utf-8"))
 
 

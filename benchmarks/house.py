@@ -1,10 +1,10 @@
-"""How large the code is: files, rooms, arrows between them, and what a reader of one method has to open.
+"""The size of the code: files, rooms, arrows between them, and what a reader of one method has to open.
 
-    python benchmarks/house.py [ROOT] [--json FILE]                      the figure, and what is wanted
+    python benchmarks/house.py [ROOT] [--json FILE]                      each figure and its limit
 
-A room is a folder of `pipeline/`; an arrow leads from a room to one whose files it imports, inside functions too. The
-reader's way of a method is its stage, the loop, rollout and streams that the stage imports, and what those import
-directly. Empty `__init__.py` count as files, not as short ones. Each stage has its `Params`: that name counts once.
+A room is a folder in `pipeline/`; an arrow leads from a room to one whose files it imports, including inside functions.
+The reader's way of a method is its stage, the loop, rollout and streams that the stage imports, and their direct
+imports. Empty `__init__.py` count as files, but not as short ones. Every stage has a `Params`: that name counts once.
 """
 
 import argparse
@@ -22,13 +22,13 @@ Node = TypeVar("Node")
 WAYS = {"language": (25, 5000), "grpo": (28, 6000), "rlhf": (30, 6500), "diffusion": (28, 6000)}  # wanted
 READ_ON = ("pipeline/learning/fit.py", "pipeline/rl/rollout.py", "pipeline/batches/", "pipeline/diffusion/batches.py")
 SKIPPED = {".venv", ".work", ".git", "data", "models", "metrics", "reports", "build", "__pycache__"}
-PRAGMA = re.compile(r"\s+# (type|pyright|noqa)\b.*$")  # as ruff, which counts a line without them
+PRAGMA = re.compile(r"\s+# (type|pyright|noqa)\b.*$")  # like ruff, which measures lines without them
 LONGEST_LINE, LONGEST_FILE, SHORTEST_FILE = 120, 600, 60
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A measurement: its name, its value, and the most that is wanted."""
+    """A measurement: its name, its value and its limit."""
 
     name: str
     value: int
@@ -96,14 +96,14 @@ def measure(root: Path) -> list[Figure]:
 
 
 def python_files(root: Path) -> Iterator[Path]:
-    """All of the repository but what is built or installed."""
+    """All Python files of the repository, except built or installed ones."""
     for path in sorted(root.iterdir()):
         if path.is_dir() and path.name not in SKIPPED and not path.name.startswith("."):
             yield from (inner for inner in sorted(path.rglob("*.py")) if not SKIPPED & {*inner.relative_to(root).parts})
 
 
 def imported(root: Path, path: Path, tree: ast.Module) -> set[Path]:
-    """The files of ours that a file imports, also inside functions."""
+    """The repository's files that a file imports, including inside functions."""
     names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -122,7 +122,7 @@ def room(root: Path, path: Path) -> str:
 
 
 def wide_constructors(tree: ast.Module) -> int:
-    """Constructors that are written out and take 9 parameters or more, `self` not counted."""
+    """Explicit constructors with 9 or more parameters, not counting `self`."""
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
     return sum(len(node.args.args) + len(node.args.kwonlyargs) > 9 for node in functions)
 

@@ -1,16 +1,16 @@
-"""kill -9 at random moments: what each training stage publishes then, against a run that nothing stopped.
+"""kill -9 at random moments: compares what each training stage then publishes with an uninterrupted run.
 
-    python benchmarks/kills.py [STAGE ...] [--kills 20] [--seed 0] [--folder DIR]      all training stages without names
+    python benchmarks/kills.py [STAGE ...] [--kills 20] [--seed 0] [--folder DIR]      default: all training stages
 
-A scratch folder holds the data and models of scale smoke, made by the stages themselves (a second call goes on with
-what is there). Each stage runs once whole. Then it is started and killed with its children by SIGKILL, at moments drawn
-evenly from EARLIEST of its time to its end, so most kills fall into loading, the loop with a state after every step,
+A scratch folder has the data and models at scale smoke, built by the stages themselves (later calls reuse them). Each
+stage first runs uninterrupted. Then it is started and killed with its children by SIGKILL, at moments drawn uniformly
+between EARLIEST of its run time and its end, so most kills fall into loading, the loop with a state after every step,
 and publishing. A run that ends before its kill is compared and started over; after the last kill the stage runs to its
-end and is compared too. Equal means: every file that the whole run published, with the same sha256. Prints a line a
-stage, writes benchmarks/results/kills.json; ends with 1 where bytes differ.
+end and is compared too. Equal means: every file published by the uninterrupted run, with the same sha256. Prints a line
+per stage and writes benchmarks/results/kills.json; exits with 1 if bytes differ.
 
-One thread, one process, no MLflow. Not promised: equal bytes across thread counts, machines or versions of torch, or
-after a loss of power, where what was written may not be on the disk.
+One thread, one process, no MLflow. Not guaranteed: equal bytes across thread counts, machines or versions of torch, or
+after a power loss, when data may not have reached the disk.
 """
 
 import argparse
@@ -47,21 +47,21 @@ SETTINGS = (
     "runtime.precision=fp32",
     "runtime.compile=false",
 )
-EARLIEST = 0.4  # of a whole run's time: before it Python and torch are imported
-LIMIT = 600.0  # seconds that a run may take
+EARLIEST = 0.4  # as a share of the run time: before that Python and torch are being imported
+LIMIT = 600.0  # maximum seconds for a run
 
 
 @dataclass
 class Found:
-    """What became of one stage."""
+    """Results for one stage."""
 
     stage: str
-    seconds: float  # of the whole run
-    files: int  # that it published
+    seconds: float  # of the uninterrupted run
+    files: int  # published by it
     kills: int = 0
-    resumed: int = 0  # starts that went on from a state
+    resumed: int = 0  # starts that resumed from a state
     compared: int = 0  # runs that ended
-    different: int = 0  # of them, with other bytes
+    different: int = 0  # of these, with different bytes
 
 
 class Scratch:
@@ -77,7 +77,7 @@ class Scratch:
             (folder / "data" / name).mkdir(parents=True, exist_ok=True)
 
     def start(self, stage: str, work: str, *more: str) -> subprocess.Popen[bytes]:
-        """Begin a stage; what it says goes into a log beside."""
+        """Start a stage, with its output in a log file."""
         kept = {key: value for key, value in os.environ.items() if not key.startswith(("STAGECOACH_", "DVC_"))}
         variables = {
             "OMP_NUM_THREADS": "1",
@@ -94,18 +94,18 @@ class Scratch:
 
     @property
     def log(self) -> Path:
-        """Where the stages' output goes."""
+        """The log file for the stages' output."""
         return self.folder / "log"
 
     def whole(self, stage: str, work: str) -> float:
-        """Run a stage to its end; returns its seconds. Exits where it fails."""
+        """Run a stage to its end and return the seconds. Exits if it fails."""
         start = time.monotonic()
         if code := self.start(stage, work).wait(LIMIT):
             sys.exit(f"stage_{stage} ended with {code}; its output is in {self.log}")
         return time.monotonic() - start
 
     def files(self, since: float = 0.0) -> dict[str, str]:
-        """sha256 of what lies under models/ and metrics/, of what was written since a moment."""
+        """sha256 of the files under models/ and metrics/ that were written since a given time."""
         paths = sorted(
             path
             for top in ("models", "metrics")
@@ -115,13 +115,13 @@ class Scratch:
         return {str(path.relative_to(self.folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
 
     def remove(self, published: dict[str, str]) -> None:
-        """Take away what a stage published, so that nothing of an earlier run is taken for a later one's."""
+        """Remove what a stage published, so that a later run cannot be confused with an earlier one."""
         for name in published:
             (self.folder / name).unlink(missing_ok=True)
 
 
 def prepare(scratch: Scratch, stages: list[str]) -> None:
-    """What the stages read: data, and the models of the stages before them."""
+    """Build the stages' inputs: data, and the models of earlier stages."""
     wanted: list[str] = []
 
     made = {out: name for name in TRAINING for out in GRAPH[f"stage_{name}"].outs}
@@ -139,7 +139,7 @@ def prepare(scratch: Scratch, stages: list[str]) -> None:
 
 
 def killed(scratch: Scratch, stage: str, kills: int, draw: random.Random) -> Found:
-    """Kill one stage so often, and compare."""
+    """Kill one stage `kills` times, and compare."""
     for name in ("whole", "killed"):
         shutil.rmtree(scratch.folder / name, ignore_errors=True)
     began = time.time()
@@ -162,7 +162,7 @@ def killed(scratch: Scratch, stage: str, kills: int, draw: random.Random) -> Fou
             continue
         if code:
             sys.exit(f"stage_{stage} ended with {code} after {found.kills} kills; its output is in {scratch.log}")
-        if anew:  # faster than the first: the machine has less to do now, and the moments were drawn too late
+        if anew:  # faster than the first: the machine is less busy now, and the moments were drawn too late
             seconds = time.monotonic() - began
         _compare(scratch, published, found)
         scratch.remove(published)
@@ -179,7 +179,7 @@ def killed(scratch: Scratch, stage: str, kills: int, draw: random.Random) -> Fou
 
 
 def _compare(scratch: Scratch, published: dict[str, str], found: Found) -> None:
-    """Count a run that ended, and whether its files are those of the whole run."""
+    """Count a run that ended, and whether its files match the uninterrupted run."""
     now = scratch.files()
     other = [name for name, hash_ in published.items() if now.get(name) != hash_]
     found.compared += 1
@@ -193,7 +193,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="benchmarks/kills.py", description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("stages", nargs="*", metavar="STAGE", help=f"of {', '.join(TRAINING)}")
     parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=0, help="of the moments")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the moments")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "stagecoach-kills")
     asked = parser.parse_args()
     if unknown := sorted(set(asked.stages) - set(TRAINING)):

@@ -1,16 +1,14 @@
-"""What a memory buys: facts learnt and code kept, beside what else so many weights, or so many products, can be spent
-on.
+"""What a memory buys: facts learned and code kept, compared with other ways to spend the same weights or FLOPs.
 
     python benchmarks/memory.py models/code data [--steps 400] [--seeds 0 1 2] [--work DIR] [--only memory] [--out FILE]
 
 All are trained by `fit` on the same batches as stage memory, with its settings at `demo`: `memory` (ours), `wider` (a
-parallel SwiGLU), `lora`, `product_keys` (memory_product_keys.py), once with as many trainable weights as the memory
-and once with as many products a token; and memories of 256, 1,024 and 4,096 rows. Of three rates each takes the one
-that is best on the validation wordings (first seed) and costs code at most 1% of its bits; told is the test, whose
-wording and answers chose nothing. Each run is a file in --work, so that a run that was stopped goes on, and two
-processes may share the work (`--only`). Intervals: 95%, over questions, of what the seeds make on average. Every row
-says trainable weights, products (FLOPs) and numbers read for a token beside those of the base; tokens/s is that of the
-forward pass, interleaved with the base's, as a ratio.
+parallel SwiGLU), `lora`, `product_keys` (memory_product_keys.py), once with as many trainable weights as the memory and
+once with as many FLOPs per token; and memories of 256, 1,024 and 4,096 rows. Each uses the best of three rates on the
+validation wordings (first seed) that costs code at most 1% of its bits; reported is the test set, which was not used
+for any choice. Each run is a file in --work, so an interrupted benchmark resumes, and two processes can share the work
+(`--only`). Intervals: 95%, over questions, for the mean over seeds. Every row has trainable weights, FLOPs and numbers
+read per token relative to the base; tokens/s is the ratio to the base's forward pass, interleaved.
 """
 
 import argparse
@@ -51,33 +49,33 @@ from pipeline.run.workdir import Job, StopRequest
 from pipeline.text.tokenizer import Tokenizer
 from stages import memory as stage
 
-MOST_LOST = 0.01  # of the bits per byte of code
+MOST_LOST = 0.01  # relative to the bits per byte of code
 RATES = {"muon": (3e-3, 6e-3, 1.2e-2), "adamw": (1.5e-3, 3e-3, 6e-3)}
 ROWS = (256, 1024, 4096)
-ROUNDS, SECONDS = 7, 0.5  # of the clock
-PASS = 2048  # tokens of a forward pass that is timed
+ROUNDS, SECONDS = 7, 0.5  # for timing
+PASS = 2048  # tokens in a timed forward pass
 
 
 @dataclass(frozen=True)
 class Contender:
-    """Something to be put beside the base, and what it costs."""
+    """An addition to the base model, and its cost."""
 
     name: str
     config: Any  # MemoryConfig, WiderConfig, AdapterConfig or ProductKeysConfig
     parameters: int
-    flops: int  # of products, for a token
-    numbers_read: int  # weights and rows, for a token
+    flops: int  # of matrix products, per token
+    numbers_read: int  # weights and rows, per token
     optimizer: str = "muon"
-    adapter: AdapterConfig | None = None  # in the base besides
+    adapter: AdapterConfig | None = None  # additional adapters in the base
 
 
 def contenders(
     config: MemoryConfig, shape: ModelConfig, adapter: AdapterConfig | None = None, sizes: Iterable[int] = ROWS
 ) -> dict[str, Contender]:
-    """The memory, others of as many weights (`wider`), others of as many products (`wider, equal FLOPs`), memories of
-    other sizes.
+    """The memory, alternatives with as many weights (`wider`) or FLOPs (`wider, equal FLOPs`), and memories of other
+    sizes.
 
-    With an `adapter` all but `lora` have it besides, and `lora` is as large as a memory with it.
+    With an `adapter` all but `lora` also have it, and `lora` is as large as a memory with it.
     """
     extra = 0 if adapter is None else lora_weights(shape, adapter)
     ours = of_memory("memory", config, shape)
@@ -93,7 +91,7 @@ def contenders(
 
 
 def beside_adapter(one: Contender, adapter: AdapterConfig | None, extra: int) -> Contender:
-    """The same with adapters of `extra` weights; adapters alone as they are."""
+    """The same plus adapters of `extra` weights; pure adapters are unchanged."""
     if adapter is None or isinstance(one.config, AdapterConfig):
         return one
     return replace(
@@ -106,13 +104,13 @@ def beside_adapter(one: Contender, adapter: AdapterConfig | None, extra: int) ->
 
 
 def lora_weights(shape: ModelConfig, adapter: AdapterConfig) -> int:
-    """Weights of adapters."""
+    """The number of adapter weights."""
     sizes = (sum(footprint.projections(shape)[name]) for name in adapter.modules)
     return shape.layers * adapter.rank * sum(sizes)
 
 
 def closest(make: Callable[[int], Contender | None], target: int, cost: str) -> Contender:
-    """Of sizes 1, 2, ... the one whose cost is nearest to `target`."""
+    """The size among 1, 2, ... whose cost is closest to `target`."""
     best: Contender | None = None
     for size in range(1, 4096):
         one = make(size)
@@ -127,8 +125,8 @@ def closest(make: Callable[[int], Contender | None], target: int, cost: str) -> 
 
 
 def of_memory(name: str, config: MemoryConfig, shape: ModelConfig) -> Contender:
-    """Ours. Keys and values of the bank are projected once for many tokens, and the router is asked once a unit: not
-    counted.
+    """Ours. Not counted: projecting the bank's keys and values, done once for many tokens, and the router, which runs
+    once per unit.
     """
     memory = Memory(config, replace(shape, memory=config))
     inner, outer = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
@@ -141,21 +139,21 @@ def of_memory(name: str, config: MemoryConfig, shape: ModelConfig) -> Contender:
 
 
 def of_wider(suffix: str, config: MemoryConfig, shape: ModelConfig, size: int) -> Contender:
-    """A SwiGLU of 4 * size behind each layer that reads."""
+    """A SwiGLU of 4 * size after each layer that reads."""
     wider = WiderConfig(width=4 * size, layers=tuple(config.placed(shape.layers)))
     weights = len(wider.layers) * (3 * wider.width * shape.width + shape.width)
     return Contender(f"wider{suffix}", wider, weights, 2 * weights, weights)
 
 
 def of_lora(suffix: str, config: MemoryConfig, shape: ModelConfig, size: int) -> Contender | None:
-    """Adapters of rank `size` on all matrices, as they are trained; merged they cost nothing."""
+    """Adapters of rank `size` on all matrices, as trained; once merged they cost nothing."""
     adapter = AdapterConfig(rank=size, alpha=2.0 * size, targets=("all-linear",))
     weights = lora_weights(shape, adapter)
     return Contender(f"lora{suffix}", adapter, weights, 2 * weights, weights)
 
 
 def of_product_keys(suffix: str, config: MemoryConfig, shape: ModelConfig, size: int) -> Contender | None:
-    """n half-keys a table; halves of a query of 16 numbers."""
+    """n half-keys per table; query halves of 16 numbers."""
     if size < 8:
         return None
     keys = ProductKeysConfig(layers=tuple(config.placed(shape.layers)), keys=size, half=16, top_k=min(32, size))
@@ -170,7 +168,7 @@ def of_product_keys(suffix: str, config: MemoryConfig, shape: ModelConfig, size:
 
 
 def attached(model: Transformer, one: Contender, seed: int) -> None:
-    """Put it beside the frozen base; only it is trained."""
+    """Attach it to the frozen base; only the addition is trained."""
     generator = device.generator("memory", seed)
     adapter = one.config if isinstance(one.config, AdapterConfig) else one.adapter
     if adapter is not None:
@@ -186,7 +184,7 @@ def attached(model: Transformer, one: Contender, seed: int) -> None:
 
 @dataclass
 class Workshop:
-    """Where the runs happen."""
+    """Runs and caches the experiments."""
 
     base: Path
     data: Path
@@ -195,7 +193,7 @@ class Workshop:
     work: Path
 
     def key(self, one: Contender, seed: int, rate: float) -> str:
-        """What a run's result hangs on."""
+        """Everything that a run's result depends on."""
         params = self.params
         told = [
             type(one.config).__name__,
@@ -213,7 +211,7 @@ class Workshop:
         return json.dumps(told, sort_keys=True)
 
     def run(self, one: Contender, seed: int, rate: float) -> dict[str, Any]:
-        """Train it, or read what an earlier run wrote."""
+        """Train it, or load the result of an earlier run."""
         settings = self.params.fit
         path = self.work / f"{device.stable_hash('memory', self.key(one, seed, rate)):016x}.json"
         if path.is_file():
@@ -222,7 +220,7 @@ class Workshop:
         attached(model, one, seed)
         weights = sum(p.numel() for p in model.parameters() if p.requires_grad)
         assert weights == one.parameters, (one.name, weights, one.parameters)
-        fixed = settings.learning_rates  # of the router, and of adapters beside something
+        fixed = settings.learning_rates  # for the router, and for additional adapters
         rates = {"bank": rate, "router": fixed.get("router", rate)} if isinstance(one.config, MemoryConfig) else {}
         if one.adapter is not None:
             rates["lora"] = fixed.get("lora", rate)
@@ -272,7 +270,7 @@ class Workshop:
 
 
 def measured(model: Transformer, tokenizer: Tokenizer, code: Iterable[Any], facts: Path, most: int) -> dict[str, Any]:
-    """Which questions of each split are answered rightly, and bits per byte of code."""
+    """Which questions of each split are answered correctly, and bits per byte of code."""
     model.train(False)
     found: dict[str, Any] = {
         kind: (
@@ -290,7 +288,7 @@ def measured(model: Transformer, tokenizer: Tokenizer, code: Iterable[Any], fact
 
 
 def clock(base: Path, one: Contender) -> float:
-    """Tokens/s of the forward pass over those of the base, the median of interleaved rounds."""
+    """Tokens/s of the forward pass relative to the base, the median of interleaved rounds."""
     plain, _ = checkpoint.load(base)
     beside, _ = checkpoint.load(base)
     attached(beside, one, 0)
@@ -310,8 +308,8 @@ def clock(base: Path, one: Contender) -> float:
 
 
 def best_rate(shop: Workshop, one: Contender, seed: int, code_bpb: float) -> float:
-    """Of three rates the one that knows most facts in the validation wording, and of equal ones the lower: among
-    those that cost code no more than MOST_LOST of the base's `code_bpb`, or else the one that costs least."""
+    """The rate, out of three, with the most facts in the validation wording, the lower one on a tie: among those that
+    cost code at most MOST_LOST of the base's `code_bpb`, or else the one that costs least."""
     runs = {rate: shop.run(one, seed, rate) for rate in RATES[one.optimizer]}
     kept = {rate: run for rate, run in runs.items() if run["code_bpb"] <= (1 + MOST_LOST) * code_bpb}
     if not kept:
@@ -322,7 +320,7 @@ def best_rate(shop: Workshop, one: Contender, seed: int, code_bpb: float) -> flo
 def told(
     shop: Workshop, one: Contender, runs: list[dict[str, Any]], others: dict[str, list[float]], shape: ModelConfig
 ) -> dict[str, Any]:
-    """A row of the table."""
+    """One row of the table."""
     own = means(runs, "test")
     base = shape.flops_per_token(shop.params.fit.context) / 3  # of a forward pass
     row: dict[str, Any] = {
@@ -348,28 +346,29 @@ def told(
 
 
 def means(runs: list[dict[str, Any]], kind: str) -> list[float]:
-    """Of each question the share of seeds that knew it."""
+    """For each question, the share of seeds that answered it."""
     return [statistics.mean(values) for values in zip(*(run[kind] for run in runs), strict=True)]
 
 
 def main(given: list[str]) -> int:
-    """Train what is missing, and print the table as JSON; the exit code."""
+    """Train what is missing and print the table as JSON; returns the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("base", type=Path)
     parser.add_argument("data", type=Path)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--only", nargs="+", default=None, help="names that begin so are trained, and no table is told")
+    parser.add_argument("--only", nargs="+", default=None, help="train only these name prefixes; no table")
     parser.add_argument(
-        "--rate", action="append", default=[], help="memory=0.012: no search for it; a search of another base found it"
+        "--rate",
+        action="append",
+        default=[],
+        help="memory=0.012: use this rate, found on another base, instead of a search",
     )
-    parser.add_argument(
-        "--rows", type=int, nargs="*", default=list(ROWS), help="memories of other sizes that are trained too"
-    )
-    parser.add_argument("--without", nargs="*", default=[], help="names that are left out of the table")
+    parser.add_argument("--rows", type=int, nargs="*", default=list(ROWS), help="other memory sizes to train")
+    parser.add_argument("--without", nargs="*", default=[], help="names to leave out of the table")
     parser.add_argument("--work", type=Path, default=Path(".work/memory_benchmark"))
     parser.add_argument("--out", type=Path)
-    parser.add_argument("overrides", nargs="*", default=[], help="of the block memory, memory.key=value")
+    parser.add_argument("overrides", nargs="*", default=[], help="keys of the block memory, memory.key=value")
     arguments = parser.parse_intermixed_args(given)
     torch.set_num_threads(1)
     params, runtime = resolve(
@@ -422,7 +421,7 @@ def main(given: list[str]) -> int:
 
 
 def quiet_job(shop: Workshop) -> Job:
-    """A job of which only the folder matters."""
+    """A job used only for its folder."""
     return Job(
         stage="memory",
         item=None,

@@ -1,13 +1,13 @@
-"""A product-key memory beside a frozen model: what `benchmarks/memory.py` compares ours with.
+"""A product-key memory attached to a frozen model: a baseline in `benchmarks/memory.py`.
 
     q_h = halves of head h of W_q norm(x);  scores of value (i, j): q_h1 . K_h1[i] + q_h2 . K_h2[j]
     the top k sums of the top k of each half, softmax, sum of their values over all heads
     x <- x + W_o (sum * silu(W_g norm(x)))          W_o is zero at the start
 
-Product keys: Lample et al. 2019, arXiv:1907.05242, 3.1; gate and one table of values for all layers: Berges et al.
-2024, arXiv:2412.09764, 3. Each token looks up by itself, so it is causal. Keys and rates as facebookresearch/memory has
-them: uniform in 1/sqrt of their size, values normal with 1/sqrt of the width. Not taken over: query normalisation by
-batch, which is not causal.
+Product keys: Lample et al. 2019, arXiv:1907.05242, 3.1; gate and one value table for all layers: Berges et al. 2024,
+arXiv:2412.09764, 3. Each token looks up independently, so the layer is causal. Keys and rates as in
+facebookresearch/memory: uniform in 1/sqrt of their size, values normal with 1/sqrt of the width. Not implemented: query
+batch normalization, which is not causal.
 
 Shapes: N tokens, D width, H heads, h half of a query, n half-keys of a table (n * n values).
 """
@@ -26,7 +26,7 @@ from pipeline.model.layers import LayerHook, Linear, Reads, RMSNorm
 
 @dataclass(frozen=True, kw_only=True)
 class ProductKeysConfig:
-    """Its shape. Raises ValueError."""
+    """The shape. Raises ValueError."""
 
     layers: tuple[int, ...]
     keys: int  # n
@@ -39,24 +39,24 @@ class ProductKeysConfig:
             raise ValueError(f"product keys: expected positive sizes and top_k at most keys ({self.keys}), got {self}")
 
     def parameters(self, width: int) -> int:
-        """Weights in all."""
+        """The total number of weights."""
         each = width + width * self.heads * 2 * self.half + 2 * self.heads * self.keys * self.half + 2 * width * width
         return len(self.layers) * each + self.keys**2 * width
 
     def flops(self, width: int) -> int:
-        """Of products, for a token."""
+        """FLOPs of matrix products per token."""
         query = 2 * width * self.heads * 2 * self.half
         scores = 2 * self.heads * 2 * self.keys * self.half
         return len(self.layers) * (query + scores + 2 * self.heads * self.top_k * width + 4 * width * width)
 
     def numbers_read(self, width: int) -> int:
-        """Weights that a token reads."""
+        """Weights read per token."""
         each = width + width * self.heads * 2 * self.half + 2 * self.heads * self.keys * self.half + 2 * width * width
         return len(self.layers) * (each + self.heads * self.top_k * width)
 
 
 class ProductKeys(LayerHook):
-    """One table of values and a reader for each layer."""
+    """One value table, and a reader for each layer."""
 
     name = NAME
 
@@ -69,7 +69,7 @@ class ProductKeys(LayerHook):
 
     @torch.no_grad()
     def initialise(self, generator: torch.Generator) -> None:
-        """As in the module."""
+        """Initialize as described in the module docstring."""
         width, half = self.values.weight.shape[1], self.config.half
         self.values.weight.normal_(0.0, width**-0.5, generator=generator)
         for name, parameter in self.readers.named_parameters():
@@ -83,11 +83,11 @@ class ProductKeys(LayerHook):
                 parameter.normal_(0.0, self.std, generator=generator)
 
     def reads(self, positions: Tensor, padding: Tensor | None, computed: Tensor | None, reading: object) -> Reads:
-        """For a line of tokens; each by itself."""
+        """For a line of tokens; each token independently."""
         return (lambda layer, x: x) if isinstance(reading, Reading) and reading.off else self._read
 
     def going_on(self, layout: Any) -> Reads:
-        """For new tokens of a cache's rows; each by itself."""
+        """For new tokens of a cache's rows; each token independently."""
         return self._read
 
     def _read(self, layer: int, x: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ class ProductKeys(LayerHook):
 
 
 class Lookup(nn.Module):
-    """Norm, queries, half-keys, gate and way out of one layer."""
+    """Norm, queries, half-keys, gate and output projection of one layer."""
 
     def __init__(self, config: ProductKeysConfig, shape: ModelConfig) -> None:
         super().__init__()
@@ -104,13 +104,13 @@ class Lookup(nn.Module):
         self.q_proj = Linear(shape.width, config.heads * 2 * config.half)
         self.keys = nn.Parameter(torch.zeros(2, config.heads, config.keys, config.half))
         self.gate_proj, self.o_proj = Linear(shape.width, shape.width), Linear(shape.width, shape.width)
-        # Of sorted halves the sum at (i, j) is no less than those of (i + 1)(j + 1) places: others are never among the
-        # top k
+        # With sorted halves, (i + 1)(j + 1) sums are at least as large as the one at (i, j): other pairs are never
+        # among the top k
         ranks = [(i, j) for i in range(config.top_k) for j in range(config.top_k) if (i + 1) * (j + 1) <= config.top_k]
         self.first, self.second = torch.tensor([i for i, _ in ranks]), torch.tensor([j for _, j in ranks])
 
     def choose(self, normed: Tensor) -> tuple[Tensor, Tensor]:
-        """Values (N, H, k) of tokens (N, D), and their weights."""
+        """Value indices (N, H, k) for tokens (N, D), and their weights."""
         config = self.config
         q = self.q_proj(normed).float().unflatten(-1, (config.heads, 2, config.half))  # (N, H, 2, h)
         best, which = torch.einsum("nhsd,shkd->nhsk", q, self.keys.float()).topk(config.top_k, dim=-1)  # (N, H, 2, k)

@@ -1,12 +1,12 @@
-"""Tasks from repositories on this disk: how many, how long it takes, why the others are none, and whether a candidate
+"""Tasks mined from local repositories: how many, how long it takes, why functions are rejected, and whether a candidate
 can find the answer.
 
     python benchmarks/mining.py FOLDER ... [--seconds 240]
 
-FOLDER: the sources of a package with its tests, as in its source distribution. For each one: the minutes, the tasks,
-the reasons of the functions that are none, the mean strength of the tests; then all tasks are judged anew: the
-function's own body (wanted: all tests pass), three stubs (none passes), and each attack of attacks.txt, which looks
-for the function's body or its results where they could be (none passes a task).
+FOLDER: the sources of a package with its tests, as in its source distribution. Prints for each one: minutes, tasks,
+reasons for rejected functions, mean test strength. Then judges all tasks with the function's own body (expected: all
+tests pass), three stubs (none passes), and each attack in attacks.txt, which looks for the function's body or its
+results wherever they could be (none passes a task).
 """
 
 import argparse
@@ -24,17 +24,17 @@ from pipeline.ingest.records import Problem
 from pipeline.sandbox.judge import Candidate, Judge, SandboxConfig
 from pipeline.text import chat
 
-MOST_BYTES = 50_000_000  # of a repository
+MOST_BYTES = 50_000_000  # per repository
 ATTACKS = dict(  # name -> source
     section.split("\n", 1) for section in (ROOT / "benchmarks/attacks.txt").read_text().split("\n### ")[1:]
 )
 
 
 def main(arguments: list[str]) -> int:
-    """Mine, attack, print. Returns 1 where an own body fails, or a stub or an attack succeeds."""
+    """Mine, attack, print. Returns 1 if an own body fails, or a stub or an attack succeeds."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("folders", type=Path, nargs="+", metavar="FOLDER")
-    parser.add_argument("--seconds", type=float, default=mining.TEST_SECONDS, help="for the tests of a repository")
+    parser.add_argument("--seconds", type=float, default=mining.TEST_SECONDS, help="limit for a repository's tests")
     chosen = parser.parse_args(arguments)
     wrong = 0
     for folder in chosen.folders:
@@ -76,7 +76,7 @@ def stub_sources(problems: Iterable[Problem]) -> list[list[str]]:
 
 
 def attacking(attack: str, problem: Problem, folder: Path) -> str:
-    """An attack on a problem: it knows where the repository and the installed packages lie."""
+    """An attack on a problem, given the paths of the repository and the installed packages."""
     path = problem.id.partition("/")[2].partition("::")[0]
     inside = path.removeprefix("src/")
     module = inside.removesuffix(".py").replace("/", ".").removesuffix(".__init__")

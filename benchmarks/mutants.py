@@ -1,12 +1,12 @@
-"""Mutants: one wrong line each in losses, loop, graph, intervals, resume, masks and jail, and the test that notices it.
+"""Mutants: one wrong line each in losses, loop, graph, intervals, resume, masks and jail, and the test that kills it.
 
     python benchmarks/mutants.py [--only losses loop graph ...] [--numbers 3 17]
 
-For each mutant the file is changed in a copy of the tree, the named tests run until one fails, and the file is put
-back. Prints the test that killed it, or SURVIVED, and writes benchmarks/results/mutants.json; mutants that were not run
-keep their earlier row. Ends with 1 when one survived, or when the named tests fail without any mutant.
+For each mutant the file is changed in a copy of the tree, the listed tests run until one fails, and the file is
+restored. Prints the test that killed it, or SURVIVED, and writes benchmarks/results/mutants.json; mutants that were not
+run keep their earlier row. Exits with 1 if one survived, or if the listed tests fail without any mutant.
 
-Not promised: that the list is complete, or that a survivor outside of the named tests would not die by another file's.
+Not guaranteed: that the list is complete, or that a survivor would not be killed by tests that are not listed.
 """
 
 import argparse
@@ -34,23 +34,23 @@ COPIED = (
     "params.yaml",
     "pyproject.toml",
 )
-LIMIT = 300  # seconds after which a mutant counts as noticed: an endless loop is no pass
+LIMIT = 300  # seconds after which a mutant counts as killed: an endless loop is not a pass
 LEARNING, SANDBOX, BATCHES = "pipeline/learning", "pipeline/sandbox", "pipeline/batches"
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """One wrong change and the tests that should fail by it."""
+    """One wrong change and the tests that should catch it."""
 
     subject: str  # losses, loop, graph, ...
     file: str
-    old: str  # stands exactly once in the file
+    old: str  # occurs exactly once in the file
     new: str
-    tests: str  # of tests/, what pytest is given, apart by spaces
+    tests: str  # files in tests/ to run with pytest, separated by spaces
 
 
 def _of(subject: str, file: str, tests: str, *changes: tuple[str, str]) -> list[Mutant]:
-    """The mutants of one file that the same tests should kill."""
+    """Mutants of one file that the same tests should kill."""
     return [Mutant(subject, file, old, new, tests) for old, new in changes]
 
 
@@ -223,11 +223,11 @@ MUTANTS = [
         ("else min(value, hard)", "else hard"),
     ),
 ]
-MUTANTS = [mutant for mutant in MUTANTS if (ROOT / mutant.file).parent.is_dir()]  # a wing may be gone
+MUTANTS = [mutant for mutant in MUTANTS if (ROOT / mutant.file).parent.is_dir()]  # a wing may have been removed
 
 
 def copied(folder: Path) -> Path:
-    """A copy of what tests read, without anything compiled from it."""
+    """A copy of everything the tests need, without compiled files."""
     for name in COPIED:
         source = ROOT / name
         if source.is_dir():
@@ -238,7 +238,7 @@ def copied(folder: Path) -> Path:
 
 
 def killer(tree: Path, tests: str) -> str:
-    """The first of the tests that fails in `tree`; empty when all pass. Raises RuntimeError when none could be run."""
+    """The first test that fails in `tree`; empty if all pass. Raises RuntimeError if no test could run."""
     command = [
         sys.executable,
         "-m",
@@ -265,7 +265,7 @@ def killer(tree: Path, tests: str) -> str:
 
 
 def killed_by(tree: Path, mutant: Mutant) -> str:
-    """What kills a mutant in `tree`, which is as before afterwards; empty when it survives."""
+    """The test that kills a mutant in `tree`, which is restored afterward; empty if it survives."""
     path = tree / mutant.file
     right = path.read_text()
     assert right.count(mutant.old) == 1, f"{mutant.file}: {mutant.old!r} stands there {right.count(mutant.old)} times"
@@ -277,15 +277,15 @@ def killed_by(tree: Path, mutant: Mutant) -> str:
 
 
 def key_of(mutant: Mutant) -> str:
-    """What a row is known by."""
+    """The key of a row."""
     return f"{mutant.file}: {mutant.old} -> {mutant.new}"
 
 
 def main() -> int:
     """Run the chosen mutants and write the table."""
     parser = argparse.ArgumentParser(description="Which test kills which mutant.")
-    parser.add_argument("--only", nargs="+", choices=sorted({m.subject for m in MUTANTS}), help="these subjects alone")
-    parser.add_argument("--numbers", nargs="+", type=int, help="these mutants alone, by number")
+    parser.add_argument("--only", nargs="+", choices=sorted({m.subject for m in MUTANTS}), help="only these subjects")
+    parser.add_argument("--numbers", nargs="+", type=int, help="only these mutants, by number")
     arguments = parser.parse_args()
     chosen = [
         (number, mutant)

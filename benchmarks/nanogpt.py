@@ -1,16 +1,16 @@
-"""The baseline of `time_to_loss.py`: the recipe of karpathy/nanoGPT (`model.py`, `train.py`), written plainly.
+"""The baseline of `time_to_loss.py`: a plain version of the recipe of karpathy/nanoGPT (`model.py`, `train.py`).
 
-GPT-2's architecture (Radford et al. 2019) as nanoGPT has it: learned absolute positions, LayerNorm before each block,
-GELU and a feed-forward part four times as wide, a tied head, no biases, no dropout; weights normal with 0.02, the
-projections into the stream with 0.02 / sqrt(2 layers). Rows are random windows of the concatenated token stream, in
-which documents see each other. AdamW (matrices and tables decay, gains do not), linear warm-up, cosine to a tenth of
-the rate, gradients clipped to norm 1. On a CPU nanoGPT runs in float32 and does not compile (`--device=cpu
+GPT-2's architecture (Radford et al. 2019) as in nanoGPT: learned absolute positions, pre-norm LayerNorm, GELU and a
+feed-forward layer four times as wide, a tied head, no biases, no dropout; weights normal with std 0.02, projections
+into the residual stream with 0.02 / sqrt(2 layers). Rows are random windows of the concatenated token stream, without
+masking between documents. AdamW (matrices and tables decay, gains do not), linear warmup, cosine decay to a tenth of
+the rate, gradients clipped to norm 1. On a CPU nanoGPT runs in float32 without compiling (`--device=cpu
 --compile=False`); bf16 and compile are settings here.
 
-Two things are kinder than nanoGPT is: AdamW is torch's fused one on a CPU too, and half precision goes with float32
-logits. `GPT` also serves in our loop (`time_to_loss_arm.py`, the ablation of the architecture): its two tables have a
-name that our optimiser knows as embeddings, and it takes a mask of documents. Not promised: that it loads or saves
-anything of nanoGPT's.
+Two things favor this baseline over nanoGPT: AdamW is torch's fused version on a CPU too, and half precision uses
+float32 logits. `GPT` also runs in our loop (`time_to_loss_arm.py`, the architecture ablation): its two tables are named
+so that our optimizer treats them as embeddings, and it accepts a document mask. Not supported: loading or saving
+nanoGPT checkpoints.
 """
 
 import math
@@ -25,23 +25,23 @@ from torch.nn import functional
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Of a GPT."""
+    """The shape of a GPT."""
 
     vocab_size: int
     width: int
     layers: int
     heads: int
-    context: int  # rows of the table of positions
+    context: int  # rows of the position table
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Of a run; the names of nanoGPT's `train.py` in brackets."""
+    """The recipe of a run, with nanoGPT's `train.py` names in comments."""
 
     steps: int  # max_iters, lr_decay_iters
     rows: int  # batch_size
     context: int  # block_size
-    rate: float  # learning_rate; the last is a tenth of it
+    rate: float  # learning_rate; decays to a tenth of it
     warmup: int  # warmup_iters
     betas: tuple[float, float] = (0.9, 0.95)
     decay: float = 0.1  # weight_decay
@@ -59,7 +59,7 @@ class Recipe:
 
 
 class GPT(nn.Module):
-    """Token ids (B, T) to logits (B, T, V), or what `head` makes of the states at `select` and the tied table."""
+    """Token ids (B, T) to logits (B, T, V), or to `head` applied to the states at `select` and the tied table."""
 
     def __init__(self, shape: Shape, generator: torch.Generator) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class GPT(nn.Module):
         select: Tensor | None = None,
         head: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> Tensor:
-        """With `documents` (B, T) tokens see their own document alone, without them all that stand before them."""
+        """With `documents` (B, T) tokens attend only to their own document, without it to all earlier tokens."""
         words, places = self.embed_tokens["words"], self.embed_tokens["places"]
         if positions is None:
             positions = torch.arange(input_ids.shape[1], device=input_ids.device)
@@ -104,12 +104,12 @@ class GPT(nn.Module):
         return functional.linear(x, table) if head is None else head(x, table, None)
 
     def num_parameters(self) -> int:
-        """All weights; the tied table counts once, that of positions is counted."""
+        """All weights; the tied table counts once, and the position table is included."""
         return sum(parameter.numel() for parameter in self.parameters())
 
 
 class Block(nn.Module):
-    """Attention and feed-forward part, each behind a norm and added to the stream."""
+    """Attention and feed-forward, each after a norm and added to the residual stream."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class Block(nn.Module):
 
 
 def windows(tokens: np.ndarray, *, rows: int, context: int, seed: int, step: int) -> Tensor:
-    """`get_batch` of train.py: so many tokens and the one behind them from random places, (rows, context + 1)."""
+    """`get_batch` of train.py: `context` tokens plus the next one from random positions, (rows, context + 1)."""
     starts = np.random.default_rng([seed, step]).integers(0, len(tokens) - context, rows)
     return torch.from_numpy(np.stack([tokens[start : start + context + 1] for start in starts]).astype(np.int64))
 
@@ -147,9 +147,7 @@ def adamw(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
 def train(
     model: GPT, tokens: np.ndarray, recipe: Recipe, tick: Callable[[int], None], evaluate: Callable[[int], None]
 ) -> None:
-    """The loop of train.py. `tick` is called at the beginning of each step, `evaluate` before it and after the last
-    one.
-    """
+    """The loop of train.py. Calls `tick` at the start of each step, `evaluate` before it and after the last step."""
     run = torch.compile(model) if recipe.compiled else model
     optimizer = adamw(model, recipe)
     for step in range(recipe.steps):

@@ -10,16 +10,16 @@ of n - 1 tokens, h' the same without its first:
     a(hw)    = occurrences, at the highest order or where h begins at a document's start;
                else the number of different tokens seen before hw ("continuation count")
     D_n(k)   = k - (k + 1) t_1 t_{k+1} / ((t_1 + 2 t_2) t_k), k = 1, 2, 3 and more; t_k: n-grams whose a is k
-    b(h)     = sum_x D_n(a(hx)) / sum_x a(hx), what the discounts took; below the unigrams stands 1 / V
+    b(h)     = sum_x D_n(a(hx)) / sum_x a(hx), the discounted mass; below the unigrams p is 1 / V
 
-A document is read after one end of text, and nothing is seen across it; the end of text that closes it is a token to
-predict. So p is a distribution over all V ids, and a model that scores text tokens alone pays for ids that cannot
-occur, as a neural one does. Where an order has too few n-grams for its discounts (some t_k is 0, or D is outside [0,
-k]) they are 0.5, 1, 1.5, as in `lmplz --discount_fallback`; `Level.discounts` shows which.
+Each document follows one end of text, and no n-gram crosses it; the end of text that closes a document is a token to
+predict. So p is a distribution over all V ids, and a model that only scores text tokens pays for ids that cannot occur,
+as a neural one does. If an order has too few n-grams for its discounts (some t_k is 0, or D is outside [0, k]), they
+are 0.5, 1, 1.5, as in `lmplz --discount_fallback`; `Level.discounts` shows the values used.
 
 An n-gram is the number of its context, times V, plus its last token: one int64, found by bisection. Counting takes
-about 110 bytes of memory a training token at order 5. Not promised: pruning, or training on what does not fit in
-memory.
+about 110 bytes of memory per training token at order 5. Not supported: pruning, or training on data that does not fit
+in memory.
 """
 
 from collections.abc import Sequence
@@ -42,15 +42,13 @@ class Level:
     discounts: tuple[float, float, float]  # D_n(1), D_n(2), D_n(3 and more)
 
     def find(self, contexts: np.ndarray, tokens: np.ndarray, vocab_size: int) -> np.ndarray:
-        """Numbers (n,) int64 of the n-grams (context, token); ABSENT for those never seen, or whose context is
-        ABSENT.
-        """
+        """Numbers (n,) int64 of the n-grams (context, token); ABSENT if never seen or if the context is ABSENT."""
         wanted = contexts * vocab_size + tokens
         places = np.minimum(np.searchsorted(self.keys, wanted), len(self.keys) - 1)
         return np.where((contexts >= 0) & (self.keys[places] == wanted), places, ABSENT)
 
     def interpolate(self, contexts: np.ndarray, numbers: np.ndarray, lower: np.ndarray) -> np.ndarray:
-        """p (n,) at this order of the n-grams `numbers` after `contexts`, given `lower`, p at the order below."""
+        """p (n,) at this order for the n-grams `numbers` after `contexts`, given `lower`, p at the order below."""
         known = (contexts >= 0) & (self.totals[contexts] > 0)
         counts = np.where(numbers >= 0, self.counts[numbers], 0)
         kept = counts - np.array((0.0, *self.discounts))[np.minimum(counts, 3)]
@@ -60,7 +58,7 @@ class Level:
 
 @dataclass(frozen=True)
 class Ngram:
-    """A trained model; `levels[n - 1]` holds order n."""
+    """A trained model; `levels[n - 1]` is order n."""
 
     levels: tuple[Level, ...]
     vocab_size: int
@@ -68,7 +66,7 @@ class Ngram:
 
     @classmethod
     def train(cls, tokens: np.ndarray, *, order: int, vocab_size: int, end_of_text: int) -> "Ngram":
-        """Count `tokens`, (n,) of an integer type, an end of text after each document (the last may be cut short).
+        """Count `tokens`, (n,) of an integer type, with an end of text after each document (the last may be truncated).
 
         Raises ValueError for an order below 1, no tokens, or an id outside the vocabulary.
         """
@@ -80,14 +78,14 @@ class Ngram:
             raise ValueError(f"n-gram: expected ids below {vocab_size}, found {tokens.min()} to {tokens.max()}")
         read = np.concatenate([[end_of_text], tokens]).astype(np.int32)
         behind = _tokens_behind(read == end_of_text)
-        grams = read  # number of the n-gram that ends here; ABSENT where it would cross a document's start
+        grams = read  # number of the n-gram that ends here; ABSENT if it would cross a document's start
         keys = np.arange(vocab_size, dtype=np.int64)
         counts = np.bincount(read[1:], minlength=vocab_size).astype(np.int32)  # the first end of text is given
         at_start = np.zeros(vocab_size, dtype=bool)  # n-grams that begin at a document's start
         levels, num_contexts = [], 1
         for n in range(2, order + 1):
             ends = np.flatnonzero(behind >= n - 1)
-            if not len(ends):  # no document is so long: then all of order n - 1 begin at a start, and keep their counts
+            if not len(ends):  # no document is long enough: all of order n - 1 begin at a start and keep their counts
                 break
             longer, numbers = np.unique(grams[ends - 1].astype(np.int64) * vocab_size + read[ends], return_inverse=True)
             suffixes = np.empty(len(longer), dtype=np.int32)
@@ -104,7 +102,7 @@ class Ngram:
         return cls(tuple(levels), vocab_size, end_of_text)
 
     def probabilities(self, document: Sequence[int]) -> np.ndarray:
-        """p (n,) float64 of each token of a document (n,) read after one end of text, which is not counted."""
+        """p (n,) float64 of each token of a document (n,) after one end of text, which is not counted."""
         read = np.array([self.end_of_text, *document], dtype=np.int64)
         tokens, behind = read[1:], _tokens_behind(read == self.end_of_text)[1:]
         contexts = np.zeros(len(tokens), dtype=np.int64)  # the one context of no tokens
@@ -118,8 +116,8 @@ class Ngram:
         return result
 
     def distribution(self, context: Sequence[int]) -> np.ndarray:
-        """p (V,) float64 of every next token; `context` counts from its last end of text on, its last order - 1
-        tokens.
+        """p (V,) float64 of every next token; only the last order - 1 tokens of `context` after its last end of text
+        count.
         """
         tokens = np.arange(self.vocab_size)
         seen = list(context)
@@ -146,7 +144,7 @@ class Ngram:
 
 
 def _tokens_behind(is_end: np.ndarray) -> np.ndarray:
-    """How many tokens each token may look back on, its document's start included; 0 for the first, (n,) bool ->
+    """How many tokens each token can look back on, including its document's start; 0 for the first. (n,) bool ->
     (n,).
     """
     places = np.arange(len(is_end), dtype=np.int32)
@@ -164,8 +162,8 @@ def _level(keys: np.ndarray, counts: np.ndarray, num_contexts: int, vocab_size: 
 
 
 def discounts(counts_of_counts: Sequence[int]) -> tuple[float, float, float]:
-    """D(1), D(2), D(3 and more) from t_1 to t_4 (Chen & Goodman 1999, equation 17), or FALLBACK where they do not
-    fit.
+    """D(1), D(2), D(3 and more) from t_1 to t_4 (Chen & Goodman 1999, equation 17), or FALLBACK if they are
+    invalid.
     """
     if 0 in counts_of_counts:
         return FALLBACK

@@ -1,11 +1,10 @@
-"""Requests that nobody would make: kinds of odd bodies, schemas, headers and paths, drawn from a seed. What `abuse.py`
-sends.
+"""Odd requests that no normal client sends: bodies, schemas, headers and paths drawn from a seed. Used by `abuse.py`.
 
     Maker(random.Random(seed)).make() -> Odd(kind, method, path, headers, body, cut)
 
-Unlike generated from the interface's own description (tests/test_api_fuzz.py) they aim at what lies behind it: schemas
-that are valid and cannot be met, numbers at the ends of their formats, Markdown that is slow to parse, texts that spell
-control tokens, bytes that are almost JSON, clients that leave while they are told.
+Unlike requests generated from the API description (tests/test_api_fuzz.py), they target the code behind the API: valid
+but unsatisfiable schemas, numbers at the limits of their formats, Markdown that is slow to parse, texts that spell
+control tokens, bytes that are almost JSON, clients that disconnect mid-stream.
 """
 
 import json
@@ -168,13 +167,13 @@ class Maker:
         ]
 
     def make(self) -> Odd:
-        """The next one."""
+        """The next request."""
         return self.draw.choice(self.kinds)()
 
     # -- what generates ------------------------------------------------------------------------------------------------
 
     def sampled(self) -> Odd:
-        """Sampling at the ends of its numbers."""
+        """Sampling parameters at their limits."""
         draw = self.draw
         body = self.chat() | {
             "temperature": draw.choice([0, 1e-300, 5e-324, 1e-46, 1e-30, 1e-6, 1e-5, 0.3, 2]),
@@ -191,7 +190,7 @@ class Maker:
         return self.post("sampled", "/v1/chat/completions", body)
 
     def shaped(self) -> Odd:
-        """An answer of a random schema."""
+        """An answer with a random schema."""
         form = {"type": "json_schema", "json_schema": {"name": "x", "schema": self.schema(4)}}
         return self.post(
             "shaped",
@@ -200,7 +199,7 @@ class Maker:
         )
 
     def called(self) -> Odd:
-        """A call of tools with random schemas."""
+        """Tool calls with random schemas."""
         names = [self.draw.choice(["f", "g.h", "a" * 64, "", "x y", "f-1"]) for _ in range(self.draw.randint(1, 3))]
         tools = [{"type": "function", "function": {"name": name, "parameters": self.parameters()}} for name in names]
         choice = self.draw.choice(["auto", "none", "required", {"type": "function", "function": {"name": names[0]}}])
@@ -209,7 +208,7 @@ class Maker:
         )
 
     def completed(self) -> Odd:
-        """Texts and ids that go on, echoed and scored."""
+        """Completions of texts and ids, echoed and scored."""
         draw = self.draw
         prompt = draw.choice(
             [
@@ -236,7 +235,7 @@ class Maker:
         return self.post("completed", "/v1/completions", body)
 
     def denoised(self) -> Odd:
-        """A masked-diffusion model, its canvases, and what it has not."""
+        """A masked-diffusion model, its canvases, and parameters it does not support."""
         draw = self.draw
         more = draw.choice(
             [
@@ -251,7 +250,7 @@ class Maker:
         return self.post("denoised", "/v1/chat/completions", self.chat() | {"model": self.masked} | cold | more)
 
     def unread(self) -> Odd:
-        """A stream whose client leaves."""
+        """A stream whose client disconnects."""
         body = self.chat() | {"stream": True, "max_tokens": 200, "ignore_eos": True, "n": self.draw.randint(1, 4)}
         made = self.post("unread", "/v1/chat/completions", body)
         return Odd(made.kind, made.method, made.path, made.body, made.headers, cut=self.draw.choice([0, 1, 300, 2000]))
@@ -259,7 +258,7 @@ class Maker:
     # -- what does not -------------------------------------------------------------------------------------------------
 
     def rendered(self) -> Odd:
-        """Markdown of fragments."""
+        """Markdown made of fragments."""
         text = "".join(self.draw.choice(PIECES) for _ in range(self.draw.randint(0, 60)))
         return self.post("rendered", "/render", {"markdown": text})
 
@@ -282,7 +281,7 @@ class Maker:
         )
 
     def judged(self) -> Odd:
-        """Preferences, mostly such that are refused."""
+        """Preferences, most of them refused."""
         sides = [[{"role": self.draw.choice(["assistant", "user"]), "content": self.text()}] for _ in range(2)]
         return self.post(
             "judged",
@@ -291,7 +290,7 @@ class Maker:
         )
 
     def mutated(self) -> Odd:
-        """A good body with a field of anything."""
+        """A valid body with one arbitrary field."""
         path = self.draw.choice(
             [
                 "/v1/chat/completions",
@@ -389,7 +388,7 @@ class Maker:
         return Odd(kind, "POST", path, json.dumps(body).encode(), {"content-type": "application/json"})
 
     def chat(self) -> dict[str, Any]:
-        """A small request that is answered."""
+        """A small valid request."""
         return {"model": self.model, "messages": self.messages(), "max_tokens": 4}
 
     def messages(self) -> list[dict[str, Any]]:
@@ -416,7 +415,7 @@ class Maker:
         }
 
     def schema(self, depth: int) -> Any:
-        """A schema: mostly of the draft, often such that nothing is an instance."""
+        """A schema: mostly valid for its draft, often without any instance."""
         draw = self.draw
         if draw.random() < 0.5:
             return self.plain(depth)
@@ -477,13 +476,13 @@ class Maker:
         return found
 
     def parameters(self) -> Any:
-        """Of a tool: mostly an object."""
+        """A tool's parameters: mostly an object."""
         if self.draw.random() < 0.3:
             return self.schema(3)
         return {"type": "object", "properties": {"a": self.schema(2), "b": self.plain(1)}, "required": ["a"]}
 
     def plain(self, depth: int) -> dict[str, Any]:
-        """A schema that most models could answer."""
+        """A schema that most models can satisfy."""
         draw = self.draw
         low, many = draw.randint(-50, 50), draw.randint(0, 4)
         leaves: list[dict[str, Any]] = [

@@ -3,10 +3,10 @@ rises.
 
     python benchmarks/overoptimisation.py [--root .] [--out results/overoptimisation.json] [rlhf.iterations=60 ...]
 
-Runs stage rlhf with `beta` 0 on the models and pairs under --root (models/tools, models/reward, data/preferences must
-be there) in a folder of its own, so that nothing of the graph changes, and prints the curve of proxy and gold over the
-divergence (Gao et al. 2022, arXiv:2210.10760): where gold is best, where it ends, and whether it fell while the proxy
-rose. Further arguments go to the stage. Takes what stage rlhf takes, times the iterations asked for.
+Runs stage rlhf with `beta` 0 on the models and pairs under --root (requires models/tools, models/reward,
+data/preferences) in a separate folder, so that nothing in the graph changes, and prints the curve of proxy and gold
+scores over the divergence (Gao et al. 2022, arXiv:2210.10760): the best gold score, the final one, and whether it fell
+while the proxy rose. Extra arguments are passed to the stage. Takes as long as stage rlhf, scaled by the iterations.
 """
 
 import argparse
@@ -23,7 +23,7 @@ NEEDED = ("models/tools", "models/reward", "data/preferences")
 
 
 def curve(path: Path) -> list[dict[str, float]]:
-    """The rows of an evaluation in the stage's curve: step, proxy, gold, kl."""
+    """The evaluation rows in the stage's curve: step, proxy, gold, kl."""
     with path.open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     names = ("step", "proxy", "gold", "kl")
@@ -31,7 +31,7 @@ def curve(path: Path) -> list[dict[str, float]]:
 
 
 def verdict(rows: list[dict[str, float]]) -> dict[str, object]:
-    """Where gold is best, and whether it fell from there while the proxy rose."""
+    """Where gold is best, and whether it then fell while the proxy rose."""
     best = max(rows, key=lambda row: row["gold"])
     last = rows[-1]
     return {

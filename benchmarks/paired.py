@@ -3,10 +3,9 @@
     python benchmarks/paired.py models/tools models/grpo [--problems data/problems/test.jsonl] [--group medium]
     [--samples 4]
 
-Samples at temperature 0.8 with the same seeds for both, and greedy answers beside them; answers run in the sandbox. The
-interval of the difference is the paired bootstrap over problems (10,000 resamples). Prints a line for each level and
-one for all; under 20 problems a line is no verdict and says so. Models that have no room for the same problems are
-refused.
+Samples at temperature 0.8 with the same seeds for both, plus greedy answers; answers run in the sandbox. The interval
+of the difference is a paired bootstrap over problems (10,000 resamples). Prints a line per level and one for all; with
+fewer than 20 problems a line is marked as not a verdict. Models whose contexts fit different problems are refused.
 """
 
 import argparse
@@ -36,9 +35,7 @@ from pipeline.sandbox.judge import Judge, SandboxConfig
 def shares(
     model: Path, problems: list[Problem], judge: Judge, arguments: argparse.Namespace, greedy: bool
 ) -> dict[str, float]:
-    """Share of each problem's answers that pass all hidden tests, by id; of the problems that leave room in the
-    context.
-    """
+    """Share of each problem's answers that pass all hidden tests, by id, for problems that fit in the context."""
     policy, tokenizer = checkpoint.load_frozen(model), checkpoint.load(model)[1]
     prompts = answers.problem_prompts(problems, tokenizer, policy.config.max_context - arguments.tokens)
     count = 1 if greedy else arguments.samples
@@ -53,12 +50,12 @@ def shares(
 def compared(
     first: dict[str, float], second: dict[str, float], problems: list[Problem], answers_are: str
 ) -> Iterator[dict[str, Any]]:
-    """A line for each level and one for all. Raises InputError where the models were not asked the same problems."""
+    """A line for each level and one for all. Raises InputError if the models were not given the same problems."""
     if first.keys() != second.keys():
         alone = sorted(first.keys() ^ second.keys())
         raise InputError(
-            f"the models were measured over other items: {len(first)} and {len(second)} problems, since only one of the"
-            f" two has room for {', '.join(alone[:3])}{', ...' if len(alone) > 3 else ''}; compare models of the same"
+            f"models measured on different items: {len(first)} and {len(second)} problems, since only one of the"
+            f" two has room for {', '.join(alone[:3])}{', ...' if len(alone) > 3 else ''}; compare models with the same"
             " context"
         )
     for level in (None, *sorted({problem.level for problem in problems if problem.id in first})):
@@ -79,7 +76,7 @@ def compared(
 
 
 def main() -> None:
-    """Print a JSON line for each level, and one for all."""
+    """Print a JSON line for each level and one for all."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("first", type=Path)
     parser.add_argument("second", type=Path)

@@ -1,11 +1,11 @@
-"""Whether a learning rate that was found on a small model serves a wide one (`rate_width`).
+"""Whether a learning rate tuned on a small model transfers to a wider one (`rate_width`).
 
     python benchmarks/rate_transfer.py DATA [--optimizer muon] [--sizes nano tiny small] [--steps 100] [--json FILE]
 
-DATA is a checkout whose stage_encode@text was built at `model: nano`: its tokenizer and tokens serve all sizes, so only
-width, depth and heads differ. Each size trains `language` from scratch at five rates, each twice the last, with
-`rate_width` at nano's width. Says the validation loss of each, and for each size how far nano's best rate is from the
-best of the five, in percent of the loss. Wanted: at most 1%.
+DATA is a checkout with stage_encode@text built at `model: nano`: all sizes use its tokenizer and tokens, so only width,
+depth and heads differ. Each size trains `language` from scratch at five rates, each twice the previous one, with
+`rate_width` at nano's width. Prints each validation loss, and for each size the excess loss of nano's best rate over
+the best of the five, in percent. Goal: at most 1%.
 """
 
 import argparse
@@ -26,7 +26,7 @@ MOST = 1.0  # percent
 
 
 def losses(data: Path, size: str, optimizer: str, steps: int, carried: bool) -> dict[float, float]:
-    """Rate -> the validation loss after training."""
+    """Rate -> validation loss after training."""
     found = {}
     width = yaml.safe_load((ROOT / "conf/model/nano.yaml").read_text(encoding="utf-8"))["width"]
     vocabulary = Tokenizer.load(data / "data/tokenizer").vocab_size
@@ -71,7 +71,7 @@ def losses(data: Path, size: str, optimizer: str, steps: int, carried: bool) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Whether a rate found on a small model serves a wide one.")
+    parser = argparse.ArgumentParser(description="Whether a rate tuned on a small model transfers to a wider one.")
     parser.add_argument("data", type=Path)
     parser.add_argument("--optimizer", choices=sorted(RATES), default="muon")
     parser.add_argument("--sizes", nargs="+", default=["nano", "tiny", "small"])

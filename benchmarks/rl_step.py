@@ -1,16 +1,16 @@
-"""Seconds a step and peak memory of our training stages beside trl 1.12.0's trainers: same weights, rows, lengths,
+"""Seconds per step and peak memory of our training stages vs. trl 1.12.0's trainers: same weights, rows, lengths,
 precision.
 
     pip install trl==1.12.0; python benchmarks/rl_step.py [grpo rloo ppo dpo reward lora tools] [--steps 6] [--repeats
     3]
 
-Run from the root of a built repository. Each side of each method runs in a process of its own, by turns; a step is what
-lies between two draws of a batch, in reinforcement learning a whole iteration: sampling, scoring, the reference, the
-update. The first step warms up and is not counted. Both sides: float32, AdamW, one micro-batch, 64 answers of at most
-64 tokens, 8 pairs, or 4 rows of 512 packed tokens; rewards need no sandbox. Goals: half of trl's time a step in
+Run from the root of a built repository. Each side of each method runs in its own process, taking turns; a step is the
+time between two batch draws, in reinforcement learning a whole iteration: sampling, scoring, the reference, the update.
+The first step is a warm-up and is not counted. Both sides: float32, AdamW, one micro-batch, 64 answers of at most 64
+tokens, 8 pairs, or 4 rows of 512 packed tokens; rewards need no sandbox. Goals: half of trl's time per step in
 reinforcement learning, never more memory.
 
-Ours is the stage as `dvc repro` runs it, so its peak holds reading the data, the evaluations and the export too.
+Ours is the stage as run by `dvc repro`, so its peak includes reading the data, the evaluations and the export.
 """
 
 import argparse
@@ -76,13 +76,13 @@ STAGES: dict[str, tuple[str, dict[str, Any]]] = {  # method -> stage, its keys
 
 
 def lines(path: Path, keep: Callable[[dict[str, Any]], bool], count: int) -> list[dict[str, Any]]:
-    """The first `count` records that are kept."""
+    """The first `count` records for which `keep` is true."""
     with path.open(encoding="utf-8") as file:
         return list(islice((record for line in file if keep(record := json.loads(line))), count))
 
 
 def scratch(folder: Path, built: Path) -> None:
-    """A working directory with few records: pairs of code, problems, and dialogues without tools; models by links."""
+    """A working directory with few records (code pairs, problems, dialogues without tools) and links to the models."""
     sources = {
         "preferences": lambda record: record["kind"] == "code",
         "dialogues": lambda record: all(
@@ -106,7 +106,7 @@ def scratch(folder: Path, built: Path) -> None:
 
 
 def stamped(cls: type, name: str, stamps: list[float]) -> None:
-    """Note the time of each call of a method."""
+    """Record the time of each call of a method."""
     method = getattr(cls, name)
 
     def listening(*given: Any, **named: Any) -> Any:
@@ -117,7 +117,7 @@ def stamped(cls: type, name: str, stamps: list[float]) -> None:
 
 
 def ours(method: str, steps: int) -> list[float]:
-    """Run the stage in the working directory; when it drew its batches."""
+    """Run the stage in the working directory; returns when it drew its batches."""
     from pipeline.batches.packing import PackedStream
     from pipeline.batches.pairs import PairStream
     from pipeline.rl.rollout import RolloutStream
@@ -144,7 +144,7 @@ def ours(method: str, steps: int) -> list[float]:
 
 
 def theirs(method: str, steps: int) -> list[float]:
-    """Run trl's trainer; when its steps ended."""
+    """Run trl's trainer; returns when its steps ended."""
     from transformers import AutoTokenizer, TrainerCallback
 
     stamps: list[float] = []
@@ -178,7 +178,7 @@ def theirs(method: str, steps: int) -> list[float]:
 
 
 def model_of(name: str, *, reward: bool = False) -> Any:
-    """A model directory in float32, with the head of a reward model or that of a language model."""
+    """Load a model directory in float32, with a reward head or a language model head."""
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -187,7 +187,7 @@ def model_of(name: str, *, reward: bool = False) -> Any:
 
 
 def dataset(name: str, row: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
-    """Records of `data/` as trl reads them."""
+    """Records of `data/` in trl's format."""
     from datasets import Dataset  # pyright: ignore[reportAttributeAccessIssue]
 
     return Dataset.from_list([row(record) for record in lines(Path("data") / name, bool, 400)])
@@ -211,7 +211,7 @@ def group_trainer(method: str, steps: int, common: dict[str, Any], given: dict[s
 
 
 def ppo_trainer(method: str, steps: int, common: dict[str, Any], given: dict[str, Any]) -> Any:
-    """PPO on the prompts of pairs of code."""
+    """PPO on the prompts of code pairs."""
     from trl.experimental.ppo import PPOConfig, PPOTrainer
 
     tokenizer = given["processing_class"]
@@ -250,7 +250,7 @@ def ppo_trainer(method: str, steps: int, common: dict[str, Any], given: dict[str
 
 
 def pair_trainer(method: str, steps: int, common: dict[str, Any], given: dict[str, Any]) -> Any:
-    """DPO, or a reward model, on pairs of code."""
+    """DPO, or a reward model, on code pairs."""
     import trl
 
     name = {"dpo": "DPO", "reward": "Reward"}[method]
@@ -261,7 +261,7 @@ def pair_trainer(method: str, steps: int, common: dict[str, Any], given: dict[st
 
 
 def fine_tuner(method: str, steps: int, common: dict[str, Any], given: dict[str, Any]) -> Any:
-    """Fine-tuning on dialogues, of an adapter for `lora`."""
+    """Fine-tuning on dialogues; an adapter for `lora`."""
     from peft import LoraConfig
     from trl import SFTConfig, SFTTrainer
 
@@ -279,12 +279,12 @@ def fine_tuner(method: str, steps: int, common: dict[str, Any], given: dict[str,
 
 
 def reward(completions: list[Any], **_: object) -> list[float]:
-    """Of its length, so that no sandbox is needed."""
+    """A reward based on length, so that no sandbox is needed."""
     return [-len(str(completion)) / 100 for completion in completions]
 
 
 def side(who: str, method: str, steps: int) -> None:
-    """In a process of its own, in the working directory: one line of JSON."""
+    """Run in a separate process, in the working directory: prints one line of JSON."""
     stamps = {"ours": ours, "theirs": theirs}[who](method, steps)
     taken = [later - earlier for earlier, later in pairwise(stamps)]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
@@ -305,7 +305,7 @@ def measured(who: str, method: str, steps: int, built: Path) -> dict[str, float]
 
 
 def main() -> None:
-    """A line for each method: medians of both sides, their ratio, and peak memory."""
+    """Print a line per method: medians of both sides, their ratio, and peak memory."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("methods", nargs="*", default=METHODS)
     parser.add_argument("--steps", type=int, default=6)
@@ -315,7 +315,7 @@ def main() -> None:
     if unknown := set(arguments.methods) - set(METHODS):
         parser.error(f"expected methods of {', '.join(METHODS)}, got {', '.join(sorted(unknown))}")
     if arguments.steps < 3:
-        parser.error("expected at least 3 steps: the first one warms up")
+        parser.error("expected at least 3 steps: the first one is a warm-up")
     if arguments.side:
         side(arguments.side, arguments.methods[0], arguments.steps)
         return

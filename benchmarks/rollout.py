@@ -1,14 +1,13 @@
-"""Rollouts per second against `transformers.generate` as TRL's GRPOTrainer calls it: same weights, prompts, lengths,
-sampling.
+"""Rollout speed vs. `transformers.generate` as called by TRL's GRPOTrainer: same weights, prompts, lengths, sampling.
 
     python benchmarks/rollout.py models/tools data/problems/rl.jsonl [--prompts 64] [--samples 8] [--tokens 128]
     [--repeats 5]
 
-Interleaved on one machine, float32, stop tokens disabled, so both make exactly prompts * samples * tokens tokens. TRL
-repeats each prompt `samples` times, pads on the left and samples the whole batch at once (trl 1.12.0,
-`GRPOTrainer._generate_single_turn`). Ours prefills a prompt once for its group and returns the log-probabilities with
-it; TRL would compute them in one more forward. Peak memory is taken by fresh processes, one for each side. Goal: three
-times the tokens a second.
+Interleaved on one machine, float32, stop tokens disabled, so both generate exactly prompts * samples * tokens tokens.
+TRL repeats each prompt `samples` times, pads on the left and samples the whole batch at once (trl 1.12.0,
+`GRPOTrainer._generate_single_turn`). Ours prefills each prompt once per group and also returns the log-probabilities;
+TRL would need another forward pass for them. Peak memory is measured in fresh processes, one per side. Goal: three
+times the tokens per second.
 """
 
 import argparse
@@ -45,7 +44,7 @@ def prompts_of(arguments: argparse.Namespace) -> tuple[list[list[int]], int]:
 
 
 def ours(arguments: argparse.Namespace, prompts: list[list[int]]) -> Callable[[], int]:
-    """One rollout of our engine; the tokens that it made."""
+    """One rollout of our engine; returns the number of tokens generated."""
     model, _ = checkpoint.load(arguments.model)
     model.train(False)
     sampling = Sampling(arguments.tokens, temperature=1.0)

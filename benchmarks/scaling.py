@@ -1,24 +1,21 @@
-"""What training costs as things grow: tokens/s and memory against model size, length of rows, corpus and processes.
+"""How training scales: tokens/s and memory by model size, row length, corpus size and number of processes.
 
     python benchmarks/scaling.py [--panels sizes contexts corpora processes] [--precision bf16] [--folder DIR] [--quick]
 
-    sizes       `fit` at 1 M to 50 M parameters: tokens/s, TFLOP/s, peak memory beside what the plan says
+    sizes       `fit` at 1 M to 50 M parameters: tokens/s, TFLOP/s, peak memory compared with the plan
                 (learning/footprint.py)
-    contexts    rows of 128 to 4,096 tokens, 4,096 tokens a step
-    corpora     1 M to 1,000 M tokens: shards written by shards.join, and read by CorpusStream. Flat is what a reader
-                holds after the
-                packing index is built; building it takes memory for each document, once
-    processes   one, two with the whole model each (DDP), two with half of it (FSDP2), started as a stage is:
-                STAGECOACH_LAUNCH. Weak
-                scaling: equal rows a process
+    contexts    rows of 128 to 4,096 tokens, 4,096 tokens per step
+    corpora     1 M to 1,000 M tokens: shards written by shards.join and read by CorpusStream. A reader's memory is
+                constant once the packing index is built; building it takes memory per document, once
+    processes   one, two with the whole model each (DDP), two with half of it (FSDP2), started like a stage:
+                STAGECOACH_LAUNCH. Weak scaling: equal rows per process
 
-Each measurement is a process of its own with one thread (`train_arms.py`, `scaling_arms.py`). Memory is what it held
-privately (RssAnon, asked every 20 ms); where a plan stands beside it, without what a process that trains 2,000
-parameters holds. CPU time stands beside the clock: on cores that others use too, the clock says how busy they were.
-Processes that share the cores of one machine, as these do, show what communication costs, not what another machine
-would give.
+Each measurement is a separate process with one thread (`train_arms.py`, `scaling_arms.py`). Memory is private memory
+(RssAnon, sampled every 20 ms); when compared with a plan, minus that of a process that trains 2,000 parameters. CPU
+time is reported along with wall time, which on shared cores depends on other load. Processes that share the cores of
+one machine, as these do, show the cost of communication, not the gain from another machine.
 
-Results: `results/scaling-<device>.json` and `.png`, and a table. `--quick` measures the least of each and writes
+Results: `results/scaling-<device>.json` and `.png`, and a table. `--quick` measures the minimum of each and writes
 nothing.
 """
 
@@ -45,7 +42,7 @@ MODELS: dict[str, dict[str, int]] = {
     "25M": {"vocab_size": 8192, "width": 448, "layers": 9, "heads": 7, "kv_heads": 7, "head_dim": 64, "d_ff": 1216},
     "50M": SIZES["50M"],
 }
-ROWS, CONTEXT, TOKENS = 8, 256, 4096  # of a batch; tokens a step where rows grow longer
+ROWS, CONTEXT, TOKENS = 8, 256, 4096  # per batch; tokens per step when rows get longer
 CONTEXTS = (128, 256, 512, 1024, 2048, 4096)
 CORPORA = (10**6, 10**7, 10**8, 10**9)
 DOCUMENTS = (1500, 15_000)
@@ -55,7 +52,7 @@ Row = dict[str, Any]
 
 
 def environment(**more: str) -> dict[str, str]:
-    """One thread a process, no tracker."""
+    """One thread per process, no tracker."""
     return os.environ | {"STAGECOACH_MLFLOW": "off", "OMP_NUM_THREADS": "1", "STAGECOACH_LAUNCH": ""} | more
 
 
@@ -63,18 +60,18 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def spec_of(size: dict[str, int], rows: int, context: int, precision: str) -> Row:
-    """What train_arms.py is told."""
+    """The specification for train_arms.py."""
     return {"size": size, "rows": rows, "context": context, "warmup": WARMUP, "precision": precision, "threads": 1}
 
 
 def trained(spec: Row, steps: int, rounds: int) -> Row:
-    """A model's speed by the clock and by CPU time (medians of the rounds), and the most that its process held."""
+    """A model's speed by wall and CPU time (medians of the rounds), and the peak memory of its process."""
     from pipeline.run import device
 
     where = device.hardware().device
     with started(["ours"], spec, None) as (side,):
         taken = [side.train(steps) for _ in range(rounds)]
-        # a heap keeps what it had; steps of the smallest model are over before they are asked for
+        # a heap does not shrink; steps of the smallest model end before they can be sampled
         peak = side.peak if where.type == "cuda" else max(side.peak, anonymous(side.process.pid))
     tokens, flops = spec["rows"] * spec["context"] * steps, model_of(spec).flops_per_token(spec["context"])
     clock, cpu = (statistics.median(tokens / each[place] for each in taken) for place in (0, 1))
@@ -96,7 +93,7 @@ def model_of(spec: Row) -> Any:
 
 
 def planned(spec: Row, processes: int = 1, *, sharded: bool = False) -> int:
-    """Bytes of one process by the plan."""
+    """Bytes per process according to the plan."""
     from pipeline.learning import footprint
     from pipeline.run import device
 
@@ -120,7 +117,7 @@ def planned(spec: Row, processes: int = 1, *, sharded: bool = False) -> int:
 
 
 def without_model(precision: str) -> int:
-    """What a process that trains next to nothing holds."""
+    """Memory of a process that trains next to nothing."""
     return trained(spec_of(SIZES["tiny"], 1, 8, precision), 2, 1)["peak"]
 
 
@@ -147,7 +144,7 @@ def contexts(lengths: list[int], steps: int, rounds: int, precision: str) -> lis
 
 
 def beside(peak: int, bare: int, plan: int) -> Row:
-    """The measured memory of a model and the plan's, in MiB."""
+    """The measured and the planned memory of a model, in MiB."""
     held = peak - bare
     return {
         "held_mib": round(held / 2**20),
@@ -160,7 +157,7 @@ def beside(peak: int, bare: int, plan: int) -> Row:
 
 
 def worked(name: str, folder: Path, spec: Row) -> Row:
-    """What an arm says, and its memory beyond what it held before it began."""
+    """The output of an arm, and its memory above what it used before it started."""
     command = [sys.executable, str(ROOT / "benchmarks/scaling_arms.py"), name, str(folder), json.dumps(spec)]
     side = Side(
         name,
@@ -187,7 +184,7 @@ def worked(name: str, folder: Path, spec: Row) -> Row:
 
 
 def anonymous(process: int) -> int:
-    """RssAnon of a process now, in bytes."""
+    """Current RssAnon of a process, in bytes."""
     lines = Path(f"/proc/{process}/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
 
@@ -218,7 +215,7 @@ def corpora(tokens: list[int], batches: int, scratch: Path) -> list[Row]:
 
 
 def prepared(documents: list[int], scratch: Path) -> list[Row]:
-    """A row for each number of documents that are tokenised."""
+    """A row for each number of tokenized documents."""
     found = []
     for number in documents:
         with tempfile.TemporaryDirectory(dir=scratch) as folder:
@@ -231,8 +228,8 @@ def prepared(documents: list[int], scratch: Path) -> list[Row]:
 
 
 def processes(kinds: list[str], steps: int, precision: str) -> list[Row]:
-    """A row for each way to start them; memory is the largest process's, beyond that of the smallest model started
-    so.
+    """A row for each way to start them; memory is the largest process's, above that of the smallest model started
+    the same way.
     """
     found: list[Row] = []
     for kind in kinds:
@@ -255,7 +252,7 @@ def processes(kinds: list[str], steps: int, precision: str) -> list[Row]:
 
 
 def launched(kind: str, spec: Row, steps: int) -> list[Row]:
-    """What each process of a run says of itself. Raises RuntimeError where the run fails."""
+    """The results of each process of a run. Raises RuntimeError if the run fails."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
             sys.executable,
@@ -272,18 +269,18 @@ def launched(kind: str, spec: Row, steps: int) -> list[Row]:
         return [json.loads(path.read_text()) for path in sorted(Path(folder).glob("rank-*.json"))]
 
 
-# what is shown
+# output
 
 
 def told(row: Row) -> Row:
-    """The row, said on the way."""
+    """Print the row and return it."""
     sys.stdout.write(json.dumps(row) + "\n")
     sys.stdout.flush()
     return row
 
 
 def table(rows: list[Row]) -> str:
-    """Columns as wide as they must be."""
+    """A table with columns as wide as needed."""
     cells = [
         list(rows[0]),
         *([f"{x:,}" if isinstance(x, int | float) else str(x) for x in row.values()] for row in rows),
@@ -330,7 +327,7 @@ def plot(found: dict[str, list[Row]], path: Path, title: str) -> None:
 
 
 def measured(panels: list[str], precision: str, scratch: Path, *, quick: bool) -> dict[str, list[Row]]:
-    """The rows of each panel; `quick` takes the first of each and few steps."""
+    """The rows of each panel; `quick` takes only the first of each and few steps."""
     few = 1 if quick else None
     steps, rounds = (2, 1) if quick else (MOST_STEPS, ROUNDS)
     found: dict[str, list[Row]] = {}
@@ -347,17 +344,15 @@ def measured(panels: list[str], precision: str, scratch: Path, *, quick: bool) -
 
 
 def main(given: list[str] | None = None) -> dict[str, list[Row]]:
-    """Measure, print, and keep."""
+    """Measure, print and save."""
     from pipeline.run import device
 
     panels = ["sizes", "contexts", "corpora", "processes"]
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--panels", nargs="+", choices=panels, default=panels)
     parser.add_argument("--precision", choices=["bf16", "fp32"], default=device.hardware().precision)
-    parser.add_argument(
-        "--folder", type=Path, help="where the corpora go while they are needed: 5 GB (default: a temporary one)"
-    )
-    parser.add_argument("--quick", action="store_true", help="the least of each panel, nothing is written")
+    parser.add_argument("--folder", type=Path, help="temporary folder for the corpora: 5 GB (default: the system's)")
+    parser.add_argument("--quick", action="store_true", help="the minimum of each panel; nothing is written")
     arguments = parser.parse_args(given)
     with tempfile.TemporaryDirectory(dir=arguments.folder) as scratch:
         found = measured(arguments.panels, arguments.precision, Path(scratch), quick=arguments.quick)

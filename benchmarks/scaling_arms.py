@@ -1,14 +1,14 @@
-"""One process of `scaling.py`: it writes, reads or trains, and says what it found as lines of JSON.
+"""One process of `scaling.py`: writes, reads or trains, and prints its results as lines of JSON.
 
     python benchmarks/scaling_arms.py write FOLDER '{"tokens": 1000000}'  token shards by shards.join, from random parts
     python benchmarks/scaling_arms.py encode FOLDER '{"documents": 1500}'   a parquet file of made-up text by
                                                                             shards.encode_file
     python benchmarks/scaling_arms.py read FOLDER '{"batches": 200}'        CorpusStream over those shards
-    python benchmarks/scaling_arms.py train FOLDER '{"size": {...}, ...}'   `fit`, in as many processes as
-                                                                            STAGECOACH_LAUNCH says
+    python benchmarks/scaling_arms.py train FOLDER '{"size": {...}, ...}'   `fit`, in the processes set by
+                                                                            STAGECOACH_LAUNCH
 
-The first three say `ready` when all is imported, and wait for a line before they begin, so that what a process holds
-anyhow can be told from what the work takes. Processes of `train` write `rank-<n>.json` into the folder.
+The first three print `ready` when everything is imported, then wait for a line, so that the memory of the work can be
+separated from that of the process. Processes of `train` write `rank-<n>.json` into the folder.
 """
 
 import json
@@ -30,9 +30,9 @@ from pipeline.ingest import shards
 from pipeline.ingest.shards import Counts, EncodeTask
 from pipeline.text.tokenizer import Tokenizer
 
-PART = 10_000_000  # tokens of a part, as encode_file writes one for each parquet file
-PIECE = 1_000_000  # tokens that the making of a part holds at once
-SHORTEST, LONGEST = 50, 550  # tokens of a document
+PART = 10_000_000  # tokens per part; encode_file writes one for each parquet file
+PIECE = 1_000_000  # tokens in memory while making a part
+SHORTEST, LONGEST = 50, 550  # tokens per document
 VAL = 200_000  # tokens
 CONTEXT, STEP = 512, 8192  # of the stream
 WORDS = [
@@ -41,14 +41,14 @@ WORDS = [
 
 
 def tokenizer_of(folder: Path) -> Tokenizer:
-    """A small one, made once."""
+    """A small tokenizer, created once."""
     if not (folder / "tokenizer").is_dir():
         Tokenizer.train(iter([" ".join(WORDS)]), 512).save(folder / "tokenizer")
     return Tokenizer.load(folder / "tokenizer")
 
 
 def write(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
-    """A token folder of so many random tokens: the parts are made up, what joins them is ours."""
+    """A token folder of random tokens: the parts are made up, but joined by our code."""
     tokenizer, splits = tokenizer_of(folder), {}
     for split, tokens in (("train", spec["tokens"]), ("val", VAL)):
         sizes = [min(PART, tokens - begin) for begin in range(0, tokens, PART)]
@@ -63,7 +63,7 @@ def write(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def part(task: EncodeTask, tokens: int, tokenizer: Tokenizer, number: int) -> Counts:
-    """What `encode_file` would have left of a parquet file of so many tokens."""
+    """What `encode_file` would write for a parquet file with `tokens` tokens."""
     draws, dtype = np.random.default_rng(number), shards.token_dtype(tokenizer.vocab_size)
     task.parts.mkdir(parents=True, exist_ok=True)
     documents = 0
@@ -81,7 +81,7 @@ def part(task: EncodeTask, tokens: int, tokenizer: Tokenizer, number: int) -> Co
 
 
 def encode(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
-    """One parquet file of made-up text, tokenised."""
+    """Tokenize one parquet file of made-up text."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -99,9 +99,7 @@ def encode(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def read(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
-    """Open the stream and take batches from all over the corpus; the packing index is built where the cache has
-    none.
-    """
+    """Open the stream and take batches from all over the corpus; builds the packing index if the cache has none."""
     began = time.perf_counter()
     stream = CorpusStream(
         folder / "tokens",
@@ -120,7 +118,7 @@ def read(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
 
 
 class Clock:
-    """In place of train_arms.Metronome: what the steps between the warm-up and the last one took."""
+    """Replaces train_arms.Metronome: times the steps between the warm-up and the last one."""
 
     def __init__(self, warmup: int, steps: int) -> None:
         self.first, self.last, self.count = warmup, warmup + steps, 0
@@ -139,7 +137,7 @@ class Clock:
 
 
 def train(folder: Path, spec: dict[str, Any]) -> None:
-    """Steps of `fit`; each process writes what it measured of itself."""
+    """Run steps of `fit`; each process writes its own measurements."""
     import torch
 
     from pipeline.learning import losses
@@ -185,7 +183,7 @@ def train(folder: Path, spec: dict[str, Any]) -> None:
     with anonymous_peak(os.getpid()) as peak:
         try:
             fit(model, stream, loss, config, job, from_scratch=True, watchers=Watchers())
-        finally:  # only rank 0 comes back from `fit`
+        finally:  # only rank 0 returns from `fit`
             if clock.found:
                 (folder / f"rank-{device.rank()}.json").write_text(json.dumps(clock.found | {"peak": peak[0]}))
 
@@ -194,7 +192,7 @@ ARMS = {"write": write, "encode": encode, "read": read}
 
 
 def main(given: list[str]) -> int:
-    """Do what the first word says; the exit code."""
+    """Run the command in the first argument; returns the exit code."""
     name, folder, spec = given[0], Path(given[1]), json.loads(given[2])
     if name == "train":
         from pipeline.run import processes
@@ -204,13 +202,13 @@ def main(given: list[str]) -> int:
             return processes.run_workers(plan, "benchmarks.scaling_arms", given)
         train(folder, spec)
         return 0
-    os.dup2(1, 3)  # the libraries may print; who asks reads from here
+    os.dup2(1, 3)  # libraries may print to stdout; the caller reads from descriptor 3
     os.dup2(2, 1)
     os.environ["TRAIN_ARMS_FD"] = "3"
     train_arms.say({"ready": True})
     sys.stdin.readline()
     train_arms.say(ARMS[name](folder, spec))
-    sys.stdin.readline()  # so that its memory can be asked for until the end
+    sys.stdin.readline()  # keeps the process alive until its memory has been measured
     return 0
 
 

@@ -1,22 +1,22 @@
-"""How far results depend on the training seed: the same measures of several runs that differ in `seed` alone.
+"""How much results depend on the training seed: the same measures over several runs that differ only in `seed`.
 
     python benchmarks/seeds.py RUN RUN [RUN ...] [--out benchmarks/results/seeds.json]
 
-A RUN is a metrics folder, or a commit, branch, tag, experiment, or `workspace`. To make three: `dvc exp run -S seed=1`
-and `-S seed=2` beside the run at hand. Prints a Markdown table and writes the same numbers as JSON. For each headline
-of each model, for its difference from the model that it is compared with, and for the claims of the report card:
+A RUN is a metrics folder, a commit, branch, tag, experiment, or `workspace`. To get three: `dvc exp run -S seed=1` and
+`-S seed=2` in addition to the current run. Prints a Markdown table and writes the same numbers as JSON. For each
+headline of each model, for its difference from the model it is compared with, and for the claims of the report:
 
     mean, range      over the runs
-    95% over items   would other items of the same kind give the same? A bootstrap over items of the mean over runs; for
-                     a
-                     number that is no sum over items the mean of the runs' own intervals (marked *), which is not
-                     narrower
-    95% over seeds   would other seeds give the same? mean +- t s / sqrt(n), Student's t with n - 1 degrees of freedom
+    95% over items   would other items of the same kind give the same result? A bootstrap over items of the mean over
+                     runs; for a number that is not a sum over items, the mean of the runs' own intervals (marked *),
+                     which is not narrower
+    95% over seeds   would other seeds give the same result? mean +- t s / sqrt(n), Student's t with n - 1 degrees of
+                     freedom
 
-What stages measured of themselves (the claims) is over the items that each stage chose; a search for the frontier may
-choose others by seed. Runs over other data, other items or with other parameters are refused by name; other code is
-noted. Not promised: that three seeds say much about the spread (their interval assumes values that are normal over
-seeds), or both sources of chance in one interval.
+The stages' own measurements (the claims) are over items that each stage chose; a search for the frontier may choose
+different ones by seed. Runs over other data, other items or with other parameters are refused with the reason; other
+code is noted. Not guaranteed: a reliable estimate of the spread from three seeds (their interval assumes normal values
+over seeds), or both sources of chance in one interval.
 """
 
 import argparse
@@ -42,12 +42,12 @@ from pipeline.run.errors import InputError, StagecoachError
 
 # Student's t, 97.5%, for 2 to 10 runs: 1 to 9 degrees of freedom
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
-Columns = tuple[list[float], list[float]]  # of each item what it adds above and below the line
+Columns = tuple[list[float], list[float]]  # for each item its contribution to the numerator and the denominator
 
 
 @dataclass(frozen=True)
 class Spread:
-    """A number over the runs."""
+    """One number over the runs."""
 
     model: str
     measure: str
@@ -56,19 +56,19 @@ class Spread:
     mean: float
     lowest: float
     highest: float
-    items: list[float] | None  # 95% over items: low, high; None: no run says
+    items: list[float] | None  # 95% over items: low, high; None: no run has one
     pooled: bool  # the interval over items is a bootstrap of the mean over runs, not the mean of the runs' own
     seeds: list[float]  # 95% over training seeds
-    n: int  # items; 0: not told
+    n: int  # items; 0: unknown
 
     def shown(self, value: float) -> str:
-        """The value as people read it."""
+        """The value, formatted."""
         if self.unit in ("share", "points"):
             return f"{100 * value:+.1f} points" if self.unit == "points" else f"{100 * value:.1f}%"
         return f"{value:+.3f}" if self.unit == "difference" else f"{value:.3f}"
 
     def row(self) -> list[str]:
-        """Its line of the table."""
+        """Its row of the table."""
         items = (
             "–"
             if self.items is None
@@ -87,7 +87,7 @@ class Spread:
 
 
 def over_seeds(values: Sequence[float]) -> tuple[float, float]:
-    """95% interval of the mean of independent, normal values by Student's t. Raises InputError for other than 2 to
+    """95% interval of the mean of independent, normal values by Student's t. Raises InputError unless there are 2 to
     10.
     """
     if len(values) not in STUDENT:
@@ -100,7 +100,7 @@ def over_seeds(values: Sequence[float]) -> tuple[float, float]:
 def spread(
     model: str, measure: str, unit: str, values: list[float], items: tuple[float, float] | None, pooled: bool, n: int
 ) -> Spread:
-    """Mean, range and the interval over seeds of values; shares end at 0 and 1."""
+    """Mean, range and interval over seeds of values; shares are clipped to 0 and 1."""
     low, high = over_seeds(values)
     if unit == "share":
         low, high = max(0.0, low), min(1.0, high)
@@ -120,18 +120,16 @@ def spread(
 
 
 def trained_with(name: str, one: MetricsRun) -> int:
-    """The training seed of a run. Raises InputError where its stages have none, or more than one."""
+    """The training seed of a run. Raises InputError if its stages have none, or more than one."""
     found = {stage: told["params"]["seed"] for stage, told in one.stages.items() if "seed" in told.get("params", {})}
     if len(set(found.values())) != 1:
         told = ", ".join(f"{stage} {seed}" for stage, seed in found.items()) or "none"
-        raise InputError(
-            f"{name}: expected stages that were trained with one seed, found {told}; build the run with dvc repro"
-        )
+        raise InputError(f"{name}: expected stages trained with one seed, found {told}; build the run with dvc repro")
     return next(iter(found.values()))
 
 
 def check(names: Sequence[str], runs: Sequence[MetricsRun]) -> list[int]:
-    """The runs' seeds. Raises InputError where two have the same, or differ in data or in a parameter besides the
+    """The runs' seeds. Raises InputError if two are equal, or if runs differ in data or in a parameter other than the
     seed.
     """
     seeds = [trained_with(name, one) for name, one in zip(names, runs, strict=True)]
@@ -152,7 +150,7 @@ def check(names: Sequence[str], runs: Sequence[MetricsRun]) -> list[int]:
 
 
 def _other_data(first: MetricsRun, second: MetricsRun) -> list[str]:
-    """What data of the two runs differ, by name."""
+    """The data that differ between the two runs, by name."""
     found: dict[str, None] = {}  # in order, once each
     for kind in ("stages", "evaluations"):
         ours, theirs = getattr(first, kind), getattr(second, kind)
@@ -173,7 +171,7 @@ def _data_seed(told: dict[str, Any]) -> Any:
 
 
 def _other_parameters(first: MetricsRun, second: MetricsRun) -> list[str]:
-    """The parameters, besides the seed, in which stages and evaluations of both runs differ."""
+    """The parameters, other than the seed, that differ between the stages and evaluations of both runs."""
     found = []
     for kind, block in (("stages", "params"), ("evaluations", "settings")):
         ours, theirs = getattr(first, kind), getattr(second, kind)
@@ -188,7 +186,7 @@ def _other_parameters(first: MetricsRun, second: MetricsRun) -> list[str]:
 
 
 def headlines(names: Sequence[str], runs: Sequence[MetricsRun]) -> list[Spread]:
-    """Each headline of the models that all runs have. Raises InputError where runs were asked other items."""
+    """Each headline of the models that all runs have. Raises InputError if runs were measured on other items."""
     found = []
     for model in common_models(runs):
         sides = [side for one in runs if (side := claims.of_model(one, model))]
@@ -201,7 +199,7 @@ def headlines(names: Sequence[str], runs: Sequence[MetricsRun]) -> list[Spread]:
             n = len(headline.items(sides[0].rows))
             if columns:
                 mean = [statistics.fmean(tops) for tops in zip(*(tops for tops, _ in columns), strict=True)]
-                # without bottoms `ratio` gives 0 of all, and all of all, the border of Wilson
+                # without denominators `ratio` gives 0 of all or all of all, the bounds of Wilson
                 bottoms = None if set(columns[0][1]) == {1.0} else columns[0][1]
                 draws = ratio(mean, bottoms, generator=generator("seeds", headline.key), resamples=10_000)
                 interval = draws.low, draws.high
@@ -212,7 +210,7 @@ def headlines(names: Sequence[str], runs: Sequence[MetricsRun]) -> list[Spread]:
 
 
 def own_intervals(told: Sequence[tuple[float | None, float | None]]) -> tuple[float, float] | None:
-    """The mean of the runs' own intervals over items; None where one has none."""
+    """The mean of the runs' own intervals over items; None if one has none."""
     lows, highs = [low for low, _ in told if low is not None], [high for _, high in told if high is not None]
     return (statistics.fmean(lows), statistics.fmean(highs)) if len(lows) == len(highs) == len(told) else None
 
@@ -223,15 +221,15 @@ def common_models(runs: Sequence[MetricsRun]) -> list[str]:
 
 
 def same_items(names: Sequence[str], model: str, headline: Headline, sides: Sequence[Measured]) -> list[Columns]:
-    """What the items of a headline add in each run, in one order; empty for a number that is no sum over items.
-    Raises InputError.
+    """What each item contributes to a headline in each run, in the same order; empty if the number is not a sum over
+    items. Raises InputError.
     """
     rows = [headline.items(side.rows) for side in sides]
     for name, mine in zip(names[1:], rows[1:], strict=True):
         alone = [str(row["id"]) for item, row in (rows[0] | mine).items() if not (item in rows[0] and item in mine)]
         if alone:
             raise InputError(
-                f"{names[0]} and {name} measured over other items: {headline.title} of {model}: {len(rows[0])} and"
+                f"{names[0]} and {name} measured on different items: {headline.title} of {model}: {len(rows[0])} and"
                 f" {len(mine)} items, in one alone: {', '.join(alone[:3])}{', ...' if len(alone) > 3 else ''}"
             )
     if headline.rows is None or not rows[0]:
@@ -241,7 +239,7 @@ def same_items(names: Sequence[str], model: str, headline: Headline, sides: Sequ
 
 
 def changes(names: Sequence[str], runs: Sequence[MetricsRun]) -> list[Spread]:
-    """Each headline's difference from the model that it is compared with, where it is a sum over items of both."""
+    """Each headline's difference from the model it is compared with, if it is a sum over items of both."""
     found = []
     for model, base in runs[0].bases.items():
         if not all(one.bases.get(model) == base for one in runs):
@@ -276,8 +274,8 @@ def _mean(columns: Sequence[Columns]) -> Columns:
 
 
 def claimed(runs: Sequence[MetricsRun]) -> list[Spread]:
-    """What the claims of the report card rest on that stages measured themselves: gains of reinforcement learning,
-    pairs told apart.
+    """The measurements by stages that the report's claims rely on: gains of reinforcement learning, pairs ranked
+    correctly.
     """
     found = []
     for title, stage, path, _ in claims.above():
@@ -297,7 +295,7 @@ def _at(numbers: dict[str, Any], path: tuple[str, ...]) -> tuple[float, float | 
 
 
 def notes(names: Sequence[str], runs: Sequence[MetricsRun]) -> list[str]:
-    """What a reader of the table must know: models that not all runs have, code that differs."""
+    """Notes for the table: models that not all runs have, code that differs."""
     found = []
     models = dict.fromkeys(model for one in runs for model in one.evaluations)
     for model in models:
@@ -315,7 +313,7 @@ def _code(one: MetricsRun, stage: str) -> str:
 
 
 def measured(names: Sequence[str], runs: Sequence[MetricsRun]) -> dict[str, Any]:
-    """All of it. Raises InputError."""
+    """All results. Raises InputError."""
     seeds = check(names, runs)
     rows = [*headlines(names, runs), *changes(names, runs), *claimed(runs)]
     if not rows:
@@ -329,7 +327,7 @@ def measured(names: Sequence[str], runs: Sequence[MetricsRun]) -> dict[str, Any]
 
 
 def markdown(found: dict[str, Any]) -> str:
-    """The table, with its notes below."""
+    """The table, followed by its notes."""
     head = [
         "model",
         "measure",
@@ -349,12 +347,12 @@ def markdown(found: dict[str, Any]) -> str:
 
 
 def taken(name: str) -> MetricsRun:
-    """A run by its metrics folder or revision. Raises InputError."""
+    """Load a run from its metrics folder or revision. Raises InputError."""
     return metrics.read(Path(name)) if Path(name).is_dir() else baseline.at(name)
 
 
 def main(arguments: list[str]) -> int:
-    """The command above."""
+    """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
         "runs", nargs="+", metavar="RUN", help="a metrics folder, or a commit, branch, tag, experiment or `workspace`"

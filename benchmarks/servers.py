@@ -1,10 +1,10 @@
-"""The servers that `serving.py` compares, as processes, and the client that asks them.
+"""The servers that `serving.py` compares, as processes, and the client that sends them requests.
 
     with started(large, tiny, threads, logs) as servers, servers[NATIVE].awake():
         together(servers[NATIVE], prompts, 64)
 
-A server sleeps (SIGSTOP) but within its `awake`. The client speaks HTTP/1.1 over asyncio's streams, a connection a
-request, and keeps when each piece of text came; what it does itself costs some 0.1 ms a request.
+A server is stopped (SIGSTOP) except inside its `awake` block. The client uses HTTP/1.1 over asyncio streams, one
+connection per request, and records when each piece of text arrived; its own overhead is about 0.1 ms per request.
 """
 
 import asyncio
@@ -42,12 +42,12 @@ ROWS, QUEUE = 8, 32
 
 @dataclass(frozen=True)
 class Heard:
-    """An answer as the client saw it; moments in seconds of one clock."""
+    """An answer as seen by the client; times in seconds of one clock."""
 
-    status: int  # of HTTP; 0: the connection broke
+    status: int  # HTTP status; 0: the connection broke
     began: float
     ended: float
-    texts: tuple[float, ...] = ()  # when each piece of text came
+    texts: tuple[float, ...] = ()  # when each piece of text arrived
     prompt: int = 0
     tokens: int = 0
     retry_after: str | None = None
@@ -64,11 +64,11 @@ class Heard:
 
     @property
     def each(self) -> float:
-        """Seconds a token behind the first text (TPOT)."""
+        """Seconds per token after the first text (TPOT)."""
         return (self.texts[-1] - self.texts[0]) / (self.tokens - 1)
 
     def fits(self, prompt: int, tokens: int) -> bool:
-        """Whether it is what was asked for."""
+        """Whether it is the requested answer."""
         return self.status == 200 and (self.prompt, self.tokens) == (prompt, tokens) and len(self.texts) > 0
 
 
@@ -79,8 +79,8 @@ class Server:
     name: str
     process: psutil.Popen
     port: int
-    model: str  # its name there
-    more: dict[str, Any] = field(default_factory=dict)  # what its requests say besides
+    model: str  # its name on the server
+    more: dict[str, Any] = field(default_factory=dict)  # extra fields of its requests
     batch: int = ROWS  # requests that can share a step
 
     def body(self, prompt: str, tokens: int) -> dict[str, Any]:
@@ -98,7 +98,7 @@ class Server:
         return [self.process, *self.process.children(recursive=True)]
 
     def gauge(self, name: str) -> float:
-        """A number of ours from /metrics, of all models."""
+        """One of our metrics from /metrics, over all models."""
         text = httpx.get(f"http://{HOST}:{self.port}/metrics").text
         return sum(float(n) for n in re.findall(rf"^stagecoach:{name}\{{[^}}]*\}} (\S+)", text, re.MULTILINE))
 
@@ -107,12 +107,12 @@ class Server:
         return sum(one.memory_info().rss for one in self.family()) / 2**20
 
     def processor(self) -> float:
-        """Seconds of processors that it has used so far."""
+        """CPU seconds used so far."""
         return sum(sum(one.cpu_times()[:2]) for one in self.family())
 
     @contextmanager
     def awake(self) -> Iterator["Server"]:
-        """It runs within the block, and is stopped behind it."""
+        """Run within the block, and stop after it."""
         for one in self.family():
             one.resume()
         try:
@@ -122,7 +122,7 @@ class Server:
                 one.suspend()
 
     def end(self) -> None:
-        """Close it, whatever its state."""
+        """Close it in any state."""
         family = self.family() if self.process.is_running() else []
         for one in family:
             one.resume()
@@ -136,7 +136,7 @@ class Server:
 
 
 async def ask(server: Server, prompt: str, tokens: int) -> Heard:
-    """One request on a connection of its own. A connection that breaks is an answer with status 0."""
+    """Send one request on its own connection. A broken connection is an answer with status 0."""
     payload = json.dumps(server.body(prompt, tokens)).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: {HOST}:{server.port}\r\nContent-Type: application/json\r\n"
     began, texts, usage = time.perf_counter(), [], {}
@@ -165,9 +165,7 @@ async def ask(server: Server, prompt: str, tokens: int) -> Heard:
 
 
 def knock(port: int, payload: bytes, times: int) -> list[Heard]:
-    """The heads of answers to a request that is made so many times, one after another. For a process that does
-    nothing else.
-    """
+    """The heads of answers to a request sent `times` times, one after another. For a process that does nothing else."""
     head = f"POST /v1/completions HTTP/1.1\r\nHost: {HOST}:{port}\r\nContent-Type: application/json\r\n"
     request = f"{head}Content-Length: {len(payload)}\r\nConnection: close\r\n\r\n".encode() + payload
     heard = []
@@ -178,21 +176,21 @@ def knock(port: int, payload: bytes, times: int) -> list[Heard]:
             while b"\r\n\r\n" not in answer and (more := connection.recv(65536)):
                 answer += more
         ended = time.perf_counter()
-        status, *lines = (answer or b"none 0").decode("latin-1").split("\r\n")  # 0: as of `ask`
+        status, *lines = (answer or b"none 0").decode("latin-1").split("\r\n")  # 0: as in `ask`
         headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
         heard.append(Heard(int(status.split()[1]), began, ended, retry_after=headers.get("retry-after")))
     return heard
 
 
 async def _head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
-    """Status and headers, their names in small letters."""
+    """Status and headers, with lowercase names."""
     status, *lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
     pairs = (line.partition(":") for line in lines if line)
     return int(status.split()[1]), {name.lower(): value.strip() for name, _, value in pairs}
 
 
 async def _lines(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
-    """The lines of a chunked body, wherever its chunks are cut."""
+    """The lines of a chunked body, regardless of chunk boundaries."""
     held = b""
     while size := int(await reader.readline(), 16):
         held += (await reader.readexactly(size + 2))[:-2]
@@ -202,7 +200,7 @@ async def _lines(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
 
 
 def together(server: Server, prompts: Sequence[str], tokens: int) -> tuple[list[Heard], float]:
-    """All prompts at once, a user each: the answers, and the seconds until the last."""
+    """Send all prompts at once, one per user: returns the answers and the seconds until the last."""
 
     async def ask_all() -> tuple[list[Heard], float]:
         began = time.perf_counter()
@@ -215,16 +213,16 @@ def together(server: Server, prompts: Sequence[str], tokens: int) -> tuple[list[
 
 
 class Texts:
-    """Prompts of an exact number of tokens, cut one behind the other from a text, so that no two begin alike."""
+    """Prompts of an exact number of tokens, cut from a text one after another, so that no two start alike."""
 
     def __init__(self, tokenizer: Tokenizer, text: str) -> None:
         self.tokenizer, self.ids, self.place = tokenizer, tokenizer.encode(text), 0
 
     def take(self, length: int) -> str:
-        """The next one that is as long as text again."""
+        """The next prompt that still has `length` tokens after decoding and encoding."""
         while True:
             if self.place + length > len(self.ids):
-                self.place = 1  # another cut than the last time
+                self.place = 1  # different cuts from the last time
             text = self.tokenizer.decode(self.ids[self.place : self.place + length])
             self.place += length
             if len(self.tokenizer.encode(text)) == length:
@@ -232,7 +230,7 @@ class Texts:
 
 
 def make_models(folder: Path) -> tuple[Path, Path, Texts]:
-    """The directory that is compared, a tiny one, and prompts for both."""
+    """The model directory to compare, a tiny one, and prompts for both."""
     sources = [path.read_text(encoding="utf-8") for path in sorted((ROOT / "pipeline").rglob("*.py"))]
     tokenizer = Tokenizer.train(iter(sources), inside.SHAPE.vocab_size)
     shape = dataclasses.replace(inside.SHAPE, width=32, layers=2, heads=2, kv_heads=1, head_dim=16, d_ff=48)
@@ -245,7 +243,7 @@ def make_models(folder: Path) -> tuple[Path, Path, Texts]:
 
 
 def start(name: str, model: Path, threads: int, log: Path) -> Server | str:
-    """The server of that name, ready and stopped; or why `transformers serve` cannot run here."""
+    """The server with this name, ready and stopped; or why `transformers serve` cannot run here."""
     theirs = name in (PLAIN, BATCHED)
     with socket.socket() as found:
         found.bind((HOST, 0))
@@ -260,7 +258,7 @@ def start(name: str, model: Path, threads: int, log: Path) -> Server | str:
             "--dtype",
             "float32",
         ]
-        if name == BATCHED:  # a pool as large as our rows' cache; its default is most of the machine's memory
+        if name == BATCHED:  # a pool as large as our cache; the default is most of the machine's memory
             pool = {"block-size": 256, "num-blocks": ROWS * inside.SHAPE.max_context // 256, "max-batch-tokens": 2048}
             command += ["--continuous-batching", *(f"--cb-{key}={value}" for key, value in pool.items())]
         if not Path(command[0]).is_file():
@@ -314,7 +312,7 @@ def start(name: str, model: Path, threads: int, log: Path) -> Server | str:
 
 @contextmanager
 def started(large: Path, tiny: Path, threads: int, logs: Path) -> Iterator[dict[str, Server]]:
-    """All that can run, by name; they load at the same time, and end with the block."""
+    """All servers that can run, by name; they load in parallel and stop when the block ends."""
     places = {NATIVE: large, NARROW: large, PLAIN: large, BATCHED: large, TINY: tiny}
     with ThreadPoolExecutor() as pool:
         futures = {

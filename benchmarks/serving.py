@@ -1,28 +1,27 @@
-"""The server over HTTP beside `transformers serve`: the same weights, prompts, lengths, threads and dtype, in turns.
+"""The server over HTTP vs. `transformers serve`: same weights, prompts, lengths, threads and dtype, interleaved.
 
     python benchmarks/serving.py [--quick] [--rounds 5] [--threads 1] [--json FILE]
 
-Five servers run as processes, each of them stopped (SIGSTOP) while another is measured: ours with float32 and with int8
+Five servers run as processes, each stopped (SIGSTOP) while another is measured: ours with float32 and with int8
 weights, `transformers serve` in float32 without and with continuous batching, and ours with a tiny model. All but the
-last serve one directory: random weights of a Qwen3 shape with 82 M parameters and a BPE of 8,192 tokens trained on this
-repository's sources. Tokens are sampled at temperature 1, so that no text repeats and no draft of ours is right, and no
-answer ends early: by `ignore_eos` here, by a generation_config.json that names no end there. Tokens are counted by
-`usage`; an answer of another length is a failure.
+last serve the same directory: random weights of a Qwen3 shape with 82 M parameters and a BPE of 8,192 tokens trained on
+this repository's sources. Tokens are sampled at temperature 1, so that no text repeats and our drafts never match. No
+answer ends early: ours uses `ignore_eos`, transformers a generation_config.json without an end token. Tokens are
+counted by `usage`; an answer of another length is a failure.
 
-One round asks every server the same prompts, which no server has seen, with 1, 4 and 8 users at once, each with one
-streamed request. Before the rounds each server answers 3 requests that do not count. Told with the median and the
-quartiles:
+Each round sends every server the same new prompts, with 1, 4 and 8 concurrent users, each with one streamed request.
+Before the rounds each server answers 3 requests that do not count. Reported with median and quartiles:
 
-    tok/s   tokens of a round over its wall time, prompts read in it       TTFT  to the first text, of all requests
-    TPOT    (last text - first text) / (tokens - 1) of a request ITL   between two texts: median, 99th percentile
-    MBU     steps a second (tok/s over the rows of a step) x bytes of weights, keys and values that a step reads /
+    tok/s   tokens of a round over its wall time, including prefill        TTFT  to the first text, over all requests
+    TPOT    (last text - first text) / (tokens - 1) per request    ITL   between two texts: median, 99th percentile
+    MBU     steps per second (tok/s over the rows of a step) x bytes of weights, keys and values read per step /
             measured bandwidth
-    CPU     seconds of processors that the server used, a token    RSS   memory of its processes after the last round
+    CPU     CPU seconds used by the server per token               RSS   memory of its processes after the last round
 
-Other programs on the machine slow all servers, but not evenly: then the rounds differ, and CPU says more than tok/s
-does. A goal is met or missed by the median of the rounds' ratios; what was not measured reads "not run". `--quick`
-leaves the prompts of 1,024 tokens out and begins no users' turn that by its last time would end behind five minutes;
-rounds are counted, turn by turn.
+Other programs on the machine slow all servers, but not evenly: then the rounds differ, and CPU is more reliable than
+tok/s. A goal is met or missed by the median of the rounds' ratios; anything not measured is marked "not run". `--quick`
+skips the prompts of 1,024 tokens and starts no turn that would run past five minutes, judging by its last time; rounds
+are counted turn by turn.
 """
 
 import argparse
@@ -70,8 +69,8 @@ from pipeline.serve.engine import Ended, Engine, Event, Said
 from pipeline.serve.engine import GenerationRequest as Request
 
 QUICK_SECONDS = 285
-USERS = (8, 1, 4)  # the number that a goal is about first
-SHORT, LONG = (128, 64), (1024, 128)  # tokens of a prompt, of an answer
+USERS = (8, 1, 4)  # the number that a goal refers to comes first
+SHORT, LONG = (128, 64), (1024, 128)  # tokens per prompt and per answer
 REFUSALS, REQUESTS = 100, 1000
 
 
@@ -80,19 +79,19 @@ REFUSALS, REQUESTS = 100, 1000
 
 @dataclass
 class Cell:
-    """What one server did with one number of users and one length, round by round."""
+    """Results of one server for one number of users and one length, round by round."""
 
     server: str
     users: int
     prompt: int
     tokens: int
-    rates: list[float] = field(default_factory=list)  # tokens per second, a round each
-    costs: list[float] = field(default_factory=list)  # seconds of processors a token, a round each
-    heard: list[Heard] = field(default_factory=list)  # those that fit
+    rates: list[float] = field(default_factory=list)  # tokens per second, one per round
+    costs: list[float] = field(default_factory=list)  # CPU seconds per token, one per round
+    heard: list[Heard] = field(default_factory=list)  # the answers that fit
     failures: int = 0
 
     def add(self, heard: Sequence[Heard], seconds: float, processor: float) -> None:
-        """One round: its answers, its time, and what it took of processors."""
+        """Add a round: its answers, its time, and its CPU time."""
         fit = [one for one in heard if one.fits(self.prompt, self.tokens)]
         said = sum(one.tokens for one in fit)
         self.rates.append(said / seconds)
@@ -121,7 +120,7 @@ class Cell:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value that `share` percent do not exceed, between neighbours in proportion; NaN of nothing."""
+    """The value that `share` percent do not exceed, interpolated linearly; NaN if empty."""
     if not values:
         return math.nan
     place = (len(values) - 1) * share / 100
@@ -135,21 +134,21 @@ def quartiles(values: Sequence[float]) -> list[float]:
 
 
 def mbu(rate: float, rows: int, step_bytes: int, speed: float) -> float:
-    """Share of the bandwidth (bytes/s) that `rate` tokens/s need, where a step says `rows` tokens and reads
+    """Share of the bandwidth (bytes/s) needed for `rate` tokens/s if a step generates `rows` tokens and reads
     `step_bytes`.
     """
     return rate / rows * step_bytes / speed
 
 
 def ratios(own: Sequence[float], other: Sequence[float]) -> list[float]:
-    """How many times as much, round by round; a round in which the other has nothing does not count."""
+    """Ratios round by round; a round without a value for the other does not count."""
     return [mine / theirs for mine, theirs in zip(own, other, strict=True) if theirs > 0]
 
 
 def measure(
     servers: dict[str, Server], texts: Texts, lengths: Sequence[tuple[int, int]], rounds: int, until: float
 ) -> list[Cell]:
-    """The rounds; none begins that by its last time would end behind the moment `until`."""
+    """Run the rounds; starts none that would end after `until`, judging by its last time."""
     cells: dict[tuple[str, int, int], Cell] = {}
     took: dict[tuple[int, int], float] = {}
     for server in servers.values():
@@ -158,7 +157,7 @@ def measure(
     for _ in range(rounds):
         for prompt, tokens in lengths:
             for users in USERS:
-                # before its first time: what the slowest took for 8 users, in proportion
+                # before its first run: the slowest time for 8 users, scaled
                 guess = took.get((prompt, users), took.get((prompt, USERS[0]), 0.0) * users / USERS[0])
                 if (began := time.monotonic()) + guess > until:
                     continue
@@ -179,7 +178,7 @@ def measure(
 
 @dataclass(frozen=True)
 class Goal:
-    """A number, and the bounds that it is to keep."""
+    """A number and the bounds it has to meet."""
 
     what: str
     found: float | None  # None: not run
@@ -203,7 +202,7 @@ class Goal:
 
 
 def against(cells: Sequence[Cell], other: str, at_least: float) -> Goal:
-    """8 users with float32 weights beside the other server, by the short prompts."""
+    """8 users with float32 weights compared with the other server, on the short prompts."""
     found = {cell.server: cell for cell in cells if (cell.users, cell.prompt) == (8, SHORT[0])}
     own, theirs = found.get(NATIVE), found.get(other)
     times = ratios(own.rates, theirs.rates) if own and theirs else []
@@ -220,7 +219,7 @@ def against(cells: Sequence[Cell], other: str, at_least: float) -> Goal:
 
 
 def many_requests(tiny: Server, texts: Texts) -> Goal:
-    """Requests of 8 users who ask again as soon as they were answered."""
+    """Requests by 8 users who each send the next one as soon as they are answered."""
     prompts = [texts.take(16) for _ in range(REQUESTS)]
 
     async def user(number: int) -> int:
@@ -241,24 +240,24 @@ def many_requests(tiny: Server, texts: Texts) -> Goal:
 
 
 def full_queue(server: Server, texts: Texts) -> list[Goal]:
-    """How a request is refused while all rows speak and the queue is full; its time from connecting to the answer's
-    head.
+    """How a request is refused while all rows are busy and the queue is full; the time from connecting to the
+    response head.
 
-    Who is refused is a process of its own: beside the readers of the streams it would measure their turns too.
+    The refused client is a separate process: in the process that reads the streams it would also measure their turns.
     """
     prompts = [texts.take(16) for _ in range(ROWS + QUEUE)]
     payload = json.dumps(server.body(prompts[0], 1)).encode()
 
     async def refused(apart: ProcessPoolExecutor) -> list[Heard]:
         streams = [asyncio.create_task(ask(server, prompt, 1500)) for prompt in prompts]
-        for name, full in (("num_requests_running", ROWS), ("num_requests_waiting", QUEUE)):  # both: a row begins late
+        for name, full in (("num_requests_running", ROWS), ("num_requests_waiting", QUEUE)):  # both: a row starts late
             while await asyncio.to_thread(server.gauge, name) < full:
                 pass
         heard = await asyncio.get_running_loop().run_in_executor(apart, knock, server.port, payload, REFUSALS)
         for stream in streams:
             stream.cancel()
         await asyncio.gather(*streams, return_exceptions=True)
-        while await asyncio.to_thread(server.gauge, "num_requests_(?:running|waiting)"):  # until all were given up
+        while await asyncio.to_thread(server.gauge, "num_requests_(?:running|waiting)"):  # until all are cancelled
             pass
         return heard
 
@@ -279,7 +278,7 @@ def full_queue(server: Server, texts: Texts) -> list[Goal]:
 
 
 def known_prompt(server: Server, texts: Texts, rounds: int) -> Goal:
-    """The time to the first text of a long prompt that was just read, in percent of what it took to read it."""
+    """The time to the first text of a cached long prompt, in percent of the uncached time."""
     cold, known = [], []
     with server.awake():
         for prompt in [texts.take(LONG[0]) for _ in range(rounds)]:
@@ -293,10 +292,12 @@ def known_prompt(server: Server, texts: Texts, rounds: int) -> Goal:
 
 
 def cost_of_http(server: Server, engine: Engine, texts: Texts, rounds: int) -> Goal:
-    """What one user loses of the engine's tokens per second, in percent; the engine runs here, on the same prompts."""
+    """The loss in tokens per second for one user relative to the engine, in percent; the engine runs here, on the same
+    prompts.
+    """
     lost, more, told = [], [], []
     with engine:
-        for turn in range(-1, rounds):  # the first one warms up
+        for turn in range(-1, rounds):  # the first turn is a warm-up
             prompt = texts.take(SHORT[0])
             with server.awake():
                 before = server.processor()
@@ -316,7 +317,7 @@ def cost_of_http(server: Server, engine: Engine, texts: Texts, rounds: int) -> G
 
 
 def answered(engine: Engine, ids: Sequence[int], tokens: int) -> float:
-    """Seconds until the engine has said all."""
+    """Seconds until the engine has generated everything."""
     said: list[Event] = []
     done = threading.Event()
 
@@ -385,7 +386,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 def numbers(
     cells: Sequence[Cell], servers: dict[str, Server], engines: dict[str, Engine], speed: float
 ) -> list[dict[str, Any]]:
-    """The rows, few users first; the bytes that a step reads are those of our engine with the same weights."""
+    """The rows, fewest users first; bytes read per step are those of our engine with the same weights."""
     rows = []
     for cell in sorted(cells, key=lambda cell: (cell.prompt, cell.users)):
         server = servers[cell.server]
@@ -399,10 +400,10 @@ def main() -> None:
     """Print the table and the goals."""
     began = time.monotonic()
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="within five minutes")
+    parser.add_argument("--quick", action="store_true", help="finish within five minutes")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=1, help="of each server")
-    parser.add_argument("--json", type=Path, help="where the numbers go too")
+    parser.add_argument("--threads", type=int, default=1, help="threads per server")
+    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     device.keep_freed_memory()

@@ -1,31 +1,27 @@
-"""Time to loss: how long our training takes to the bits per byte at which nanoGPT's recipe ends.
+"""Time to loss: how long our training takes to reach the final bits per byte of nanoGPT's recipe.
 
     python benchmarks/time_to_loss.py [--tokens data/tokens/text] [--tokenizer data/tokenizer] [--seeds 3] [--quick]
 
-Same corpus, tokenizer, tokens of a step, context, threads and number of parameters (+-2%; the run stops where they
-differ more).
+Same corpus, tokenizer, tokens per step, context, threads and number of parameters (+-2%; the run stops if they differ
+more).
 
-1. The baseline (`nanogpt.py`) runs `--steps` steps at each of `--rates`, in bf16, its fastest setting on a CPU that
-   computes in it;
-   the best rate by its bits per byte of the whole validation split at the end is run with a second beta of 0.99 too
-   (nanoGPT's for few tokens a step), and the better of the two with all seeds. Their mean is the target. In float32, as
-   nanoGPT runs on a CPU, its steps are timed, and with `--float32` one run goes to its end.
-2. Ours (`OURS`, keys of params.yaml and conf/ alone) has a schedule as long as it pleases: the fewest steps, on a grid
-   of factor
-   1.25, at whose end the mean over the seeds reaches the target.
-3. The clock: each arm is a process; all take turns for a few steps, and seconds of a step are medians over the rounds,
-   of the clock
-   and of CPU time (which holds where others use the machine). Seconds to the target are steps times these: no
-   evaluation, no saving. What compiling takes is added in a second figure: PyTorch's and oneDNN's own, the first steps
-   of a run above the usual.
-4. Ablations: one thing of ours is taken away at a time. Steps to the target, on a grid of factor 2 and interpolated
-   between two
-   runs in the logarithm of steps (ours too, here), times the seconds of its step. At most four times our steps.
+1. The baseline (`nanogpt.py`) runs `--steps` steps at each of `--rates`, in bf16, its fastest setting on a CPU with
+   bf16. The best rate by final bits per byte on the whole validation split also runs with a second beta of 0.99
+   (nanoGPT's value for few tokens per step), and the better of the two runs with all seeds. Their mean is the target.
+   Its float32 steps, nanoGPT's setting on a CPU, are timed, and `--float32` also runs one of them to the end.
+2. Ours (`OURS`, only keys of params.yaml and conf/) may choose the length of its schedule: the fewest steps, on a grid
+   of factor 1.25, for which the mean over seeds reaches the target.
+3. Timing: each arm is a process; all take turns for a few steps, and seconds per step are medians over the rounds, in
+   wall time and in CPU time (which is reliable on a shared machine). Seconds to the target are steps times these,
+   without evaluating and saving. A second figure adds compilation, by PyTorch and oneDNN: the excess time of a run's
+   first steps.
+4. Ablations: remove one of our choices at a time. Steps to the target, on a grid of factor 2, interpolated between two
+   runs in log steps (ours too, here), times its seconds per step. At most four times our steps.
 
 Goal: at most 1/3 of the baseline's time. Finished runs are kept in `.work/time_to_loss`, keyed by their specification,
-the tokens and the code that trains (`--fresh` forgets them). Writes `results/time_to_loss-cpu.json` and `.png`;
-`--quick` (a tiny model, nothing written) shows that it works. Not promised: that the validation split is untouched;
-both sides choose on it.
+the tokens and the training code (`--fresh` discards them). Writes `results/time_to_loss-cpu.json` and `.png`; `--quick`
+(a tiny model, nothing written) checks that it works. Not guaranteed: an untouched validation split; both sides are
+tuned on it.
 """
 
 import argparse
@@ -70,14 +66,14 @@ TINY = ("model.width=32", "model.layers=2", "model.heads=1", "model.head_dim=32"
 
 @dataclass(frozen=True)
 class Arm:
-    """Ours but for one thing: what is taken away, by overrides or by a name that `time_to_loss_arm.py` knows."""
+    """Ours except for one choice, removed by overrides or by a name defined in `time_to_loss_arm.py`."""
 
     name: str
     overrides: tuple[str, ...] = ()
     without: str = ""
 
 
-ABLATIONS: dict[str, list[Arm]] = {  # of several arms the best by bits per byte counts
+ABLATIONS: dict[str, list[Arm]] = {  # among several arms the best by bits per byte counts
     "Muon -> AdamW, best of 3 rates": [
         Arm(f"AdamW {rate}", ("language.optimizer=adamw", f"language.learning_rate={rate}"))
         for rate in ("1e-3", "2e-3", "4e-3")
@@ -95,16 +91,16 @@ ABLATIONS: dict[str, list[Arm]] = {  # of several arms the best by bits per byte
 
 
 class Runs:
-    """Runs to their end, each a process; those that are known are read."""
+    """Complete runs, one process each; finished ones are loaded."""
 
     def __init__(self, folder: Path, tokens: Path, *, fresh: bool) -> None:
         self.folder, self.fresh = folder, fresh
-        self.mine: set[Path] = set()  # that this process ran
+        self.mine: set[Path] = set()  # run by this process
         self.data = workdir.sha256(tokens / "meta.json")
         folder.mkdir(parents=True, exist_ok=True)
 
     def __call__(self, spec: dict[str, Any]) -> dict[str, Any]:
-        """What the run says, with its specification. Raises RuntimeError where it died."""
+        """The output of the run, with its specification. Raises RuntimeError if it died."""
         file = self.folder / f"{workdir.canonical_hash([spec, self.data, code_of(spec['side'])])}.json"
         if file.is_file() and (not self.fresh or file in self.mine):
             return json.loads(file.read_text())
@@ -132,7 +128,7 @@ class Runs:
 
 
 def code_of(side: str) -> str:
-    """A hash of the code that decides what a side's runs come to."""
+    """A hash of the code that determines the results of a side's runs."""
     files = [ROOT / "benchmarks/nanogpt.py"]
     if side == "ours":
         folders = ("learning", "model", "model/cpu", "batches")
@@ -144,7 +140,7 @@ def code_of(side: str) -> str:
 
 
 def environment(spec: dict[str, Any]) -> dict[str, str]:
-    """Of a run's process: the baseline is written for a CPU, so both stay there."""
+    """The environment of a run's process: the baseline is written for a CPU, so both run there."""
     return os.environ | {
         "STAGECOACH_MLFLOW": "off",
         "OMP_NUM_THREADS": str(spec["threads"]),
@@ -153,7 +149,7 @@ def environment(spec: dict[str, Any]) -> dict[str, str]:
 
 
 def final(run: dict[str, Any]) -> float:
-    """Bits per byte of the whole validation split at its end."""
+    """Final bits per byte on the whole validation split."""
     return run["points"][-1]["bpb"]
 
 
@@ -177,7 +173,7 @@ class Bench:
         self.runs = Runs(folder, arguments.tokens, fresh=arguments.fresh or quick)
 
     def nanogpt(self, rate: float, seed: int, beta: float = 0.95, **setting: bool) -> dict[str, Any]:
-        """The baseline, without its number of steps."""
+        """The specification of the baseline, without the number of steps."""
         recipe = {
             "rows": self.rows,
             "context": self.context,
@@ -190,7 +186,7 @@ class Bench:
         return self.base | {"side": "nanogpt", "recipe": recipe}
 
     def ours(self, seed: int, arm: Arm | None = None) -> dict[str, Any]:
-        """Ours, or an arm of the ablation."""
+        """The specification of ours, or of an ablation arm."""
         size = [f"language.context={self.context}", f"language.tokens_per_step={self.rows * self.context}"]
         given = [*OURS, *size, *(TINY if self.arguments.quick else ()), *(arm.overrides if arm else ())]
         spec = self.base | {"side": "ours", "seed": seed, "overrides": given}
@@ -211,7 +207,7 @@ class Bench:
         return self.runs(self.nanogpt(**setting, bf16=True) | {"steps": self.arguments.steps})
 
     def mine(self, target: float) -> tuple[Reached, list[dict[str, Any]]]:
-        """Our fewest steps, by the mean over the seeds, and those runs."""
+        """Our fewest steps by the mean over seeds, and those runs."""
 
         def mean(steps: int) -> float:
             return statistics.mean(
@@ -226,9 +222,7 @@ class Bench:
         return reached, [self.runs(self.ours(seed) | {"steps": steps}) for seed in range(self.arguments.seeds)]
 
     def ablation(self, arms: list[Arm], target: float, steps: int) -> tuple[Arm, Reached, float]:
-        """The best of some arms at our number of steps, its own steps to the target, and what it cost to compile
-        (CPU s).
-        """
+        """The best arm at our number of steps, its own steps to the target, and its compile time (CPU s)."""
 
         def bpb(arm: Arm, steps: int) -> float:
             return final(self.runs(self.ours(0, arm) | {"steps": steps}))
@@ -242,7 +236,7 @@ class Bench:
 
 @contextmanager
 def started(specs: dict[str, dict[str, Any]]) -> Iterator[list[Side]]:
-    """A process for each arm, warmed up one after another."""
+    """Start a process for each arm, warmed up one after another."""
     sides: list[Side] = []
     try:
         for name, spec in specs.items():
@@ -266,7 +260,7 @@ def started(specs: dict[str, dict[str, Any]]) -> Iterator[list[Side]]:
 
 
 def seconds_of_a_step(specs: dict[str, dict[str, Any]], rounds: int, steps: int) -> dict[str, dict[str, Any]]:
-    """name -> medians over interleaved rounds, of the clock and of CPU time, and the memory of the process."""
+    """name -> medians over interleaved rounds of wall and CPU time, and the memory of the process."""
     with started(specs) as sides:
         train_speed.measure(sides, rounds, steps, tokens=1)  # speeds are steps a second
         return {
@@ -281,7 +275,7 @@ def seconds_of_a_step(specs: dict[str, dict[str, Any]], rounds: int, steps: int)
 
 
 def ablations(bench: Bench, target: float, steps: int, quick: bool) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """name -> what was found without that thing, and the specifications whose steps are to be timed."""
+    """name -> results without that choice, and the specifications whose steps have to be timed."""
     found: dict[str, Any] = {}
     timed: dict[str, dict[str, Any]] = {}
     for name, arms in ({} if quick else ABLATIONS).items():
@@ -300,7 +294,7 @@ def ablations(bench: Bench, target: float, steps: int, quick: bool) -> tuple[dic
 
 
 def measured(bench: Bench, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The whole protocol. Raises ValueError where the models differ in size."""
+    """Run the whole protocol. Raises ValueError if the models differ in size."""
     search, best, runs = bench.baseline()
     target = statistics.mean(final(run) for run in runs)
     reached, mine = bench.mine(target)
@@ -363,23 +357,23 @@ def measured(bench: Bench, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(given: list[str] | None = None) -> dict[str, Any]:
-    """Print the table; write the report unless it is quick."""
+    """Print the table; write the report unless --quick."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tokens", type=Path, default=Path("data/tokens/text"), help="of stage_encode")
     parser.add_argument("--tokenizer", type=Path, default=Path("data/tokenizer"), help="of stage_tokenizer")
-    parser.add_argument("--steps", type=int, default=1200, help="of the baseline")
-    parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 2e-3, 4e-3, 8e-3], help="of the baseline")
-    parser.add_argument("--first", type=int, default=125, help="steps at which the search for ours begins")
+    parser.add_argument("--steps", type=int, default=1200, help="steps of the baseline")
+    parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 2e-3, 4e-3, 8e-3], help="its learning rates")
+    parser.add_argument("--first", type=int, default=125, help="first number of steps in the search for ours")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--rows", type=int, default=2, help="of a step's batch")
+    parser.add_argument("--rows", type=int, default=2, help="rows per batch")
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--round-steps", type=int, default=10)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument(
-        "--float32", action="store_true", help="run the baseline in float32 to its end, too; else it is only timed"
+        "--float32", action="store_true", help="also run the baseline in float32 to the end, instead of only timing it"
     )
-    parser.add_argument("--fresh", action="store_true", help="forget finished runs")
+    parser.add_argument("--fresh", action="store_true", help="discard finished runs")
     parser.add_argument("--quick", action="store_true", help="a tiny model, no ablations; nothing is written")
     arguments = parser.parse_args(given)
     if arguments.quick:

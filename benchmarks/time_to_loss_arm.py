@@ -1,16 +1,16 @@
-"""One run of `time_to_loss.py`, as a process: it trains to its end, or step by step as it is asked.
+"""One run of `time_to_loss.py`, as a process: trains to the end, or step by step on request.
 
     python benchmarks/time_to_loss_arm.py '{"side": "ours", "overrides": ["language.steps=300", ...], ...}'
 
-`nanogpt` is the baseline's loop (`nanogpt.py`); `ours` is `fit` as stage language calls it, with the settings that
-params.yaml, conf/ and `overrides` give, and three ablations that are no settings: `windows` (the baseline's random
-windows in place of packed documents), `unmasked` (documents of a row see each other) and `gpt2` (the baseline's
+`nanogpt` is the baseline's loop (`nanogpt.py`); `ours` is `fit` as called by stage language, with the settings of
+params.yaml, conf/ and `overrides`, and three ablations that are not settings: `windows` (the baseline's random windows
+instead of packed documents), `unmasked` (attention across the documents of a row) and `gpt2` (the baseline's
 architecture in our loop).
 
-With "steps" in the specification it trains so many and says the curve: bits per byte of the validation split against
-seconds of training, of the clock and of CPU time, evaluations left out. Without, it is a side of interleaved rounds
-(`train_arms.Metronome`). All sides are evaluated alike, in float32: on the same packed rows with the same targets, each
-seeing them as it was trained, ours its own document alone, the baseline the whole row before.
+With "steps" in the specification it trains that many and prints the curve: validation bits per byte by training time,
+wall and CPU, without evaluations. Otherwise it is one side of interleaved rounds (`train_arms.Metronome`). All sides
+are evaluated in float32 on the same packed rows with the same targets, each with the context it was trained with: ours
+sees only its own document, the baseline the whole row before.
 """
 
 import json
@@ -38,29 +38,29 @@ from pipeline.batches.corpus import CorpusStream, read_meta
 from pipeline.learning import losses
 from pipeline.text.tokenizer import Tokenizer
 
-COMPILING = 3  # first steps whose time above the usual is called compiling
-ENDLESS = 10**6  # steps of a run that ends when nobody asks for more
+COMPILING = 3  # first steps, whose excess time counts as compiling
+ENDLESS = 10**6  # steps of a run that ends when no more are requested
 
 
 class Clock:
-    """Seconds of training, of the clock and of CPU time; evaluations are left out."""
+    """Training time in wall and CPU seconds, without evaluations."""
 
     def __init__(self) -> None:
-        self.began: list[tuple[float, float]] = []  # of each step, evaluations taken off
+        self.began: list[tuple[float, float]] = []  # start of each step, without evaluations
         self.left_out = (0.0, 0.0)
 
     def now(self) -> tuple[float, float]:
-        """Seconds since an origin, without what was left out."""
+        """Seconds since an origin, without excluded time."""
         return time.perf_counter() - self.left_out[0], time.process_time() - self.left_out[1]
 
     def tick(self, step: int) -> None:
-        """A step begins; the last one that says it is step 0 is the first."""
+        """A step begins; the last call with step 0 is the first step."""
         if step == 0:
             self.began = []
         self.began.append(self.now())
 
     def leave_out(self, since: tuple[float, float]) -> None:
-        """What lies between `since` and now does not count."""
+        """Exclude the time between `since` and now."""
         now = self.now()
         self.left_out = (self.left_out[0] + now[0] - since[0], self.left_out[1] + now[1] - since[1])
 
@@ -69,7 +69,7 @@ class Clock:
         return (now[0] - self.began[0][0], now[1] - self.began[0][1]) if self.began else (0.0, 0.0)
 
     def compiling(self) -> tuple[float, float]:
-        """Seconds that the first steps took above as many usual ones."""
+        """Excess seconds of the first steps over the usual ones."""
         if len(self.began) < 4 * COMPILING:
             return 0.0, 0.0
         gaps = [(b[0] - a[0], b[1] - a[1]) for a, b in zip(self.began, self.began[1:], strict=False)]
@@ -79,7 +79,7 @@ class Clock:
 
 
 class Curve:
-    """Bits per byte against steps and seconds: a slice of the validation split along the way, all of it at the end."""
+    """Bits per byte by steps and seconds: on a slice of the validation split during training, all of it at the end."""
 
     def __init__(self, spec: dict[str, Any], clock: Clock, batches: list[TokenBatch], *, whole_rows: bool) -> None:
         self.clock, self.steps = clock, int(spec.get("steps", 0))
@@ -90,7 +90,7 @@ class Curve:
         self.slice = batches[: int(np.searchsorted(tokens, spec.get("slice", 16384))) + 1]
 
     def evaluate(self, step: int, model: nn.Module) -> float | None:
-        """Add a point where one is due; the clock does not see it."""
+        """Add a point if one is due; excluded from the clock."""
         last = step == self.steps
         if not self.steps or (step % self.every and not last):
             return None
@@ -115,8 +115,8 @@ def every(spec: dict[str, Any]) -> int:
 
 @torch.no_grad()
 def bits_per_byte(model: nn.Module, batches: list[TokenBatch], *, whole_rows: bool) -> float:
-    """Of the targets of packed rows, in float32. `whole_rows`: the model sees documents before its own, as it was
-    trained.
+    """Bits per byte of the targets of packed rows, in float32. `whole_rows`: the model sees earlier documents, as in
+    training.
     """
     training = model.training
     model.train(False)
@@ -130,14 +130,14 @@ def bits_per_byte(model: nn.Module, batches: list[TokenBatch], *, whole_rows: bo
 
 
 def seen_whole(batch: TokenBatch) -> TokenBatch:
-    """The batch with rows that are one document each, for attention; the targets stay."""
+    """The batch with each row as one document for attention; the targets are unchanged."""
     places = torch.arange(batch.input_ids.shape[1]).expand(batch.input_ids.shape)
     return TokenBatch(batch.input_ids, batch.targets, torch.zeros_like(batch.documents), places, batch.num_bytes)
 
 
 def validation(spec: dict[str, Any], text: Tokenizer, context: int, cache: Path) -> list[TokenBatch]:
-    """The validation split packed in rows of `context`, the same for all sides; a limit in the specification
-    shortens it.
+    """The validation split packed into rows of `context`, the same for all sides; the specification can limit its
+    length.
     """
     stream = CorpusStream(Path(spec["tokens"]), text, context=context, tokens_per_step=8 * context, seed=0, cache=cache)
     return list(stream.evaluation(spec.get("most", 2**40)))
@@ -171,7 +171,7 @@ def void(_: object) -> None:
 
 
 def ours(spec: dict[str, Any], clock: Any, cache: Path) -> dict[str, Any]:
-    """`fit` as stage language calls it."""
+    """`fit` as called by stage language."""
     from pipeline.learning.fit import Watchers, fit
     from pipeline.learning.losses import Loss, Term
     from pipeline.run.config import Settings, resolve
@@ -236,14 +236,14 @@ def ours(spec: dict[str, Any], clock: Any, cache: Path) -> dict[str, Any]:
 
 
 class Ticking:
-    """A stream that says when a step begins."""
+    """A stream that reports when a step begins."""
 
     def __init__(self, stream: CorpusStream, clock: Any) -> None:
         self.stream, self.clock = stream, clock
         self.fingerprint, self.tokens_per_epoch = stream.fingerprint, stream.tokens_per_epoch
 
     def rows(self, step: int, context: int) -> np.ndarray:
-        """Those of the stream."""
+        """Forward to the stream."""
         self.clock.tick(step)
         return self.stream.rows(step, context)
 
@@ -257,7 +257,7 @@ class Ticking:
 
 
 class RandomWindows(Ticking):
-    """The baseline's rows as batches of our loop; documents see each other."""
+    """The baseline's rows as batches for our loop, without masking between documents."""
 
     def __init__(self, stream: CorpusStream, clock: Any, line: np.ndarray, seed: int, text: Tokenizer) -> None:
         super().__init__(stream, clock)
@@ -269,7 +269,7 @@ class RandomWindows(Ticking):
         return np.arange(self.num_rows)
 
     def batch(self, step: int, context: int, rows: np.ndarray) -> TokenBatch:
-        """Those of a step."""
+        """The batch of a step."""
         ids = windows(self.line, rows=self.num_rows, context=context, seed=self.seed, step=step).numpy()
         pieces = [[Piece(ids[row], True)] for row in rows]
         return token_batch(
@@ -283,7 +283,7 @@ class RandomWindows(Ticking):
 
 
 class Asked:
-    """`Metronome` behind the interface of a clock: the checks before the first step draw step 0 once more."""
+    """`Metronome` with the interface of a clock: the checks before the first step draw step 0 once more."""
 
     def __init__(self) -> None:
         self.metronome = Metronome(5)
@@ -298,10 +298,10 @@ SIDES = {"nanogpt": nanogpt, "ours": ours}
 
 
 def main() -> None:
-    """A line of JSON: the run's curve; or lines as `Metronome` says them."""
+    """Print the run's curve as a line of JSON, or the lines of `Metronome`."""
     spec = json.loads(sys.argv[1])
     torch.set_num_threads(spec["threads"])
-    os.dup2(1, 3)  # the libraries may print; who asks reads from here
+    os.dup2(1, 3)  # libraries may print to stdout; the caller reads from descriptor 3
     os.dup2(2, 1)
     os.environ["TRAIN_ARMS_FD"] = "3"
     clock = Clock() if "steps" in spec else Asked()

@@ -1,8 +1,8 @@
-"""What `time_to_loss.py` makes of its runs: steps to a target, ratios of time, the table and the chart. Nothing here
+"""The evaluation of `time_to_loss.py`'s runs: steps to a target, time ratios, the table and the chart. Nothing here
 trains.
 
-A run is what `time_to_loss_arm.py` says: `points` of step, bits per byte and seconds. `step` maps the name of an arm to
-the measured seconds of one of its steps, of the clock ("seconds") and of CPU time ("cpu_seconds").
+A run is the output of `time_to_loss_arm.py`: `points` of step, bits per byte and seconds. `step` maps the name of an
+arm to its measured time per step, wall ("seconds") and CPU ("cpu_seconds").
 """
 
 import math
@@ -16,15 +16,15 @@ GOAL = 1 / 3
 
 @dataclass(frozen=True)
 class Reached:
-    """Steps to a target: of a run whose end reaches it, and between runs; `tried` are (steps, bits per byte)."""
+    """Steps to a target: of a run that reaches it, and interpolated; `tried` are (steps, bits per byte)."""
 
-    steps: int | None  # None: not with the most steps allowed
+    steps: int | None  # None: not within the maximum number of steps
     between: float | None
     tried: list[tuple[int, float]] = field(default_factory=list)
 
 
 def steps_to(target: float, run: Callable[[int], float], *, first: int, factor: float, most: int) -> Reached:
-    """The fewest steps first * factor^k, at most `most`, at whose end `run` gives the target or less."""
+    """The fewest steps first * factor^k, at most `most`, for which `run` returns the target or less."""
     tried: dict[int, float] = {}
 
     def reaches(steps: int) -> bool:
@@ -45,7 +45,7 @@ def steps_to(target: float, run: Callable[[int], float], *, first: int, factor: 
 
 
 def between(tried: dict[int, float], target: float) -> float:
-    """Where the target lies between the longest run that misses it and the next, in the logarithm of steps."""
+    """Interpolate the target in log steps between the longest run that misses it and the next one."""
     hit = min(steps for steps, bpb in tried.items() if bpb <= target)
     misses = [steps for steps, bpb in tried.items() if bpb > target and steps < hit]
     if not misses:
@@ -56,7 +56,7 @@ def between(tried: dict[int, float], target: float) -> float:
 
 
 def ratio(step: dict[str, dict[str, float]], mine: tuple[str, float], theirs: tuple[str, float]) -> dict[str, float]:
-    """Our time over theirs: each has an arm, whose seconds of a step were measured, and a number of steps."""
+    """Our time over theirs: each is an arm, with its measured seconds per step, and a number of steps."""
     return {
         key: round(mine[1] * step[mine[0]][key] / (theirs[1] * step[theirs[0]][key]), 3)
         for key in ("seconds", "cpu_seconds")
@@ -64,7 +64,7 @@ def ratio(step: dict[str, dict[str, float]], mine: tuple[str, float], theirs: tu
 
 
 def verdict(step: dict[str, dict[str, float]], ours: dict[str, Any], baseline: dict[str, Any]) -> dict[str, Any]:
-    """Our time over the baseline's in each of its settings, without compiling and with it (`compiling`: CPU seconds
+    """Our time over the baseline's in each of its settings, without and with compilation (`compiling`: CPU seconds,
     once).
     """
     found: dict[str, Any] = {}
@@ -77,8 +77,8 @@ def verdict(step: dict[str, dict[str, float]], ours: dict[str, Any], baseline: d
 
 
 def plot(file: Path, curves: dict[str, list[dict[str, Any]]], step: dict[str, dict[str, float]], target: float) -> None:
-    """Bits per byte against CPU seconds of training, on a logarithmic axis: a slice of the split, and a dot for all
-    of it.
+    """Bits per byte by CPU seconds of training, on a logarithmic axis: curves on a slice of the split, and a dot for
+    all of it.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -101,7 +101,7 @@ def plot(file: Path, curves: dict[str, list[dict[str, Any]]], step: dict[str, di
 
 
 def table(report: dict[str, Any]) -> str:
-    """The report for a person."""
+    """The report as text."""
     base, ours, lines = report["baseline"], report["ours"], []
     lines.append(
         f"target {report['target']:.4f} bits per byte; nanoGPT {base['steps']} steps, {base['best']}; ours"

@@ -1,12 +1,12 @@
-"""One side of `train_speed.py`, as a process: it trains, and stops at the beginning of each step to count.
+"""One side of `train_speed.py`, as a process: trains, and counts at the start of each step.
 
     python benchmarks/train_arms.py ours '{"size": {...}, "rows": 8, "context": 256, ...}'
 
-Says `ready` after its warm-up; for each line it is sent it trains so many steps and says the seconds that they took,
-those that its threads worked, and the peak of its GPU memory (0 without one); an empty line ends it. Every side sees
-the same rows: step s holds rows of one document of random tokens, a function of s alone. AdamW in torch's fused form,
-gradients clipped to norm 1, a constant rate, no saving or evaluating within what is measured. `litgpt` runs in an
-environment of its own, so this file imports nothing of ours at its top.
+Prints `ready` after its warm-up. For each input line it trains that many steps and prints their wall seconds, CPU
+seconds of its threads, and its peak GPU memory (0 without a GPU); an empty line ends it. Every side sees the same rows:
+step s has rows of one document of random tokens, a function of s alone. torch's fused AdamW, gradients clipped to norm
+1, a constant rate, no saving or evaluating in the measured time. `litgpt` runs in a separate environment, so this file
+has no top-level imports from this project.
 """
 
 import contextlib
@@ -26,14 +26,14 @@ RATE, BETAS, DECAY = 1e-3, (0.9, 0.95), 0.1
 
 
 class Metronome:
-    """Counts the beginnings of steps; stops to say what was counted and to wait for more."""
+    """Counts steps as they begin; pauses to report the counts and wait for the next request."""
 
     def __init__(self, warmup: int) -> None:
         self.left, self.ready = warmup, False
         self.began, self.worked = 0.0, 0.0
 
     def tick(self) -> None:
-        """A step begins. Ends the process where no more are asked for."""
+        """A step begins. Ends the process if no more steps are requested."""
         if self.left:
             self.left -= 1
             return
@@ -50,12 +50,12 @@ class Metronome:
 
 
 def say(what: dict[str, Any]) -> None:
-    """A line of JSON to who asked."""
+    """Send a line of JSON to the caller."""
     os.write(3 if "TRAIN_ARMS_FD" in os.environ else 1, (json.dumps(what) + "\n").encode())
 
 
 def tokens_of(step: int, spec: dict[str, Any]) -> Tensor:
-    """The rows of a step and the token behind each, (B, T + 1)."""
+    """The rows of a step, each with its next token, (B, T + 1)."""
     generator = torch.Generator().manual_seed(step)
     return torch.randint(0, spec["size"]["vocab_size"], (spec["rows"], spec["context"] + 1), generator=generator)
 
@@ -76,7 +76,7 @@ def autocast(spec: dict[str, Any]) -> contextlib.AbstractContextManager[Any]:
 
 
 def adamw(model: Any) -> torch.optim.Optimizer:
-    """The optimiser of all sides."""
+    """The optimizer of all sides."""
     return torch.optim.AdamW(model.parameters(), lr=RATE, betas=BETAS, weight_decay=DECAY, fused=True)
 
 
@@ -93,7 +93,7 @@ def our_model(spec: dict[str, Any]) -> Any:
 
 
 def ours(spec: dict[str, Any], metronome: Metronome, *, compiled: bool) -> None:
-    """`fit` as stage language calls it; on a CPU in bf16 it is the pieces between the products that are compiled."""
+    """`fit` as called by stage language; on a CPU in bf16 only the pieces between the products are compiled."""
     from pipeline.learning import losses
     from pipeline.learning.fit import Watchers, fit
     from pipeline.learning.losses import Loss, Term
@@ -135,7 +135,7 @@ def ours(spec: dict[str, Any], metronome: Metronome, *, compiled: bool) -> None:
 
 
 def full_rows(spec: dict[str, Any], metronome: Metronome) -> Any:
-    """A stream of those rows, laid out as a corpus's are: pieces, shift, segments, positions."""
+    """A stream of these rows, laid out like a corpus: pieces, shift, segments, positions."""
     import numpy as np
 
     from pipeline.batches.batch import Piece, TokenBatch, token_batch
@@ -145,7 +145,7 @@ def full_rows(spec: dict[str, Any], metronome: Metronome) -> Any:
         lengths = np.ones(spec["size"]["vocab_size"], dtype=np.int64)
 
         def rows(self, step: int, context: int) -> Any:
-            if step:  # the first batch is drawn once more, by the checks before the first step
+            if step:  # the checks before the first step draw the first batch once more
                 metronome.tick()
             return np.arange(spec["rows"])
 
@@ -170,7 +170,7 @@ def full_rows(spec: dict[str, Any], metronome: Metronome) -> Any:
 
 
 def hf_model(spec: dict[str, Any]) -> Any:
-    """transformers' Qwen3 of the same shape."""
+    """transformers' Qwen3 with the same shape."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     from pipeline.model.config import ModelConfig
@@ -180,8 +180,8 @@ def hf_model(spec: dict[str, Any]) -> Any:
 
 
 def trainer(spec: dict[str, Any], metronome: Metronome, *, compiled: bool) -> None:
-    """Hugging Face's Trainer: bf16, the fused AdamW, no workers (a batch costs microseconds), with torch_compile or
-    without.
+    """Hugging Face's Trainer: bf16, fused AdamW, no workers (a batch costs microseconds), with or without
+    torch_compile.
     """
     from torch.utils.data import Dataset
     from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -248,7 +248,7 @@ def bare(spec: dict[str, Any], metronome: Metronome, *, which: str) -> None:
 
 
 def litgpt(spec: dict[str, Any], metronome: Metronome) -> None:
-    """The steps of litgpt's `pretrain` (0.5.13): its model compiled, set up by Fabric, its chunked cross-entropy."""
+    """The steps of litgpt's `pretrain` (0.5.13): a compiled model set up by Fabric, and its chunked cross-entropy."""
     import lightning  # pyright: ignore[reportMissingImports]
     from litgpt.config import Config  # pyright: ignore[reportMissingImports]
     from litgpt.model import GPT  # pyright: ignore[reportMissingImports]
@@ -307,10 +307,10 @@ ARMS = {
 
 
 def main() -> None:
-    """Train until nobody asks for more."""
+    """Train until no more steps are requested."""
     name, spec = sys.argv[1], json.loads(sys.argv[2])
     torch.set_num_threads(spec["threads"])
-    os.dup2(1, 3)  # the libraries may print; who asks reads from here
+    os.dup2(1, 3)  # libraries may print to stdout; the caller reads from descriptor 3
     os.dup2(2, 1)
     os.environ["TRAIN_ARMS_FD"] = "3"
     ARMS[name](spec, Metronome(spec["warmup"]))

@@ -1,18 +1,18 @@
-"""Training speed and peak memory: `fit` beside Hugging Face's Trainer, litgpt's pretraining and a bare compiled loop.
+"""Training speed and peak memory: `fit` vs. Hugging Face's Trainer, litgpt's pretraining and a bare compiled loop.
 
     python benchmarks/train_speed.py [--sizes 2M 6M] [--rounds 7] [--precision bf16] [--litgpt-python PATH] [--quick]
 
-The same Qwen3 shape, tokens, batch, optimiser and machine; each side is a process of its own (`train_arms.py`),
-compiled and warmed up by 5 steps, then 40 steps a round, one side after another. Before each round a reference matrix
-product is timed; a round within which it moved by more than 25% is run again, at most `--rounds` times. Peak memory is
-what the process held privately (RssAnon, asked every 20 ms) or on the GPU. A side's speed in a round is that round's
-tokens over its seconds; a ratio is ours over theirs in the same round, and medians and ranges are over rounds. Ours and
-Trainer are the faster of two settings, compiled and not, and the bare loop the faster of two models, by median.
-`by_cpu_time` is the ratio of tokens per second of CPU time: on a machine that others use too, with one thread, it holds
-where the clock's does not. Goals: 1.3 of Trainer and of litgpt, 0.97 of the bare loop.
+The same Qwen3 shape, tokens, batch, optimizer and machine; each side is a separate process (`train_arms.py`), compiled
+and warmed up with 5 steps, then 40 steps per round, one side after another. Before each round a reference matrix
+product is timed; a round in which it changed by more than 25% is repeated, at most `--rounds` times. Peak memory is
+private memory (RssAnon, sampled every 20 ms) or GPU memory. A side's speed in a round is tokens over seconds; a ratio
+is ours over theirs in the same round; medians and ranges are over rounds. Ours and Trainer use the faster of two
+settings, compiled or not, and the bare loop the faster of two models, by median. `by_cpu_time` is the ratio of tokens
+per CPU second: with one thread on a shared machine it is reliable when wall time is not. Goals: 1.3 times Trainer and
+litgpt, 0.97 of the bare loop.
 
-litgpt is no dependency: give the Python of an environment that holds it, or its row is left out and said to be. Results
-go to `results/train_speed-<device>-<precision>.json`; `--quick` (2 rounds of 6 steps) writes nothing.
+litgpt is not a dependency: pass the Python of an environment that has it, or its row is marked as left out. Results go
+to `results/train_speed-<device>-<precision>.json`; `--quick` (2 rounds of 6 steps) writes nothing.
 """
 
 import argparse
@@ -35,7 +35,7 @@ sys.path.insert(0, str(ROOT))
 OURS, TRAINER, LITGPT = ("ours", "ours compiled"), ("trainer", "trainer compiled"), ("litgpt",)
 BARE = ("bare, transformers", "bare, our model")
 GOALS = {TRAINER: ("Trainer", 1.3), LITGPT: ("litgpt", 1.3), BARE: ("bare loop", 0.97)}
-MOVED = 1.25  # a reference product that takes so many times as long, or as short
+MOVED = 1.25  # largest change of the reference product's time, as a factor
 WARMUP = 5
 SIZES: dict[str, dict[str, int]] = {
     "tiny": {
@@ -56,16 +56,16 @@ SIZES: dict[str, dict[str, int]] = {
 
 @dataclass
 class Side:
-    """A training process, and what was measured of it."""
+    """A training process and its measurements."""
 
     name: str
     process: subprocess.Popen[str]
-    speeds: list[float] = field(default_factory=list)  # tokens a second, one a round
-    worked: list[float] = field(default_factory=list)  # tokens a second of all its threads' CPU time
+    speeds: list[float] = field(default_factory=list)  # tokens per second, one per round
+    worked: list[float] = field(default_factory=list)  # tokens per second of CPU time over all threads
     peak: int = 0  # bytes
 
     def hear(self) -> dict[str, Any]:
-        """Its next line. Raises RuntimeError where it died."""
+        """Read its next line. Raises RuntimeError if it died."""
         assert self.process.stdout
         line = self.process.stdout.readline()
         if not line:
@@ -74,7 +74,7 @@ class Side:
         return json.loads(line)
 
     def train(self, steps: int) -> tuple[float, float]:
-        """Seconds that so many steps took, and those of CPU time."""
+        """Train `steps` steps; returns wall and CPU seconds."""
         assert self.process.stdin
         with anonymous_peak(self.process.pid) as peak:
             self.process.stdin.write(f"{steps}\n")
@@ -86,13 +86,13 @@ class Side:
 
 @contextlib.contextmanager
 def anonymous_peak(process: int) -> Iterator[list[int]]:
-    """The most RssAnon of a process while this lasts, in bytes, as the one item of a list."""
+    """Peak RssAnon of a process within the block, in bytes, as the only item of a list."""
     peak, stop = [0], threading.Event()
 
     def ask() -> None:
         ended = False
         while not ended:
-            ended = stop.wait(0.02)  # and once more at the end: a round may be shorter than this
+            ended = stop.wait(0.02)  # sample once more at the end: a round may be shorter than this
             for line in Path(f"/proc/{process}/status").read_text().splitlines():
                 if line.startswith("RssAnon"):
                     peak[0] = max(peak[0], int(line.split()[1]) * 1024)
@@ -108,7 +108,7 @@ def anonymous_peak(process: int) -> Iterator[list[int]]:
 
 @contextlib.contextmanager
 def started(names: list[str], spec: dict[str, Any], litgpt: Path | None) -> Iterator[list[Side]]:
-    """The sides' processes, warmed up one after another."""
+    """Start the sides' processes, warmed up one after another."""
     sides: list[Side] = []
     try:
         for name in names:
@@ -136,7 +136,7 @@ def started(names: list[str], spec: dict[str, Any], litgpt: Path | None) -> Iter
 
 
 def reference() -> float:
-    """Seconds of a matrix product that nothing here can speed up: the best of some."""
+    """Seconds of a matrix product that nothing here can speed up: the best of several."""
     import torch
 
     a = torch.randn(768, 768)
@@ -149,7 +149,7 @@ def reference() -> float:
 
 
 def measure(sides: list[Side], rounds: int, steps: int, tokens: int) -> tuple[int, list[float]]:
-    """Fill in the sides' speeds; returns how many rounds were run again, and the references of those that count."""
+    """Fill in the sides' speeds; returns how many rounds were repeated, and the references of those that count."""
     again, references = 0, []
     while len(references) < rounds:
         before = reference()
@@ -166,13 +166,13 @@ def measure(sides: list[Side], rounds: int, steps: int, tokens: int) -> tuple[in
 
 
 def best(sides: list[Side], names: tuple[str, ...]) -> Side | None:
-    """The side that is faster by median of those named, if any is there."""
+    """The fastest side by median among those named, if any is present."""
     there = [side for side in sides if side.name in names]
     return max(there, key=lambda side: statistics.median(side.speeds), default=None)
 
 
 def compared(sides: list[Side]) -> dict[str, Any]:
-    """The better of our settings over the better of each rival's: median and range of the rounds' ratios."""
+    """Our best setting over each competitor's best: median and range of the rounds' ratios."""
     ours = best(sides, OURS)
     assert ours
     found: dict[str, Any] = {}
@@ -226,7 +226,7 @@ def row(size: str, arguments: argparse.Namespace, names: list[str]) -> dict[str,
 
 
 def main(given: list[str] | None = None) -> list[dict[str, Any]]:
-    """A line of JSON for each size."""
+    """Print a line of JSON for each size."""
     from pipeline.run import device
 
     names = [*OURS, *TRAINER, *LITGPT, *BARE]
@@ -240,7 +240,7 @@ def main(given: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--litgpt-python", type=Path)
-    parser.add_argument("--quick", action="store_true", help="2 rounds of 6 steps, nothing is written")
+    parser.add_argument("--quick", action="store_true", help="2 rounds of 6 steps; nothing is written")
     arguments = parser.parse_args(given)
     if not set(OURS) & set(arguments.sides):
         parser.error(f"--sides: expected {' or '.join(OURS)} among them: every ratio is ours over theirs")

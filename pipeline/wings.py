@@ -1,18 +1,18 @@
-"""The wings: the packages of `pipeline/` that have a `wing.py`. Nothing but their own stages imports one by name.
+"""Wings: the packages in `pipeline/` that have a `wing.py`. Only their own stages import them by name.
 
 `pipeline/<name>/wing.py` defines what a wing offers, as functions that import its other modules only when called. Code
-that has a place for an offer asks for it by name, and works without one:
+with an extension point looks up offers by name, and works without any:
 
     for offer in wings.each("report"): ...
 
     claims, models, report                    sections of the report: report/metrics.py (`Section`), report/claims.py
-    causal_suites, purposes                   suites of causal models, and who needs them: evaluation/suites.py
+    causal_suites, purposes                   suites for causal models, and who needs them: evaluation/suites.py
     base, evaluation, evaluation_keys,        a kind of model that does not write from left to right:
     export, serving                           model/checkpoint.py, evaluation/suites.py, export/smoke.py,
                                               serve/models.py
     the rest                                  a layer hook and its training: model/layers.py, learning/pretraining.py
 
-So a wing goes by deleting its folder, its stages and its tests. The code hash knows this rule (run/codehash.py).
+To remove a wing, delete its folder, its stages and its tests. The code hash follows this rule (run/codehash.py).
 """
 
 import importlib
@@ -22,7 +22,7 @@ from typing import Any
 
 
 def each(offer: str) -> list[Any]:
-    """The offers of this name, in the order of the wings' names. Which type they have says who asks."""
+    """The offers with this name, ordered by wing name. The caller defines their type."""
     modules = [importlib.import_module(f"pipeline.{name}.wing") for name in names()]
     return [getattr(module, offer) for module in modules if hasattr(module, offer)]
 

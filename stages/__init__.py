@@ -1,3 +1,3 @@
-"""The stages: each a module, `python -m stages.<name> key=value`, whose inputs and outputs dvc.yaml names."""
+"""Pipeline stages: one module each, run as `python -m stages.<name> key=value`; dvc.yaml lists inputs and outputs."""
 
-import pipeline as pipeline  # before torch: it sets variables that torch reads at import
+import pipeline as pipeline  # before torch: sets environment variables that torch reads at import

@@ -1,12 +1,12 @@
-"""Stage base: take in a checkpoint of your own, from a folder or the hub, for the stages whose `base` is `base`.
+"""Stage base: import your own checkpoint, from a folder or the Hub, for the stages that set `base: base`.
 
     base.folder, or base.hub -> models/base
 
 Qwen3, Qwen2 and LLaMA stay causal models; Dream, DiffuCoder and LLaDA become masked-diffusion models. Weights keep
-their numbers and precision. The checkpoint's tokenizer gets the control tokens that it lacks, and the embedding a row
-for each (model/initialization.py). A model that this project made is copied. Weights that are not finite are refused.
+their values and precision. Missing control tokens are added to the checkpoint's tokenizer, with one embedding row each
+(model/initialization.py). A model trained by this project is copied. Non-finite weights are rejected.
 
-Without a checkpoint the stage writes a folder that says so, for a graph in which no stage asks for it.
+Without a checkpoint, the stage writes a folder with only a README, for pipelines where no stage needs one.
 """
 
 from dataclasses import dataclass
@@ -33,14 +33,14 @@ class Params:
 
 
 def run(params: Params, job: Job, *, out: Path, folder: Path | None = None) -> None:
-    """Write `folder`, or the checkpoint of the hub, as the model directory `out`."""
+    """Convert `folder`, or the Hub checkpoint, into the model directory `out`."""
     lineage = job.lineage
     if params.checkpoint.absent:
         out.mkdir(parents=True)
         (out / "README.md").write_text(ABSENT, encoding="utf-8")
         return
     if folder is None:
-        assert params.checkpoint.hub is not None  # else the folder is an input
+        assert params.checkpoint.hub is not None  # otherwise the folder is an input
         hub = fetched(params.checkpoint.hub)
         folder, lineage = hub.folder, lineage | {"base": f"{hub.name}@{hub.commit}"}
     kinds: list[checkpoint.BaseKind] = [offer() for offer in wings.each("base")]

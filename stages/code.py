@@ -2,8 +2,8 @@
 
     models/language + data/tokens/code (+ data/tokens/text) -> models/code      (Bavarian et al. 2022, arXiv:2207.14255)
 
-A share of the code pieces is cut in three and reordered, so that the model learns to fill a gap from both sides. A
-share of the batches is the language stage's text, so that the stories are not forgotten.
+A fraction of the code pieces is split in three and reordered, so that the model learns to infill from both sides. A
+fraction of the batches is text from the language stage, to avoid forgetting the stories.
 """
 
 from dataclasses import dataclass, field, replace
@@ -23,15 +23,15 @@ class Params:
     """The block `code`; its keys are also those of FitConfig, FullTraining and LossWeights."""
 
     base: str = "language"
-    """Where training begins: a model of models/; base: a checkpoint of your own (stage base)."""
+    """Model to start from: a folder of models/, or base for your own checkpoint (stage base)."""
     fim_rate: float
-    """Share of code pieces that become fill-in-the-middle."""
+    """Fraction of code pieces turned into fill-in-the-middle."""
     fim_syntax: float | None = None
-    """Share of those whose middle is a function's body, a statement or whole lines; none: half of a repository's."""
+    """Fraction of those whose middle is a function body, a statement or whole lines; none: half in repositories."""
     code_weight: int
-    """Batches of code."""
+    """Code batches in the mixture."""
     text_weight: int
-    """For so many batches of text; 0: code only."""
+    """Text batches per `code_weight` batches of code; 0: code only."""
     weights: LossWeights = field(default_factory=LossWeights)
     fit: FitConfig
     full: FullTraining = field(default_factory=FullTraining)

@@ -1,18 +1,18 @@
 """Stage corpus: collect, clean, deduplicate, decontaminate, split.
 
-    the source named by `data` + data/own + data/benchmarks -> data/raw/{text,code}
+    the source selected by `data` + data/own + data/benchmarks -> data/raw/{text,code}
 
-`data=packages` gives text (stories, drills and transcripts from generators; prose from READMEs and docstrings) and code
-(Python, generated functions), each until its quota is met, the same bytes on every machine. `machine` reads installed
-packages instead, and shell scripts too. `files` and `hub` give everything that they contain; among the entries of
-`files` (`ingest/entries.py`), `packages` stands for what the first gives, and with weights each entry has its share of
-the training bytes. Of a repository the files that are kept become documents with their context
-(`ingest/repository_documents.py`). A corpus with an empty list is written without documents. Worker processes read and
-clean batches; this process takes the results in order (`ingest/selection.py`), so the corpus is the same for any number
-of workers, any locale and any hash seed, on machines with the same packages.
+`data=packages` yields text (stories, drills and transcripts from generators; prose from READMEs and docstrings) and
+code (Python, generated functions), each up to its quota, byte-identical on every machine. `machine` reads installed
+packages instead, plus shell scripts. `files` and `hub` yield everything they contain; an entry `packages` of `files`
+(`ingest/entries.py`) adds the output of the first, and with weights each entry gets its share of the training bytes.
+Files kept from a repository become documents with their context (`ingest/repository_documents.py`). A corpus with an
+empty list of entries has no documents. Worker processes read and clean batches; this process consumes the results in
+order (`ingest/selection.py`), so the corpus does not depend on the number of workers, the locale or the hash seed, on
+machines with the same packages.
 
-Held out: packages by blake2b(name) mod 20, generated files by blake2b(path) mod 50, stories by number mod 50 and three
-whole families, of which every tenth number is used; rows of the user's files and of the hub by their readers.
+Held out: packages by blake2b(name) mod 20, generated files by blake2b(path) mod 50, stories by number mod 50 plus three
+whole families, sampled at every tenth number; rows of user files and Hub data sets by their readers.
 """
 
 import itertools
@@ -40,16 +40,16 @@ from pipeline.run.types import JsonObject
 from pipeline.run.workdir import Job, remove, sha256
 from pipeline.synthetic import drills, programs, stories, tools
 
-# corpus -> its parts, of data=packages and data=machine
+# corpus -> its parts, for data=packages and data=machine
 PARTS = {"text": ("prose", "stories", "drills", "transcripts"), "code": ("python", "shell", "generated")}
-HARVESTED = ("prose", "python", "shell")  # parts whose size is capped by package; generators have no packages
-BATCH_NUMBERS = 10  # numbers of each story family in a batch
+HARVESTED = ("prose", "python", "shell")  # parts with a size cap per package; generators have no packages
+BATCH_NUMBERS = 10  # numbers per story family in a batch
 BATCH_RECORDS = {"drills": 200, "transcripts": 40}
-BATCH_CODE_BYTES = 60_000  # of generated code
+BATCH_CODE_BYTES = 60_000  # generated code per batch
 WRITERS = {"drills": drills, "transcripts": tools}
-WRITTEN_HELD_OUT_EVERY = 50  # drills and transcripts whose number is a multiple of this are validation data
-HELD_OUT_EVERY = 10  # numbers of a held-out story family that are used: enough to measure with, little of the quota
-GENERATED_VAL = 50  # one generated file in so many is held out
+WRITTEN_HELD_OUT_EVERY = 50  # drills and transcripts with a multiple of this as their number are validation data
+HELD_OUT_EVERY = 10  # stride through a held-out story family: enough to measure on, little of the quota
+GENERATED_VAL = 50  # one in this many generated files is held out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,13 +71,13 @@ class Params:
     generated_mb: float
     """10^6 bytes of generated functions."""
     cap_mb: float
-    """Maximum 10^6 bytes of one package in each of these (packages, machine)."""
+    """Cap in 10^6 bytes per package in each of these (packages, machine)."""
     near_duplicates: float
-    """Estimated Jaccard similarity from which the later document is dropped."""
+    """Estimated Jaccard similarity at or above which the later document is dropped."""
     document_bytes: int = 6000
-    """Of a part of a repository's file with its context: about what the code stage's context takes, 3 a token."""
+    """Size of a chunk of a repository file with its context: about one code-stage context at 3 bytes per token."""
     package_names: list[str] = key_of("conf/data/packages.yaml", "packages")
-    """The packages that an entry `packages` harvests."""
+    """Packages harvested by an entry `packages`."""
     data: sources.DataConfig = group("data")
 
     def __post_init__(self) -> None:
@@ -93,7 +93,7 @@ class Params:
             )
 
     def preflight(self, root: Path) -> list[str]:
-        """What is wrong before anything is read: globs of text and code that match nothing, repositories that are no
+        """Problems found before reading anything: text and code globs without matches, repositories that are not
         folders.
         """
         own = root / "data/own"
@@ -105,7 +105,7 @@ class Params:
 
 @dataclass(frozen=True)
 class StoryBatch:
-    """Stories to generate: these numbers of every family."""
+    """Stories to generate: these numbers in every family."""
 
     numbers: range
 
@@ -131,10 +131,10 @@ Batch = FileBatch | RecordBatch | StoryBatch | WrittenBatch | CodeBatch
 
 
 def run(params: Params, job: Job, *, own: Path, benchmarks: Path, text: Path, code: Path) -> None:
-    """Build both corpora. Raises DataError for files that cannot be read, and for a corpus that entries
-    leave empty."""
+    """Build both corpora. Raises DataError for unreadable files, and for a corpus that is empty despite its
+    entries."""
     parts = job.folder / "parts"
-    shutil.rmtree(parts / "kept", ignore_errors=True)  # but not what a killed run fetched from the hub
+    shutil.rmtree(parts / "kept", ignore_errors=True)  # but keep what a killed run fetched from the Hub
     index = Index(benchmark_items(benchmarks))
     corpora = {name: _selection(name, params, index, parts / "kept" / name) for name in PARTS}
     versions = {} if params.data.source == "packages" else {"python": platform.python_version()}
@@ -172,7 +172,7 @@ def run(params: Params, job: Job, *, own: Path, benchmarks: Path, text: Path, co
 
 
 def prepare(batch: Batch) -> list[Document]:
-    """The cleaned documents of a batch; runs in a worker process."""
+    """Return the cleaned documents of a batch; runs in a worker process."""
     if isinstance(batch, StoryBatch):
         return [_story_document(path) for path in _story_paths(batch.numbers)]
     if isinstance(batch, WrittenBatch):
@@ -188,7 +188,7 @@ def prepare(batch: Batch) -> list[Document]:
 
 
 def _story_paths(numbers: range) -> list[str]:
-    """The stories of these numbers, family by family in turn; of held-out families only every tenth."""
+    """Paths of the stories with these numbers, cycling through the families; only every tenth in held-out families."""
     return [
         f"stories/{family}/{number}"
         for number in numbers
@@ -219,11 +219,11 @@ def _selection(name: str, params: Params, index: Index, folder: Path) -> Selecti
 
 
 def _parts_of_entries(name: str, data: sources.DataConfig) -> list[tuple[str, ...]]:
-    """The parts of a corpus that each entry's documents go to: with weights, every entry has parts of its own, and a
-    repository always has.
+    """The corpus parts that receive each entry's documents. A weighted entry has its own parts; so does every
+    repository.
     """
     harvested = tuple(part for part in PARTS[name] if part != "shell" or data.source == "machine")
-    return [  # of `packages` all but shell scripts, which no package of the lock file has
+    return [  # `packages` has no shell scripts: no package in the lock file contains any
         harvested if isinstance(entry, PackagesEntry) else (_own_part(name, number, entry),)
         for number, entry in enumerate(data.entries(name), start=1)
     ]
@@ -237,7 +237,7 @@ def _own_part(name: str, number: int, entry: Entry) -> str:
 def _harvest_batches(
     params: Params, seed: int, corpora: dict[str, Selection], versions: dict[str, str]
 ) -> Iterator[Batch]:
-    """Batches until every quota is met. Files first: they are what may run out."""
+    """Yield batches until every quota is met. Files come first, because they may run out."""
     text, code, data = corpora["text"], corpora["code"], params.data
     if not any(part in corpora[name].quotas for name in PARTS for part in PARTS[name]):
         return
@@ -252,7 +252,7 @@ def _harvest_batches(
     yield from ingest_selection.file_batches(sources.ordered(python), {"python": code, "prose": text}, data)
     if data.source == "machine" and code.is_open("shell"):
         yield from ingest_selection.file_batches(sources.ordered(sources.shell_scripts(Path())), {"shell": code}, data)
-    # Bounded, so that the stage ends, and does not hang, when a generator runs out of new things.
+    # Bounded, so that the stage does not hang when a generator runs out of new samples.
     for number in range(_max_batches(params.generated_mb)):
         if not code.is_open("generated"):
             break
@@ -270,14 +270,14 @@ def _harvest_batches(
 
 
 def _max_batches(quota_mb: float) -> int:
-    """Batches after which a generator has produced four times its quota: by then it repeats itself."""
+    """Number of batches after which a generator has produced four times its quota and only repeats itself."""
     return 4 + int(4 * quota_mb * 1e6 / BATCH_CODE_BYTES)
 
 
 def _supplied_batches(
     data: sources.DataConfig, own: Path, parts: Path, versions: dict[str, str], tallies: dict[str, RowCounts]
 ) -> Iterator[Batch]:
-    """Everything in the user's files or the hub's data sets, in order. Adds the numbers of rows to `tallies`."""
+    """Yield everything in the user's files or the Hub data sets, in order. Adds the row counts to `tallies`."""
     for kind in PARTS:
         entries, parts_of = data.entries(kind), _parts_of_entries(kind, data)
         versions |= hub.revisions(data, kind, parts / "hub")
@@ -301,7 +301,7 @@ def _supplied_batches(
 
 
 def _write_rejected(data: sources.DataConfig, kind: str, parts: Path, out: Path) -> None:
-    """Write the rejected rows beside the corpus."""
+    """Write the rejected rows next to the corpus."""
     files = [parts / f"{kind}-rejected.jsonl", *hub.rejected_files(data, kind, parts / "hub")]
     files += [repository_documents.rejected_file(parts, n) for n in repository_documents.entries_of(data, kind)]
     rejected = [path.read_bytes() for path in files if path.is_file()]
@@ -310,7 +310,7 @@ def _write_rejected(data: sources.DataConfig, kind: str, parts: Path, out: Path)
 
 
 def _write_corpus(name: str, selection: Selection, params: Params, own: Path, seed: int, out: Path) -> JsonObject:
-    """Write a corpus from its parts; returns the first part of its manifest."""
+    """Write a corpus from its parts and return the first part of its manifest."""
     data = params.data
     parts, entries = selection.close(), data.entries(name)
     part_of = {n: _own_part(name, n + 1, entries[n]) for n in repository_documents.entries_of(data, name)}

@@ -1,12 +1,12 @@
-"""Stage deploy: export the chosen model and prove that every export is the same model.
+"""Stage deploy: export the chosen model and verify that every export is equivalent.
 
     models/<deploy.model>, manifests of data/raw -> models/deploy
 
-A Hugging Face directory with card and checksums; for a causal model also GGUF files for llama.cpp and its relatives,
-Ollama's Modelfile and, if requested, ONNX. Each export is read back and compared with the model on a probe text. A
-difference beyond what its number format explains fails the stage, so a published model always answers like the one that
-was evaluated. At the end a real server answers six requests. A reward model, and a wing's own kind of model, which no
-other program runs, are exported as directories alone.
+Writes a Hugging Face directory with model card and checksums; for a causal model also GGUF files for llama.cpp and its
+derivatives, an Ollama Modelfile and, on request, ONNX. Each export is loaded and compared with the model on a probe
+text. A difference larger than its number format explains fails the stage, so a published model always answers like the
+one that was evaluated. Finally, a real server answers six requests. Reward models, and model kinds from a wing that no
+other program runs, are exported only as directories.
 """
 
 import json
@@ -32,7 +32,7 @@ class Params:
     model: str
     """A folder of models/."""
     gguf: tuple[str, ...] = ("f16", "q8_0")
-    """Types of GGUF files: f32, f16, bf16, q8_0; the last one is Ollama's."""
+    """GGUF types to write: f32, f16, bf16, q8_0; Ollama uses the last one."""
     onnx: str | None = None
     """none, fp32 or int4; needs the extra onnx."""
 
@@ -42,19 +42,19 @@ class Params:
         if unknown := [kind for kind in self.gguf if kind not in gguf.TYPES]:
             raise ValueError(f"gguf: expected types of {', '.join(gguf.TYPES)}, got {', '.join(map(repr, unknown))}")
         if len(set(self.gguf)) != len(self.gguf):
-            raise ValueError(f"gguf: a type stands there twice: {', '.join(self.gguf)}")
+            raise ValueError(f"gguf: duplicate type in {', '.join(self.gguf)}")
         if self.onnx not in (None, *onnx.KINDS):
             raise ValueError(f"onnx: expected none, {' or '.join(onnx.KINDS)}, got {self.onnx!r}")
 
 
 def run(params: Params, job: Job, *, base: Path, text: Path, code: Path, out: Path) -> None:
-    """Export `base` into `out` and compare the two. `text` and `code` are manifests of the corpora, for the card."""
+    """Export `base` to `out` and compare the two. `text` and `code` are the corpus manifests, for the model card."""
     if params.onnx is not None:
         onnx.need()
     model, tokenizer = huggingface.load(base)
     if isinstance(model, Transformer) and model.hook is not None and model.hook.leaky:
         raise ModelError(
-            f"{base}: this memory chooses by what is still to come (routing: sequence); it cannot write, train one that"
+            f"{base}: this memory routes on future tokens (routing: sequence), so it cannot generate; train one that"
             " routes by chunk"
         )
     name = f"stagecoach-{params.model}"
@@ -70,7 +70,7 @@ def run(params: Params, job: Job, *, base: Path, text: Path, code: Path, out: Pa
             context = model.config.max_context
             gguf.write_modelfile(out / "ollama/Modelfile", f"../{gguf_file}", context, temperature=0.7)
     elif params.gguf or params.onnx:
-        say(f"stage_deploy: {params.model} {_reason_for_no_export(model)}: no GGUF, no ONNX and no Modelfile is made")
+        say(f"stage_deploy: {params.model} {_reason_for_no_export(model)}: skipping GGUF, ONNX and Modelfile")
     data = {
         corpus: json.loads(path.read_text(encoding="utf-8")) for corpus, path in {"text": text, "code": code}.items()
     }
@@ -96,14 +96,14 @@ def run(params: Params, job: Job, *, base: Path, text: Path, code: Path, out: Pa
 
 
 def _reason_for_no_export(model: smoke.Exportable) -> str:
-    """The reason that no other program can run a model, for a message."""
+    """Why no other program can run a model, for a message."""
     if isinstance(model, Transformer):
-        return "has a memory beside its layers, which only our engine reads"
-    return "writes no text from left to right"
+        return "has an external memory, which only our engine supports"
+    return "does not generate left to right"
 
 
 def _write_other_formats(params: Params, model: Transformer, tokenizer: Tokenizer, out: Path, name: str) -> Proofs:
-    """Write a causal model in the formats of other programs, and compare each with the model."""
+    """Write a causal model in other programs' formats, and compare each with the model."""
     proofs = {kind: _write_gguf(model, tokenizer, out, kind=kind, name=name) for kind in params.gguf}
     if params.onnx is not None:
         onnx.build(out, out / "onnx", kind=params.onnx)

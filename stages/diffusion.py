@@ -1,16 +1,16 @@
-"""Stage diffusion: turn the causal code model into a masked-diffusion one, and teach it to answer; beside it a causal
-control.
+"""Stage diffusion: convert the causal code model into a masked-diffusion model and fine-tune it to answer, along with a
+causal control.
 
     models/code + data/tokens/code + data/problems -> models/diffusion, models/diffusion_control
         (Gong et al. 2024, arXiv:2410.17891; Nie et al. 2025, arXiv:2502.09992)
 
-The model first trains on windows of code under masks, while attention grows from causal to full; then on problems, of
-which only the answers are masked. The control is the causal model on the same windows and examples, in the same order,
-under cross-entropy. A causal model learns this data in far fewer passes (Prabhudesai et al. 2025, arXiv:2507.15857), so
-each of its runs ends after `control_steps` steps with the weights of its lowest validation loss: the comparison is
-between the best that each of the two can make of the data, not at equal compute. `init: scratch` starts from fresh
-weights, and `block_size` turns them into a block-diffusion model (arXiv:2503.09573). A base that is a masked-diffusion
-model already (Dream, DiffuCoder, LLaDA as models/base) is trained on, and has no causal control.
+The model first trains on masked windows of code, while attention is annealed from causal to full; then on problems with
+only the answers masked. The control is the causal model trained on the same windows and examples, in the same order,
+with cross-entropy. A causal model learns this data in far fewer passes (Prabhudesai et al. 2025, arXiv:2507.15857), so
+each control run ends after `control_steps` steps and keeps the weights with the lowest validation loss: the comparison
+is between the best that each can get from the data, not at equal compute. `init: scratch` starts from random weights,
+and `block_size` makes them a block-diffusion model (arXiv:2503.09573). A base that is already a masked-diffusion model
+(Dream, DiffuCoder, LLaDA as models/base) is trained further, without a causal control.
 """
 
 from dataclasses import dataclass, field
@@ -56,14 +56,14 @@ class Params:
     """The block `diffusion`; its training keys are those of DiffusionConfig."""
 
     base: str = "code"
-    """Where training begins: a model of models/; base: a checkpoint of your own (stage base)."""
+    """Model to start from: a folder of models/, or base for your own checkpoint (stage base)."""
     init: str = "base"
-    """base: the weights of the base; scratch: fresh weights in its shape."""
+    """base: the weights of the base; scratch: random weights of the same shape."""
     noise: Noise = field(default_factory=Noise)
     fit: DiffusionConfig
 
     def __post_init__(self) -> None:
-        """Raises ValueError for an unknown start, and for blocks of a model that was causal."""
+        """Raises ValueError for an unknown init, and for a block size with a model that was causal."""
         if self.init not in INITS:
             raise ValueError(f"init: expected one of {', '.join(INITS)}, got {self.init!r}")
         if self.noise.block_size and self.init != "scratch":
@@ -93,7 +93,7 @@ def run(
     streams = Streams.of(params, job, code, problems, tokenizer, model.traits, anneal=causal is not None)
     if not (streams.windows or streams.examples):
         job.report(passed_through=str(problems))
-        say(f"{job.name}: {code} and {problems} have nothing to train on; {base} is turned over as it is")
+        say(f"{job.name}: {code} and {problems} have nothing to train on; {base} is converted as is")
     per = "tokens" if config.sft_norm == "tokens" else "rows"
     phases = Phases(job)
     if streams.windows:
@@ -163,7 +163,7 @@ class Streams:
     def of(
         cls, params: Params, job: Job, code: Path, problems: Path, tokenizer: Tokenizer, traits: Traits, *, anneal: bool
     ) -> "Streams":
-        """`anneal`: attention grows from causal to full. Raises ModelError if the tokens of code are from another
+        """`anneal`: attention grows from causal to full. Raises ModelError if the code was encoded with another
         tokenizer, and DataError.
         """
         config, corpus, windows, examples = params.fit, None, None, None
@@ -197,7 +197,7 @@ class Streams:
 
 
 def _masked(params: Params, causal: Transformer, tokenizer: Tokenizer, seed: int) -> Denoiser:
-    """The masked-diffusion model to train, from a causal one."""
+    """Build the masked-diffusion model to train from a causal one."""
     if params.init == "scratch":
         draws = device.generator("diffusion", seed)
         return files.from_scratch(causal, tokenizer, draws, block_size=params.noise.block_size)
@@ -205,7 +205,7 @@ def _masked(params: Params, causal: Transformer, tokenizer: Tokenizer, seed: int
 
 
 def _validation_prompts(problems: Path, tokenizer: Tokenizer) -> list[EncodedPrompt]:
-    """The problems of the validation split, as prompts."""
+    """The validation problems as prompts."""
     validation = records.read(problems / "val.jsonl", Problem)
     return [EncodedPrompt(p.id, p.question, encoded(p, tokenizer).prompt) for p in validation if p.answer]
 
@@ -222,12 +222,12 @@ def masked_loss(model: Denoiser, batch: NoisedBatch, *, per: str) -> Loss:
 
 
 def adapt_loss(model: Denoiser, batch: NoisedBatch) -> Loss:
-    """Cross-entropy under the masks, as a mean over all tokens that might have been masked."""
+    """Cross-entropy under the masks, averaged over all tokens that could have been masked."""
     return masked_loss(model, batch, per="tokens")
 
 
 def causal_loss(model: Transformer, batch: TokenBatch) -> Loss:
-    """Next-token cross-entropy, of the control."""
+    """Next-token cross-entropy, for the control."""
     return Loss([Term("loss", losses.read_out(model, batch, losses.next_token))])
 
 

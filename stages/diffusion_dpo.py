@@ -1,10 +1,10 @@
-"""Stage diffusion_dpo: preference learning of a masked-diffusion model, by DPO on estimated likelihoods.
+"""Stage diffusion_dpo: preference tuning of a masked-diffusion model, by DPO on estimated likelihoods.
 
     models/diffusion + data/preferences -> models/diffusion_dpo        (LLaDA 1.5, Zhu et al. 2025, arXiv:2505.19223)
 
 The likelihood of an answer is estimated as the mean over `diffusion_steps` masked forward passes, with the same masks
-for policy and reference (the VRPO estimator). The reference's estimates are computed first, for every pair and pass;
-then the reference is released.
+for policy and reference (the VRPO estimator). The reference's estimates are precomputed for every pair and pass; then
+the reference is released.
 """
 
 from dataclasses import dataclass, field
@@ -38,23 +38,23 @@ class Params:
     """The block `diffusion_dpo`; its training keys are those of PairConfig."""
 
     base: str = "diffusion"
-    """Where training begins: a model of models/; base: a checkpoint of your own (stage base)."""
+    """Model to start from: a folder of models/, or base for your own checkpoint (stage base)."""
     diffusion_steps: int
-    """Masked passes over which an answer's likelihood is the mean: more, less variance, same memory."""
+    """Masked passes averaged per likelihood estimate: more passes lower the variance at the same memory."""
     beta: float
-    """Larger stays closer to the reference."""
+    """Larger values stay closer to the reference."""
     sft_weight: float
-    """Weight of the chosen answer's mean negative likelihood, added to the loss."""
+    """Weight of the chosen answer's mean negative log-likelihood, added to the loss."""
     timesteps: str = "stratified"
-    """stratified: numbers of masks spread evenly over the passes; or independent."""
+    """stratified: mask counts spread evenly over the passes; or independent."""
     dpo_reduction: str = "sum"
-    """Over an answer's tokens: sum or mean."""
+    """Reduction over an answer's tokens: sum or mean."""
     kinds: list[str] = field(default_factory=list)
     """Kinds of pairs, for example [code]; []: all."""
     eval_draws: int = 8
-    """Masked passes over which the likelihood of a held-out answer is the mean."""
+    """Masked passes averaged per likelihood estimate of a held-out answer."""
     adapter: AdapterConfig | None = None
-    """{rank, alpha, ...}: train an adapter alone, and merge it at the end."""
+    """{rank, alpha, ...}: train only an adapter and merge it at the end."""
     fit: PairConfig
 
     def __post_init__(self) -> None:
@@ -69,7 +69,7 @@ class Params:
 
 
 def run(params: Params, job: Job, *, base: Path, pairs: Path, out: Path, trace: Path) -> None:
-    """Align `base` with the pairs and save the model directory `out`."""
+    """Align `base` to the pairs and save the model directory `out`."""
     if records.is_empty(pairs / "train.jsonl"):
         write_json(trace, {"settings": {}, "prompts": []})
         return checkpoint.pass_through(base, out, job, pairs)
@@ -125,8 +125,8 @@ def run(params: Params, job: Job, *, base: Path, pairs: Path, out: Path, trace: 
 def _add_reference_estimates(
     stream: NoisedPairs, reference_model: torch.nn.Module, job: Job, num_pairs: int, target: torch.device
 ) -> None:
-    """Add the reference's estimates for a run over `num_pairs` pairs to the stream, pass by pass. They are stored
-    in the work folder, so that a resumed run does not compute them again.
+    """Add the reference's estimates for a run over `num_pairs` pairs to the stream, pass by pass. They are cached in
+    the work folder, so that a resumed run does not recompute them.
     """
     folder = job.folder / "parts"
     folder.mkdir(exist_ok=True)

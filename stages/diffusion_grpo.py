@@ -3,8 +3,8 @@
     models/diffusion + data/problems (prompts, hidden tests) -> models/diffusion_grpo
         (coupled-GRPO; Gong et al. 2025, DiffuCoder, arXiv:2506.20639)
 
-Groups of completions on canvases of one length. The log-probabilities of a completion are estimated under pairs of
-complementary masks: each token is masked in exactly one of the two, so every token is scored with a part of the others
+Samples groups of completions on canvases of equal length. A completion's log-probabilities are estimated under pairs of
+complementary masks: each token is masked in exactly one of the two, so every token is scored with some of the others
 visible. Answers run only in the sandbox.
 """
 
@@ -42,45 +42,45 @@ ADVANTAGES = {"loo": "others", "mean": "centred"}
 
 @dataclass(frozen=True, kw_only=True)
 class Params:
-    """The block `diffusion_grpo`; its training keys are those of RolloutConfig. `epochs` are the inner iterations."""
+    """The block `diffusion_grpo`; its training keys are those of RolloutConfig. `epochs` counts inner iterations."""
 
     base: str = "diffusion"
-    """Where training begins: a model of models/; base: a checkpoint of your own (stage base)."""
+    """Model to start from: a folder of models/, or base for your own checkpoint (stage base)."""
     rewards: dict[str, float]
     """name: weight; code, code_format, length."""
     difficulty: str = "frontier"
-    """Of the problems: frontier (solved by 20 to 80% of 8 samples, the first 4 not all alike), all, or a group."""
+    """Problems to use: frontier (20 to 80% of 8 samples solve it, the first 4 not all alike), all, or a group."""
     frontier_problems: int = 1000
-    """Problems that are sampled to find the frontier."""
+    """Problems sampled to find the frontier."""
     denoising_steps: int
-    """Forward passes of a completion, at most its length."""
+    """Forward passes per completion, at most its length."""
     threshold: float | None = None
-    """Unmask all tokens of at least this probability at once: fewer passes than steps."""
+    """Unmask all tokens with at least this probability at once, for fewer passes than steps."""
     top_p: float = 1.0
-    """Sample from the most likely tokens that hold this share; 1: from all."""
+    """Nucleus sampling: total probability of the tokens to sample from; 1: all tokens."""
     order: str = "entropy"
-    """Which tokens are unmasked first."""
+    """Which tokens to unmask first."""
     denoising_schedule: str = "balanced"
-    """How many tokens a step unmasks: balanced, or dream."""
+    """How many tokens each step unmasks: balanced, or dream."""
     confidence: str = "raw"
     """raw: the model's probabilities; tempered: after temperature and top_p."""
     estimator: str = "normalised"
-    """normalised, or released: as published, whose mean is 1.5 log p."""
+    """normalised, or released: as published, with mean 1.5 log p."""
     advantage: str = "loo"
-    """Baseline of a completion: loo, over the other completions of its group; or mean, over all."""
+    """Baseline of a completion: loo, over the other completions in its group; or mean, over all."""
     t_scope: str = "sample"
-    """sample: a time for each completion; batch: one for all."""
+    """sample: one timestep per completion; batch: one for all."""
     clip_low: float = 0.5
     """Ratios are clipped to at least 1 - clip_low."""
     clip_high: float = 0.5
     """Ratios are clipped to at most 1 + clip_high."""
     beta: float = 0.01
-    """Weight of the divergence from the reference."""
+    """Weight of the KL penalty toward the reference."""
     ref_sync: int = 0
-    """Steps after which the reference becomes 0.6 policy + 0.4 reference; 0: never."""
+    """Every this many steps, the reference becomes 0.6 policy + 0.4 reference; 0: never."""
     held_out: solving.SolvingConfig = field(default_factory=solving.SolvingConfig)
     adapter: AdapterConfig | None = None
-    """{rank, alpha, ...}: train an adapter alone, and merge it at the end."""
+    """{rank, alpha, ...}: train only an adapter and merge it at the end."""
     sandbox: SandboxConfig = block("sandbox")
     fit: RolloutConfig
 
@@ -101,8 +101,8 @@ class Params:
             raise ValueError("expected clip_low in [0, 1], clip_high >= 0, beta >= 0 and ref_sync >= 0")
         if self.ref_sync and (self.adapter is not None or not self.beta):
             raise ValueError(
-                "ref_sync: expected 0 with an adapter, whose reference is the base below it, and with beta 0, which"
-                " reads none"
+                "ref_sync: expected 0 with an adapter, whose reference is its base model, and with beta 0, which uses"
+                " no reference"
             )
         if self.fit.learning_rate and not self.rewards:
             raise ValueError("rewards: expected at least one of code, code_format, length")
@@ -124,7 +124,7 @@ class Params:
 
     @property
     def method(self) -> GroupMethod:
-        """The stage's policy loss as a group method: every counted token of a step has the same weight."""
+        """The stage's policy loss as a group method: all counted tokens of a step have equal weight."""
         return GroupMethod(
             advantage=ADVANTAGES[self.advantage],
             normaliser="tokens",
@@ -135,7 +135,7 @@ class Params:
 
 
 def run(params: Params, job: Job, *, base: Path, problems: Path, out: Path, samples: Path, trace: Path) -> None:
-    """Train the policy on the results of its code and save the model directory `out`."""
+    """Train the policy on the execution results of its code and save the model directory `out`."""
     if records.is_empty(problems / "rl.jsonl"):
         samples.touch()
         write_json(trace, {"settings": {}, "prompts": []})
@@ -190,7 +190,7 @@ def run(params: Params, job: Job, *, base: Path, problems: Path, out: Path, samp
         gate = training.first_policy(setting.precision)
         watchers = Watchers(first=gate, evaluate=held_out.row, logged=watch_alarms(job.name), gradients_at=None)
         fit(model, stream, partial(loss, method=method, params=params), config, job, watchers=watchers)
-        solving_report = held_out.report()  # before `finish`, which merges an adapter into the reference too
+        solving_report = held_out.report()  # before `finish`, which also merges an adapter into the reference
         held_out.write_samples(samples)
         job.report(
             **reference.finish(start, base), **solving_report, prompts=len(prompts), alarms=alarms_of(job.tracker.rows)

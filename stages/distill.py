@@ -1,11 +1,11 @@
-"""Stage distill: a student learns what a teacher gives to each token, from the teacher's answers or from its own.
+"""Stage distill: train a student on a teacher's token probabilities, over the teacher's answers or its own.
 
     models/tools + data/taught [+ models/grpo] + data/problems -> models/distill
                                                 GKD (Agarwal et al. 2024, arXiv:2306.13649), MiniLLM (Gu et al. 2024,
                                                 arXiv:2306.08543)
 
-`on_policy` is the share of the answers that the student samples itself. With 0 the teacher is not loaded: its k most
-likely tokens were written down by stage teach. Held-out problems are answered as in stage grpo.
+`on_policy` is the fraction of answers sampled from the student. With 0 the teacher is not loaded: stage teach has
+already saved its k most likely tokens. Held-out problems are answered as in stage grpo.
 """
 
 from dataclasses import dataclass, field
@@ -35,20 +35,20 @@ class Params:
     """The block `distill`; its training keys are those of RolloutConfig."""
 
     base: str = "tools"
-    """The student before: a model of models/; base: a checkpoint of your own (stage base)."""
+    """Initial student: a folder of models/, or base for your own checkpoint (stage base)."""
     teacher: str = "grpo"
-    """Who reads the student's answers: the teacher of stage teach."""
+    """Model that scores the student's answers: the teacher of stage teach."""
     loss: str = "jsd"
-    """jsd: the divergence of each token; minillm: the policy gradient of the reverse divergence, and beta 1 of it."""
+    """jsd: per-token divergence; minillm: policy gradient of the reverse KL (needs on_policy 1, beta 1)."""
     beta: float
-    """Of jsd. 0: KL(teacher || student), 1: KL(student || teacher), between: generalized Jensen-Shannon."""
+    """For jsd. 0: KL(teacher || student), 1: KL(student || teacher), between: generalized Jensen-Shannon."""
     on_policy: float
-    """Share of the answers that the student samples itself; the others are the teacher's."""
+    """Fraction of answers sampled from the student; the rest are the teacher's."""
     gamma: float = 0.0
-    """minillm: discount of later tokens in an answer's advantages; 0: a token's own difference."""
+    """minillm: discount for later tokens in an answer's advantages; 0: only the token's own difference."""
     held_out: solving.SolvingConfig = field(default_factory=solving.SolvingConfig)
     adapter: AdapterConfig | None = None
-    """{rank, alpha, ...}: train an adapter alone, and merge it at the end."""
+    """{rank, alpha, ...}: train only an adapter and merge it at the end."""
     sandbox: SandboxConfig = block("sandbox")
     fit: RolloutConfig
 
@@ -60,7 +60,7 @@ class Params:
                 raise ValueError(f"{key}: expected 0 to 1, got {getattr(self, key)}")
         if self.loss == "minillm" and (self.on_policy, self.beta) != (1.0, 1.0):
             raise ValueError(
-                f"loss: minillm learns from the student's own answers by the reverse divergence; expected on_policy 1"
+                f"loss: minillm uses the reverse divergence on the student's own answers; expected on_policy 1"
                 f" and beta 1, got {self.on_policy} and {self.beta}"
             )
 
@@ -75,7 +75,7 @@ def run(
     config = params.fit
     hardware = device.hardware(job.runtime.precision, job.runtime.base_weights)
     start = reference.begin(base, params.adapter, job.seed, hardware)
-    start.reference.parked = True  # only evaluations read it
+    start.reference.parked = True  # only evaluations use it
     given = Taught(taught, start.tokenizer, temperature=config.temperature, max_new_tokens=config.max_new_tokens)
     setting = CausalSetting(start, config, job)
     model = None
@@ -91,7 +91,7 @@ def run(
         prompts = [prompt for prompt in asked.prompts if params.on_policy == 1.0 or prompt.id in given.of]
         if not prompts:
             raise DataError(
-                f"{taught}: no answer of it has at most {config.max_new_tokens} tokens; raise distill.max_new_tokens"
+                f"{taught}: every answer is longer than {config.max_new_tokens} tokens; raise distill.max_new_tokens"
             )
         lessons = Lessons(
             setting=setting,
@@ -114,7 +114,7 @@ def run(
             evaluate=held_out.row, save=partial(reference.save_merged, start.policy, start.tokenizer, job, base)
         )
         fit(start.policy, stream, lessons.loss, config, job, watchers=watchers)
-        held_out_report = held_out.report()  # before `finish`, which merges an adapter into the reference too
+        held_out_report = held_out.report()  # before `finish`, which also merges an adapter into the reference
         held_out.write_samples(samples)
         job.report(
             **reference.finish(start, base), **held_out_report, prompts=len(prompts), answers_too_long=given.dropped

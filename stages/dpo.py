@@ -1,10 +1,9 @@
-"""Stage dpo: learn from pairs of answers which one is better, without a reward model.
+"""Stage dpo: direct preference optimization on answer pairs, without a reward model.
 
     models/tools + data/preferences -> models/dpo        (Rafailov et al. 2023, arXiv:2305.18290, eq. 7)
 
-`dpo.loss` chooses among nine losses of the family. The reference is the model that training starts from. Its
-log-probabilities may be computed once and stored (`precompute_reference`); with an adapter it is the model with the
-adapter switched off.
+`dpo.loss` selects one of nine losses of the family. The reference is the initial model; its log-probabilities can be
+precomputed once (`precompute_reference`). With an adapter, the reference is the model with the adapter disabled.
 """
 
 from dataclasses import dataclass, field
@@ -34,23 +33,23 @@ class Params:
     """The block `dpo`; its training keys are those of PairConfig."""
 
     base: str = "tools"
-    """Where training begins: a model of models/; base: a checkpoint of your own (stage base)."""
+    """Model to start from: a folder of models/, or base for your own checkpoint (stage base)."""
     loss: PairLoss = field(default_factory=PairLoss)
     precompute_reference: bool
     """Compute the reference's log-probabilities once, before training."""
     adapter: AdapterConfig | None = None
-    """{rank, alpha, ...}: train an adapter alone, and merge it at the end."""
+    """{rank, alpha, ...}: train only an adapter and merge it at the end."""
     fit: PairConfig
 
 
 def run(params: Params, job: Job, *, base: Path, pairs: Path, out: Path) -> None:
-    """Align `base` with the pairs and save the model directory `out`."""
+    """Align `base` to the pairs and save the model directory `out`."""
     if records.is_empty(pairs / "train.jsonl"):
         return checkpoint.pass_through(base, out, job, pairs)
     hardware = device.hardware(job.runtime.precision, job.runtime.base_weights)
     start = reference.begin(base, params.adapter, job.seed, hardware)
     config, losses = params.fit, params.loss
-    config.check_context(start.policy)  # before the reference reads the pairs
+    config.check_context(start.policy)  # before the reference scores the pairs
     stream = PairStream(
         pairs,
         start.tokenizer,
@@ -60,7 +59,7 @@ def run(params: Params, job: Job, *, base: Path, pairs: Path, out: Path) -> None
         seed=job.seed,
     )
     if losses.uses_reference and params.precompute_reference:
-        # In the precision of the policy.
+        # In the policy's precision.
         with start.reference.model(hardware.device) as reference_model, hardware.autocast():
             stream.references = pair_losses.reference_sums(reference_model, stream, hardware.device)
         start.reference.release()

@@ -1,9 +1,9 @@
-"""Stage encode: turn a corpus into token ids that training maps into memory.
+"""Stage encode: tokenize a corpus into files of token ids that training memory-maps.
 
     data/tokenizer + data/raw/{text,code} -> data/tokens/{text,code}
 
-One worker process per parquet file; a killed run resumes with the remaining files. The stage has no keys: the result is
-a function of the corpus and the tokenizer.
+One worker process per parquet file; a killed run resumes with the remaining files. The stage has no keys: the result
+depends only on the corpus and the tokenizer.
 """
 
 from dataclasses import dataclass

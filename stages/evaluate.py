@@ -3,17 +3,17 @@
     models/<model>, data/{raw,dialogues,problems,facts,overlap.json,benchmarks} -> metrics/eval/<model>.{json,jsonl,csv}
     models/reward, data/preferences                                -> the same
 
-json: the numbers. jsonl: a row for each item, with the model's answer. csv: curves. Generated code runs only in the
-sandbox; without one the problems are "skipped: no sandbox". Test sets named in `benchmarks` (HumanEval, MBPP, BFCL) are
-read before anything is measured, so that a wrong file stops the stage at once.
+json: the numbers. jsonl: one row per item, with the model's answer. csv: curves. Generated code runs only in the
+sandbox; without one, problems are reported as "skipped: no sandbox". The test sets in `benchmarks` (HumanEval, MBPP,
+BFCL) are loaded before anything is measured, so that a bad file stops the stage immediately.
 
-A causal model is measured by the suites of its purpose (evaluation/suites.py), or with `every_suite` by all of them. A
-wing has suites of its own: further ones of a causal model (memory/measure.py), or those of a model that does not write
-from left to right (diffusion/measure.py), which the named test sets do not measure. Every model is measured in the
-precision of training, which `settings` records.
+A causal model runs the suites that match its purpose (evaluation/suites.py), or all of them with `every_suite`. A wing
+adds its own suites: extra ones for a causal model (memory/measure.py), or separate ones for a model that does not
+generate left to right (diffusion/measure.py), for which the test sets above are not scored. Every model is measured in
+its training precision, which `settings` records.
 
 The result of each suite is cached in the work folder under a digest of its inputs: a killed evaluation resumes after
-the last suite, and another file in `benchmarks` costs only its own time.
+the last finished suite, and adding a file to `benchmarks` costs only that file's time.
 """
 
 import json
@@ -64,7 +64,7 @@ KEYS = [offer() for offer in wings.each("evaluation_keys")]
 
 @dataclass(frozen=True, kw_only=True)
 class WingSettings(*KEYS):
-    """The keys of the block `evaluate` for the wings' own kinds of models."""
+    """The keys of the block `evaluate` for the wings' own model kinds."""
 
     def __post_init__(self) -> None:
         for keys in KEYS:
@@ -78,9 +78,9 @@ class Params:
     settings: SuiteSettings
     wings: WingSettings = field(default_factory=WingSettings)
     fresh_seed: int | None = None
-    """Seed of other generated problems, conversations, tools and stories than those of data/; none: those of data/."""
+    """Seed for newly generated problems, conversations, tools and stories; none: use those in data/."""
     every_suite: bool = False
-    """Measure each causal model by all suites, also those that are not for its purpose."""
+    """Run all suites on each causal model, including those outside its purpose."""
     benchmarks: list[str] = field(default_factory=list)
     """Files of data/benchmarks/ to score: HumanEval, MBPP, BFCL."""
     sandbox: SandboxConfig = block("sandbox")
@@ -90,7 +90,7 @@ class Params:
         for name in self.benchmarks:
             if not Path(name).is_relative_to(BENCHMARKS) or ".." in Path(name).parts:
                 raise ValueError(
-                    f"benchmarks: expected files of {BENCHMARKS}, which DVC watches, got {name!r}; for a file from "
+                    f"benchmarks: expected files in {BENCHMARKS}, which DVC tracks, got {name!r}; for a file from "
                     "elsewhere: python -m pipeline.evaluation.benchmarks MODEL_DIR FILE"
                 )
         if len(set(names)) < len(names):
@@ -112,7 +112,7 @@ def run(
     hardware = device.hardware(job.runtime.precision)
     load_operators(job.runtime.compile, hardware=hardware, name=job.name)
     plan, settings_used = Plan(), JsonObject()
-    if preferences is not None:  # a reward model reads pairs and nothing else
+    if preferences is not None:  # a reward model is measured only on pairs
         pairs = preferences / "test.jsonl"
         if not is_empty(pairs):
             plan["reward"] = lambda: evaluation_preferences.pairs_told(model, pairs, hardware.device)
@@ -153,7 +153,7 @@ def measurements(
     overlap: Path,
     benchmarks: Path,
 ) -> tuple[Plan, JsonObject]:
-    """The suites of a model that generates text, and their settings."""
+    """The suites for a model that generates text, and their settings."""
     settings = params.settings
     sets = [evaluation_benchmarks.load(benchmarks / Path(name).relative_to(BENCHMARKS)) for name in params.benchmarks]
     sources, problem_records = held_out(code), clean_items(problems, Problem, overlap)
@@ -173,8 +173,8 @@ def measurements(
         )
         if sets:
             say(
-                f"{model.name}: {', '.join(params.benchmarks)} not scored: their prompts are for a model that decodes"
-                " from the left"
+                f"{model.name}: {', '.join(params.benchmarks)} not scored: their prompts need a model that decodes"
+                " left to right"
             )
         return plan, settings_used
     loaded, tokenizer = checkpoint.load(model)
@@ -191,9 +191,9 @@ def measurements(
         plan = suites.of(model.name, plan)
     completes = model.name in evaluation_benchmarks.COMPLETES
     repositories = cross_file.read(code) if settings.cross_file and (completes or params.every_suite) else []
-    if repositories:  # of a corpus without them the suite is absent
+    if repositories:  # a corpus without repositories has no such suite
         plan["cross_file"] = partial(cross_file.measured, subject, repositories)
-    for test_set in sets:  # a suite each: another file costs only its own time
+    for test_set in sets:  # one suite each: another file costs only its own time
         plan[f"benchmarks {test_set.name}"] = partial(
             evaluation_benchmarks.score, subject, [test_set], completes=completes, sandbox=sandbox
         )
@@ -209,7 +209,7 @@ def causal_plan(
     problems: list[Problem],
     sandbox: Callable[[], Judge],
 ) -> Plan:
-    """The suites of a causal model. `told` are the stories whose openings it continues."""
+    """The suites for a causal model. `told`: stories to continue from their openings."""
     num_documents = subject.settings.documents
     prose, seen, unseen = split_texts(texts)
     return {
@@ -230,13 +230,13 @@ def causal_plan(
 
 
 def clean_items(folder: Path, kind: type[Item], overlap: Path) -> list[Item]:
-    """The test items of data/dialogues or data/problems that the training data do not contain."""
+    """The test items of data/dialogues or data/problems that do not occur in the training data."""
     contained = set(json.loads(overlap.read_text(encoding="utf-8"))[folder.name])
     return [item for item in read(folder / "test.jsonl", kind) if item.id not in contained]
 
 
 def held_out(corpus: Path) -> list[Text]:
-    """The validation documents of a corpus, in file order; of a long one its beginning, or it alone would decide."""
+    """The validation documents of a corpus, in file order; long ones are truncated so that none dominates."""
     documents = []
     for path in sorted(corpus.glob("val-*.parquet")):
         rows = pyarrow.parquet.read_table(path).to_pylist()
@@ -245,19 +245,19 @@ def held_out(corpus: Path) -> list[Text]:
 
 
 def of_source(texts: list[Text], source: str) -> list[Text]:
-    """The documents of one source."""
+    """The documents from one source."""
     return [text for text in texts if text.source == source]
 
 
 def split_texts(texts: list[Text]) -> tuple[list[Text], list[Text], list[Text]]:
-    """Prose, stories of families in the training data, stories of families that are held out."""
+    """Split into prose, stories from families in the training data, and stories from held-out families."""
     prose = [t for t in texts if t.source not in FAMILIES and t.source not in (drills.SOURCE, synthetic_tools.SOURCE)]
     seen = [t for t in texts if t.source in FAMILIES and t.source not in stories.HELD_OUT]
     return prose, seen, [t for t in texts if t.source in stories.HELD_OUT]
 
 
 def curve_rows(numbers: JsonObject) -> list[dict[str, Number]]:
-    """pass@k against k, where there are samples, and the wings' own curves."""
+    """pass@k over k, if there are samples, and the wings' own curves."""
     rows: list[dict[str, Number]] = []
     for k in suites.PASS_AT:
         value = numbers.get("problems", {}).get(f"pass_at_{k}")
@@ -277,12 +277,12 @@ def curve_rows(numbers: JsonObject) -> list[dict[str, Number]]:
 
 
 def own_suites() -> list[OwnSuites]:
-    """The wings' measurements of their own kinds of models."""
+    """The wings' measurements for their own model kinds."""
     return [offer() for offer in wings.each("evaluation")]
 
 
 def inputs_of(model: str) -> tuple[str, ...]:
-    """The inputs that a model of this name is measured on."""
+    """The inputs for measuring a model of this name."""
     return ("model", "preferences") if model == "reward" else ("model", *DATA)
 
 

@@ -1,10 +1,10 @@
 """Stage grpo: reinforcement learning from executed code, with groups of answers instead of a critic.
 
     models/tools + data/problems (prompts, hidden tests) -> models/grpo     (Shao et al. 2024, arXiv:2402.03300)
-    models/tools + conf/environment/<environment>.py     -> models/grpo     tools in several turns (rl/episodes.py)
+    models/tools + conf/environment/<environment>.py     -> models/grpo     multi-turn tool use (rl/episodes.py)
 
-`grpo.method` is one of GRPO, Dr. GRPO, DAPO, GSPO, RLOO, REINFORCE++ (learning/policy_losses.METHODS); a key that is
-null has the method's own value. Answers run only in the sandbox; without one the stage refuses to start.
+`grpo.method` is one of GRPO, Dr. GRPO, DAPO, GSPO, RLOO, REINFORCE++ (learning/policy_losses.METHODS); null keys take
+the method's default. Answers run only in the sandbox; without one the stage refuses to start.
 """
 
 from dataclasses import dataclass, field, replace
@@ -35,35 +35,35 @@ class Params:
     """The block `grpo`; its training keys are those of RolloutConfig."""
 
     base: str = "tools"
-    """Where training begins: a model of models/; base: a checkpoint of your own (stage base)."""
+    """Model to start from: a folder of models/, or base for your own checkpoint (stage base)."""
     method: str
     """grpo, dr_grpo, dapo, gspo, rloo, reinforce_pp."""
     rewards: dict[str, float]
     """name: weight; code, code_format, length; with an environment task, length."""
     environment: str = "none"
-    """A file of conf/environment/, whose tools the policy calls in several turns; none: problems with hidden tests."""
+    """A file of conf/environment/ for multi-turn tool use; none: problems with hidden tests."""
     tasks: int = 2000
-    """Of an environment, to train on."""
+    """Environment tasks to train on."""
     max_turns: int = 4
-    """Of an answer in an environment."""
+    """Maximum turns per answer in an environment."""
     clip_low: float | None = None
-    """Ratios are clipped to at least 1 - clip_low; none: the method's own value."""
+    """Ratios are clipped to at least 1 - clip_low; none: the method's default."""
     clip_high: float | None = None
     """Ratios are clipped to at most 1 + clip_high."""
     beta: float | None = None
-    """Weight of the divergence from the reference."""
+    """Weight of the KL penalty toward the reference."""
     dynamic: bool | None = None
-    """Draw again for groups whose scores are all equal."""
+    """Resample groups whose scores are all equal."""
     sampler: str = "model"
-    """model: the policy itself; server: an engine at runtime.sampler.url, which gets its weights (rl/engine.py)."""
+    """model: the policy itself; server: an engine at runtime.sampler.url that receives its weights (rl/engine.py)."""
     held_out: solving.SolvingConfig = field(default_factory=solving.SolvingConfig)
     adapter: AdapterConfig | None = None
-    """{rank, alpha, ...}: train an adapter alone, and merge it at the end."""
+    """{rank, alpha, ...}: train only an adapter and merge it at the end."""
     sandbox: SandboxConfig = block("sandbox")
     fit: RolloutConfig
 
     def __post_init__(self) -> None:
-        """Raises ValueError for an unknown method, and for groups of one."""
+        """Raises ValueError for an unknown method, and for groups of size one."""
         if self.method not in METHODS:
             raise ValueError(f"method: expected one of {', '.join(METHODS)}, got {self.method!r}")
         if self.sampler not in ("model", "server"):
@@ -80,11 +80,11 @@ class Params:
         if self.clip_low is not None and self.clip_low > 1:
             raise ValueError(f"clip_low: expected at most 1, got {self.clip_low}: ratios are above 0")
         if self.resolved.dynamic and self.fit.samples < 2:
-            raise ValueError("dynamic: one answer has nothing to differ from; expected samples of at least 2")
+            raise ValueError("dynamic: a single answer cannot be compared; expected samples of at least 2")
 
     @property
     def resolved(self) -> GroupMethod:
-        """The method with the values of this block that override its own."""
+        """The method with this block's overrides applied."""
         method = METHODS[self.method]
         low, high = (
             default if override is None else override
@@ -99,7 +99,7 @@ class Params:
 
 
 def run(params: Params, job: Job, *, base: Path, problems: Path, environment: Path, out: Path, samples: Path) -> None:
-    """Train the policy on the results of its code, or of its calls, and save the model directory `out`."""
+    """Train the policy on the results of its code or its tool calls and save the model directory `out`."""
     alone = params.environment == "none"
     if alone and records.is_empty(problems / "rl.jsonl"):
         samples.touch()
@@ -108,7 +108,7 @@ def run(params: Params, job: Job, *, base: Path, problems: Path, environment: Pa
     start = reference.begin(
         base, params.adapter, job.seed, device.hardware(job.runtime.precision, job.runtime.base_weights)
     )
-    start.reference.parked = not method.beta  # with beta 0 only evaluations read it
+    start.reference.parked = not method.beta  # with beta 0 only evaluations use it
     engine_for = base if params.sampler == "server" else None
     wanted = params.rewards if alone else ("task",)
     with judge_or_none(params.sandbox, job.workers, job.runtime.sandbox_url, wanted=wanted) as judge:
@@ -145,7 +145,7 @@ def run(params: Params, job: Job, *, base: Path, problems: Path, environment: Pa
         )
         fit(start.policy, stream, partial(group_loss, method=method, config=config), config, job, watchers=watchers)
         setting.close()
-        held_out_report = held_out.report()  # before `finish`, which merges an adapter into the reference too
+        held_out_report = held_out.report()  # before `finish`, which also merges an adapter into the reference
         held_out.write_samples(samples)
         job.report(
             **reference.finish(start, base),

@@ -1,11 +1,11 @@
-"""Stage kto: learn from answers that people found good or bad, without pairs.
+"""Stage kto: learn from answers labeled good or bad, without pairs.
 
     models/tools + data/labels -> models/kto        (Ethayarajh et al. 2024, arXiv:2402.01306, eq. 7)
 
-A thumb up or down is easier to get than a choice between two answers to one prompt. Where nobody gave labels they are
-the preference pairs, taken apart (`stages/tasks.py`); so the stage also reports, as stage dpo does, how well it tells
-held-out pairs apart. The reference is the model that training starts from; with an adapter it is the model with the
-adapter switched off. The reference point z0 is estimated before each step, over the whole batch of the step.
+A thumbs up or down is easier to collect than a choice between two answers to the same prompt. Without human labels, the
+preference pairs are split into single labels (`stages/tasks.py`); so the stage also reports, like stage dpo, how well
+it separates held-out pairs. The reference is the initial model; with an adapter, the model with the adapter disabled.
+The reference point z0 is estimated before each step, over the step's whole batch.
 """
 
 from dataclasses import dataclass, field
@@ -37,15 +37,15 @@ class Params:
     """The block `kto`; its training keys are those of LabelConfig."""
 
     base: str = "tools"
-    """Where training begins: a model of models/; base: a checkpoint of your own (stage base)."""
+    """Model to start from: a folder of models/, or base for your own checkpoint (stage base)."""
     loss: LabelLoss = field(default_factory=LabelLoss)
     adapter: AdapterConfig | None = None
-    """{rank, alpha, ...}: train an adapter alone, and merge it at the end."""
+    """{rank, alpha, ...}: train only an adapter and merge it at the end."""
     fit: LabelConfig
 
 
 def run(params: Params, job: Job, *, base: Path, labels: Path, pairs: Path, out: Path) -> None:
-    """Align `base` with the labels and save the model directory `out`; `pairs` are for the test alone."""
+    """Align `base` to the labels and save the model directory `out`; `pairs` are used only for testing."""
     if records.is_empty(labels / "train.jsonl"):
         return checkpoint.pass_through(base, out, job, labels)
     hardware = device.hardware(job.runtime.precision, job.runtime.base_weights)
@@ -71,7 +71,7 @@ def run(params: Params, job: Job, *, base: Path, labels: Path, pairs: Path, out:
         divergence = 0.0
         if losses.uses_divergence:
             divergence = batch.divergence
-            if divergence is None:  # in evaluation
+            if divergence is None:  # during evaluation
                 divergence = label_losses.divergence_of(model, start.reference, batch)
         return label_losses.kto(policy, reference_logprobs, batch.desirable, divergence, losses)
 

@@ -1,10 +1,10 @@
-"""Stage language: pretrain a transformer from scratch on running text, or continue a pretrained checkpoint.
+"""Stage language: pretrain a transformer on text from scratch, or continue from a pretrained checkpoint.
 
     data/tokenizer + data/tokens/text (+ models/base) -> models/language
 
-Next-token cross-entropy over documents packed into rows; nothing is predicted across a document border. From scratch,
-the model's size is a file of conf/model/ (`model: nano` in params.yaml). `base: base` continues a checkpoint of yours,
-whose tokenizer stage tokenizer has adopted; learning rates for such a model are those of scale `full`.
+Next-token cross-entropy over documents packed into rows; nothing is predicted across document boundaries. From scratch,
+a file of conf/model/ sets the model size (`model: nano` in params.yaml). `base: base` continues your own checkpoint,
+with the tokenizer that stage tokenizer adopted from it; use the learning rates of scale `full` for it.
 """
 
 from dataclasses import dataclass, field, replace
@@ -31,9 +31,9 @@ class Params:
     """The block `language`; its keys are also those of FitConfig, FullTraining and LossWeights."""
 
     base: str = "scratch"
-    """Where training begins: scratch: fresh weights; base: a checkpoint of your own (stage base)."""
+    """Model to start from: scratch for fresh weights, or base for your own checkpoint (stage base)."""
     induction_heads: bool
-    """Fresh weights with the circuit of induction heads (pipeline/model/initialization.py); false: GPT-2's."""
+    """Initialize with an induction-head circuit (pipeline/model/initialization.py); false: as in GPT-2."""
     model: ModelConfig = group("model")
     weights: LossWeights = field(default_factory=LossWeights)
     fit: FitConfig
@@ -74,7 +74,7 @@ def run(params: Params, job: Job, *, base: Path, tokenizer: Path, tokens: Path, 
 
 
 def fresh(params: Params, text: Tokenizer, seed: int) -> Transformer:
-    """A model of the selected size with random weights. Raises ConfigError if the machine's memory is too small."""
+    """Return a randomly initialized model of the selected size. Raises ConfigError if memory is too small."""
     need_memory(4 * params.model.num_parameters, f"a model of {params.model.num_parameters:,} weights in float32")
     weights = generator("language", "weights", seed)
     model = Transformer(params.model, weights)

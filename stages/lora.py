@@ -1,10 +1,10 @@
-"""Stage lora: a new skill from few examples, with low-rank adapters on a frozen model.
+"""Stage lora: learn a new skill from few examples, with low-rank adapters on a frozen model.
 
     models/tools + data/skill -> models/lora        (Hu et al. 2021, arXiv:2106.09685; rsLoRA, DoRA)
 
-The adapter is published in peft's format (`models/lora/adapter/`), and merged into the weights of `models/lora` if the
-merged model's logits equal those of the model with its adapter. With a `control_rate` a copy whose weights all train
-sees the same examples in the same order: what the adapter is compared with. It is not kept.
+The adapter is saved in peft format (`models/lora/adapter/`), and merged into the weights of `models/lora` if the merged
+logits match those of the model with its adapter. With a `control_rate`, a fully fine-tuned copy sees the same examples
+in the same order as a baseline for the adapter. The copy is not kept.
 """
 
 import copy
@@ -32,16 +32,16 @@ from pipeline.text.tokenizer import ADDED, SPECIAL
 
 @dataclass(frozen=True, kw_only=True)
 class Params:
-    """The block `lora`; its keys are also those of FitConfig and Neftune, its adapter's those of AdapterConfig."""
+    """The block `lora`; it also has the keys of FitConfig, Neftune and, for the adapter, AdapterConfig."""
 
     base: str = "tools"
-    """Where training begins: a model of models/; base: a checkpoint of your own (stage base)."""
+    """Model to start from: a folder of models/, or base for your own checkpoint (stage base)."""
     dialogues: str = "skill"
-    """The folder of data/ with the conversations: skill: requests for SQL; dialogues: those of stage tools."""
+    """The folder of data/ with the conversations. skill: requests for SQL; dialogues: those of stage tools."""
     control_rate: float | None = None
-    """Learning rate of the copy whose weights all train; none: no such copy."""
+    """Learning rate of the fully fine-tuned copy; none: no copy."""
     trained_roles: tuple[str, ...] = ()
-    """Control tokens whose embeddings train too, whatever their ids: turn_start, tool_call."""
+    """Control tokens with trainable embeddings, regardless of their ids: turn_start, tool_call."""
     adapter: AdapterConfig
     fit: FitConfig
     neftune: Neftune = field(default_factory=Neftune)
@@ -52,7 +52,7 @@ class Params:
 
 
 def run(params: Params, job: Job, *, base: Path, dialogues: Path, out: Path) -> None:
-    """Fine-tune an adapter of `base` on the assistant's turns; save it, and the merged model, under `out`."""
+    """Fine-tune an adapter for `base` on the assistant's turns; save it and the merged model under `out`."""
     if records.is_empty(dialogues / "train.jsonl"):
         return checkpoint.pass_through(base, out, job, dialogues)
     model, tokenizer = checkpoint.load(base)

@@ -1,12 +1,12 @@
-"""Stage memory: a memory beside a frozen model, and a wider model with as many weights for comparison.
+"""Stage memory: add a memory to a frozen model, and train a wider model of equal size for comparison.
 
     models/code + data/facts + data/tokens/code -> models/memory, models/memory_baseline, metrics/routing/memory.json
     (memory/measure.py)
 
-Both learn from the same batches: invented facts, with a loss on the answers, and code. Half of what a memory gains may
-come from its weights and not from its form. So `baseline` has a parallel SwiGLU at the same layers instead, whose
-output projection starts at zero as the memory's does. At the end both are measured on facts in a wording that was not
-trained, on facts that occur nowhere in the training data, and on code. The memory itself: `memory/model.py`.
+Both train on the same batches: invented facts, with a loss on the answers, and code. Half of a memory's gain may come
+from its parameters rather than its structure. So `baseline` instead adds a parallel SwiGLU at the same layers, with the
+output projection initialized to zero like the memory's. At the end, both are measured on facts in an unseen wording, on
+facts that occur nowhere in the training data, and on code. The memory itself: `memory/model.py`.
 """
 
 from collections.abc import Sequence
@@ -39,29 +39,29 @@ from pipeline.run.workdir import Job
 from pipeline.text.tokenizer import Tokenizer
 
 BITS = {"none": 0, "int8": 8, "int4": 4}
-MAX_LOSS = 0.005  # of the bits per byte of code, by a quantised bank
+MAX_LOSS = 0.005  # largest relative increase in bits per byte of code from a quantised bank
 
 
 @dataclass(frozen=True, kw_only=True)
 class Params:
-    """The block `memory`; its keys are also those of MemoryConfig, RouterWeights and FitConfig."""
+    """The block `memory`; it also has the keys of MemoryConfig, RouterWeights and FitConfig."""
 
     base: str = "code"
-    """Where training begins: a model of models/; base: a checkpoint of your own (stage base)."""
+    """Model to start from: a folder of models/, or base for your own checkpoint (stage base)."""
     facts_weight: int = 1
-    """Batches of facts in the mixture."""
+    """Fact batches in the mixture."""
     code_weight: int = 1
-    """For so many batches of code."""
+    """Code batches per `facts_weight` batches of facts."""
     adapter: AdapterConfig | None = None
-    """{rank, ...}: adapters in the base train too, and are merged at the end."""
+    """{rank, ...}: also train adapters in the base and merge them at the end."""
     train_base: bool = False
-    """The base trains too."""
+    """Also train the base."""
     quantise: str = "none"
-    """The bank after training: none, int8, int4."""
+    """Quantization of the bank after training: none, int8, int4."""
     questions: int = 400
-    """Facts of each kind that are measured at the end."""
+    """Facts of each kind to test at the end."""
     baseline_learning_rate: float | None = None
-    """Of the wider model; None: learning_rate."""
+    """Learning rate of the wider model; None: learning_rate."""
     memory: MemoryConfig
     router: RouterWeights
     fit: FitConfig
@@ -82,7 +82,7 @@ class Params:
 def run(
     params: Params, job: Job, *, base: Path, facts: Path, code: Path, out: Path, baseline: Path, routes: Path
 ) -> None:
-    """Train both, save the model directories `out` and `baseline`, and write which texts read what into `routes`."""
+    """Train both, save the model directories `out` and `baseline`, and write the routing of each text to `routes`."""
     if is_empty(code):
         write_json(routes, {})
         checkpoint.pass_through(base, baseline, job, code)
@@ -143,7 +143,7 @@ def run(
 
 @dataclass(frozen=True)
 class MemoryStreams:
-    """The mixture to train on, and fixed slices of the validation splits."""
+    """The training mixture, and fixed slices of the validation splits."""
 
     both: UnitStream
     facts: Sequence[UnitBatch]
@@ -151,7 +151,7 @@ class MemoryStreams:
 
 
 def streams(params: Params, job: Job, facts: Path, code: Path, tokenizer: Tokenizer) -> MemoryStreams:
-    """The streams of facts and code. Raises DataError."""
+    """Build the streams of facts and code. Raises DataError."""
     config = params.fit
     sizes: JsonObject = {"context": config.context, "tokens_per_step": config.tokens_per_step, "seed": job.seed}
     fact_stream = FactStream(facts, tokenizer, **sizes)
@@ -166,8 +166,8 @@ def streams(params: Params, job: Job, facts: Path, code: Path, tokenizer: Tokeni
 
 
 def _attach(model: Transformer, config: MemoryConfig | WiderConfig, params: Params, seed: int) -> Memory | Wider:
-    """Add a memory, or its baseline, to the model, and freeze what does not train. Raises ConfigError if it does not
-    fit.
+    """Add a memory or its baseline to the model, and freeze what does not train. Raises ConfigError if it does not fit
+    the model.
     """
     if params.adapter is not None:
         lora.attach(model, params.adapter, device.generator("adapter", seed))
@@ -189,18 +189,18 @@ def _merge_or_check(model: Transformer, params: Params, digest: str) -> None:
         lora.merged_with_gate(model, reference.gate_rows(model))
     elif not params.train_base and checkpoint.weights_digest(model, leave_out=files.PREFIX) != digest:
         raise GateError(
-            "gate frozen base: its weights are not those before training. Likely cause: something trains them in"
-            " memory/files.py"
+            "gate frozen base: its weights changed during training. Likely cause: memory/files.py leaves some of them"
+            " trainable"
         )
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """What a model is measured by at the end."""
+    """Final measurements of a model."""
 
     code_bpb: float  # bits per byte of code
-    test: Recall  # of facts that were trained in another wording
-    control: Recall  # of facts that were not trained
+    test: Recall  # of facts trained in another wording
+    control: Recall  # of facts not in the training data
 
 
 def _measure(
@@ -214,12 +214,12 @@ def _measure(
 
 
 def plain_reading(batch: TokenBatch) -> Reading:
-    """A reading of the memory without further options."""
+    """A reading of the memory with default options."""
     return Reading(trained=batch.targets >= 0)
 
 
 def _compare(measurements: dict[str, Measurement]) -> JsonObject:
-    """The numbers of each model, and the paired difference of the memory from each of the others, with its interval."""
+    """Each model's numbers, and the paired difference between the memory and each other model, with its interval."""
     comparison: JsonObject = {}
     for name, m in measurements.items():
         comparison[name] = {"code_bpb": m.code_bpb, "facts": m.test.measure(), "control": m.control.measure()}
@@ -238,7 +238,7 @@ def _compare(measurements: dict[str, Measurement]) -> JsonObject:
 
 
 def _quantise_bank(model: Transformer, batches: Sequence[UnitBatch], params: Params) -> dict[str, float]:
-    """Quantise the bank. Raises GateError if that costs more than MAX_LOSS of the bits per byte of code."""
+    """Quantise the bank. Raises GateError if bits per byte of code rise by more than MAX_LOSS."""
     memory = model.hook
     assert isinstance(memory, Memory)
     model.train(False)

@@ -1,11 +1,11 @@
-"""Stage overlap: which test items the training data contain. They are measured by nobody.
+"""Stage overlap: find the test items that occur in the training data. They are excluded from every measurement.
 
     data/raw/{text,code} + data/{dialogues,problems} -> data/overlap.json    {"dialogues": [id, ...], "problems": ...}
 
-An item counts as contained if a training document, or what a user says in a training dialogue, hits it
-(ingest/duplicates.py, `Index.hits`): the opening request of a dialogue, the reference answer of a problem. It stands
-apart from stage tasks so that fine-tuning a checkpoint of your own needs no corpus, and no key of the tasks retrains
-the language model.
+An item counts as contained if a training document, or a user message in a training dialogue, matches it
+(ingest/duplicates.py, `Index.hits`): the opening request of a dialogue, the reference answer of a problem. The stage is
+separate from stage tasks so that fine-tuning your own checkpoint needs no corpus, and changing a key of the tasks does
+not retrain the language model.
 """
 
 import json
@@ -25,11 +25,11 @@ class Params:
 
 
 def run(params: Params, job: Job, *, text: Path, code: Path, dialogues: Path, problems: Path, out: Path) -> None:
-    """Write the ids of the test items that are contained, by kind."""
+    """Write the ids of the contained test items, by kind."""
     items = [
         (f"dialogues {d.id}", next((m["content"] for m in d.messages if m["role"] == "user"), ""))
         for d in read(dialogues / "test.jsonl", Dialogue)
-        if d.kind != "story"  # its answer is sampled, and its request names what the story is about
+        if d.kind != "story"  # its answer is sampled, and its request only gives the story's topic
     ]
     items += [
         (f"problems {p.id}", programs.unfenced(p.answer)) for p in read(problems / "test.jsonl", Problem) if p.answer
@@ -37,7 +37,7 @@ def run(params: Params, job: Job, *, text: Path, code: Path, dialogues: Path, pr
     said = (
         message["content"]
         for dialogue in read(dialogues / "train.jsonl", Dialogue)
-        if dialogue.kind != "code"  # their requests are those of the problems
+        if dialogue.kind != "code"  # their requests are the problems themselves
         for message in dialogue.messages
         if message["role"] == "user"
     )

@@ -1,11 +1,10 @@
-"""Stage report: the report card, one self-contained page, and its charts as files.
+"""Stage report: build the report card, one self-contained page, and save its charts as files.
 
     metrics/ -> reports/index.html, reports/headlines/<model>.json, reports/plots/*.svg
 
-The page shows results with intervals, claims, curves, samples, lineage, time and cost, and the changes from the run
-that `baseline` names. It opens offline, on a phone and on paper. A model's headlines are its line in `dvc metrics
-show`. The charts are for `dvc plots show`, which draws curves with a library from the web, but shows pictures without
-it.
+The page shows results with intervals, claims, curves, samples, lineage, time and cost, and the changes since the run
+given by `baseline`. It works offline, on a phone and on paper. A model's headlines are its line in `dvc metrics show`.
+The charts are for `dvc plots show`, which needs a library from the web to draw curves but not to show images.
 """
 
 import re
@@ -24,13 +23,13 @@ class Params:
     """The block `report`."""
 
     samples: int
-    """Items of each suite whose answers are shown."""
+    """Items per suite to show with their answers."""
     baseline: str | None = None
-    """Full hash of a commit to compare with; python -m pipeline.report.baseline pin sets it."""
+    """Full hash of the commit to compare with; python -m pipeline.report.baseline pin sets it."""
     prices: Prices | None = None
-    """Price of an hour: {core: 0.04, gpu: 2.5, currency: EUR}."""
+    """Price per hour: {core: 0.04, gpu: 2.5, currency: EUR}."""
     gate: dict[str, float] = field(default_factory=dict)
-    """measure: what the deployed model must reach to be the next champion."""
+    """measure: target the deployed model must reach to become the next champion."""
 
     def __post_init__(self) -> None:
         if self.samples < 0:
@@ -41,7 +40,7 @@ class Params:
         if self.baseline is not None and not re.fullmatch(r"[0-9a-f]{40}", self.baseline):
             raise ValueError(
                 f"baseline: expected the full hash of a commit, 40 hex digits, got {self.baseline!r}: a name would be"
-                " an input that nobody tracks; set it with python -m pipeline.report.baseline pin REV"
+                " an untracked input; set it with python -m pipeline.report.baseline pin REV"
             )
 
 

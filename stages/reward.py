@@ -1,12 +1,12 @@
-"""Stage reward: a model that predicts which of two answers is better.
+"""Stage reward: train a model that predicts which of two answers is better.
 
     models/tools + data/preferences -> models/reward        (Bradley-Terry; Ouyang et al. 2022, eq. 1)
 
-One linear head on the last token of an answer, initialized to zero. The mean and spread of its scores over answers of
-the base model are stored with it; later stages normalize rewards by them. Besides the pairs of data/preferences it
-learns from pairs of the base model's own answers, ordered by truth, and from the likelihood of each token under the
-base model (`model/heads.py`). Accuracy is measured for each kind of pair, on pairs that nothing was chosen by, beside
-that of the base model's likelihood.
+One linear head on the last token of an answer, initialized to zero. The mean and standard deviation of its scores over
+the base model's answers are stored with it; later stages use them to normalize rewards. Besides the pairs in
+data/preferences, it learns from pairs sampled from the base model, ranked by ground truth, and from each token's
+likelihood under the base model (`model/heads.py`). Accuracy is reported for each kind of pair, on pairs not used for
+any choice, next to that of the base model's likelihood.
 """
 
 from dataclasses import dataclass
@@ -43,19 +43,19 @@ class Params:
     """The block `reward`; its training keys are those of PairConfig."""
 
     base: str = "tools"
-    """Where training begins: a model of models/; base: a checkpoint of your own (stage base)."""
+    """Model to start from: a folder of models/, or base for your own checkpoint (stage base)."""
     centring: float
     """Weight of the squared sum of both rewards, which keeps their mean near 0."""
     label_flip: float
-    """Share of the training pairs whose labels are swapped, to measure what noise costs."""
+    """Fraction of training pairs with swapped labels, to measure the cost of noise."""
     extra_layers: int = 0
     """Layers on top of the base model's, to compare the answer with what the base model expects."""
     likelihood_weight: float = 0.0
-    """Weight of predicting the likelihood of each token of an answer under the base model."""
+    """Weight of predicting each answer token's likelihood under the base model."""
     own_prompts: int
-    """Prompts for pairs of the base model's own answers; 0: none."""
+    """Prompts for answer pairs sampled from the base model; 0: none."""
     calibration_answers: int
-    """Answers of the base model that mean and spread are measured on."""
+    """Base model answers for estimating the mean and standard deviation."""
     answer_tokens: int
     """Maximum length of each of these answers."""
     sandbox: SandboxConfig = block("sandbox")
@@ -140,10 +140,10 @@ def run(params: Params, job: Job, *, base: Path, pairs: Path, out: Path) -> None
 
 
 def loss(model: nn.Module, batch: PairBatch, *, policy: Transformer, centring: float, likelihood_weight: float) -> Loss:
-    """The loss of a batch of pairs for a RewardModel; with a `likelihood_weight` for a GuessingModel, whose targets are
-    the log-probabilities of `policy`.
+    """The loss on a batch of pairs for a RewardModel or, with a `likelihood_weight`, for a GuessingModel with the
+    log-probabilities of `policy` as targets.
 
-    In evaluation it is the ranking loss alone: the best step is the one that ranks best.
+    In evaluation only the ranking loss is used: the best step is the one that ranks best.
     """
     with_likelihood = model.training and likelihood_weight > 0
     selected = batch.said if with_likelihood else batch.ends

@@ -1,13 +1,13 @@
-"""Stage rlhf: reinforcement learning from the reward model, held back by the divergence from the initial policy.
+"""Stage rlhf: reinforcement learning from the reward model, with a KL penalty toward the initial policy.
 
     models/tools + models/reward + data/preferences (prompts) (+ data/dialogues + data/tokens) -> models/rlhf
 
-    rlhf.method = rloo    an answer against the others to its prompt     (Ahmadian et al. 2024, arXiv:2402.14740)
-                  ppo     against a critic, which starts as models/reward (Ziegler et al. 2019; Ouyang et al. 2022)
+    rlhf.method = rloo    baseline: the other answers to the prompt          (Ahmadian et al. 2024, arXiv:2402.14740)
+                  ppo     baseline: a critic initialized from models/reward  (Ziegler et al. 2019; Ouyang et al. 2022)
 
-The policy starts as models/tools. Each update also has rows of what it learned before (PPO-ptx, Ouyang et al. 2022):
-a reward asks for one thing, and all else would pay for it. At every evaluation the policy answers the same held-out
-prompts. `proxy` is the reward of training (`rlhf.rewards`), `gold` the true score, which training never uses.
+The policy starts from models/tools. Each update also includes rows of earlier training data (PPO-ptx, Ouyang et al.
+2022), because optimizing a single reward erodes everything else. At every evaluation the policy answers the same
+held-out prompts. `proxy` is the training reward (`rlhf.rewards`); `gold` is the true score, never used in training.
 """
 
 from collections.abc import Callable
@@ -56,33 +56,33 @@ from pipeline.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, kw_only=True)
 class Params:
-    """The block `rlhf`; its training keys are those of RolloutConfig, PPO's those of PPOConfig (rloo reads beta)."""
+    """The block `rlhf`; its training keys are those of RolloutConfig, PPO's those of PPOConfig (rloo uses beta)."""
 
     base: str = "tools"
-    """Where training begins: a model of models/; base: a checkpoint of your own (stage base)."""
+    """Model to start from: a folder of models/, or base for your own checkpoint (stage base)."""
     method: str
     """rloo, ppo."""
     kinds: tuple[str, ...] = ()
-    """Kinds of prompts to train on; empty: all whose better answer has room."""
+    """Kinds of prompts to train on; empty: all with room for the better answer."""
     rewards: dict[str, float] = field(default_factory=lambda: {"learned": 1.0})
     """name: weight; tool_call with kinds: [tools], code with [code]."""
     rehearse: str = "tokens"
-    """tokens: mix in rows of data/tokens; none: dialogues alone."""
+    """tokens: mix in rows of data/tokens; none: only dialogues."""
     rehearsal_rows: int = 0
-    """Rows of dialogues, text and code beside the answers of an update; 0: none."""
+    """Rows of dialogues, text and code added to each update; 0: none."""
     rehearsal_coef: float = 20.0
-    """Of their loss per token beside that of the answers (InstructGPT: 27.8)."""
+    """Weight of their per-token loss relative to that of the answers (InstructGPT: 27.8)."""
     shares: Shares = field(default_factory=Shares)
     held_out: preferences.HeldOutConfig = field(default_factory=preferences.HeldOutConfig)
     adapter: AdapterConfig | None = None
-    """{rank, alpha, ...}: train an adapter alone, and merge it at the end."""
+    """{rank, alpha, ...}: train only an adapter and merge it at the end."""
     ppo: PPOConfig
     sandbox: SandboxConfig = block("sandbox")
     fit: RolloutConfig
 
     def __post_init__(self) -> None:
-        """Raises ValueError for an unknown method, for groups of one, and for a horizon over which beta could change
-        its sign within one iteration.
+        """Raises ValueError for an unknown method, for groups of size one, and for a horizon so short that beta could
+        change sign within one iteration.
         """
         if self.method not in ("rloo", "ppo"):
             raise ValueError(f"method: expected rloo or ppo, got {self.method!r}")
@@ -110,7 +110,7 @@ def run(
     out: Path,
     samples: Path,
 ) -> None:
-    """Train the actor, measure gold against proxy on the way, save the model directory `out`."""
+    """Train the actor, track gold against proxy, and save the model directory `out`."""
     if records.is_empty(pairs / "train.jsonl"):
         samples.touch()
         return checkpoint.pass_through(base, out, job, pairs)
@@ -120,8 +120,8 @@ def run(
     )
     reward_model, reward_tokenizer = checkpoint.load_reward(reward)
     checkpoint.same_tokenizer(start.tokenizer, reward_tokenizer, str(base), str(reward))
-    # Only the prompts of the pairs are used, so their answers may have any length: prompts without room for an answer
-    # are skipped.
+    # Only the prompts of the pairs are used, so their answers can have any length; prompts that leave no room for an
+    # answer are skipped.
     splits = {
         name: PairSplit(pairs / f"{name}.jsonl", start.tokenizer, config.max_prompt, start.policy.config.max_context)
         for name in ("train", "test")
@@ -151,12 +151,12 @@ def run(
             first=gates.first_policy(*learner.gated, setting.precision),
             evaluate=held_out.row,
             logged=watch_alarms(job.name, target_kl=params.ppo.target_kl),
-            # the first gate sees that the losses are alive; equal scores give no gradient to the actor
+            # the first gate checks that the losses are alive; equal scores give the actor no gradient
             gradients_at=None,
             save=partial(reference.save_merged, start.policy, start.tokenizer, job, base),
         )
         fit(learner.model, stream, loss, learner.config, job, watchers=watchers)
-        held_out_report = held_out.report()  # before `finish`, which merges an adapter into the reference too
+        held_out_report = held_out.report()  # before `finish`, which also merges an adapter into the reference
         held_out.write_samples(samples)
         job.report(
             **reference.finish(start, base),
@@ -171,8 +171,8 @@ def run(
 def _rehearsal(
     params: Params, job: Job, tokenizer: Tokenizer, dialogues: Path, text: Path, code: Path
 ) -> TokenStream | None:
-    """What the policy learned before, in rows as long as those of its answers; None where it shall not be read, and
-    where the dialogues do not fill the rows of an update, which is said.
+    """Earlier training data, in rows as long as those of the answers. None if rehearsal is off, or, with a message, if
+    the dialogues do not fill the rows of an update.
     """
     if not params.rehearsal_rows or records.is_empty(dialogues / "train.jsonl"):
         return None
@@ -181,7 +181,7 @@ def _rehearsal(
     try:
         conversations = DialogueStream(dialogues, tokenizer, context=length, tokens_per_step=tokens, seed=job.seed)
     except DataError as error:
-        say(f"{job.name}: nothing is rehearsed beside the answers: {error}")
+        say(f"{job.name}: rehearsal disabled: {error}")
         return None
     mixed = rehearsing(conversations, params.shares, job, tokenizer, text=text, code=code, base=params.base)
     return mixed or conversations
@@ -189,7 +189,7 @@ def _rehearsal(
 
 @dataclass(frozen=True, kw_only=True)
 class Learner:
-    """What `fit` trains by a method, and how."""
+    """What `fit` trains for a method, and how."""
 
     model: nn.Module
     config: RolloutConfig
@@ -217,10 +217,10 @@ def _rloo(params: Params, setting: CausalSetting, scorer: Scorer, _: Path) -> Le
 
 
 def _ppo(params: Params, setting: CausalSetting, scorer: Scorer, reward: Path) -> Learner:
-    """The policy with a critic, which is not published."""
+    """The policy with a critic, which is discarded after training."""
     critic: RewardModel
     critic, _ = checkpoint.load_reward(reward)
-    if "learned" not in params.rewards:  # then the reward model's scores are no initial values
+    if "learned" not in params.rewards:  # then the reward model's scores are no good as initial values
         nn.init.zeros_(critic.score.weight)
         critic.reward_mean, critic.reward_std = 0.0, 1.0
     carried, config = {"beta": params.ppo.beta}, params.fit
@@ -246,7 +246,7 @@ def _ppo(params: Params, setting: CausalSetting, scorer: Scorer, reward: Path) -
 
 
 def loss(model: ActorCritic, batch: RolloutBatch, *, temperature: float, ppo: PPOConfig) -> Loss:
-    """The PPO loss of a minibatch."""
+    """The PPO loss on a minibatch."""
     logprobs, entropy, values = losses.actor_critic(model, batch, temperature)
     result = policy_losses.ppo(
         logprobs,

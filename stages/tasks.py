@@ -1,19 +1,19 @@
-"""Stage tasks: conversations, programming problems, preference pairs and labels with known answers.
+"""Stage tasks: build conversations, programming problems, preference pairs and labels with known answers.
 
     data/own, feedback -> data/{dialogues,problems,preferences,labels}/{train,val,test}.jsonl
                        -> data/skill/{train,val,test}.jsonl, data/facts/{train,val,test,control}.jsonl
 
-`data: machine` and `data: packages` generate all of them, and `data: hub` what it does not name. `data: files` lists
-the entries of each kind (`ingest/entries.py`): files, sets of the hub, `packages` for the generated ones, with weights
-or without; an empty list gives empty files. A repository among the problems gives its functions that have tests, for
-reinforcement learning (`evaluation/mining.py`): `mined.csv` says what became of each. Supplied problems are run in the
-sandbox. If the tests of one cannot be judged, or its own solution fails them, a problem of the user's files stops the
-stage, and one of the hub's sets is left out (up to `max_rejected` of all). Generated labels are the preference pairs of
-the same split, taken apart. Pairs and labels that people gave on the web page (feedback/preferences.jsonl,
-feedback/labels.jsonl) join the training split, each as far as `tasks.feedback` allows; their pairs are not taken apart,
-so that the page's share of the labels is kept too. Facts and the skill (requests for SQL) are always invented.
+`data: machine` and `data: packages` generate all of them; `data: hub` generates the kinds it does not list. With
+`data: files`, each kind lists its entries (`ingest/entries.py`): files, Hub data sets, or `packages` for generated
+data, optionally weighted; an empty list yields empty files. A repository among the problems adds its tested functions
+for reinforcement learning (`evaluation/mining.py`); `mined.csv` lists the outcome for each. Supplied problems are run
+in the sandbox. If a problem's tests cannot be judged, or its own solution fails them, the stage stops for a user's file
+and skips the problem for a Hub data set (up to `max_rejected` of all). Generated labels are the preference pairs of the
+same split, split into single labels. Pairs and labels that people gave on the web page (feedback/preferences.jsonl,
+feedback/labels.jsonl) join the training split, each up to the limit of `tasks.feedback`; these pairs are not split, so
+that the limit holds for labels too. Facts and the skill (requests for SQL) are always synthetic.
 
-Generated dialogues show problems with their answers: those of `problems`, or generated ones where these have no answer.
+Generated dialogues show problems with answers: those of `problems`, or generated ones if these have no answers.
 """
 
 import itertools
@@ -45,9 +45,9 @@ from pipeline.sandbox.judge import Candidates, Judge, SandboxConfig, scores
 from pipeline.synthetic import drills, preferences, programs, stories, tools
 
 CHUNK = 200  # records that a worker process generates at a time
-SHOWN = 5  # wrong problems that a message lists
-WORTH_A_WORKER = 500  # records; fewer are generated sooner than a process starts
-# Shares of the dialogues; a story has three times the trained tokens of the others.
+SHOWN = 5  # bad problems listed in a message
+WORTH_A_WORKER = 500  # records; fewer are generated faster than a process starts
+# Shares of the dialogues; a story has three times as many trained tokens as the others.
 SHARES = {"tools": 0.40, "choice": 0.10, "code": 0.37, "copy": 0.04, "story": 0.05, "talk": 0.04}
 
 
@@ -66,13 +66,13 @@ class Params:
     skill: int
     """Conversations that teach a new skill, for the adapter branch."""
     services: int
-    """Services that facts are invented about, four each, for the memory branch."""
+    """Fictional services to invent four facts each about, for the memory branch."""
     test_items: int
     """Held-out items of each kind; three times as many pairs, a third of each kind."""
     label_noise: float
-    """Share of the training pairs whose answers are swapped."""
+    """Fraction of training pairs with swapped answers."""
     feedback: FeedbackConfig | None = field(default_factory=FeedbackConfig)
-    """{accept: reviewed, share: 0.2}: pairs and labels that people gave on the web page; none: leave them out."""
+    """{accept: reviewed, share: 0.2}: pairs and labels that people gave on the web page; none: exclude them."""
     data: ingest_sources.DataConfig = group("data")
     sandbox: SandboxConfig = block("sandbox")
 
@@ -84,7 +84,7 @@ class Params:
             raise ValueError(f"label_noise: expected a share in [0, 0.5), got {self.label_noise}")
 
     def preflight(self, root: Path) -> list[str]:
-        """What is wrong before anything is read: globs of the other kinds that match nothing."""
+        """Problems found before reading anything: globs of the other kinds without matches."""
         return own_files.missing_globs(root / "data/own", self.data, ("dialogues", "problems", "preferences", "labels"))
 
 
@@ -130,7 +130,7 @@ def run(
         mixture.hold_out("problems", problem_lots, params.data)
         _to_rl(problem_lots)
         _fill(problem_lots, lambda: _generate_problems(params, job))
-        problem_splits = mixture.join(problem_lots)  # each once, whatever their weights: they make the dialogues
+        problem_splits = mixture.join(problem_lots)  # each once, regardless of weight: dialogues are built from them
         bar.update()
         mixture.hold_out("dialogues", dialogue_lots, params.data)
         _fill(dialogue_lots, lambda: _generate_dialogues(params, job, _with_answers(problem_splits, params, job)))
@@ -139,7 +139,7 @@ def run(
         _fill(pair_lots, lambda: _pairs(params, job))
         bar.update()
         mixture.hold_out("labels", label_lots, params.data)
-        once = mixture.join(pair_lots)  # whatever their weights
+        once = mixture.join(pair_lots)  # regardless of weight
         _fill(label_lots, lambda: {split: list(unpaired(records)) for split, records in once.items()})
         tables: dict[str, list[JsonObject]] = {}
         dialogue_splits, tables["dialogues"] = mixture.combine("dialogues", dialogue_lots, job.seed, tallies)
@@ -199,7 +199,7 @@ def run(
 def _add_feedback(
     config: FeedbackConfig | None, folder: Path, parts: Path, pairs: list[Pair], labels: list[Label]
 ) -> JsonObject:
-    """Add what people gave on the web page to the training records. Returns the counts of both files to report."""
+    """Add the feedback from the web page to the training records. Returns the counts of both files, to report."""
     counts: JsonObject = {}
     if config is not None:
         file, rejected = folder / "preferences.jsonl", parts / "feedback-preferences-rejected.jsonl"
@@ -212,7 +212,7 @@ def _add_feedback(
 
 
 def _write_rejected(data: ingest_sources.DataConfig, parts: Path, folders: dict[str, Path]) -> None:
-    """Write the rejected rows of each kind, of files and of the web page, into the folder of its records."""
+    """Write the rejected rows of each kind, from files and from the web page, to the folder of its records."""
     for kind, folder in folders.items():
         files = [
             parts / f"{kind}-rejected.jsonl",
@@ -231,14 +231,14 @@ def _counts(splits: Mapping[str, Sized]) -> dict[str, int]:
 
 
 def _fill(lots: Sequence[Lot[R]], generate: Callable[[], Splits[R]]) -> None:
-    """Give the lot of `packages` its records, if there is one."""
+    """Generate the records of the `packages` lot, if there is one."""
     for lot in lots:
         if lot.source == PACKAGES:
             lot.splits = generate()
 
 
 def _mine(lots: Sequence[Lot[Problem]], params: Params, job: Job, own: Path) -> dict[str, Mined]:
-    """Give the lots of repositories their tasks, which are for reinforcement learning. Raises DataError for none."""
+    """Fill the lots of repositories with tasks for reinforcement learning. Raises DataError if there are none."""
     found: dict[str, Mined] = {}
     entries = [(lot, entry) for lot in lots for entry in lot.entries if isinstance(entry, RepositoryEntry)]
     if not entries:
@@ -249,7 +249,7 @@ def _mine(lots: Sequence[Lot[Problem]], params: Params, job: Job, own: Path) -> 
             mined = found[entry.repository] = mining.mine(source, judge)
             say(mined.shown(entry.repository))
             if not mined.problems:
-                raise DataError(f"{entry.repository}: none of its functions can be a task; {mined.reasons()}")
+                raise DataError(f"{entry.repository}: none of its functions can be used as a task; {mined.reasons()}")
             share = params.data.val_share + params.data.test_share
             split_of = repository.splits(source, repository.held_out(entry, source, share))
             for split, problems in mining.apart(mined.problems, split_of, share).items():
@@ -260,10 +260,10 @@ def _mine(lots: Sequence[Lot[Problem]], params: Params, job: Job, own: Path) -> 
 def _try_out(
     lots: Sequence[Lot[Problem]], params: Params, job: Job, parts: Path, tallies: dict[str, RowCounts]
 ) -> None:
-    """Judge every supplied problem's own solution by its tests. Raises DataError, or ConfigError without a sandbox.
+    """Run every supplied problem's own solution against its tests. Raises DataError, or ConfigError without a sandbox.
 
-    Users can repair their own files, so one wrong problem stops the stage. They cannot repair a set of the hub: its
-    wrong problems are listed, written to a file and left out, up to `max_rejected` of all.
+    Users can fix their own files, so one bad problem stops the stage. They cannot fix a Hub data set: its bad problems
+    are listed, written to a file and skipped, up to `max_rejected` of all.
     """
     supplied = [(lot, [p for records in lot.splits.values() for p in records]) for lot in lots]
     supplied = [(lot, problems) for lot, problems in supplied if problems]
@@ -277,7 +277,7 @@ def _try_out(
             solved = ((problem, evaluation_code.solution(problem)) for problem in problems)
             faults = evaluation_code.faults(judge, solved)
             wrong = {p.id: fault for p, fault in zip(problems, faults, strict=True) if fault[1]}
-            _check_wrong(wrong, len(problems), params.data.max_rejected if lot.source == "hub" else 0.0)
+            _check_wrong(lot, wrong, len(problems), params.data.max_rejected if lot.source == "hub" else 0.0)
             for id_, (field, reason) in wrong.items():
                 tallies["problems"].drop(lot.files[id_])
                 file.write(json.dumps({"id": id_, "field": field, "reason": reason}) + "\n")
@@ -285,28 +285,31 @@ def _try_out(
 
 
 def _to_rl(lots: Sequence[Lot[Problem]]) -> None:
-    """Move supplied problems of which only the tests are known from the training rows to the split `rl`."""
+    """Move supplied problems that have only tests from the training rows to the split `rl`."""
     for lot in lots:
         if any(lot.splits.values()):
             lot.splits["rl"] = [p for p in lot.splits["train"] if p.answer is None]
             lot.splits["train"] = [p for p in lot.splits["train"] if p.answer is not None]
 
 
-def _check_wrong(wrong: dict[str, tuple[str, str]], num_problems: int, allowed: float) -> None:
-    """Raise DataError where more than the allowed share of the problems is wrong; say which ones are left out."""
-    lines = [f"problem {id_!r}: {field}: {reason}" for id_, (field, reason) in wrong.items()]
+def _check_wrong(lot: Lot[Problem], wrong: dict[str, tuple[str, str]], num_problems: int, allowed: float) -> None:
+    """Raise DataError if more than the allowed fraction of the problems is bad; otherwise print the skipped ones."""
+    lines = [
+        f"{lot.files[id_]}:{lot.lines.get(id_, 1)}: problem {id_!r}: {field}: {reason}"
+        for id_, (field, reason) in wrong.items()
+    ]
     shown = "\n  ".join(lines[:SHOWN])
     if len(wrong) > allowed * num_problems:
         raise DataError(
-            f"{len(wrong)} of {num_problems} problems are wrong; repair them or take them out. "
+            f"{len(wrong)} of {num_problems} problems are invalid; fix or remove them. "
             f"{'All of them' if len(wrong) <= SHOWN else f'The first {SHOWN}'}:\n  {shown}"
         )
     if wrong:
-        say(f"{len(wrong)} of {num_problems} problems are left out:\n  {shown}")
+        say(f"{len(wrong)} of {num_problems} problems skipped:\n  {shown}")
 
 
 def generate(chunk: Chunk) -> list[Any]:
-    """The records of a chunk, of the type of its kind; runs in a worker process."""
+    """Generate the records of a chunk; their type depends on its kind. Runs in a worker process."""
     if chunk.kind == "problems":
         return list(programs.problems(chunk.split, chunk.stop, chunk.seed, chunk.first))
     if chunk.kind == "story pairs":
@@ -322,12 +325,12 @@ def _chunks(kind: str, split: str, count: int, seed: int) -> list[Chunk]:
 
 
 def _generate_chunks(chunks: list[Chunk], workers: int) -> Iterator[list[Any]]:
-    """The records of each chunk, generated in worker processes shortly before the caller takes them."""
+    """The records of each chunk, generated in worker processes just before the caller needs them."""
     return pool_map(generate, chunks, min(workers, max(1, sum(c.stop - c.first for c in chunks) // WORTH_A_WORKER)))
 
 
 def _generated(kind: str, counts: dict[str, int], seed: int, workers: int) -> dict[str, list[Any]]:
-    """The first records of each split, of the type of their kind."""
+    """The first records of each split; their type depends on the kind."""
     chunks = [chunk for split, count in counts.items() for chunk in _chunks(kind, split, count, seed)]
     splits: dict[str, list[Any]] = {split: [] for split in counts}
     for chunk, records in zip(chunks, _generate_chunks(chunks, workers), strict=True):
@@ -346,12 +349,12 @@ def _generate_problems(params: Params, job: Job) -> Splits[Problem]:
 
 
 def _with_answers(problems: Splits[Problem], params: Params, job: Job) -> Splits[Problem]:
-    """Problems to make dialogues of: these, or generated ones where these have no answer to show."""
+    """Problems to build dialogues from: these, or generated ones if these have no answers."""
     return problems if any(p.answer is not None for p in problems["train"]) else _generate_problems(params, job)
 
 
 def _generate_dialogues(params: Params, job: Job, problems: Splits[Problem]) -> Splits[Dialogue]:
-    """Tools, choices, code, drills, stories and talk in their shares, evenly interleaved."""
+    """Tools, choices, code, drills, stories and talk in their proportions, evenly interleaved."""
     splits: Splits[Dialogue] = {}
     counts = {"train": params.dialogues, "val": max(20, params.dialogues // 40), "test": params.test_items}
     tool_counts = {s: count if s == "test" else shared(count)["tools"] for s, count in counts.items()}
@@ -375,13 +378,13 @@ def _generate_dialogues(params: Params, job: Job, problems: Splits[Problem]) -> 
 
 
 def shared(count: int) -> dict[str, int]:
-    """How many of `count` dialogues each kind has; together `count`."""
+    """Split `count` dialogues among the kinds; the numbers sum to `count`."""
     ends = [round(count * end) for end in itertools.accumulate(SHARES.values())]
     return {kind: end - start for kind, start, end in zip(SHARES, [0, *ends], ends, strict=False)}
 
 
 def _paths(split: str, count: int) -> list[str]:
-    """Story paths of a split: val and test have numbers and families that no training text has."""
+    """Story paths of a split: val and test use numbers and families not in any training text."""
     families = [f for f in stories.FAMILIES if split != "train" or f not in stories.HELD_OUT]
     step = {"train": 0, "val": 50, "test": 100}[split]
     paths = (
@@ -394,7 +397,7 @@ def _paths(split: str, count: int) -> list[str]:
 
 
 def _pairs(params: Params, job: Job) -> Splits[Pair]:
-    """Pairs of code, tools and stories. The code is our own, so that without a sandbox it runs too."""
+    """Pairs of code, tools and stories. The code is our own, so it also runs without a sandbox."""
     splits: Splits[Pair] = {}
     with Judge(replace(params.sandbox, allow_unsafe=True), job.workers, url=job.runtime.sandbox_url) as judge:
 
@@ -416,7 +419,7 @@ def _pairs(params: Params, job: Job) -> Splits[Pair]:
             return preferences.code_pairs((p for p in generated("problems") if p.answer), job.seed, program_scores)
 
         for split, count in (("train", params.pairs), ("val", params.test_items), ("test", 3 * params.test_items)):
-            limit = 2 * count + 100  # more than needed: some records give no pair
+            limit = 2 * count + 100  # more than needed: some records yield no pair
             kinds = {
                 "code": code_pairs,
                 "tools": lambda: generated("tool pairs"),

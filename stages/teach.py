@@ -1,8 +1,8 @@
-"""Stage teach: a teacher answers the problems once, and says how likely it found each token.
+"""Stage teach: have a teacher answer the problems once and record its token probabilities.
 
     models/grpo + data/problems (prompts) -> data/taught: answers, and the teacher's k most likely tokens at each token
 
-Stage distill learns from them, as often as its own keys change: the teacher does not run again.
+Stage distill trains on them; when only its own keys change, the teacher does not rerun.
 """
 
 from dataclasses import dataclass
@@ -28,21 +28,21 @@ class Params:
     """The block `teach`."""
 
     teacher: str = "grpo"
-    """Who answers: a model of models/ with the student's tokenizer."""
+    """Model that answers: a folder of models/ with the student's tokenizer."""
     problems: int | None = None
-    """So many of those that reinforcement learning trains on; none: all."""
+    """Number of problems, from those for reinforcement learning; none: all."""
     samples: int
-    """Answers to each."""
+    """Answers per problem."""
     top_k: int
-    """Tokens whose probabilities are kept."""
+    """Most likely tokens to keep probabilities for."""
     keep: str = "all"
-    """all answers, or passed: those whose code passes the hidden tests (wants the sandbox)."""
+    """all: every answer; passed: only code that passes the hidden tests (needs the sandbox)."""
     max_prompt: int
-    """tokens; longer prompts are left out and counted."""
+    """tokens; longer prompts are skipped and counted."""
     max_new_tokens: int
-    """Of an answer."""
+    """Maximum tokens per answer."""
     temperature: float = 1.0
-    """Of sampling, and of the probabilities."""
+    """For sampling and for the recorded probabilities."""
     sandbox: SandboxConfig = block("sandbox")
 
     def __post_init__(self) -> None:
@@ -55,7 +55,7 @@ class Params:
 
 
 def run(params: Params, job: Job, *, teacher: Path, problems: Path, out: Path) -> None:
-    """Write the answers of `teacher` and its probabilities to the folder `out`."""
+    """Write the answers and probabilities of `teacher` to the folder `out`."""
     if records.is_empty(problems / "rl.jsonl"):
         out.mkdir(parents=True, exist_ok=True)
         (out / teaching.ANSWERS).touch()
@@ -85,7 +85,7 @@ def run(params: Params, job: Job, *, teacher: Path, problems: Path, out: Path) -
             if params.keep == "passed":
                 given = [answer for answer, is_right in zip(given, right, strict=True) if is_right]
     if not given:
-        raise DataError(f"none of the answers of {teacher} passes its tests; set teach.keep=all, or another teacher")
+        raise DataError(f"no answer of {teacher} passes its tests; set teach.keep=all, or another teacher")
     k = min(params.top_k, model.config.vocab_size)
     top = teaching.most_likely(model, given, pad=tokenizer.pad, k=k, temperature=params.temperature, hardware=hardware)
     teaching.write(out, given, top, tokenizer=tokenizer, temperature=params.temperature, teacher=digest)

@@ -1,14 +1,14 @@
-"""Stage tokenizer: train a byte-level BPE on the code and text that the models will read, or adopt a checkpoint's.
+"""Stage tokenizer: train a byte-level BPE tokenizer on the code and text corpora, or adopt a checkpoint's.
 
     data/raw/{text,code} (+ models/base) -> data/tokenizer  (Sennrich et al. 2016, arXiv:1508.07909; bytes as in GPT-2)
 
-A corpus of code with repositories gives the tokenizer the control tokens that stand between their files.
+If the code corpus has repositories, the tokenizer gets the control tokens that separate their files.
 
-A model that is continued from a checkpoint (`language.base: base`) keeps the checkpoint's tokenizer, to which stage
-base has added the control tokens that it lacked. Then nothing is trained here, and `vocab_size` is the checkpoint's.
+A model continued from a checkpoint (`language.base: base`) keeps the checkpoint's tokenizer, with the missing control
+tokens added by stage base. Then nothing is trained here, and `vocab_size` is the checkpoint's.
 
-The stage reports bytes per token on held-out documents of each corpus: the more bytes, the fewer tokens to read and to
-write. Of the model file only `vocab_size` is tracked, so another width or depth does not retrain the tokenizer.
+The stage reports bytes per token on held-out documents of each corpus: more bytes mean fewer tokens to read and to
+generate. Only `vocab_size` of the model file is tracked, so changing width or depth does not retrain the tokenizer.
 """
 
 import itertools
@@ -22,8 +22,8 @@ from pipeline.run.stage import main
 from pipeline.run.workdir import Job
 from pipeline.text.tokenizer import Tokenizer
 
-CHARACTERS = 10_000  # of a document: a few giant files must not decide the vocabulary
-HELD_OUT_BYTES = 2_000_000  # of each corpus's val split, for the report
+CHARACTERS = 10_000  # per document, so that a few giant files do not dominate the vocabulary
+HELD_OUT_BYTES = 2_000_000  # per val split of a corpus, for the report
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,11 +33,11 @@ class Params:
     vocab_size: int = field(metadata={"from": "model.vocab_size"})
     """Number of ids, a multiple of 64; a key of the model file."""
     sample_mb: float
-    """Text that the merges are counted on, in 10^6 bytes."""
+    """Text sample for learning the merges, in 10^6 bytes."""
     text_share: float
-    """Share of the sample from the text corpus; the rest is code."""
+    """Fraction of the sample from the text corpus; the rest is code."""
     base: str = field(metadata={"from": "language.base"})
-    """scratch: train a tokenizer; base: take the one of a checkpoint of your own."""
+    """scratch: train a tokenizer; base: use the one of your own checkpoint."""
 
     def __post_init__(self) -> None:
         """Raises ValueError for an empty sample."""
@@ -48,7 +48,7 @@ class Params:
 
 
 def run(params: Params, job: Job, *, base: Path, text: Path, code: Path, out: Path) -> None:
-    """Train on a sample of both corpora, or take the tokenizer of `base`; write the folder `out`."""
+    """Train on a sample of both corpora, or use the tokenizer of `base`; write the folder `out`."""
     tokenizer = learnt(params, text, code) if params.base == SCRATCH else Tokenizer.load(base)
     tokenizer.save(out)
     ratios = {name: bytes_per_token(tokenizer, folder) for name, folder in (("text", text), ("code", code))}
@@ -60,7 +60,7 @@ def run(params: Params, job: Job, *, base: Path, text: Path, code: Path, out: Pa
 
 
 def learnt(params: Params, text: Path, code: Path) -> Tokenizer:
-    """A new tokenizer, from a sample of both corpora. Raises DataError where both are empty."""
+    """Train a new tokenizer on a sample of both corpora. Raises DataError if both are empty."""
     size = params.sample_mb * 1e6
     sample = itertools.chain(
         shards.texts(text, "train", int(size * params.text_share), CHARACTERS),
@@ -69,16 +69,16 @@ def learnt(params: Params, text: Path, code: Path) -> Tokenizer:
     first = next(sample, None)
     if first is None:
         raise DataError(
-            "there is no text to train a tokenizer on: text and code are both empty. Name files for one of them in "
+            "there is no text to train a tokenizer on: text and code are both empty. List files for one of them in "
             "conf/data/files.yaml, or `packages` (dvc exp run -S 'conf/data/files.yaml:code=[packages]'), or start "
-            "from a checkpoint, which brings its tokenizer (language.base=base)"
+            "from a checkpoint, which has its own tokenizer (language.base=base)"
         )
     repositories = shards.has_contexts(code)
     return Tokenizer.train(itertools.chain([first], sample), params.vocab_size, repositories=repositories)
 
 
 def bytes_per_token(tokenizer: Tokenizer, corpus: Path) -> float | None:
-    """UTF-8 bytes per token over (the beginning of) the corpus's val split; None where it is empty."""
+    """UTF-8 bytes per token over (the beginning of) the corpus's val split; None if it is empty."""
     num_bytes = num_tokens = 0
     for text in shards.texts(corpus, "val", HELD_OUT_BYTES, CHARACTERS):
         num_bytes += len(text.encode())

@@ -2,9 +2,8 @@
 
     models/code + data/dialogues (+ data/tokens) -> models/tools
 
-The loss covers only the assistant's tokens: text, calls, end of turn. In the last steps, while the rate decays, some of
-the rows are rehearsal: text and code of the stages before, with a loss on every token, so that the model keeps what it
-learned from them.
+The loss covers only the assistant's tokens: text, calls, end of turn. In the last steps, while the learning rate
+decays, some rows are rehearsal: text and code from earlier stages, with a loss on every token, to prevent forgetting.
 """
 
 from dataclasses import dataclass, field
@@ -29,11 +28,11 @@ class Params:
     """The block `tools`; its keys are those of FitConfig, FullTraining and Neftune."""
 
     base: str = "code"
-    """Where training begins: a model of models/; base: a checkpoint of your own (stage base)."""
+    """Model to start from: a folder of models/, or base for your own checkpoint (stage base)."""
     rehearse: str = "tokens"
-    """tokens: mix in rows of data/tokens; none: dialogues alone."""
+    """tokens: mix in rows of data/tokens; none: only dialogues."""
     rehearse_from: float
-    """Share of the steps after which they are mixed in; 0: from the start."""
+    """Fraction of the steps after which to mix them in; 0: from the start."""
     shares: Shares = field(default_factory=Shares)
     fit: FitConfig
     full: FullTraining = field(default_factory=FullTraining)

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     import pytest
 
 ROOT = Path(__file__).parents[1]
-STEPS = "steps: null"
 
 
 def _heed_signals() -> None:

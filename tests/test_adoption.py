@@ -139,12 +139,12 @@ def suffix(state: dict[str, Any]) -> None:
     ("fault", "message"),
     [
         (sentencepiece, r"SentencePiece-style.*byte_fallback True.*LLaMA 2.*Qwen2, Qwen3 or LLaMA 3"),
-        (prefix_space, r"adds no prefix space"),
-        (lowercase, r"normalizer Lowercase changes texts; expected none or NFC"),
+        (prefix_space, r"without add_prefix_space"),
+        (lowercase, r"normalizer Lowercase changes text; expected none or NFC"),
         (lost_bytes, r"2 of the 256 bytes have no token"),
         (text_as_added_token, r"1 added tokens are ordinary text \('    '\)"),
-        (a_gap, r"has the id 600, the library gives it 499: the ids have gaps"),
-        (split_that_drops, r"a text does not come back"),
+        (a_gap, r"has id 600, but the library assigns 499: the ids have gaps"),
+        (split_that_drops, r"text does not survive a round trip"),
         (unigram, r"expected BPE, found Unigram"),
         (suffix, r"model\.end_of_word_suffix = '</w>' is not supported"),
     ],
@@ -158,11 +158,11 @@ def test_what_would_lose_or_change_text_is_refused_by_name(
 
 def test_a_missing_or_broken_tokenizer_is_refused_with_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(
-        ModelError, match=r"tokenizer\.json is missing: a checkpoint is continued with its own tokenizer"
+        ModelError, match=r"tokenizer\.json is missing: continued training uses the checkpoint's tokenizer"
     ):
         adopt(tmp_path, 512)
     (tmp_path / "tokenizer.model").write_bytes(b"")
-    with pytest.raises(ModelError, match=r"there is only tokenizer\.model.*save_pretrained"):
+    with pytest.raises(ModelError, match=r"found only tokenizer\.model.*save_pretrained"):
         adopt(tmp_path, 512)
     for broken in ("{", "[]", '{"model": {}}'):
         (tmp_path / "tokenizer.json").write_text(broken)

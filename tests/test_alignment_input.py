@@ -260,7 +260,7 @@ FIVE = "code_format, code, tool_call, length, learned"
         ),
         ("grpo", {"rewards": {"style": 1.0}}, f"rewards: unknown reward 'style'; valid names: {FIVE}"),
         ("grpo", {"rewards": {"learned": 1.0}}, "rewards: learned needs a reward model"),
-        ("grpo", {"rewards": {"tool_call": 1.0}}, "rewards: tool_call needs prompts whose right call is known"),
+        ("grpo", {"rewards": {"tool_call": 1.0}}, "rewards: tool_call needs prompts with a known right call"),
         ("grpo", {"rewards": {"task": 1.0}}, r"rewards: task needs an environment; set grpo\.environment"),
         ("grpo", {"rewards": {}}, f"rewards: expected at least one of {FIVE}"),
         ("rlhf", {"method": "a2c"}, "method: expected rloo or ppo, got 'a2c'"),
@@ -297,7 +297,7 @@ def test_rewards_that_run_code_need_a_sandbox(workspace: Workspace) -> None:
 def test_other_rewards_do_without_one_and_the_true_score_of_code_stays_empty(workspace: Workspace) -> None:
     ended = workspace.command("grpo", iterations=1)
     assert ended.code == 0, ended.said
-    assert "no sandbox, so answers with code have no true score here" in ended.said
+    assert "no sandbox available, so answers with code get no true score" in ended.said
     assert not any(row.get("gold") for row in workspace.curve("grpo"))
 
 

@@ -240,7 +240,7 @@ def test_an_overflow_puts_the_gate_on_gradients_off_and_not_away(tmp_path: Path)
             return self.lm_head(torch.relu(self.hidden(self.embed_tokens(ids).detach())))
 
     settings = config(on_spike="ignore", optimizer="adamw")
-    with pytest.raises(GateError, match="group embedding: no gradient arrives"):
+    with pytest.raises(GateError, match="group embedding: no gradient reaches"):
         fit(Cut(), Spiking((0, 1), factor=1e34), spiking_loss, settings, job(tmp_path, precision="fp16"))
 
 
@@ -266,16 +266,16 @@ def test_rows_say_how_often_the_data_were_read_and_too_often_is_a_warning(
     assert [row["epoch"] for row in at_work.tracker.rows if "loss" in row] == pytest.approx(
         [0.075 * n for n in range(1, 13)]
     )
-    assert "reads its data" not in capsys.readouterr().err
+    assert "passes over its data" not in capsys.readouterr().err
     fit(Net(), Rows(), loss, config(steps=60), job(tmp_path / "b"))
-    assert "warning: toy: the run reads its data 4.5 times" in capsys.readouterr().err
+    assert "warning: toy: the run makes 4.5 passes over its data" in capsys.readouterr().err
 
 
 def test_muons_share_of_a_step_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = Net()
     model.flops_per_token = lambda length: 1e6  # type: ignore[assignment]
     fit(model, Rows(), loss, config(), job(tmp_path))
-    assert "add 0.3% to the arithmetic of a step\n" in capsys.readouterr().err
+    assert "add 0.3% to the FLOPs of a step\n" in capsys.readouterr().err
 
 
 def test_the_finder_stops_at_a_signal(tmp_path: Path) -> None:
@@ -310,7 +310,7 @@ def test_compiling_by_rule_that_does_not_work_goes_on_without(
     model.flops_per_token = lambda length: 1.0  # type: ignore[assignment]
     fit(model, Rows(), loss, config(), job(tmp_path))
     said = capsys.readouterr().err
-    assert "goes on without torch.compile, which does not work here: Python.h: No such file" in said
+    assert "continuing without torch.compile, which does not work here: Python.h: No such file" in said
 
 
 def test_a_gpu_without_a_c_compiler_is_lacking_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -181,6 +181,6 @@ def test_a_signal_inside_an_iteration_names_the_step_where_the_run_resumes(
             Watchers(step=signalled),
             save_steps=1,
         )
-    assert "stopped by signal 15 at step 6; the same command resumes at step 4" in capsys.readouterr().err
+    assert "stopped by signal 15 at step 6; rerun the same command to resume at step 4" in capsys.readouterr().err
     newest = states.newest(tmp_path)
     assert newest is not None and newest.step == 4

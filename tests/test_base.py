@@ -125,10 +125,10 @@ def edited(folder: Path, fault: str) -> None:
     ("fault", "message"),
     [
         ("architecture", "mixtral"),
-        ("infinity", "model.norm.weight (float16) has 1 of 64 numbers that are not finite"),
+        ("infinity", "model.norm.weight (float16) has 1 of 64 non-finite values"),
         ("integers", "model.norm.weight is torch.int8; expected weights in float32, bfloat16 or float16"),
         ("pickles", "model.safetensors is missing; expected safetensors (a .bin checkpoint must be converted first)"),
-        ("adapter", "an adapter of peft; merge it into its model first"),
+        ("adapter", "a peft adapter; merge it into its model first"),
     ],
 )
 def test_a_checkpoint_that_cannot_be_begun_from_is_refused_and_nothing_is_written(
@@ -167,7 +167,9 @@ def test_keys_that_do_not_fit_are_refused_with_what_is_expected(tmp_path: Path) 
     for right in ("Qwen/Qwen3-0.6B", "a/b@main", f"a/b@{REVISION}", "a/b@refs/pr/1"):
         assert BaseConfig(hub=right).inputs() == {}
     assert BaseConfig(folder=str(tmp_path)).inputs() == {"folder": str(tmp_path)}
-    with pytest.raises(ModelError, match=r"base\.folder: expected a model directory, .*gone is none\. Give its path"):
+    with pytest.raises(
+        ModelError, match=r"base\.folder: expected a model directory, but .*gone is not one\. Give its path"
+    ):
         BaseConfig(folder=str(tmp_path / "gone")).inputs()
-    with pytest.raises(ModelError, match=r"For a model of the hub set base\.hub=Qwen/Qwen3-8B"):
+    with pytest.raises(ModelError, match=r"For a model on the hub, set base\.hub=Qwen/Qwen3-8B"):
         BaseConfig(folder="Qwen/Qwen3-8B").inputs()

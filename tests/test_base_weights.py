@@ -90,7 +90,7 @@ def test_the_merged_model_is_the_float32_base_with_the_update(base: Path) -> Non
 
 def test_bf16_weights_are_refused_where_passes_are_not_bf16() -> None:
     for asked in ("bf16", "nf4"):
-        with pytest.raises(ConfigError, match=f"base_weights: {asked} is for passes in bf16, these are in fp32"):
+        with pytest.raises(ConfigError, match=f"base_weights: {asked} requires passes in bf16, but they are in fp32"):
             device.hardware("fp32", asked)
 
 

@@ -156,3 +156,9 @@ def test_cross_file_py_measures_held_out_packages_with_and_without_other_files(t
     one, pooled = found["seeds"]["1"], found["all"]
     assert pooled["line_similarity_with"] == pytest.approx(one["line_similarity_with"])
     assert pooled["line_similarity_difference"] == pytest.approx(one["line_similarity_difference"])
+
+
+def test_mistakes_py_makes_them_in_a_copy_and_shows_what_is_printed(tmp_path: Path) -> None:
+    printed = run(BENCHMARKS / "mistakes.py", "negative number", folder=tmp_path)
+    assert "| a negative number of steps | `python -m stages.code code.steps=-1` | 2 |" in printed
+    assert printed.endswith("\n2 of 2 mistakes end with a clear message.\n")

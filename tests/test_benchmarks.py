@@ -175,7 +175,7 @@ def test_what_cannot_be_judged_is_counted_named_and_never_passed(scripted: Any, 
     named = {row["id"]: (row["verdict"], row["output"]) for row in result.rows if row["suite"] == "benchmarks/h/tests"}
     assert named["Own/2"] == ("1 of its asserts cannot be judged safely", "assert result == 2")
     assert named["Own/3"][0].startswith("none of its tests can be judged safely")
-    assert named["Own/4"][0].startswith("its own solution fails its own tests (wrong, value: 0 of 1 tests pass)")
+    assert named["Own/4"][0].startswith("the solution fails the problem's own tests (wrong, value: 0 of 1 tests pass)")
 
 
 EQUAL = "class Always(list):\n    def __eq__(self, other):\n        return True\n    __hash__ = None\n"
@@ -355,10 +355,10 @@ def test_multi_turn_files_are_known_and_skipped(scripted: Any, tmp_path: Path) -
 TRUTH = [{"id": "s", "ground_truth": [{"weather.now": {"city": ["Rome"]}}]}]
 QUESTION = {"id": "s", "question": [[{"role": "user", "content": "Q"}]], "function": [WEATHER]}
 WRONG: dict[str, tuple[str, list[Any] | str | bytes, str]] = {
-    "no json": ("a.jsonl", '{"task_id": 1}\n{broken\n', r"a\.jsonl:2: not JSON"),
-    "broken list": ("sanitized.json", '[\n{"a": 1},\n{"b"]', r"sanitized\.json:3: not JSON"),
+    "no json": ("a.jsonl", '{"task_id": 1}\n{broken\n', r"a\.jsonl:2: invalid JSON"),
+    "broken list": ("sanitized.json", '[\n{"a": 1},\n{"b"]', r"sanitized\.json:3: invalid JSON"),
     "no object": ("a.jsonl", "[1, 2]", r"a\.jsonl, row 1: expected an object, found int"),
-    "empty": ("a.jsonl", "\n\n", "holds no row"),
+    "empty": ("a.jsonl", "\n\n", "has no rows"),
     "not utf-8": ("a.jsonl", b"\xff\xfe{}", "expected UTF-8 text"),
     "cut gzip": ("a.jsonl.gz", gzip.compress(b"{}" * 99)[:20], "expected UTF-8 text, plain or gzip"),
     "other keys": (
@@ -366,8 +366,8 @@ WRONG: dict[str, tuple[str, list[Any] | str | bytes, str]] = {
         [{"text": "a story"}],
         r"a\.jsonl:1: expected a row of HumanEval .* MBPP .* BFCL .*found the keys text",
     ),
-    "mixed": ("a.jsonl", [DOUBLE, MBPP[0]], r"a\.jsonl:2: expected a row of humaneval as the first one is"),
-    "no prompt": ("a.jsonl", [DOUBLE | {"prompt": 3}], r"a\.jsonl:1: prompt: expected a text, found 3"),
+    "mixed": ("a.jsonl", [DOUBLE, MBPP[0]], r"a\.jsonl:2: expected a humaneval row like the first one"),
+    "no prompt": ("a.jsonl", [DOUBLE | {"prompt": 3}], r"a\.jsonl:1: prompt: expected a string, found 3"),
     "no check": (
         "a.jsonl",
         [DOUBLE, SHIFT | {"test": "assert True"}],
@@ -380,7 +380,7 @@ WRONG: dict[str, tuple[str, list[Any] | str | bytes, str]] = {
         r"1: canonical_solution: expected Python",
     ),
     "other name": ("a.jsonl", [DOUBLE | {"entry_point": "triple"}], r"1: entry_point: expected the name of a function"),
-    "twice": ("a.jsonl", [DOUBLE, DOUBLE], r"a\.jsonl:2: task_id: expected an id of its own \(.*a\.jsonl:1 has it too"),
+    "twice": ("a.jsonl", [DOUBLE, DOUBLE], r"a\.jsonl:2: task_id: expected a unique id \(.*a\.jsonl:1 has the same"),
     "mbpp id": ("a.jsonl", [MBPP[1] | {"task_id": "x"}], "task_id: expected a whole number, found 'x'"),
     "mbpp no tests": ("a.jsonl", [MBPP[1] | {"test_list": []}], r"test_list: expected a list of asserts, found \[\]"),
     "mbpp no call": ("a.jsonl", [MBPP[1] | {"test_list": ["assert 1 == 1"]}], "test_list: expected asserts that call"),
@@ -404,8 +404,8 @@ WRONG: dict[str, tuple[str, list[Any] | str | bytes, str]] = {
         [QUESTION | {"function": [{"description": "x"}]}],
         "function: expected a list of functions",
     ),
-    "bfcl twice": ("BFCL_v3_irrelevance.json", [QUESTION, QUESTION], r":2: id: expected an id of its own"),
-    "bfcl name": ("BFCL v3.json", [QUESTION], "expected a name with the category"),
+    "bfcl twice": ("BFCL_v3_irrelevance.json", [QUESTION, QUESTION], r":2: id: expected a unique id"),
+    "bfcl name": ("BFCL v3.json", [QUESTION], "expected a file name with the category"),
 }
 
 
@@ -426,7 +426,7 @@ def test_a_wrong_file_is_refused_with_place_field_and_what_was_expected(tmp_path
     [
         (TRUTH[0] | {"ground_truth": []}, "ground_truth: expected a list of"),
         (TRUTH[0] | {"ground_truth": [{"weather.now": {"city": "Rome"}}]}, "ground_truth: expected a list of"),
-        (TRUTH[0] | {"id": "other"}, "id: expected one that stands in the file of the same name in possible_answer/"),
+        (TRUTH[0] | {"id": "other"}, "id: expected an id from the file of the same name in possible_answer/"),
     ],
 )
 def test_a_wrong_truth_is_refused(tmp_path: Path, truth: dict[str, Any], message: str) -> None:

@@ -175,7 +175,7 @@ def test_a_link_that_leaves_the_folder_is_refused_by_name(
     own: Path, outside: Path, make: Callable[[Path, Path], None], glob: str
 ) -> None:
     make(own, outside)
-    with pytest.raises(DataError, match=r"is a link that leaves .*; put a copy there, or take it away") as caught:
+    with pytest.raises(DataError, match=r"is a link out of .*; put a copy there, or remove it") as caught:
         list(own_files.read_files(own, config("code", [glob]), "code", own.parent / "rejected.jsonl"))
     assert "root:x" not in str(caught.value)
 
@@ -199,7 +199,7 @@ def test_loops_and_links_to_nothing_end_and_are_told(own: Path, capsys: pytest.C
     (own / "repo/two").symlink_to("one")
     (own / "repo/gone").symlink_to("nothing-here")
     assert set(texts(read(own, "code"))) == {"x = 1\n"}
-    assert "5 links lead nowhere" in capsys.readouterr().err
+    assert "5 links are broken" in capsys.readouterr().err
 
 
 def test_the_folder_itself_may_be_a_link(own: Path, tmp_path: Path) -> None:
@@ -240,7 +240,7 @@ def test_a_file_of_three_gigabytes_is_read_in_little_memory_or_refused(own: Path
     if suffix == "txt":
         assert "1 binary files are skipped, the first huge.txt" in told.stderr
         return
-    reasons = {"json": "write it as .jsonl", "parquet": "not parquet", "csv": "over 64 MB", "jsonl": "over 64 MB"}
+    reasons = {"json": "convert it to .jsonl", "parquet": "not parquet", "csv": "over 64 MB", "jsonl": "over 64 MB"}
     assert f"huge.{suffix}:" in told.stderr and reasons[suffix] in told.stderr
 
 

@@ -185,6 +185,6 @@ def test_a_run_without_evaluations_or_without_anything_still_has_a_page(tmp_path
     empty = card.render(tmp_path / "empty")
     assert (
         "<b>0</b>stages built" in empty
-        and "<b>0</b>models measured" in empty
+        and "<b>0</b>models evaluated" in empty
         and re.findall('id="([a-z]+)"', empty) == ["claims", "numbers"]
     )

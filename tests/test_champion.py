@@ -58,7 +58,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shutil.copytree(ROOT / "conf", tmp_path / "conf")
     shutil.copytree(ROOT / "stages", tmp_path / "stages")
     text = (ROOT / "params.yaml").read_text()
-    write(tmp_path / "params.yaml", text.replace("  gate: null ", "  gate: {easy: 0.3} "))
+    write(tmp_path / "params.yaml", text.replace("\n  gate:", "\n  gate: {easy: 0.3}"))
     return tmp_path
 
 
@@ -72,10 +72,10 @@ def test_the_alias_moves_only_to_a_model_that_reaches_its_gate_and_is_not_worse(
         told = capsys.readouterr()
         return code, told.out + told.err
 
-    assert "nothing is registered yet" in say()[1]
+    assert "no versions registered yet" in say()[1]
     deploy(here, "k1", [1, 0] * 50)
-    assert say("crown") == (0, "version 1 (tools, key k1) is champion now\n")
-    assert say("crown") == (0, "version 1 (tools, key k1) is champion already\n")
+    assert say("crown") == (0, "version 1 (tools, key k1) is now the champion\n")
+    assert say("crown") == (0, "version 1 (tools, key k1) is already the champion\n")
     deploy(here, "k2", [1, 0] * 40 + [0, 0] * 10)  # ten problems fewer, none more
     code, text = say("crown")
     assert (
@@ -86,7 +86,7 @@ def test_the_alias_moves_only_to_a_model_that_reaches_its_gate_and_is_not_worse(
     assert present is not None and present.tags["work.key"] == "k1"
     deploy(here, "k3", [1, 0] * 35 + [0] * 30)
     code, text = say("crown", "--although", "smaller and fast")
-    assert code == 0 and "champion now, after version 1" in text
+    assert code == 0 and "now the champion, replacing version 1" in text
     present = mlflow_store.champion(client)
     assert present is not None and present.tags["champion.although"].startswith("smaller and fast: ")
     shown = say()[1].splitlines()
@@ -125,7 +125,7 @@ def test_a_version_answers_in_another_program_after_its_work_folder_is_gone(
 
 def test_without_a_minimum_no_model_becomes_champion(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = (here / "params.yaml").read_text()
-    write(here / "params.yaml", text.replace("  gate: {easy: 0.3} ", "  gate: null "))
+    write(here / "params.yaml", text.replace("  gate: {easy: 0.3}", "  gate:"))
     deploy(here, "k1", [1, 0])
     assert champion.main(["crown"]) == GateError.exit_code
     assert "report.gate sets no minimum" in capsys.readouterr().err
@@ -149,7 +149,7 @@ def test_a_resumed_run_registers_once_and_what_is_missing_is_said(here: Path) ->
     )
     deploy(here, "k1", [1, 0], digest="others")
     with pytest.raises(
-        InputError, match=r"measured of another models/tools \(others\) than the one that was deployed \(weights\)"
+        InputError, match=r"measured on a different models/tools \(others\) than the one that was deployed \(weights\)"
     ):
         champion.deployed()
     (here / "metrics/eval/tools.json").unlink()
@@ -169,7 +169,7 @@ def test_a_champion_that_was_measured_over_other_items_is_an_objection_by_name()
 
     assert champion.objections([], measured(42, [1] * 40), measured(42, [0] * 40)) == []
     assert champion.objections([], measured(1, [1] * 40), measured(42, [0] * 40)) == [
-        "not comparable with the champion, measured over other items: data_seed 42 and 1 (Answers whose code parses,"
+        "not comparable with the champion, measured on different items: data_seed 42 and 1 (Answers whose code parses,"
         " Easy problems, pass@1)"
     ]
     assert champion.objections([], measured(42, [0] * 19), measured(42, [1] * 19)) == [], "too few for a verdict"

@@ -116,7 +116,7 @@ def damaged(folder: Path, what: str) -> None:
         ("empty", r"model\.safetensors: damaged"),
         ("no weights", r"model\.safetensors is missing"),
         ("tensor missing", r"1 keys missing \(model\.norm\.weight\)"),
-        ("shape", r"model\.norm\.weight has shape \[5\], config\.json asks for \[32\]"),
+        ("shape", r"model\.norm\.weight has shape \[5\], config\.json requires \[32\]"),
         ("config", r"config\.json: not JSON"),
         ("no config", r"config\.json is missing: .* is not a model directory"),
         ("no tokenizer", r"tokenizer\.json: expected a tokenizer here"),

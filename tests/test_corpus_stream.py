@@ -324,7 +324,7 @@ def test_the_second_epoch_is_cut_elsewhere(corpus: Path) -> None:
 
 def test_too_few_tokens_for_one_batch_names_what_works(tmp_path: Path) -> None:
     folder = write_corpus(tmp_path, ["abc " * 40, "x"], ["y"])
-    with pytest.raises(DataError, match="too few tokens for one batch: held") as error:
+    with pytest.raises(DataError, match="too few tokens for one batch: got") as error:
         stream(folder, tokens_per_step=1024)
     text = str(error.value)
     assert "needed tokens_per_step=1024" in text
@@ -354,5 +354,5 @@ def test_missing_and_cut_off_token_files_are_refused(tmp_path: Path) -> None:
 
 def test_a_corpus_without_val_says_so_when_it_is_evaluated(tmp_path: Path) -> None:
     batches = stream(write_corpus(tmp_path, documents(40), [""]))
-    with pytest.raises(DataError, match="val split holds nothing"):
+    with pytest.raises(DataError, match="val split is empty"):
         next(batches.evaluation(10))

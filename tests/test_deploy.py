@@ -82,8 +82,8 @@ def test_the_card_states_the_facts_and_leaves_no_gap(
         "ollama create stagecoach-tools -f",
         "| this directory | 0.0e+00 | 0 | +0.000% | 64 of 64 | difference 0 |",
         "| divergence 0.005 |",
-        "**text** (machine: prose, stories): 10 documents, 1,000 bytes. Licences: CC0-1.0 60.00%, MIT 40.00%.",
-        "Licences: a b 66.67%, PSF-2.0 33.33%.",
+        "**text** (machine: prose, stories): 10 documents, 1,000 bytes. Licenses: CC0-1.0 60.00%, MIT 40.00%.",
+        "Licenses: a b 66.67%, PSF-2.0 33.33%.",
     ):
         assert fact in text, fact
 
@@ -117,7 +117,7 @@ def test_a_reward_model_is_a_directory_alone(
     reward: RewardModel, corpora: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     told = deployed(deploy.Params(model="reward"), tmp_path / "reward", tmp_path / "out", corpora)
-    assert "reward writes no text from left to right: no GGUF, no ONNX and no Modelfile" in capsys.readouterr().err
+    assert "reward does not generate left to right: skipping GGUF, ONNX and Modelfile" in capsys.readouterr().err
     assert not {name for name in files_of(tmp_path / "out") if name.startswith(("gguf", "onnx", "ollama"))}
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert config["architectures"] == ["Qwen3ForSequenceClassification"]
@@ -151,7 +151,7 @@ def test_onnx_without_its_extra_fails_before_anything_is_written(
 ) -> None:
     monkeypatch.setattr(onnx, "PACKAGES", ("json", "surely_not_installed"))
     with pytest.raises(
-        InputError, match=r"surely_not_installed cannot be found; install them \(pip install 'stagecoach\[onnx\]'"
+        InputError, match=r"surely_not_installed not found; install them \(pip install 'stagecoach\[onnx\]'"
     ):
         deployed(deploy.Params(model="tools", onnx="fp32"), base, tmp_path / "out", corpora)
     assert not (tmp_path / "out").exists()
@@ -196,7 +196,7 @@ def test_the_commands_of_the_card_work_in_transformers(
 
 @pytest.mark.parametrize(
     ("kinds", "message"),
-    [(("q4_0",), "expected types of f32, f16, bf16, q8_0, got 'q4_0'"), (("f16", "f16"), "a type stands there twice")],
+    [(("q4_0",), "expected types of f32, f16, bf16, q8_0, got 'q4_0'"), (("f16", "f16"), "duplicate type in f16, f16")],
 )
 def test_unknown_types_of_gguf_are_refused(kinds: tuple[str, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):

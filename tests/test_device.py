@@ -178,7 +178,7 @@ def test_stages_side_by_side_take_a_gpu_each_and_one_that_finds_none_says_so(tmp
         assert [taken for _, taken, _ in running[:2]] == ["0", "1"]
         assert [told for _, _, told in running[:2]] == ["", ""]
         assert running[2][1] in ("0", "1")
-        assert running[2][2] == f"no other GPU is free: another stage has {running[2][1]} too, and both are slower"
+        assert running[2][2] == f"no other GPU is free: sharing {running[2][1]} with another stage, which slows both"
         running[0][0].communicate()
         running.append(holder(tmp_path / "locks", 2))
         assert running[3][1:] == ("0", "")
@@ -196,7 +196,7 @@ def test_several_processes_take_as_many_gpus(tmp_path: Path) -> None:
     assert [taken for _, taken, _ in running[:2]] == ["0", "1,2"]
     (_, last, told), shared = running[2], running[2][1].removeprefix("3,")
     assert last.startswith("3,") and shared in ("0", "1", "2")
-    assert told == f"no other GPU is free: another stage has {shared} too, and both are slower"
+    assert told == f"no other GPU is free: sharing {shared} with another stage, which slows both"
 
 
 def test_only_the_gpus_that_a_person_shows_are_taken_and_a_rank_or_a_machine_without_takes_none(tmp_path: Path) -> None:
@@ -216,4 +216,4 @@ def test_a_folder_of_locks_that_cannot_be_used_ends_no_stage(tmp_path: Path) -> 
     process, taken, told = holder(tmp_path / "locks", 2)
     process.communicate()
     assert taken == "any" and process.returncode == 0
-    assert told.endswith("stages side by side may take the same GPU")
+    assert told.endswith("concurrent stages may use the same GPU")

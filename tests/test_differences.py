@@ -40,7 +40,7 @@ def test_items_that_both_were_asked_are_paired_so_a_small_steady_gain_shows() ->
 def test_items_of_other_data_are_refused_even_if_their_ids_are_equal(other: dict[str, str]) -> None:
     told = claims.change(BY_KEY["medium"], solved([1, 0] * 50), solved([1, 1] * 50, other))
     assert told is not None and (told.items, told.low, told.kind) == (0, None, "")
-    assert told.shown == told.refused == "measured over other items: other contents of data/problems"
+    assert told.shown == told.refused == "measured on different items: different contents of data/problems"
     unread = claims.change(BY_KEY["medium"], solved([1, 0] * 50), solved([1, 1] * 50, DATA | {"data/facts": "f2"}))
     assert unread is not None and unread.kind == "better", "data that the suite does not read change nothing"
 
@@ -60,11 +60,11 @@ def test_the_same_items_are_paired_though_the_data_around_them_have_changed() ->
 def test_other_items_are_refused_by_name_whatever_the_values_are() -> None:
     told = claims.change(BY_KEY["medium"], asked([0] * 100), asked([1] * 100, data_seed=1, hashes="x"))
     assert told is not None and (told.kind, told.low) == ("", None)
-    assert told.shown == "measured over other items: data_seed 42 and 1"
-    assert told.apart == "0 of 100 and 100 are the same; in one alone: p0, p1, p2, ..."
+    assert told.shown == "measured on different items: data_seed 42 and 1"
+    assert told.apart == "0 of 100 and 100 are the same; only in one: p0, p1, p2, ..."
     one_seed = Measured(asked([0] * 100).numbers | {"settings": {"seed": 1}}, asked([0] * 100, hashes="x").rows)
     told = claims.change(BY_KEY["medium"], asked([0] * 100), one_seed)
-    assert told is not None and told.refused == "measured over other items: data_seed 42 and 1", "a run of one seed"
+    assert told is not None and told.refused == "measured on different items: data_seed 42 and 1", "a run of one seed"
 
 
 def test_a_part_of_the_items_is_compared_over_that_part_alone() -> None:
@@ -76,8 +76,8 @@ def test_a_part_of_the_items_is_compared_over_that_part_alone() -> None:
         assert told.kind == ("better" if change > 0 else "worse")
     crossed = Measured(before.numbers, before.rows[1:])
     told = claims.change(BY_KEY["medium"], crossed, asked([1] * 30, problems=30))
-    assert told is not None and told.refused == "measured over other items: evaluate.problems None and 30"
-    assert told.apart == "29 of 99 and 30 are the same; in one alone: p30, p31, p32, ..."
+    assert told is not None and told.refused == "measured on different items: evaluate.problems None and 30"
+    assert told.apart == "29 of 99 and 30 are the same; only in one: p30, p31, p32, ..."
 
 
 def test_under_twenty_items_nothing_is_better_or_worse() -> None:
@@ -151,7 +151,7 @@ def test_a_stage_differs_because_of_a_parameter_or_of_what_it_reads(two: tuple[P
     told = {one.stage: one for one in claims.stages(first, second)}
     assert list(told) == ["code", "tools", "deploy"]
     assert told["code"].why == ["fit.learning_rate: 0.1 → 0.2"]
-    assert told["tools"].why == ["what it reads from code"] and told["tools"].keys[1] == "follows"
+    assert told["tools"].why == ["its inputs from code"] and told["tools"].keys[1] == "follows"
     assert claims.stages(first, first) == []
     without = MetricsRun({k: v for k, v in second.stages.items() if k != "deploy"}, {}, {})
     assert claims.stages(second, without)[0].why == ["built only before"]
@@ -229,18 +229,18 @@ def test_a_comparison_of_two_data_seeds_gives_no_verdict_on_their_own_items(two_
         next(line for line in of_tools if title in line)
         for title in ("Running text", "Easy problems, pass@1", "Source code")
     )
-    assert "measured over other items: data_seed 42 and 1" in running and running.endswith("not compared")
+    assert "measured on different items: data_seed 42 and 1" in running and running.endswith("not compared")
     assert "WORSE" in solved_ones and solved_ones.endswith("40 items, paired")
     assert "too few items: 19" in source and "WORSE" not in source
     assert (
-        "  text: 0 of 4 and 4 are the same; in one alone: t0, t1, t2, ... (language, code, tools)" in text.splitlines()
+        "  text: 0 of 4 and 4 are the same; only in one: t0, t1, t2, ... (language, code, tools)" in text.splitlines()
     )
 
 
 def test_the_report_says_of_its_baseline_what_it_was_measured_over(two_seeds: tuple[Path, Path]) -> None:
     page = card.render(two_seeds[1], baseline=("before", read(two_seeds[0])))
     assert (
-        page.count('<td>1.000</td><td>1.125</td><td class="">measured over other items: data_seed 42 and 1</td>') == 3
+        page.count('<td>1.000</td><td>1.125</td><td class="">measured on different items: data_seed 42 and 1</td>') == 3
     )
     assert "too few items: 19" in page and '<td class="worse">−100.0 points' in page
     assert "too few items: 4</small>" in card.render(two_seeds[1]), "a change from the model before, within the run"
@@ -269,7 +269,7 @@ def test_a_claim_holds_by_its_interval_fails_without_one_and_says_when_nothing_w
     assert told["GRPO raises pass@1 on held-out problems"].state == claims.UNKNOWN
     assert told["GRPO solves more unseen compositions than its start"].state == claims.HOLDS
     assert "grpo 100.0%, tools 50.0%" in told["GRPO solves more unseen compositions than its start"].measured
-    assert told["Every export answers as the model that was evaluated"].state == claims.FAILS
+    assert told["Every export matches the model that was evaluated"].state == claims.FAILS
     assert claims.alarms(run) == [("rlhf", 40, "entropy")]
     skipped = MetricsRun({}, {}, {"tools": {"problems": {"skipped": "skipped: no sandbox"}}})
     assert claims.skipped(skipped) == [("tools", "problems", "skipped: no sandbox")]
@@ -282,7 +282,7 @@ def test_a_claim_holds_by_its_interval_fails_without_one_and_says_when_nothing_w
         (
             asked([0] * 40),
             asked([1] * 40, hashes="x", problems=40),
-            "measured over other items: evaluate.problems None and 40",
+            "measured on different items: evaluate.problems None and 40",
         ),
     ],
 )
@@ -319,7 +319,7 @@ def test_money_is_hours_of_cores_and_gpus_and_a_sum_is_of_what_is_known(two: tup
     assert (whole["known"], whole["seconds"], whole["joules"], whole["memory"]) == (2, 5400, 500, 1.5)
     assert whole["price"] == pytest.approx(2.9)
     assert metrics.total(metrics.rows(read(two[1])))["price"] is None
-    with pytest.raises(ValueError, match="prices: expected numbers from 0 on"):
+    with pytest.raises(ValueError, match="prices: expected non-negative numbers"):
         metrics.Prices(core=-1)
 
 
@@ -335,4 +335,4 @@ def test_packages_that_differ_are_named_with_the_stages_that_they_computed(tmp_p
         runs.append(read(folder))
     assert claims.packages(*runs) == ["requirements.lock: aa → bb (language, code)", "torch: 2.13.0 → 2.14.0 (code)"]
     assert claims.packages(runs[0], runs[0]) == []
-    assert "Other packages computed them" in compare.render(*runs, ("a", "b"))
+    assert "They used different package versions" in compare.render(*runs, ("a", "b"))

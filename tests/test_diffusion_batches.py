@@ -227,7 +227,7 @@ def test_text_that_holds_the_mask_is_refused(
     problems: Path, byte_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(byte_tokenizer, "mask", byte_tokenizer.encode("x")[0])
-    with pytest.raises(DataError, match="problem 0 holds the mask token"):
+    with pytest.raises(DataError, match="problem 0 contains the mask token"):
         examples(problems, byte_tokenizer)
 
 

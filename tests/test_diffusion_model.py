@@ -201,7 +201,7 @@ def test_draws_report_how_much_they_vary() -> None:
 
 
 def test_a_causal_trunk_is_refused() -> None:
-    with pytest.raises(ValueError, match="sees both sides; found causal"):
+    with pytest.raises(ValueError, match="must be bidirectional; found causal"):
         Denoiser(Transformer(replace(SHAPE, attention="causal")), TRAITS)
 
 
@@ -211,7 +211,7 @@ def test_a_model_with_a_hook_is_no_start_for_a_masked_one(byte_tokenizer: Tokeni
 
     hooked = Transformer(replace(SHAPE, attention="causal"))
     hooked.attach(Hook())
-    with pytest.raises(ModelError, match="cannot begin from a model with a memory"):
+    with pytest.raises(ModelError, match="cannot start from a model with a memory"):
         files.from_causal(hooked, byte_tokenizer)
 
 

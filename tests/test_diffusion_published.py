@@ -156,7 +156,7 @@ def test_another_configuration_is_refused_by_name(values: dict[str, Any], messag
 
 def test_a_tensor_too_many_or_too_few_is_named(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
     with pytest.raises(
-        ModelError, match=r"model\.transformer\.blocks\.0\.gate\.weight: no tensor of a llada checkpoint"
+        ModelError, match=r"model\.transformer\.blocks\.0\.gate\.weight: not a tensor of a llada checkpoint"
     ):
         renamed({"model.transformer.blocks.0.gate.weight": torch.zeros(1)})
     weights = checkpoint(tmp_path / "model", byte_tokenizer, DREAM)

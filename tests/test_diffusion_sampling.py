@@ -237,8 +237,8 @@ def test_a_place_that_was_taken_back_counts_when_it_came_for_good() -> None:
         ({"block": 2, "steps": 3}, "at least one for each of the 4 blocks"),
         ({"order": "left"}, "order: expected one of low_confidence, margin"),
         ({"cache": "all"}, "cache: expected one of"),
-        ({"remask": "p2", "cache": "dual"}, "which threshold and cache exclude"),
-        ({"remask": "p2", "threshold": 0.9}, "which threshold and cache exclude"),
+        ({"remask": "p2", "cache": "dual"}, "which is incompatible with threshold and cache"),
+        ({"remask": "p2", "threshold": 0.9}, "which is incompatible with threshold and cache"),
         ({"threshold": -0.1}, "threshold"),
         ({"top_p": 0.0}, "top_p"),
         ({"temperature": -1.0}, "temperature"),
@@ -254,7 +254,7 @@ def test_settings_that_cannot_be_are_refused(more: dict[str, Any], message: str)
 
 def test_a_wrong_model_prompt_or_number_of_seeds_is_refused() -> None:
     settings, causal = Denoising(length=8, steps=4), Transformer(replace(SHAPE, attention="causal"))
-    with pytest.raises(ValueError, match="a causal model is decoded from the left"):
+    with pytest.raises(ValueError, match="a causal model decodes left to right"):
         denoise(causal, [[4]], settings, [0])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="prompt 0 has 57 tokens; expected 1 to 56"):
         told(settings, prompts=[[4] * 57], seeds=(0,))

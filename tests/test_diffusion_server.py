@@ -100,7 +100,7 @@ def test_what_it_cannot_do_is_refused_by_name(server: Running, name: str, value:
     answer = asked(server, **({"tools": tools} if name == "tool_choice" else {}), **{name: value})
     assert answer.status_code == 400
     error = answer.json()["error"]
-    assert error["param"] == name and f"{name}: a masked-diffusion model does not have it" in error["message"]
+    assert error["param"] == name and f"{name}: not supported by a masked-diffusion model" in error["message"]
 
 
 def test_only_it_has_canvases_and_completions_are_not_for_it(server: Running) -> None:
@@ -108,7 +108,7 @@ def test_only_it_has_canvases_and_completions_are_not_for_it(server: Running) ->
     assert answer.status_code == 400 and "'nano' is a causal model" in answer.json()["error"]["message"]
     body = {"prompt": "a", "stream": True, "stream_options": {"include_denoising": True}}
     answer = httpx.post(f"{server.url}/v1/completions", json={"model": "nano"} | body)
-    assert answer.status_code == 400 and "only a masked-diffusion one has canvases" in answer.json()["error"]["message"]
+    assert answer.status_code == 400 and "masked-diffusion models have canvases" in answer.json()["error"]["message"]
     answer = httpx.post(f"{server.url}/v1/completions", json={"model": "masked", "prompt": "a"})
     assert answer.status_code == 400 and answer.json()["error"]["code"] == "wrong_kind"
 

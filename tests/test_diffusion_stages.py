@@ -254,7 +254,7 @@ def test_a_masked_model_is_refused_where_a_causal_one_is_needed(masked: Workspac
         (
             "diffusion_grpo",
             {"difficulty": "odd"},
-            "difficulty: expected frontier, all, or a group of the problems (easy), got 'odd'",
+            "difficulty: expected frontier, all, or a problem group (easy), got 'odd'",
         ),
         ("diffusion_grpo", {"ref_sync": 2, "beta": 0.0}, "ref_sync: expected 0 with an adapter"),
         ("diffusion", {"init": "model"}, "init: expected one of base, scratch"),
@@ -271,9 +271,9 @@ def test_a_masked_model_is_refused_where_a_causal_one_is_needed(masked: Workspac
         (
             "diffusion",
             {"adapt_steps": 0, "sft_epochs": 0},
-            "adapt_steps and sft_epochs: expected at least 0, and one of them more",
+            "adapt_steps and sft_epochs: expected at least 0, and at least one above 0",
         ),
-        ("diffusion", {"max_new_tokens": 32}, "problems with an answer do not fit; at most a tenth may be left out"),
+        ("diffusion", {"max_new_tokens": 32}, "problems with an answer do not fit; at most a tenth may be dropped"),
         ("diffusion", {"max_new_tokens": 192}, "the model's context, got 272"),
         ("diffusion", {"cart_p": 1.0}, "cart_p: expected a share between 0 and 1"),
     ],
@@ -332,7 +332,7 @@ def test_a_directory_says_which_ids_are_what_and_comes_back(masked: Workspace) -
     [
         ({"mask_token_id": None}, "mask_token_id missing"),
         ({"mask_token_id": 400}, "expected ids below 320"),
-        ({"mask_token_id": 40}, "mask_token_id 40 is no special token of its tokenizer"),
+        ({"mask_token_id": 40}, "mask_token_id 40 is not a special token of its tokenizer"),
         ({"banned_ids": [900]}, "expected ids below 320"),
     ],
 )

@@ -56,8 +56,8 @@ def with_parameters(root: Path, **replacements: str) -> Path:
     """The repository's parameters in a scratch repository, with some words of params.yaml replaced."""
     text = (ROOT / "params.yaml").read_text(encoding="utf-8")
     for old, new in replacements.items():
-        assert f"{old}: null" in text
-        text = text.replace(f"{old}: null", f"{old}: {new}")
+        assert f"{old}:" in text
+        text = text.replace(f"{old}:", f"{old}: {new}")
     (root / "params.yaml").write_text(text, encoding="utf-8")
     for name in ("conf", "stages"):
         (root / name).symlink_to(ROOT / name)
@@ -203,7 +203,7 @@ def test_an_rwlock_of_a_dead_process_is_a_note_and_of_a_reused_pid_a_problem(scr
     assert summary(doctor.rwlock(scratch)) == "ok: processes named as holders: 0"
     path.write_text(f'{{"write": {{"/a/models": {{"pid": {dead}, "cmd": "dvc repro"}}}}}}')
     found = summary(doctor.rwlock(scratch)).splitlines()[1]
-    assert found == f"note: left by process {dead}, which is gone: dvc repro -> when no dvc command runs: rm {path}"
+    assert found == f"note: left by process {dead}, which is gone: dvc repro -> if no dvc command is running: rm {path}"
     path.write_text(f'{{"read": {{"/a/models": [{{"pid": {own}, "cmd": "/x/bin/dvc repro"}}]}}}}')
     found = summary(doctor.rwlock(scratch)).splitlines()[1]
     assert found.startswith("problem: left by `/x/bin/dvc repro`") and f"rm {path}" in found
@@ -226,7 +226,7 @@ def test_an_rwlock_that_was_cut_off_is_a_problem(scratch: Path) -> None:
     for text in ("", '{"write": {"/a": {"pid"', '{"write": {"/a": {"pid": 1}}}', "[1]"):
         (scratch / ".dvc/tmp/rwlock").write_text(text)
         found = summary(doctor.rwlock(scratch))
-        assert found.startswith("problem: damaged") and "rm " in found
+        assert found.startswith("problem: corrupt") and "rm " in found
 
 
 def test_dvcs_lock_is_held_only_while_a_process_holds_it(scratch: Path, dead: int) -> None:
@@ -235,7 +235,7 @@ def test_dvcs_lock_is_held_only_while_a_process_holds_it(scratch: Path, dead: in
     path = scratch / ".dvc/tmp/lock"
     assert summary(doctor.dvc_lock(scratch)) == "ok: free"
     with Lock(str(path)):
-        assert summary(doctor.dvc_lock(scratch)) == f"ok: a dvc command runs (process {os.getpid()})"
+        assert summary(doctor.dvc_lock(scratch)) == f"ok: a dvc command is running (process {os.getpid()})"
     assert path.exists() and summary(doctor.dvc_lock(scratch)) == "ok: free"
     path.write_text(f" {dead}\n")
     assert summary(doctor.dvc_lock(scratch)) == "ok: free"
@@ -285,12 +285,12 @@ def test_a_sandbox_that_can_be_had_is_ok_and_one_that_cannot_says_why(
     scratch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with_parameters(scratch)
-    assert summary(doctor.sandbox(scratch)) == "ok: profile sealed holds generated code"
+    assert summary(doctor.sandbox(scratch)) == "ok: profile sealed isolates generated code"
     jail = tmp_path / "jail.py"
     jail.write_text(REFUSING_JAIL)
     monkeypatch.setattr(servers, "JAIL", jail)
     refused = summary(doctor.sandbox(scratch))
-    assert refused.startswith("problem: profile sealed cannot be had: no seccomp here -> ")
+    assert refused.startswith("problem: profile sealed is unavailable: no seccomp here -> ")
     assert "runtime.sandbox.url" in refused
 
 
@@ -299,9 +299,9 @@ def test_what_params_yaml_says_of_the_sandbox_counts(
 ) -> None:
     monkeypatch.setattr(servers, "JAIL", tmp_path / "absent.py")
     with_parameters(scratch, allow_unsafe="true")
-    assert summary(doctor.sandbox(scratch)).startswith("note: profile sealed cannot be had")
+    assert summary(doctor.sandbox(scratch)).startswith("note: profile sealed is unavailable")
     text = (scratch / "params.yaml").read_text(encoding="utf-8")
-    text = text.replace("sandbox:\n    url: null", "sandbox:\n    url: http://other:8801")
+    text = text.replace("sandbox:\n    url:", "sandbox:\n    url: http://other:8801")
     (scratch / "params.yaml").write_text(text, encoding="utf-8")
     assert summary(doctor.sandbox(scratch)).startswith("ok: generated code runs at http://other:8801")
 
@@ -318,10 +318,10 @@ def test_packages_outside_their_ranges_are_problems_with_the_command_that_mends_
     asked = ["torch==9.9.9", "dvc>=99", "no-such-package>=1", "psutil>=5"]
     found = summary(doctor.packages(project(tmp_path, ">=99", asked))).splitlines()
     torch, version = importlib.metadata.version("torch"), importlib.metadata.version("dvc")
-    assert found[0].startswith("problem: Python is 3.") and "asks for >=99" in found[0] and "make PYTHON=" in found[0]
+    assert found[0].startswith("problem: Python is 3.") and "requires >=99" in found[0] and "make PYTHON=" in found[0]
     assert found[1:4] == [
-        f"problem: torch is {torch}, pyproject.toml asks for ==9.9.9 -> python -m pip install 'torch==9.9.9'",
-        f"problem: dvc is {version}, pyproject.toml asks for >=99 -> python -m pip install 'dvc>=99'",
+        f"problem: torch is {torch}, pyproject.toml requires ==9.9.9 -> python -m pip install 'torch==9.9.9'",
+        f"problem: dvc is {version}, pyproject.toml requires >=99 -> python -m pip install 'dvc>=99'",
         "problem: no-such-package is not installed -> python -m pip install 'no-such-package>=1'",
     ]
     assert "1 of 4 packages" in found[4]
@@ -341,7 +341,7 @@ def test_a_folder_that_is_no_checkout_and_a_machine_without_git_are_told(
 ) -> None:
     no_dvc, no_graph, no_git = summary(doctor.checkout(tmp_path)).splitlines()
     assert no_dvc.startswith(f"problem: no .dvc in {tmp_path}") and no_graph.startswith("problem: no dvc.yaml in")
-    assert no_git.startswith("note: this is no git checkout") and "git clone" in no_git
+    assert no_git.startswith("note: this is not a git checkout") and "git clone" in no_git
     for name in (".dvc", ".git"):
         (tmp_path / name).mkdir()
     (tmp_path / "dvc.yaml").touch()
@@ -381,7 +381,7 @@ def test_a_remote_is_where_its_url_leads_from_dvcs_folder(scratch: Path) -> None
     assert summary(doctor.remote(scratch)).endswith("-> dvc remote add --default store FOLDER")
     configure(scratch, "[core]\n    remote = store\n['remote \"store\"']\n    url = ../kept\n")
     found = summary(doctor.remote(scratch))
-    assert found == f"note: store: {scratch.resolve()}/kept -> it is not there yet: dvc push makes it"
+    assert found == f"note: store: {scratch.resolve()}/kept -> it does not exist yet: dvc push creates it"
     (scratch / "kept").mkdir()
     assert summary(doctor.remote(scratch)) == f"ok: store: {scratch.resolve()}/kept"
     configure(scratch, "['remote \"store\"']\n    url = s3://bucket/kept\n", "config.local")

@@ -127,10 +127,10 @@ def test_what_the_entries_of_a_kind_are() -> None:
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        (["a/*", FileEntry(files="b/*", weight=1.0)], r"dialogues: a/\* has no weight and another entry has one"),
-        (["a/*", "a/*"], r"dialogues: a/\* stands there twice"),
+        (["a/*", FileEntry(files="b/*", weight=1.0)], r"dialogues: a/\* has no weight but another entry does"),
+        (["a/*", "a/*"], r"dialogues: a/\* is listed twice"),
         ([FileEntry(files="a", shape="tex")], r"dialogues: a: shape: expected one of auto"),
-        ([FileEntry(files="a", shape="pair")], r"dialogues: a: shape: pair makes no dialogues; expected columns, "),
+        ([FileEntry(files="a", shape="pair")], r"dialogues: a: shape: pair produces no dialogues; expected columns, "),
     ],
 )
 def test_entries_that_do_not_go_together_are_refused(entries: list[Any], message: str) -> None:
@@ -139,7 +139,7 @@ def test_entries_that_do_not_go_together_are_refused(entries: list[Any], message
 
 
 def test_a_key_that_the_shapes_of_a_kind_do_not_read_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"problems: a: text_field: is not read for problems"):
+    with pytest.raises(ValueError, match=r"problems: a: text_field: is not used for problems"):
         DataConfig(source="files", problems=[FileEntry(files="a", text_field=["x"])])
 
 
@@ -151,7 +151,7 @@ def test_a_key_that_the_shapes_of_a_kind_do_not_read_is_refused() -> None:
         (lambda: HubEntry(source="hub", id="a/b", weight=float("nan")), "weight: expected more than 0, got nan"),
         (lambda: FileEntry(files="a", columns={"b": "text", "c": "text"}), "two columns cannot both become 'text'"),
         (lambda: FileEntry(files="a", columns={"text": "text"}), "'text' already has this name"),
-        (lambda: FileEntry(files="packages"), "packages is no glob"),
+        (lambda: FileEntry(files="packages"), "packages is not a glob"),
     ],
 )
 def test_an_entry_that_means_nothing_is_refused(make: Any, message: str) -> None:

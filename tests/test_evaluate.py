@@ -96,13 +96,13 @@ def test_without_a_sandbox_problems_say_so(
     subject = Subject(tiny_model, byte_tokenizer, FEW, 1)
     result = evaluate.solve(subject, list(programs.problems("test", 4, 1)), lambda: NoSandbox(SandboxConfig(), 1))
     assert (result.numbers, result.rows) == ({"skipped": "skipped: no sandbox"}, [])
-    assert "problems are skipped: sandbox: no name spaces here" in capsys.readouterr().err
+    assert "skipping problems: sandbox: no name spaces here" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (["HumanEval.jsonl.gz"], "expected files of data/benchmarks, which DVC watches, got 'HumanEval.jsonl.gz'"),
+        (["HumanEval.jsonl.gz"], "expected files in data/benchmarks, which DVC tracks, got 'HumanEval.jsonl.gz'"),
         (["data/benchmarks/../own/a.jsonl"], "expected files of data/benchmarks"),
         (["/data/benchmarks/a.jsonl"], "python -m pipeline.evaluation.benchmarks MODEL_DIR FILE"),
         (["data/benchmarks/a.jsonl", "data/benchmarks/x/a.jsonl.gz"], "expected files of different names, got a, a"),

@@ -188,7 +188,7 @@ def test_a_full_file_is_413(file: Path, monkeypatch: pytest.MonkeyPatch) -> None
     feedback = Feedback(file)
     feedback.add(body(0), "")
     feedback.add(body(1), "")
-    with pytest.raises(ApiFault, match=r"is full .*begin a new one") as caught:
+    with pytest.raises(ApiFault, match=r"is full .*start a new one") as caught:
         feedback.add(body(2), "")
     assert caught.value.status == 413
 

@@ -197,7 +197,7 @@ def test_a_group_without_gradient_is_named(tmp_path: Path) -> None:
         def forward(self, ids: torch.Tensor) -> torch.Tensor:
             return self.lm_head(self.embed_tokens(ids)) + 0 * self.hidden.weight.sum()
 
-    with pytest.raises(GateError, match=r"group hidden: no gradient arrives at hidden\.weight"):
+    with pytest.raises(GateError, match=r"group hidden: no gradient reaches hidden\.weight"):
         fit(Cut(), Rows(), loss, config(), job(tmp_path))
 
 

@@ -167,7 +167,7 @@ def test_after_three_rollbacks_spikes_are_skipped_and_what_is_not_finite_stops_t
 def test_a_loss_that_stays_high_ends_the_run_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(update, "STAYED", 10)
     monkeypatch.setattr(update, "FEWEST", 8)
-    with pytest.raises(GateError, match=r"step 29: loss .*the loss rose and stayed: 10 steps in a row .*learning_rate"):
+    with pytest.raises(GateError, match=r"step 29: loss .*the loss rose and stayed high: 10 steps .*learning_rate"):
         fit(Net(), Spiking(tuple(range(20, 99)), factor=50.0), spiking_loss, config(steps=60), job(tmp_path))
 
 
@@ -180,7 +180,7 @@ def test_a_state_that_a_rollback_may_load_outlives_retention(tmp_path: Path) -> 
 
 def test_what_is_not_finite_is_named_by_its_module_and_rows(tmp_path: Path) -> None:
     with pytest.raises(
-        GateError, match=r"not finite \(1 in a row\); rows \[12, 13.*Not finite first: the output of embed_tokens"
+        GateError, match=r"not finite \(1 in a row\); rows \[12, 13.*First non-finite value: the output of embed_tokens"
     ):
         fit(Net(), Rows(poison=2), loss, config(on_nonfinite="stop"), job(tmp_path))
 
@@ -316,7 +316,7 @@ def test_a_compiler_that_fails_is_an_error_only_where_it_is_asked_for(
     monkeypatch.setenv("STAGECOACH_WORK", str(tmp_path / "work"))
     cpu = Hardware(device=torch.device("cpu"), precision="bf16", threads=1)
     assert performance.compiled(tiny_model, "auto", flops=0, hardware=cpu, name="toy") is False
-    assert "toy: goes on with PyTorch's operators, which are slower" in capsys.readouterr().err
+    assert "toy: falling back to PyTorch's operators, which are slower" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="could not build"):
         performance.compiled(tiny_model, True, flops=0, hardware=cpu, name="toy")
     monkeypatch.delenv("CXX")

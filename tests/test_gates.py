@@ -29,14 +29,14 @@ class Leaky(nn.Module):
 
 def test_a_batch_without_targets_is_refused() -> None:
     gates.trainable_tokens(1, "tools")
-    with pytest.raises(GateError, match=r"tools: .* no token to train on; look at the data's trained-on masks"):
+    with pytest.raises(GateError, match=r"tools: .* no tokens to train on; check the loss masks of the data"):
         gates.trainable_tokens(0, "tools")
 
 
 def test_a_model_that_sees_the_future_is_refused_and_ours_is_not(tiny_model: Transformer) -> None:
     gates.causal(tiny_model)
     assert tiny_model.training
-    with pytest.raises(GateError, match=r"leaks the future; look at pipeline/model/layers\.py"):
+    with pytest.raises(GateError, match=r"leaks future tokens; check pipeline/model/layers\.py"):
         gates.causal(Leaky(tiny_model.config))
     with torch.no_grad():
         dict(tiny_model.named_parameters())["model.layers.1.mlp.down_proj.weight"][0, :2] = math.nan
@@ -66,7 +66,7 @@ def test_reading_the_data_more_than_four_times_is_said_of_causal_models(
     gates.repeated(8.0, masked, "diffusion")  # gains from more passes
     assert capsys.readouterr().err == ""
     gates.repeated(6.25, tiny_model, "code")
-    assert "warning: code: the run reads its data 6.2 times; beyond 4 times" in capsys.readouterr().err
+    assert "warning: code: the run makes 6.2 passes over its data; beyond 4" in capsys.readouterr().err
 
 
 def test_the_first_loss_from_scratch_is_that_of_a_uniform_guess(
@@ -77,7 +77,7 @@ def test_the_first_loss_from_scratch_is_that_of_a_uniform_guess(
         gates.first_loss(nats, tiny_model, from_scratch=True)
     for nats in (uniform - 0.51, uniform + 0.51, 0.0):
         with pytest.raises(
-            GateError, match=r"must start at ln V = 5\.768 within 0\.5: the initialisation or the targets"
+            GateError, match=r"must start within 0\.5 of ln V = 5\.768: the initialization or the targets"
         ):
             gates.first_loss(nats, tiny_model, from_scratch=True)
     gates.first_loss(0.1, tiny_model, from_scratch=False)
@@ -122,7 +122,7 @@ def test_a_group_without_gradient_is_named(tiny_model: Transformer) -> None:
     members = groups(model)
     for parameter in members["hidden"].values():
         parameter.grad = None
-    with pytest.raises(GateError, match=r"group hidden: no gradient arrives at model\.layers\.0\..*freeze it"):
+    with pytest.raises(GateError, match=r"group hidden: no gradient reaches model\.layers\.0\..*freeze it"):
         gates.gradients(members, model)
 
 
@@ -164,4 +164,4 @@ def test_a_loss_that_does_not_fall_is_said_once(
     losses: list[dict[str, Any]], warned: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gates.falling(losses, 1000, "language")
-    assert ("warning: language: the loss fell by under 2%" in capsys.readouterr().err) == warned
+    assert ("warning: language: the loss fell by less than 2%" in capsys.readouterr().err) == warned

@@ -175,7 +175,7 @@ def test_what_cannot_be_said_is_refused(byte_tokenizer: Tokenizer, tmp_path: Pat
         written(byte_tokenizer, path, fresh(replace(SHAPES["tied"], qk_norm=False)), "f32")
     with pytest.raises(ModelError, match="found bidirectional"):
         written(byte_tokenizer, path, fresh(replace(SHAPES["tied"], attention="bidirectional")), "f32")
-    with pytest.raises(ModelError, match=r"qwen2 only where heads \* head_dim is the width, found 4 \* 32 and 64"):
+    with pytest.raises(ModelError, match=r"qwen2 only if heads \* head_dim equals the width, found 4 \* 32 and 64"):
         written(byte_tokenizer, path, fresh(replace(SHAPES["qwen2"], head_dim=32)), "f32")
     assert not path.exists()
     loud = fresh()
@@ -302,5 +302,5 @@ def test_a_model_that_rounding_changes_too_much_is_refused(
     found = export_gguf.verify(path, model, byte_tokenizer, serialized, kind="q8_0")["divergence"]
     assert found > 0
     monkeypatch.setitem(smoke.LIMITS, "q8_0", smoke.Limit(divergence=found / 2))
-    with pytest.raises(GateError, match=r"the divergence is \S+ nats a token \(at most "):
+    with pytest.raises(GateError, match=r"the divergence is \S+ nats per token \(at most "):
         export_gguf.verify(path, model, byte_tokenizer, serialized, kind="q8_0")

@@ -96,7 +96,7 @@ def test_a_repository_s_own_configuration_runs_nothing(root: Path, tmp_path: Pat
 
 def test_without_commits_or_git_the_error_says_so(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(DataError, match="need git"):
+    with pytest.raises(DataError, match="needs git"):
         read(tmp_path)
     monkeypatch.undo()
     (root / ".git/HEAD").write_text("broken")

@@ -384,7 +384,7 @@ def test_a_server_that_stays_away_is_an_error_and_the_next_run_goes_on_with_the_
     server.faults[:] = [None, None, None, *[500] * 200]  # the columns, and the first two parts
     reply = child.read("text", STORIES, tmp_path)
     server.faults.clear()
-    assert "gave up after 5 retries" in reply["error"] and "run again" in reply["error"]
+    assert "gave up after 5 retries" in reply["error"] and "rerun to resume" in reply["error"]
     folder = hub.folder_of(STORIES, "text", tmp_path) / "train"
     assert (folder / "part-1.parquet").exists() and not (folder / "part-2.parquet").exists()
     (folder / "part-2.parquet.tmp").write_bytes(b"half a part")

@@ -174,7 +174,7 @@ def test_a_reward_model_is_proved_by_its_rewards(
         model.score.weight[0, 0] += 1e-4
     with pytest.raises(GateError, match="rewards differ by"):
         huggingface.verify(model, byte_tokenizer, tmp_path / "reward")
-    with pytest.raises(GateError, match="it is a RewardModel, exported was a Transformer"):
+    with pytest.raises(GateError, match="it is a RewardModel, expected a Transformer"):
         huggingface.verify(tiny_model, byte_tokenizer, tmp_path / "reward")
 
 
@@ -189,7 +189,7 @@ def test_a_sound_directory_is_loaded(out: Path, byte_tokenizer: Tokenizer) -> No
 def test_a_file_that_is_not_as_it_was_sealed_is_named(name: str, out: Path) -> None:
     with (out / name).open("ab") as file:
         file.write(b" ")
-    with pytest.raises(ModelError, match=rf"{name}: expected sha256 .* as SHA256SUMS says"):
+    with pytest.raises(ModelError, match=rf"{name}: expected sha256 .* from SHA256SUMS"):
         huggingface.load(out)
     (out / name).unlink()
     with pytest.raises(ModelError, match=rf"{name}: expected sha256 .* found nothing"):
@@ -198,7 +198,7 @@ def test_a_file_that_is_not_as_it_was_sealed_is_named(name: str, out: Path) -> N
 
 def test_a_file_that_nobody_sealed_is_refused(out: Path) -> None:
     (out / "model.safetensors.index.json").write_text("{}")
-    with pytest.raises(ModelError, match=r"index\.json: SHA256SUMS does not name it"):
+    with pytest.raises(ModelError, match=r"index\.json: SHA256SUMS does not list it"):
         huggingface.check(out)
 
 
@@ -233,7 +233,7 @@ def test_auto_map_is_refused(name: str, out: Path) -> None:
     )
     (out / name).write_text(asked)
     huggingface.seal(out)
-    with pytest.raises(ModelError, match=rf"{name}: auto_map asks for code"):
+    with pytest.raises(ModelError, match=rf"{name}: auto_map would run code"):
         huggingface.load(out)
 
 

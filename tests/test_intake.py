@@ -21,7 +21,7 @@ def test_too_many_rejected_rows_fail_after_the_last_record(own: Path) -> None:
     (own / "a.jsonl").write_text(jsonl(*({"text": f"row {n}"} for n in range(99)), {"text": 1}))
     assert len(read(own, max_rejected=0.01).records) == 99
     (own / "b.jsonl").write_text(jsonl({"text": 2}))
-    with pytest.raises(DataError, match=r"2 of 101 rows are rejected[\s\S]*a.jsonl:100: text:"):
+    with pytest.raises(DataError, match=r"2 of 101 rows were rejected[\s\S]*a.jsonl:100: text:"):
         read(own, max_rejected=0.01)
 
 
@@ -161,9 +161,9 @@ def test_all_globs_without_a_match_are_named_at_once(own: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"source": "machine", "dialogues": ["d/*"]}, "dialogues: is read with source: files alone"),
-        ({"source": "hub", "text_field": ["a"]}, "text_field: is read with source: files alone"),
-        ({"source": "files", "hub": {"text": []}}, "hub: is read with source: hub alone"),
+        ({"source": "machine", "dialogues": ["d/*"]}, "dialogues: is only used with source: files"),
+        ({"source": "hub", "text_field": ["a"]}, "text_field: is only used with source: files"),
+        ({"source": "files", "hub": {"text": []}}, "hub: is only used with source: hub"),
         ({"source": "files", "val_share": 0.5, "test_share": 0.5}, "val_share, test_share: expected"),
     ],
 )

@@ -184,7 +184,7 @@ def _broken_jail(folder: Path) -> Path:
 
 
 def slow_child(seconds: float) -> dict[str, Any]:
-    """The server's answer to a job whose child takes `seconds` of CPU and as long again to close itself off."""
+    """The server's answer to a job whose child takes `seconds` of CPU and as long again to isolate itself."""
     limits = {"cpu": 0.2, "wall": 1.0, "job_cpu": 0.3, "job_wall": 1.1, "memory": 1 << 28, "results": 4096}
     limits |= {"stdout": 4096, "stderr": 4096}
     job = {"id": "a", "nonce": "0" * 32, "source": ADD.source, "entry": "add", "limits": limits}
@@ -212,7 +212,7 @@ def test_a_child_that_is_slow_to_close_itself_off_costs_no_server_and_no_verdict
     answer = slow_child(1.2)
     assert answer["cut"] is None and len(answer["frames"]) == 1, answer
     assert answer["wall_ms"] < 1100  # the candidate's own time
-    assert "could not close itself off" in slow_child(4.0)["fault"]
+    assert "could not isolate itself" in slow_child(4.0)["fault"]
 
 
 @pytest.mark.parametrize("said", [b"RA", b""])

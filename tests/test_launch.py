@@ -134,7 +134,7 @@ def test_a_failure_takes_with_it_only_what_needs_it_and_its_own_code_is_ours(
     }
     said = capsys.readouterr().err
     assert "evaluate@dpo  not built             needs dpo" in said and "exit 3" in said
-    assert said.endswith("launch: dpo, rlhf failed, see above; all else was built. Go on with: make all\n")
+    assert said.endswith("launch: dpo, rlhf failed, see above; everything else was built. Continue with: make all\n")
 
 
 def test_progress_counts_stages_and_minutes_of_the_longest_chain_or_of_all_work() -> None:
@@ -212,7 +212,7 @@ def test_a_signal_asks_each_stage_once_and_starts_no_more(
     assert Launcher(build, "make").run() == 128 + signal.SIGTERM
     assert (repros.started, repros.alive, asked) == (["a", "b", "c"], 0, [7])
     assert states(build) == {"a": "built", "b": "stopped", "c": "stopped", "d": "not built", "e": "not built"}
-    assert "stopped by SIGTERM; go on with: make" in capsys.readouterr().err
+    assert "stopped by SIGTERM; continue with: make" in capsys.readouterr().err
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
@@ -358,8 +358,8 @@ def until(happened: Callable[[], bool], seconds: float = 60.0) -> None:
 def encoded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Repository]:
     """A repository whose data are built, and `models/code` with what it needs not yet."""
     repository = Repository.copy_of_ours(tmp_path_factory.mktemp("launch") / "repository")
-    repository.edit("params.yaml", "language:\n  steps: null", "language:\n  steps: 60")
-    repository.edit("params.yaml", "code:\n  steps: null", "code:\n  steps: 60")
+    repository.edit("params.yaml", "language:\n  steps:", "language:\n  steps: 60")
+    repository.edit("params.yaml", "code:\n  steps:", "code:\n  steps: 60")
     repository.edit("params.yaml", "save_steps: 500", "save_steps: 10")
     repository.run("python", "-m", "pipeline.tools.launch", "stage_encode")
     yield repository

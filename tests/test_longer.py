@@ -49,7 +49,7 @@ def test_a_run_of_thirty_steps_after_one_of_twenty_equals_one_of_thirty(publish:
     assert tools(steps=20, publish=publish).code == 0
     assert "step-00000016" in workspace.states("tools")  # the rates fall from step 16 on
     longer = tools(steps=30, publish=publish)
-    assert longer.code == 0 and "goes on from step 16 of run" in longer.said
+    assert longer.code == 0 and "continuing from step 16 of run" in longer.said
     assert published() == whole
 
 
@@ -65,7 +65,7 @@ def test_a_run_that_rehearses_at_its_end_goes_on_from_before_that(workspace: Wor
     workdir.remove(workspace.folder / ".work")
     assert tools(steps=20, **mixed).code == 0
     longer = tools(steps=30, **mixed)
-    assert longer.code == 0 and "goes on from step 10 of run" in longer.said
+    assert longer.code == 0 and "continuing from step 10 of run" in longer.said
     assert published() == whole
     assert tools(steps=30, rehearse="tokens", rehearse_from=0.0).code == 0 and published() != whole
 
@@ -76,7 +76,7 @@ def test_a_killed_run_serves_a_longer_one_too(workspace: Workspace) -> None:
     (key,) = (path.parent for path in workspace.folder.glob(".work/tools/*/finished.json"))
     (key / "finished.json").unlink()
     longer = tools(steps=40)
-    assert "goes on from step 24" in longer.said
+    assert "continuing from step 24" in longer.said
     again = tools(steps=30)
     assert again.code == 0 and published() == whole
 
@@ -94,7 +94,7 @@ def test_another_schedule_starts_at_0_and_says_why(workspace: Workspace) -> None
 def test_a_run_that_differs_in_more_than_its_length_is_not_gone_on_from(workspace: Workspace) -> None:
     assert tools(steps=20).code == 0
     other = tools(steps=30, learning_rate=2e-2)
-    assert other.code == 0 and "differs in its length alone" not in other.said and "goes on" not in other.said
+    assert other.code == 0 and "differs only in length" not in other.said and "continuing from" not in other.said
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_a_named_state_gives_the_bytes_of_the_run_that_stopped_there(workspace: 
     assert tools(steps=20, save_steps=5, keep=9).code == 0
     whole = published()
     listed = tools("--resume", "10", steps=20)
-    assert listed.code == 2 and "--resume 10: there is no such state" in listed.said and "16" in listed.said
+    assert listed.code == 2 and "--resume 10: this run has no such state" in listed.said and "16" in listed.said
     resumed = tools("--resume", "16", steps=20)
     assert resumed.code == 0 and "resumed at step 16 of 20" in resumed.said
     assert published() == whole
@@ -160,11 +160,11 @@ def test_an_adapter_is_merged_into_the_model_of_the_middle_and_training_goes_on(
 def test_models_that_cannot_be_kept_are_named_and_end_no_run(workspace: Workspace) -> None:
     """The block runtime is read by every stage of the graph."""
     ended = workspace.command("reward", **{"runtime.keep_models": [2]})
-    assert ended.code == 0 and "none is kept, because stage_reward makes a model at its end alone" in ended.said
+    assert ended.code == 0 and "is ignored because stage_reward writes a model only at the end" in ended.said
     ended = tools(steps=4, keep_models=[9])
     assert ended.code == 0 and "stage_tools has 4 steps, so 9 is never reached" in ended.said
     ended = tools(steps=4, keep_models=[2])
-    assert ended.code == 0 and "without the model of step 2: runtime.fresh=true trains again" in ended.said
+    assert ended.code == 0 and "the model of step 2 was not kept: retrain with runtime.fresh=true" in ended.said
 
 
 def test_a_run_that_another_process_trains_is_left_alone(workspace: Workspace) -> None:
@@ -173,4 +173,4 @@ def test_a_run_that_another_process_trains_is_left_alone(workspace: Workspace) -
     with workdir.held(key) as is_held:
         assert is_held
         longer = tools(steps=30)
-    assert longer.code == 0 and "starts at 0: its states are gone, or another process has them" in longer.said
+    assert longer.code == 0 and "starts at 0: its states are gone, or in use by another process" in longer.said

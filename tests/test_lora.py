@@ -94,7 +94,7 @@ IDS = torch.randint(0, 97, (64, 20), generator=torch.Generator().manual_seed(2))
     [
         ({"rank": 0}, "adapter.rank: expected at least 1, found 0"),
         ({"alpha": 0.0}, "adapter.alpha: expected a positive number"),
-        ({"dropout": 1.0}, "adapter.dropout: expected a share from 0 to below 1, found 1.0"),
+        ({"dropout": 1.0}, "adapter.dropout: expected at least 0 and below 1, found 1.0"),
         ({"dropout": -0.1}, "adapter.dropout"),
         ({"targets": ("q_proj", "lm_head")}, "some of q_proj, k_proj, .*found .*lm_head"),
         ({"targets": ("q_proj", "all-linear")}, "all-linear alone"),
@@ -332,7 +332,7 @@ def test_a_state_that_does_not_fit_is_refused_by_name() -> None:
     first = next(iter(state))
     with pytest.raises(ModelError, match=f"found 1 missing .{first}"):
         lora.load_adapter_state(model, {key: tensor for key, tensor in state.items() if key != first})
-    with pytest.raises(ModelError, match=rf"{first} has shape \[4, 24\], expected \[3, 24\]: another rank"):
+    with pytest.raises(ModelError, match=rf"{first} has shape \[4, 24\], expected \[3, 24\]: different rank"):
         lora.load_adapter_state(model, state | {first: torch.zeros(4, 24)})
 
 
@@ -365,7 +365,7 @@ def test_a_rank_beyond_the_files_is_refused_before_it_is_allocated(
     folder = exported(tmp_path, r=10**9)
     monkeypatch.setattr(lora, "attach", lambda *_: pytest.fail("an adapter was built"))
     with pytest.raises(
-        ModelError, match=r"lora_A\.weight has shape \[3, \d+\], expected \[1000000000, \d+\]: another rank"
+        ModelError, match=r"lora_A\.weight has shape \[3, \d+\], expected \[1000000000, \d+\]: the rank"
     ):
         lora.import_peft(folder, fresh())
 

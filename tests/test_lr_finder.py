@@ -65,7 +65,7 @@ def test_the_finder_trains_nothing_and_writes_a_curve_a_plot_and_a_line(
 def test_a_changed_state_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hashes = iter(("a", "b"))
     monkeypatch.setattr(lr_finder, "fingerprint", lambda run: next(hashes))
-    with pytest.raises(GateError, match="left another state"):
+    with pytest.raises(GateError, match="did not restore the training state"):
         fit(Net(), Rows(), loss, config(), job(tmp_path, find_lr=True))
 
 

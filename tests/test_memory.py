@@ -412,7 +412,7 @@ def test_a_shape_survives_its_file_and_a_foreign_key_is_refused() -> None:
             )
             == config
         )
-    with pytest.raises(ModelError, match="depth is unknown here"):
+    with pytest.raises(ModelError, match="depth is unknown"):
         MemoryConfig.from_json(memory().to_json() | {"depth": 3})
     with pytest.raises(ModelError, match="expected a multiple"):
         MemoryConfig.from_json(memory().to_json() | {"rows": 47})

@@ -169,5 +169,5 @@ def test_the_engine_says_what_the_sampler_says(routing: str) -> None:
 
 
 def test_an_export_that_would_drop_the_memory_is_refused(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
-    with pytest.raises(ModelError, match=r"llama\.cpp has no memory beside the layers"):
+    with pytest.raises(ModelError, match=r"llama\.cpp does not support the memory"):
         gguf.write(tmp_path / "m.gguf", opened(memory()), byte_tokenizer, "", kind="f16", name="m")

@@ -57,8 +57,8 @@ TOLD: dict[str, Any] = {
 def test_charts_have_a_line_a_layer_in_the_order_of_the_layers_and_leave_out_what_was_not_measured() -> None:
     found = report.figures(MetricsRun({}, {"memory": ROWS}, {}))
     heads = {one["title"]: one["head"] for one in found}
-    assert heads["Evenness of the chapters' use"] == ["step", "layer 2", "layer 10"]
-    assert heads["What knowing less of the memory costs"] == ["step", "without the memory", "chapters drawn at random"]
+    assert heads["Evenness of chapter usage"] == ["step", "layer 2", "layer 10"]
+    assert heads["Cost of using less of the memory"] == ["step", "without the memory", "chapters drawn at random"]
     assert found[0]["rows"] == [["5", "0.5000", "0.8000"], ["7", "0.7000", "0.8000"]]
     assert all("step" in one["svg"] for one in found) and "bits per byte" in found[-1]["svg"]
     assert report.figures(MetricsRun({}, {}, {})) == []
@@ -68,7 +68,7 @@ def test_charts_have_a_line_a_layer_in_the_order_of_the_layers_and_leave_out_wha
 def test_a_chapter_that_no_text_reads_is_a_claim_that_fails() -> None:
     router = {"0": {"chapters_unused": 0.0}, "1": {"chapters_unused": 2.0}}
     (claim,) = report.claims(MetricsRun({"memory": {"lineage": {}, "router": router}}, {}, {}))
-    assert claim.title == "No chapter of the memory is dead" and claim.state == FAILS
+    assert claim.title == "No memory chapter is dead" and claim.state == FAILS
 
 
 def test_cells_darken_with_the_share_and_a_part_is_numbered_by_its_heaviest_chapter() -> None:
@@ -96,7 +96,7 @@ def test_the_page_has_tables_maps_and_charts_of_a_memory(tmp_path: Path, monkeyp
         "Chapters against sources, layer 3",
         "&lt;b&gt;who&lt;/b&gt;<sub>2</sub>",
         "Each text chooses 2 of 4 chapters, by prompt",
-        "Evenness of the chapters",
+        "Evenness of chapter usage",
     ):
         assert text in page
     assert "<b>who</b>" not in page

@@ -288,7 +288,7 @@ def test_a_model_with_a_memory_gets_no_second_one(coded: Workspace) -> None:
     for stage in ("language", "code"):
         assert from_start(coded, stage).code == 0
     ended = run()
-    assert ended.code == 2 and "the model has a memory already" in ended.said
+    assert ended.code == 2 and "the model already has a memory" in ended.said
 
 
 @pytest.mark.full

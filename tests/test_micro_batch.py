@@ -118,7 +118,7 @@ def test_where_not_even_a_row_fits_the_run_is_refused_or_warned_of(
     needs = next(size for size in range(10**7, 10**9, 10**6) if fits(model, fitting, size, monkeypatch))
     capsys.readouterr()
     assert planned(model, fitting, needs, monkeypatch) == 1
-    assert "warning: one row needs about 0.1 GB by the plan" in capsys.readouterr().err
+    assert "warning: one row needs an estimated 0.1 GB" in capsys.readouterr().err
 
 
 def fits(model: nn.Module, fitting: FitConfig, memory: int, monkeypatch: pytest.MonkeyPatch) -> bool:
@@ -277,4 +277,4 @@ def test_settings_that_are_seldom_meant_are_warned_of(in_repository: Path, tmp_p
     run.config = replace(run.config, warmup_steps=4 * run.steps)
     first, second = performance.headline(run).split("\n")[1:]
     assert first.startswith("warning: fp16 is several times slower")
-    assert second.startswith(f"warning: all {run.steps} steps are warm-up: the learning rate ends at 25% of")
+    assert second.startswith(f"warning: all {run.steps} steps are warmup: the learning rate ends at 25% of")

@@ -304,7 +304,7 @@ def test_functions_with_tests_become_tasks_and_the_others_say_why(mined: mining.
     assert "assert count(" in by_name["count"].question and any(test["visible"] for test in by_name["count"].tests)
     solutions = [(problem, code.solution(problem)) for problem in mined.problems]
     assert [fault[1] for fault in code.faults(judge, iter(solutions))] == [""] * 3
-    assert mined.summary()["tasks"] == 3 and "3 tasks; not taken: " in mined.shown("shop")
+    assert mined.summary()["tasks"] == 3 and "3 tasks; skipped: " in mined.shown("shop")
 
 
 def test_no_attack_on_the_oracle_succeeds(shop: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -448,7 +448,7 @@ def test_a_repository_without_tasks_stops_the_stage(workspace: object) -> None:
     (own / "a.py").write_text("def f(x):\n    return x\n")
     Path("feedback").mkdir(exist_ok=True)
     ended = command("tasks", ["data.source=files", 'data.problems=[{"repository": "bare"}]'])
-    assert ended.code != 0 and "bare: none of its functions can be a task" in ended.said, ended.said
+    assert ended.code != 0 and "bare: none of its functions can be used as a task" in ended.said, ended.said
 
 
 def test_an_absent_folder_is_refused(tmp_path: Path) -> None:

@@ -145,7 +145,7 @@ def test_a_row_each_is_held_out_where_rows_allow_and_a_small_test_is_told(
     assert (len(one.splits["val"]), len(one.splits["test"])) == held
     assert len(one.splits["train"]) == num_rows - sum(held) >= 1
     mixture.tell_small("dialogues", [one], held[1])
-    assert f"the test has {held[1]} of the rows: too few for a verdict, which takes 20" in capsys.readouterr().err
+    assert f"the test set has only {held[1]} rows; meaningful results need at least 20" in capsys.readouterr().err
 
 
 def test_the_row_that_is_held_out_mostly_stays_so_when_rows_are_added() -> None:

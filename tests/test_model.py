@@ -199,7 +199,7 @@ def test_positions_matter_by_distance_only() -> None:
 
 
 def test_a_row_that_returns_to_a_document_is_refused() -> None:
-    with pytest.raises(ValueError, match="comes back to an earlier id"):
+    with pytest.raises(ValueError, match="returns to an earlier id"):
         made()(some_ids(1, 4), documents=torch.tensor([[0, 1, 1, 0]]))
 
 

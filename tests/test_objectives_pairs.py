@@ -216,7 +216,7 @@ REFUSED = [
         ({"loss": loss, "reference_free": True}, f"{loss} is defined by its reference")
         for loss in ("ipo", "apo_zero", "apo_down")
     ),
-    ({"loss": "simpo", "reference_free": True}, "simpo never reads a reference"),
+    ({"loss": "simpo", "reference_free": True}, "simpo never uses a reference"),
 ]
 
 

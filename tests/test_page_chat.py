@@ -86,7 +86,7 @@ def test_the_system_prompt_and_each_sampling_setting_reach_the_server(page: Any)
     for label, value in values.items():
         page.get_by_label(label, exact=True).fill(value)
     page.get_by_label("System prompt").fill("Be brief.")
-    page.get_by_label("Stop texts").fill("one\ntwo")
+    page.get_by_label("Stop strings").fill("one\ntwo")
     page.locator("#model").select_option("other")
     say(page, "Hello")
     expected = {
@@ -203,7 +203,7 @@ def test_a_reload_restores_the_conversation_with_its_branches(page: Any) -> None
     page.get_by_role("button", name="Delete Hello").click()
     page.locator(".conversations li").wait_for(state="detached")
     page.reload()
-    page.get_by_text("Talk to what you trained").wait_for()
+    page.get_by_text("Chat with your model").wait_for()
 
 
 def test_an_exported_file_imports_as_the_same_conversation(
@@ -359,7 +359,7 @@ def test_a_calls_card_takes_a_result_and_the_answer_follows_it(browser: Any, ser
             '[{"type": "function", "function": {"name": "a", "parameters": []}}]',
             "a: expected a JSON schema as parameters",
         ),
-        (json.dumps([EXAMPLE, EXAMPLE]), "tool 2: get_weather is there twice"),
+        (json.dumps([EXAMPLE, EXAMPLE]), "tool 2: get_weather appears twice"),
     ],
 )
 def test_wrong_tools_are_explained_and_never_sent(page: Any, text: str, message: str) -> None:

@@ -62,7 +62,7 @@ def compare(page: Any, text: str = "Hello") -> None:
     to(page, "Compare")
     page.get_by_label("Prompt for both").fill(text)
     page.keyboard.press("Control+Enter")
-    page.locator(".outcome").get_by_text(re.compile("They part|Both say")).wait_for()
+    page.locator(".outcome").get_by_text(re.compile("They diverge|Both answers")).wait_for()
 
 
 # compare
@@ -72,7 +72,7 @@ def test_two_checkpoints_part_at_the_first_token_that_differs(page: Any, server:
     compare(page)
     first, second = answer_tokens(server), answer_tokens(server, model="other")
     place = next(n for n, (one, other) in enumerate(zip(first, second, strict=False)) if one["id"] != other["id"])
-    assert page.locator(".outcome").inner_text() == f"They part at token {place + 1}."
+    assert page.locator(".outcome").inner_text() == f"They diverge at token {place + 1}."
     marks = [mark.text_content() for mark in page.locator("#compare mark").all()]
     assert marks == [first[place]["token"], second[place]["token"]]
     shown = [page.get_by_label(f"Answer {name}").text_content() for name in "AB"]
@@ -91,11 +91,11 @@ def test_two_checkpoints_part_at_the_first_token_that_differs(page: Any, server:
 def test_one_checkpoint_with_one_seed_says_the_same_and_with_two_parts(page: Any, server: Running) -> None:
     page.get_by_label("Model B").evaluate("select => { select.value = 'nano' }")
     compare(page)
-    assert page.locator(".outcome").inner_text() == "Both say the same."
+    assert page.locator(".outcome").inner_text() == "Both answers are the same."
     assert page.locator("#compare mark").count() == 0 and page.get_by_role("button", name="Tie").count() == 0
     page.get_by_label("Seed B").fill("5")
     page.get_by_role("button", name="Ask both").click()
-    page.locator(".outcome").get_by_text("They part").wait_for()
+    page.locator(".outcome").get_by_text("They diverge").wait_for()
     tokens = answer_tokens(server, seed=5)
     assert (page.get_by_label("Answer B").text_content() or "").startswith(tokens[0]["token"])
 
@@ -173,7 +173,7 @@ def test_the_keyboard_walks_the_tokens_and_another_is_continued_by_ids(page: Any
     row = page.locator(".detail tbody tr", has=page.get_by_role("cell", name=str(other["id"]), exact=True))
     row.get_by_role("button").focus()
     page.keyboard.press("Enter")
-    page.get_by_text("tokens more.").wait_for()
+    page.get_by_text("more tokens.").wait_for()
     prompt = asked(server, "/apply-template", messages=[{"role": "user", "content": "Hello"}])["tokens"]
     ids = [*prompt, tokens[0]["id"], tokens[1]["id"], other["id"]]
     assert sent[0]["prompt"] == ids
@@ -189,7 +189,7 @@ def test_a_text_is_continued_and_branched_again(page: Any, server: Running) -> N
     to(page, "Tokens")
     page.get_by_label("Text to continue").fill("def add")
     page.keyboard.press("Control+Enter")
-    page.get_by_text("tokens more.").wait_for()
+    page.get_by_text("more tokens.").wait_for()
     found = asked(
         server, "/v1/completions", prompt="def add", max_tokens=24, logprobs=10, return_token_ids=True, **SAMPLED
     )["choices"][0]
@@ -307,7 +307,7 @@ def test_denoising_is_drawn_step_by_step_and_replayed(browser: Any, server: Runn
         page.keyboard.press("Control+Enter")
         cells = page.locator("#diffusion .piece")
         whole = [visible(byte_tokenizer.decode([id_])) for id_ in ids]
-        page.locator("#diffusion .facts").get_by_text(f"Step 3 of 3: {len(ids)} of {len(ids)} places known").wait_for()
+        page.locator("#diffusion .facts").get_by_text(f"Step 3 of 3: {len(ids)} of {len(ids)} tokens").wait_for()
         until(page, "whole => document.querySelector('#diffusion .pieces').textContent === whole", "".join(whole))
         assert sent[0]["stream_options"]["include_denoising"] is True and "logprobs" not in sent[0]
         slider = page.get_by_role("slider")

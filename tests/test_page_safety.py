@@ -191,7 +191,7 @@ def test_without_a_file_for_feedback_a_choice_is_said_not_to_be_kept(page: Any) 
     page.get_by_label("Prompt for both").fill("Hello")
     page.keyboard.press("Control+Enter")
     page.get_by_role("button", name="B is better").click()
-    assert "It is not kept: start the server with --feedback" in page.locator(".outcome").inner_text() and sent == []
+    assert "Not stored: start the server with --feedback" in page.locator(".outcome").inner_text() and sent == []
 
 
 # everybody
@@ -320,17 +320,17 @@ def test_a_server_with_a_key_asks_for_it_and_the_page_forgets_it_with_the_tab(
         context = browser.new_context()
         page = context.new_page()
         page.goto(running.url)
-        page.get_by_role("alert").get_by_text("This server wants an API key").wait_for()
+        page.get_by_role("alert").get_by_text("This server requires an API key").wait_for()
         if page.locator("#settings").is_hidden():
             page.get_by_role("button", name="Settings").click()
         page.get_by_label("API key").fill(KEY)
         page.get_by_label("API key").press("Tab")
-        page.get_by_text("The key is accepted.").wait_for()
+        page.get_by_text("API key accepted.").wait_for()
         page.get_by_label("Tokens at most").fill("4")
         say(page, "Hello")
         assert re.search("nano · seed 0 · [1-4] tokens", page.locator("article.assistant").inner_text())
         assert page.evaluate("JSON.stringify({...localStorage})").find(KEY) < 0
         other = context.new_page()
         other.goto(running.url)
-        other.get_by_role("alert").get_by_text("This server wants an API key").wait_for()
+        other.get_by_role("alert").get_by_text("This server requires an API key").wait_for()
         context.close()

@@ -27,7 +27,7 @@ def test_levels_of_few_problems_get_no_verdict() -> None:
 def test_models_with_room_for_other_problems_are_refused_by_name() -> None:
     first = {p.id: 1.0 for p in PROBLEMS}
     with pytest.raises(
-        InputError, match=r"other items: 40 and 38 problems.*room for p0, p1; compare models of the same context"
+        InputError, match=r"different items: 40 and 38 problems.*room for p0, p1; compare models with the same context"
     ):
         list(compared(first, {p.id: 1.0 for p in PROBLEMS[2:]}, PROBLEMS, "greedy"))
     held = compared({p.id: 1.0 for p in PROBLEMS[:30]}, {p.id: 1.0 for p in PROBLEMS[:30]}, PROBLEMS, "greedy")

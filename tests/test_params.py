@@ -337,3 +337,17 @@ def test_resolved_parameters_are_told_by_the_keys_of_their_block() -> None:
     )
     assert (told["beta"], told["adapter"]["rank"]) == (0.25, 3)
     assert as_written(stage_params("language", Settings(ROOT, ["model=tiny"])))["model"]["width"] == 256
+
+
+@pytest.mark.parametrize(
+    "path", ["params.yaml", *(str(p.relative_to(ROOT)) for p in sorted(ROOT.glob("conf/data/*.yaml")))]
+)
+def test_the_values_have_the_form_in_which_dvc_writes_them(path: str, tmp_path: Path) -> None:
+    """`dvc exp run -S` then changes one line."""
+    from dvc.utils.serialize import modify_yaml
+
+    copy = tmp_path / "values.yaml"
+    copy.write_bytes((ROOT / path).read_bytes())
+    with modify_yaml(str(copy)):
+        pass
+    assert copy.read_text() == (ROOT / path).read_text()

@@ -353,9 +353,9 @@ def test_an_update_also_learns_from_rows_of_what_was_known_before(
     rows, coefficient, loss, expected = of(3)
     assert (rows, coefficient) == (3, 0.4) and loss == pytest.approx(expected, rel=1e-4)
     assert of(0) == (None, None)
-    assert "nothing is rehearsed" not in capsys.readouterr().err
+    assert "rehearsal disabled" not in capsys.readouterr().err
     assert of(10_000) == (None, None)  # few dialogues of one's own end no run
-    assert "nothing is rehearsed beside the answers: data/dialogues: too few tokens" in capsys.readouterr().err
+    assert "rehearsal disabled: data/dialogues: too few tokens" in capsys.readouterr().err
     with pytest.raises(ValueError, match="expected rehearsal_rows >= 0, rehearsal_coef >= 0"):
         of(-1)
 

@@ -87,11 +87,11 @@ def test_rows_may_take_a_quarter_of_the_free_memory(monkeypatch: pytest.MonkeyPa
     check_memory(CONFIG, 5, torch.float32, CPU)
     check_memory(CONFIG, 10, torch.bfloat16, CPU)
     with pytest.raises(
-        InputError, match=r"--rows 6: .* of 128 tokens .* a quarter of the free memory .* ask for at most --rows 5"
+        InputError, match=r"--rows 6: .* of 128 tokens .* a quarter of the free memory .* use at most --rows 5"
     ):
         check_memory(CONFIG, 6, torch.float32, CPU)
     monkeypatch.setattr(engine, "free_memory", lambda device: 4 * row - 1)
-    with pytest.raises(InputError, match="it needs a larger machine, or a model of a shorter context"):
+    with pytest.raises(InputError, match="use a larger machine, or a model with a shorter context"):
         check_memory(CONFIG, 1, torch.float32, CPU)
 
 

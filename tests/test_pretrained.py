@@ -126,15 +126,15 @@ def test_a_stored_copy_of_a_tied_head_is_dropped_and_one_that_differs_refused(tm
     [
         (
             {"model_type": "mistral", "sliding_window": 4096},
-            r"model_type 'mistral' is unknown here; expected one of qwen3",
+            r"model_type 'mistral' is unsupported; expected one of qwen3",
         ),
         ({"use_sliding_window": True}, r"use_sliding_window = True is not supported"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 32.0}}, r"rope_type = 'llama3' is not supported"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 5e4, "factor": 4.0}}, r"rope_type = 'yarn'"),
         ({"model_type": "stagecoach_mdm", "base_model_type": "qwen3"}, r"expected a causal model, found a bidir"),
-        ({"vocab_size": 640}, r"embed_tokens\.weight has shape \[512, 64\], config\.json asks for \[640, 64\]"),
+        ({"vocab_size": 640}, r"embed_tokens\.weight has shape \[512, 64\], config\.json requires \[640, 64\]"),
         ({"num_hidden_layers": 3}, r"num_hidden_layers is 3, but .*model\.safetensors has 2 layers"),
-        ({"intermediate_size": 128}, r"mlp\.gate_proj\.weight has shape \[96, 64\], config\.json asks for \[128, 64\]"),
+        ({"intermediate_size": 128}, r"mlp\.gate_proj\.weight has shape \[96, 64\], config\.json requires \[128, 64\]"),
     ],
 )
 def test_what_the_weights_do_not_mean_here_is_refused_by_name(

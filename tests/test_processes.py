@@ -230,7 +230,7 @@ GOOD = "distributed_type: FSDP\nnum_processes: 2\nfsdp_config:\n  fsdp_version: 
         (GOOD + "num_machines: 3", r"expected a multiple of num_machines \(3\), got 2"),
         (GOOD + "num_machines: 2", "main_process_ip and main_process_port must be those of machine 0"),
         (GOOD + "machine_rank: 1", "MACHINE_RANK: expected a number below 1"),
-        ("distributed_type: DEEPSPEED\nnum_processes: 2", "DeepSpeed is not carried through: .*fsdp2.yaml cuts"),
+        ("distributed_type: DEEPSPEED\nnum_processes: 2", "DeepSpeed is not supported: .*fsdp2.yaml shards"),
     ],
 )
 def test_a_file_that_asks_for_what_we_do_not_do_is_refused(
@@ -281,7 +281,7 @@ def test_a_file_may_name_machines_and_the_variable_says_which_one_this_is(
         (
             {0: 1, 1: -9},
             137,
-            "process 1 was killed by SIGKILL (the kernel does so when memory runs out); the others were ended",
+            "process 1 was killed by SIGKILL (the kernel does so when memory runs out); the others were stopped",
         ),
         ({0: -11, 1: 1}, 139, "process 0 was killed by SIGSEGV; the others"),
     ],

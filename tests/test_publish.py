@@ -245,15 +245,15 @@ def test_visibility_is_what_was_asked_for(run: Run, hub: HubServer, public: bool
     assert (REPO in hub.private) is not public
     other = run(*([] if public else ["--public"]))
     assert other.code == 2 and hub.requests["commit"] == 1
-    assert ("say --public if everyone may read" if public else "is private; change that on its page") in other.err
+    assert ("pass --public if everyone may read" if public else "is private; change that on its page") in other.err
 
 
 @pytest.mark.parametrize(
     ("token", "role", "message"),
     [
-        (None, "", "no token: make one that may write in the hub's settings, and set HF_TOKEN"),
+        (None, "", "no token: create one with write access in the hub's settings, and set HF_TOKEN"),
         ("hf_unknown", "", "the hub does not accept the token (401 Invalid credentials"),
-        ("hf_reads", "read", "the token may not do this (403 You don't have the rights"),
+        ("hf_reads", "read", "the token lacks permission (403 You don't have the rights"),
         ("hf_other", "other", "write access to repositories of me"),
     ],
 )
@@ -298,7 +298,7 @@ def test_a_repository_with_other_files_is_left_alone_unless_replaced(run: Run, h
     hub.files[REPO] = dict(theirs)
     hub.private.add(REPO)
     done = run()
-    assert done.code == 2 and "holds other files: config.json, weights.bin; choose another name" in done.err
+    assert done.code == 2 and "has other files: config.json, weights.bin; choose another name" in done.err
     assert hub.files[REPO] == theirs and hub.requests["put"] == 0
     assert run("--replace").code == 0
     assert "weights.bin" not in hub.files[REPO] and hub.files[REPO]["config.json"] != b"{}"
@@ -309,7 +309,7 @@ def test_a_commit_by_another_in_between_is_not_overwritten(run: Run, hub: HubSer
     hub.private.add(REPO)
     hub.at_commit = lambda: hub.heads.update({REPO: "b" * 40})
     done = run()
-    assert done.code == 1 and "changed meanwhile (412" in done.err
+    assert done.code == 1 and "changed in the meantime (412" in done.err
     assert hub.files[REPO] == {".gitattributes": b""}
 
 
@@ -375,15 +375,15 @@ def emptied(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (emptied, "lacks config.json, tokenizer.json, lineage.json, README.md, SHA256SUMS, *.safetensors"),
-        (drop("SHA256SUMS"), "expected a model of stage deploy, lacks SHA256SUMS"),
+        (emptied, "missing config.json, tokenizer.json, lineage.json, README.md, SHA256SUMS, *.safetensors"),
+        (drop("SHA256SUMS"), "expected a model from stage deploy, missing SHA256SUMS"),
         (drop("gguf/a.gguf"), "found nothing"),
         (alter("model.safetensors"), "expected sha256"),
-        (lambda folder: (folder / ".env").write_text("KEY=1"), "SHA256SUMS does not name .env"),
-        (lambda folder: (folder / "run.py").write_text(""), "code; expected safetensors and JSON alone"),
-        (other_tokenizer, "the parts of two models; deploy tools again"),
+        (lambda folder: (folder / ".env").write_text("KEY=1"), "SHA256SUMS does not list .env"),
+        (lambda folder: (folder / "run.py").write_text(""), "code; expected only safetensors and JSON"),
+        (other_tokenizer, "parts of two different models; deploy tools again"),
         (other_lineage, "expected model, inputs and tokenizer"),
-        (other_weights_measured, "measured of models/tools feedfeedfeedfeed, deployed was"),
+        (other_weights_measured, "evaluated models/tools feedfeedfeedfeed, but deployed"),
     ],
 )
 def test_a_folder_that_is_no_whole_model_is_not_published(
@@ -398,9 +398,9 @@ def test_a_folder_that_is_no_whole_model_is_not_published(
 def test_a_model_that_was_not_measured_says_so(run: Run, hub: HubServer, folder: Path) -> None:
     (folder.parents[1] / "metrics/eval/tools.json").unlink()
     done = run()
-    assert done.code == 0 and "the card gets no results" in done.err
+    assert done.code == 0 and "the card will have no results" in done.err
     card = ModelCard(hub.files[REPO]["README.md"].decode())
-    assert card.data.eval_results is None and "This model was not measured." in card.text
+    assert card.data.eval_results is None and "This model was not evaluated." in card.text
 
 
 def test_the_base_is_named_only_while_the_lineage_leads_to_it(run: Run, hub: HubServer, folder: Path) -> None:

@@ -176,7 +176,7 @@ def test_int8_pays_from_50_million_parameters_on_a_cpu(
     assert kinds == [Int8Linear, Product, Int8Linear]
     elsewhere = tiny_model.to("meta")
     assert not inference.pays(elsewhere)
-    with pytest.raises(ValueError, match="int8 weights are for CPUs, and this model lies on meta"):
+    with pytest.raises(ValueError, match="int8 weights are for CPUs, but this model is on meta"):
         inference.quantize(elsewhere)
 
 
@@ -185,5 +185,5 @@ def test_int8_wants_fbgemm(tiny_model: Transformer, monkeypatch: pytest.MonkeyPa
     assert inference.has_fbgemm() and inference.pays(tiny_model)
     monkeypatch.setattr(inference, "FBGEMM", "another")
     assert not inference.pays(tiny_model)
-    with pytest.raises(ValueError, match="int8 weights want FBGEMM"):
+    with pytest.raises(ValueError, match="int8 weights need FBGEMM"):
         inference.quantize(tiny_model)

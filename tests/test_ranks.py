@@ -81,9 +81,7 @@ def test_a_gradient_that_is_no_number_leaves_the_others_for_the_search_of_its_ca
 def test_two_ranks_that_read_the_same_row_are_refused(alone: Ranks) -> None:
     alone.check_different_rows(np.array([3, 4]))
     alone.gather = lambda value: [value, [5, 6], [6]]  # type: ignore[method-assign]
-    with pytest.raises(
-        GateError, match="ranks 1 and 2 both read row 6: was each process launched with a rank of its own"
-    ):
+    with pytest.raises(GateError, match="ranks 1 and 2 both read row 6: was each process launched with its own rank"):
         alone.check_different_rows(np.array([3, 4]))
 
 
@@ -120,7 +118,7 @@ try:
     ranks.check_equal_weights(model)
     assert mine == 0
 except GateError as error:
-    assert mine == 1 and "rank 1 starts from other weights than rank 0" in str(error)
+    assert mine == 1 and "rank 1 starts from different weights than rank 0" in str(error)
 try:
     Ranks("fp32", f"somewhere/key{mine}")
 except ConfigError as error:

@@ -70,7 +70,7 @@ def test_what_is_skipped_has_a_reason(tmp_path: Path) -> None:
 def test_a_link_that_leaves_the_repository_is_refused(tmp_path: Path, name: str) -> None:
     write(tmp_path, {"mine/a.py": "x = 1\n", "secret/key.py": "key = 1\n"})
     (tmp_path / "mine" / name).symlink_to(tmp_path / "secret" / ("" if name == "out" else "key.py"))
-    with pytest.raises(DataError, match="is a link that leaves"):
+    with pytest.raises(DataError, match="is a link out of"):
         read(tmp_path / "mine", 100)
 
 
@@ -92,7 +92,7 @@ def test_a_walk_is_bounded(
 ) -> None:
     write(tmp_path, {f"{name}.py": "x = 1\n" for name in "abc"})
     monkeypatch.setattr(repository, limit, value)
-    with pytest.raises(DataError, match=f"has more than {message}; name a folder of it"):
+    with pytest.raises(DataError, match=f"has more than {message}; name one of its subfolders"):
         read(tmp_path, 100)
 
 
@@ -108,7 +108,7 @@ def test_a_linked_repository_is_refused_and_data_own_may_be_a_link(tmp_path: Pat
     (tmp_path / "own").symlink_to(tmp_path / "real")
     (tmp_path / "real/repos/linked").symlink_to(tmp_path / "elsewhere")
     assert find(tmp_path / "own", "repos/mine") == tmp_path / "own/repos/mine"
-    with pytest.raises(DataError, match="is a link that leaves"):
+    with pytest.raises(DataError, match="is a link out of"):
         find(tmp_path / "own", "repos/linked")
 
 
@@ -116,7 +116,7 @@ def test_an_entry_is_of_code_or_problems_and_lies_below_data_own() -> None:
     entry = RepositoryEntry(repository="repos/mine", held_out=["tests"])
     check_list("code", [entry])
     check_list("problems", [entry])
-    with pytest.raises(ValueError, match="a repository gives code, problems, dialogues alone"):
+    with pytest.raises(ValueError, match="a repository provides only code, problems, dialogues"):
         check_list("text", [entry])
     for path in ("/srv/mine", "../mine", ""):
         with pytest.raises(ValueError, match="expected a path below data/own/"):

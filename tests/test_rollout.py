@@ -163,7 +163,7 @@ def test_ten_iterations_in_a_row_without_a_difference_stop() -> None:
     assert one.fill(36)["estimated"] == 12  # so the count begins anew
     for iteration in range(10, 19):
         one.fill(4 * iteration)
-    with pytest.raises(GateError, match="iteration 19: 10 iterations in a row drew no group whose scores differ"):
+    with pytest.raises(GateError, match="iteration 19: 10 iterations in a row had no group with different scores"):
         one.fill(4 * 19)
 
 

@@ -119,7 +119,7 @@ def test_a_run_publishes_out_and_metrics_with_their_lineage(
         "data/raw/a.txt"
     ]
     assert set(metrics["lineage"]["versions"]) == {"numpy", "safetensors", "tokenizers", "torch"}  # no lock file here
-    assert f" s (key {metrics['lineage']['key']})\n  bytes 6\n" in capsys.readouterr().err
+    assert f" s (key {metrics['lineage']['key']})\n  bytes  6\n" in capsys.readouterr().err
     assert json.loads(Path(f".work/toy/{metrics['lineage']['key']}/speed.json").read_text())["seconds"] >= 0
 
 
@@ -163,7 +163,7 @@ def test_a_finished_out_that_was_damaged_is_computed_again(stage: ModuleType) ->
         (DataError("data/x.jsonl:3: no field `text`"), 2, "stage_toy: data/x.jsonl:3: no field `text`\n"),
         (GateError("the first loss is 9"), 3, "stage_toy: the first loss is 9\n"),
         (StagecoachError("no space: 3 MB needed"), 1, "stage_toy: no space: 3 MB needed\n"),
-        (KeyboardInterrupt(), 130, "stage_toy: interrupted; the same command resumes\n"),
+        (KeyboardInterrupt(), 130, "stage_toy: interrupted; rerun to resume\n"),
     ],
 )
 def test_an_error_of_a_person_is_one_line_an_exit_code_and_no_out(
@@ -232,13 +232,13 @@ def test_a_missing_input_names_the_stage_that_makes_it_or_what_there_is(stage: M
     Path("models/code").mkdir(parents=True)
     cases = {
         "models/language": "make it with: dvc repro stage_language",
-        "models/lnaguage": "models/ holds: code",
+        "models/lnaguage": "models/ contains: code",
         "data/tokens/text": "make it with: dvc repro stage_encode",
         "data/tokenizer": "make it with: dvc repro stage_tokenizer",
         "data/preferences": "make it with: dvc repro stage_tasks",
         "metrics": "make it with: dvc repro",
-        "data/own": "it belongs to the repository: restore it with git checkout",
-        "feedback": "it belongs to the repository: restore it with git checkout",
+        "data/own": "it is part of the repository: restore it with git checkout",
+        "feedback": "it is part of the repository: restore it with git checkout",
     }
     assert {path: run_stage.remedy(Path(path)) for path in cases} == cases
 
@@ -321,9 +321,7 @@ def test_a_signal_before_or_after_the_loop_ends_a_training_stage_at_once(
     for hook in (before, after):
         stage.HOOK = hook  # type: ignore[attr-defined]
         assert main(stage, trains=True) == 128 + number
-        assert capsys.readouterr().err == (
-            f"stage_toy: stopped by {number.name} outside the loop; the same command resumes\n"
-        )
+        assert capsys.readouterr().err == (f"stage_toy: stopped by {number.name} outside the loop; rerun to resume\n")
     assert told == ["KILLED", "KILLED"] and not Path("data/toy").exists()
 
 
@@ -420,7 +418,7 @@ def test_a_folder_that_cannot_be_written_is_found_before_anything_is_computed(
     assert main(stage, outs={"out": "models/toy"}) == 2
     said = capsys.readouterr().err
     assert (
-        said.startswith("stage_toy: ") and f"{locked} cannot be written; nothing was computed. Make it writable" in said
+        said.startswith("stage_toy: ") and f"{locked} is not writable; nothing was computed. Make it writable" in said
     )
     assert said.count("\n") == 1
 
@@ -430,4 +428,4 @@ def test_an_out_whose_folder_is_a_file_is_found_before_anything_is_computed(
 ) -> None:
     Path("models").write_text("")
     assert main(stage, outs={"out": "models/toy"}) == 2
-    assert "models is no folder; nothing was computed" in capsys.readouterr().err
+    assert "models is not a folder; nothing was computed" in capsys.readouterr().err

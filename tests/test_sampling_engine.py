@@ -130,7 +130,7 @@ def test_an_engine_killed_in_an_iteration_ends_the_run_and_another_goes_on(coded
         os.kill(number, signal.SIGKILL)
     said = process.communicate(timeout=120)[1]
     assert process.returncode == 1 and "Traceback" not in said, said
-    assert re.search(r"runtime.sampler.url: the engine at http://127.0.0.1:\d+ is gone", said), said
+    assert re.search(r"runtime.sampler.url: the engine at http://127.0.0.1:\d+ is unreachable", said), said
     assert coded.states("grpo")
     with serve_rollouts(coded) as another:
         ended = coded.command("grpo", **changes | {"runtime.sampler.url": another.url})
@@ -202,7 +202,7 @@ def test_new_weights_answer_after_a_load_and_only_those_below_the_folder(coded: 
     assert loaded(own, ".work/none").json()["success"] is False
     checkpoint.save(Path(".work/other"), random_model(tokenizer), tokenizer, {})
     other = loaded(own, ".work/other")
-    assert other.status_code == 400 and "expected a model of the shape of tools" in other.json()["message"]
+    assert other.status_code == 400 and "expected a model with the shape of tools" in other.json()["message"]
     assert asked(own, prompt)["choices"] == after["choices"]
 
 
@@ -243,7 +243,7 @@ def test_without_rollouts_nobody_loads_weights(coded: Workspace) -> None:
     ("options", "text"),
     [
         (("models/tools", "models/code", "--rollouts", "."), "--rollouts: expected one model"),
-        (("models/tools", "--weights", "int8", "--rollouts", "."), "in its own weights"),
+        (("models/tools", "--weights", "int8", "--rollouts", "."), "with native weights"),
         (("models/tools", "--rollouts", "nowhere"), "--rollouts: expected a folder, found none at nowhere"),
         (("models/reward", "--rollouts", "."), "--rollouts: expected a causal model"),
     ],
@@ -377,18 +377,18 @@ def test_an_engine_of_vllm_is_asked_by_its_own_routes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"system_fingerprint": "fp_ffffffffffff"}, "the weights fp_ffffffffffff, expected fp_0123456789ab"),
-        ({"prompt_token_ids": [1, 3]}, r"read other ids than it was sent: \[1, 3\] for \[1, 2\]"),
-        ({"token_ids": [5, 20, 9]}, "ids that are not of the vocabulary of 20"),
-        ({"token_ids": [5, "6", 9]}, "ids that are not of the vocabulary of 20"),
-        ({"token_ids": [5, 9]}, "gave 2 ids and other log-probabilities"),
-        ({"token_ids": None}, "not of the vocabulary"),
+        ({"system_fingerprint": "fp_ffffffffffff"}, "uses weights fp_ffffffffffff, expected fp_0123456789ab"),
+        ({"prompt_token_ids": [1, 3]}, r"used a different prompt than it was sent: \[1, 3\] for \[1, 2\]"),
+        ({"token_ids": [5, 20, 9]}, "ids outside the vocabulary of 20"),
+        ({"token_ids": [5, "6", 9]}, "ids outside the vocabulary of 20"),
+        ({"token_ids": [5, 9]}, "returned 2 ids with mismatched log-probabilities"),
+        ({"token_ids": None}, "outside the vocabulary"),
         ({"logprobs": None}, "answered without"),
-        ({"logprobs": {"token_logprobs": [-1.0, None, -0.5]}}, "other log-probabilities"),
-        ({"logprobs": {"token_logprobs": [-1.0, math.nan, -0.5]}}, "other log-probabilities"),
-        ({"finish_reason": "length"}, "ended an answer by 'length' with the ids"),
-        ({"finish_reason": "abort"}, "ended an answer by 'abort'"),
-        ({"token_ids": [9, 5, 9]}, "expected 9 at a stop alone"),
+        ({"logprobs": {"token_logprobs": [-1.0, None, -0.5]}}, "mismatched log-probabilities"),
+        ({"logprobs": {"token_logprobs": [-1.0, math.nan, -0.5]}}, "mismatched log-probabilities"),
+        ({"finish_reason": "length"}, "ended an answer with 'length' and ids"),
+        ({"finish_reason": "abort"}, "ended an answer with 'abort'"),
+        ({"token_ids": [9, 5, 9]}, "expected 9 only at a stop"),
     ],
 )
 def test_an_answer_that_cannot_be_right_ends_the_run(changes: JsonObject, text: str, tmp_path: Path) -> None:
@@ -405,7 +405,7 @@ def test_an_answer_that_cannot_be_right_ends_the_run(changes: JsonObject, text: 
     [
         (500, {"error": "out of memory"}, "answered /update_weights_from_disk with 500: .*out of memory"),
         (200, {"success": False, "message": "no such tensor"}, "did not load the weights: no such tensor"),
-        (200, b"<html>", "with what is not JSON: '<html>'"),
+        (200, b"<html>", "with invalid JSON: '<html>'"),
         (404, {}, "cannot load weights"),
     ],
 )
@@ -463,7 +463,7 @@ def test_an_engine_with_other_log_probabilities_ends_the_run(coded: Workspace) -
 
     with fake(far_off) as url:
         ended = coded.command("grpo", method="grpo", **SERVER | {"runtime.sampler.url": url})
-    assert ended.code == 1 and re.search(r"differ from the policy's by [\d.]+ nats a token", ended.said), ended.said
+    assert ended.code == 1 and re.search(r"differ from the policy's by [\d.]+ nats per token", ended.said), ended.said
     assert not (coded.folder / "models/grpo").exists()
 
 
@@ -474,7 +474,7 @@ def test_an_address_that_cannot_be_used_is_refused(
     assert "sampler: expected model or server, got 'own'" in coded.command("grpo", method="grpo", sampler="own").said
     monkeypatch.delenv(engine.KEY, raising=False)
     for url, text in (
-        ("http://10.0.0.2:8100", f"another machine's: set {engine.KEY}"),
+        ("http://10.0.0.2:8100", f"on another machine: set {engine.KEY}"),
         ("http://127.0.0.1:1", "found none"),
         ("ftp://127.0.0.1", "expected an address"),
     ):

@@ -126,7 +126,7 @@ def test_the_difference_from_the_model_before_is_paired_within_each_run() -> Non
         (made(1, [1, 0]), r"a and b were both trained with seed 1; expected another for each run"),
         (
             made(2, [1, 0, 1]),
-            r"a and b measured over other items: Easy problems, pass@1 of code: 2 and 3 items, in one alone: p2",
+            r"a and b measured on different items: Easy problems, pass@1 of code: 2 and 3 items, in one alone: p2",
         ),
     ],
 )
@@ -138,9 +138,7 @@ def test_runs_over_other_data_items_or_parameters_are_refused_by_name(other: Met
 def test_a_run_of_mixed_seeds_is_refused_and_other_parameters_are_named() -> None:
     mixed = made(2, [1, 0])
     mixed.stages["language"] = {"params": {"seed": 1}, "lineage": {"inputs": {}, "code": "c"}}
-    with pytest.raises(
-        InputError, match="b: expected stages that were trained with one seed, found tools 2, language 1"
-    ):
+    with pytest.raises(InputError, match="b: expected stages trained with one seed, found tools 2, language 1"):
         seeds.measured(NAMES[:2], [made(1, [1, 0]), mixed])
     longer = made(2, [1, 0])
     longer.stages["tools"]["params"]["steps"] = 11

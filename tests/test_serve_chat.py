@@ -89,7 +89,7 @@ def test_an_answer_that_goes_round_in_a_circle_is_stopped_and_forgotten(
     screen = typed(conversation, "Hi", "Ho", "Hu")
     circle = "ab" * (chat.REPEATED // 2)
     assert len(ids_of(byte_tokenizer, circle)) == chat.REPEATED
-    assert f"> {circle} [stopped: it repeats itself; the question is forgotten]\n> {'a' * 47}\n" in screen
+    assert f"> {circle} [stopped: repetition; the question was dropped]\n> {'a' * 47}\n" in screen
     assert [m["content"] for m in conversation.messages] == ["Ho", "a" * 47, "Hu", "Fine."]
 
 
@@ -281,7 +281,7 @@ def test_the_command_talks_to_a_model_directory(
     checkpoint.save(tmp_path, tiny_model, byte_tokenizer, {})
     assert command(monkeypatch, str(tmp_path), "--max-new-tokens", "6", keyboard="Hi\n") == 0
     out = capsys.readouterr().out
-    assert out.startswith(f"{tmp_path}: 0.0 M parameters. /new starts over, /quit or an empty line ends, /help.\n\n> ")
+    assert out.startswith(f"{tmp_path}: 0.0 M parameters. /help lists commands, /quit or an empty line quits.\n\n> ")
     assert out.count("\n> ") == 2
 
 

@@ -19,7 +19,7 @@ def config(**changes: Any) -> FitConfig:
         (
             {"tokens": 5},
             (
-                r"exactly one of steps, tokens, epochs; got steps, tokens; switch off what should not count, for"
+                r"exactly one of steps, tokens, epochs; got steps, tokens; unset the others, for"
                 r" example tokens=none"
             ),
         ),

@@ -304,7 +304,7 @@ def test_a_question_has_the_names_of_any_trainer(row: dict[str, Any]) -> None:
     ],
 )
 def test_a_row_with_a_label_is_no_dialogue_to_learn_from(row: dict[str, Any]) -> None:
-    with pytest.raises(RowError, match=r"a row with a label is feedback.*name its file under `labels`"):
+    with pytest.raises(RowError, match=r"a row with a label is feedback.*list its file under `labels`"):
         read(row, "dialogues")
 
 

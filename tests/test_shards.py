@@ -141,9 +141,7 @@ def test_memory_stays_flat_when_the_corpus_is_ten_times_larger(tmp_path: Path) -
 def test_a_document_in_both_splits_is_refused(raw: Path) -> None:
     shards.check_apart(raw)
     write_parquet(raw / "val-1.parquet", ["new", DOCUMENTS[123], ""], 2000)
-    with pytest.raises(
-        GateError, match=r"train-1.parquet: p/123 stands in the val split too \(val-1.parquet: p/2001\)"
-    ):
+    with pytest.raises(GateError, match=r"train-1.parquet: p/123 is also in the val split \(val-1.parquet: p/2001\)"):
         shards.check_apart(raw)
 
 

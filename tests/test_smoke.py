@@ -70,9 +70,7 @@ def test_a_server_that_refuses_the_export_is_quoted(
     huggingface.seal(tmp_path / "deploy")
     (tmp_path / "deploy/lineage.json").write_text("{ }")
     before = servers()
-    with pytest.raises(
-        GateError, match=r"(?s)it ended with exit code 2.*Its last words:.*lineage\.json: expected sha256"
-    ):
+    with pytest.raises(GateError, match=r"(?s)it exited with code 2.*Its last output:.*lineage\.json: expected sha256"):
         smoke.check(tmp_path / "deploy", model, byte_tokenizer)
     assert servers() == before
 

@@ -57,7 +57,7 @@ def test_an_edit_of_one_block_reruns_its_stage_and_what_follows_and_comes_back_f
     built: Repository,
 ) -> None:
     before = built.sha("rlhf")
-    built.edit("params.yaml", "rlhf:\n  iterations: null", "rlhf:\n  iterations: 1")
+    built.edit("params.yaml", "rlhf:\n  iterations:", "rlhf:\n  iterations: 1")
     assert launched(built) == AFTER_RLHF
     assert built.sha("rlhf") != before
     built.git("checkout", "-q", "params.yaml")

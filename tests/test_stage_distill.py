@@ -131,7 +131,7 @@ def test_wrong_teachers_and_keys_are_refused(workspace: Workspace) -> None:
     refused(workspace, "loss: expected one of jsd, minillm, got 'kl'", loss="kl")
     refused(workspace, "expected on_policy 1 and beta 1, got 0.5 and 0.3", loss="minillm")
     refused(workspace, "beta: expected 0 to 1, got 1.5", beta=1.5)
-    refused(workspace, "no answer of it has at most 1 tokens", max_new_tokens=1, on_policy=0.0)
+    refused(workspace, "every answer is longer than 1 tokens", max_new_tokens=1, on_policy=0.0)
     refused(workspace, "models/nobody does not exist", teacher="nobody")
 
 

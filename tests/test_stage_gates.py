@@ -101,7 +101,7 @@ def test_a_mask_that_trains_more_or_less_than_the_assistant_says_stops(
 
     monkeypatch.setattr(chat, "render", render)
     assert_refused(
-        workspace, "lora", r"gate mask: expected the first batch to train what the assistant says: '.*left.*'; found '"
+        workspace, "lora", r"gate mask: expected the first batch to train on the assistant's text: '.*left.*'; found '"
     )
     assert updates == [] == workspace.states("lora")
 
@@ -263,7 +263,7 @@ def test_a_reference_whose_weights_changed_is_not_compared_with(
     if stage == "dpo":
         changes["precompute_reference"] = False  # else the reference is checked and freed before training
     assert_refused(
-        workspace, stage, r"the reference: its weights had the hash \w{16} at the start and \w{16} now", **changes
+        workspace, stage, r"the reference must stay frozen, but the hash of its weights changed from \w{16}", **changes
     )
 
 
@@ -310,7 +310,7 @@ def test_a_reward_model_with_a_rate_of_0_is_told_that_its_trunk_never_trains(
     workspace: Workspace, updates: list[float]
 ) -> None:
     """Its head stays at zero, which lets no gradient through: the gate of its second step."""
-    assert_refused(workspace, "reward", r"group \w+: no gradient arrives at model\.trunk\.", learning_rate=0.0)
+    assert_refused(workspace, "reward", r"group \w+: no gradient reaches model\.trunk\.", learning_rate=0.0)
     assert len(updates) == 1
 
 

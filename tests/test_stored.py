@@ -49,14 +49,14 @@ def rewrite(folder: Path, **changes: Any) -> None:
         (
             {"hidden_size": HUGE},
             (
-                rf"model\.embed_tokens\.weight has shape \[320, 32\], config\.json asks for \[320, {HUGE}\]"
+                rf"model\.embed_tokens\.weight has shape \[320, 32\], config\.json requires \[320, {HUGE}\]"
                 r" \(vocab_size, hidden_size\)"
             ),
         ),
         (
             {"vocab_size": HUGE},
             (
-                rf"model\.embed_tokens\.weight has shape \[320, 32\], config\.json asks for \[{HUGE}, 32\]"
+                rf"model\.embed_tokens\.weight has shape \[320, 32\], config\.json requires \[{HUGE}, 32\]"
                 r" \(vocab_size, hidden_size\)"
             ),
         ),
@@ -70,7 +70,7 @@ def rewrite(folder: Path, **changes: Any) -> None:
         ),
         ({"head_dim": 10**9}, r"q_(proj|norm)\.weight has shape .*head_dim"),
         ({"tie_word_embeddings": False, "vocab_size": 320}, r"lm_head\.weight"),
-        ({"hidden_size": 10**30}, rf"config\.json asks for \[320, {10**30}\]"),
+        ({"hidden_size": 10**30}, rf"config\.json requires \[320, {10**30}\]"),
     ],
 )
 @pytest.mark.usefixtures("no_model")
@@ -89,7 +89,7 @@ def test_a_pretrained_checkpoint_is_compared_before_its_tokenizer_grows(
     folder: Path, byte_tokenizer: Tokenizer
 ) -> None:
     rewrite(folder, vocab_size=HUGE)
-    with pytest.raises(ModelError, match=r"config\.json asks for \[100000000, 32\]"):
+    with pytest.raises(ModelError, match=r"config\.json requires \[100000000, 32\]"):
         initialization.load(folder)
 
 

@@ -28,4 +28,4 @@ def test_seconds_stand_below_where_this_machine_built(metrics: Path, tmp_path: P
 
 
 def test_nothing_evaluated_says_what_to_run(tmp_path: Path) -> None:
-    assert text_table(tmp_path) == f"nothing is evaluated yet below {tmp_path}/eval; run dvc repro"
+    assert text_table(tmp_path) == f"no evaluations in {tmp_path}/eval yet; run dvc repro"

@@ -317,7 +317,9 @@ def test_a_problem_that_no_test_can_judge_or_whose_solution_fails_stops_the_stag
     row, reason = FAULTY[name]
     good = {f"good{n}": PLUS | {"question": f"Write f, version {n}."} for n in range(30)}
     params = own_problems(tmp_path, good | {name: row})
-    with pytest.raises(DataError, match=rf"(?s)1 of 31 problems are wrong.*problem '{name}': .*{reason}") as caught:
+    with pytest.raises(
+        DataError, match=rf"(?s)1 of 31 problems are invalid.*problems.jsonl:31: problem '{name}': .*{reason}"
+    ) as caught:
         made(tmp_path, params)
     assert "good" not in str(caught.value)
     assert not any((tmp_path / "out").iterdir())
@@ -325,7 +327,7 @@ def test_a_problem_that_no_test_can_judge_or_whose_solution_fails_stops_the_stag
 
 def test_a_message_names_five_wrong_problems_and_counts_the_rest(tmp_path: Path) -> None:
     rows = {f"bad{n}": PLUS | {"question": f"{n}", "tests": ["assert f(1) == 3"]} for n in range(7)}
-    with pytest.raises(DataError, match=r"7 of 7 problems are wrong.*The first 5:") as caught:
+    with pytest.raises(DataError, match=r"7 of 7 problems are invalid.*The first 5:") as caught:
         made(tmp_path, own_problems(tmp_path, rows))
     assert [f"'bad{n}'" in str(caught.value) for n in range(7)].count(True) == 5
 
@@ -370,8 +372,8 @@ def test_wrong_problems_of_the_hub_leave_up_to_max_rejected_and_are_written_down
     assert counts == {"accepted": 20, "duplicates": 0, "rejected": 3, "dropped": 1}
     (row,) = map(json.loads, (tmp_path / "problems-wrong.jsonl").read_text().splitlines())
     assert (row["id"], row["field"]) == ("p0", "answer") and "0 of 1 tests pass" in row["reason"]
-    assert "problem 'p0': answer: its own solution fails" in capsys.readouterr().err
-    with pytest.raises(DataError, match="2 of 21 problems are wrong"):
+    assert "problem 'p0': answer: the solution fails" in capsys.readouterr().err
+    with pytest.raises(DataError, match="2 of 21 problems are invalid"):
         tried(2)
 
 

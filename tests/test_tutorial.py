@@ -64,7 +64,7 @@ def test_every_command_of_the_tutorial_works_and_shows_what_the_page_says(
     assert "dpo.beta 0.1" in sweep or "→ 0.1" in sweep, sweep
     assert "→ 0.5" in sweep and max(map(len, sweep.splitlines())) <= 120, sweep
     crowned = next(text for command, text in said.items() if "champion crown" in command)
-    assert "is champion now" in crowned
+    assert "is now the champion" in crowned
     program = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/tutorial.md").read_text(), re.MULTILINE | re.DOTALL)
     (repository.folder / "champion.py").write_text(program[0])
     repository.run("python", "-m", "pipeline.run.workdir", "prune")

@@ -100,7 +100,7 @@ def test_the_third_in_a_row_or_the_tenth_in_a_thousand_is_one_too_many() -> None
 
 def test_a_loss_that_rises_by_two_nats_and_stays_ends_the_run_after_a_hundred_steps() -> None:
     course, step, why = followed([2.0] * 300 + [4.0] * 200)
-    assert "the loss rose and stayed: 100 steps in a row more than 1 nat above 2," in why
+    assert "the loss rose and stayed high: 100 steps in a row more than 1 nat above 2," in why
     assert step == 399 and len(course.spikes_at) == 2  # the third in a row is the new level, which is trained on
     assert followed([2.0] * 300 + [2.9] * 500)[1:] == (800, "")
     assert followed([2.0] * 300 + [4.0] * 200, "ignore")[1:] == (500, "")  # a policy's loss is in no unit

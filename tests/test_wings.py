@@ -61,8 +61,6 @@ def remove(folder: Path, wing: str) -> None:
     yaml = YAML()
     yaml.indent(mapping=2, sequence=4, offset=2)
     yaml.width = 1000
-    # null as it is written here, not as nothing: tests edit these files
-    yaml.representer.add_representer(type(None), lambda to, _: to.represent_scalar("tag:yaml.org,2002:null", "null"))
     graph = yaml.load(folder / "dvc.yaml")
     models = {Path(out).name for stage in stages for out in graph["stages"][f"stage_{stage}"]["outs"]}
     for stage in stages:

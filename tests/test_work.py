@@ -181,7 +181,7 @@ def test_a_worker_leaves_the_lock_to_its_launcher_or_to_rank_0(monkeypatch: pyte
 def test_a_worker_that_finds_another_key_than_its_launcher_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STAGECOACH_LOCKED", str(workdir.root() / "code/before"))
     with (
-        pytest.raises(StagecoachError, match="started for the key before and finds now now"),
+        pytest.raises(StagecoachError, match="started for key before, but its key is now now"),
         workdir.locked(workdir.root() / "code/now"),
     ):
         pass

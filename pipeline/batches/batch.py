@@ -1,14 +1,14 @@
-"""The batch that a model is trained on, and the only place where targets are shifted against inputs.
+"""Training batches, and the only place where targets are shifted against inputs.
 
-A packed row holds several pieces (documents, dialogues) side by side:
+A packed row contains several pieces (documents, dialogues) side by side:
 
-    tokens     E a b E  E d E  P        E: end of text, which also leads a document of running text; P: padding
+    tokens     E a b E  E d E  P        E: end of text, which also precedes each text document; P: padding
     input_ids  E a b E  E d E  P
-    targets    a b E -  d E -  -        -: -100, nothing is trained: no target crosses a document
+    targets    a b E -  d E -  -        -: -100, not trained: no target crosses a document boundary
     documents  0 0 0 0  1 1 1 -1        attention stays within equal numbers
     positions  0 1 2 3  0 1 2  0
 
-Curriculum by length: rows are shifted first and split into windows after, so a window's last target is not lost.
+Length curriculum: rows are shifted first and then split into windows, so a window's last target is not lost.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ PADDING = -1  # the document number of padding
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """`B` windows of `T` tokens with the token to predict at each position."""
+    """`B` windows of `T` tokens with the target token at each position."""
 
     input_ids: Tensor  # (B, T) int64
     targets: Tensor  # (B, T) int64, -100 where nothing is trained (next document, prompt, padding)
@@ -43,20 +43,20 @@ class TokenBatch:
 
     @property
     def counts(self) -> dict[str, int]:
-        """The counts that sums are divided by."""
+        """The denominators for sums."""
         return {"tokens": self.num_targets, "bytes": self.num_bytes, "positions": self.input_ids.numel()}
 
     def to(self, device: torch.device | str) -> "TokenBatch":
-        """The same batch on another device, without waiting for the copy."""
+        """Copy the batch to another device without blocking."""
         count = self.num_targets
         tensors = {name: getattr(self, name).to(device, non_blocking=True) for name in _TENSORS}
         moved = replace(self, **tensors)
-        moved.__dict__["num_targets"] = count  # fills the cached property: no device is read
+        moved.__dict__["num_targets"] = count  # fills the cached property: no device sync
         return moved
 
 
 class Tokens(Protocol):
-    """The tensors of a batch that a model and a scorer need."""
+    """The tensors of a batch needed by a model and a scorer."""
 
     @property
     def input_ids(self) -> Tensor: ...  # (B, T)
@@ -72,37 +72,37 @@ _TENSORS = ("input_ids", "targets", "documents", "positions")
 
 
 def concatenate(batches: Sequence[TokenBatch], order: np.ndarray) -> TokenBatch:
-    """Concatenate batches of one context, and reorder the rows by `order`, a permutation of all rows."""
+    """Concatenate batches of one context and reorder the rows by `order`, a permutation of all rows."""
     index = torch.from_numpy(order)
     tensors = {name: torch.cat([getattr(batch, name) for batch in batches])[index] for name in _TENSORS}
     return TokenBatch(**tensors, num_bytes=sum(batch.num_bytes for batch in batches))
 
 
 class TokenStream(Protocol):
-    """Training data as `fit` takes it: batches as a pure function of (seed, step)."""
+    """The training data interface of `fit`: batches as a pure function of (seed, step)."""
 
-    fingerprint: str  # of the data, the seed and the shape of the rows; a resume with another fingerprint is refused
+    fingerprint: str  # of the data, the seed and the row shape; resuming with another fingerprint is refused
     rows_per_epoch: int  # packed rows
-    tokens_per_epoch: int  # positions in them, padding counted: rows_per_epoch * packed length
+    tokens_per_epoch: int  # their positions, including padding: rows_per_epoch * packed length
 
     def rows(self, step: int, context: int) -> np.ndarray:
         """Ids of the rows of this step's global batch, (R,) int64; R * context is constant."""
         ...
 
     def batch(self, step: int, context: int, rows: np.ndarray) -> TokenBatch:
-        """The rows with these ids, which may be any subset (a rank's, a micro-batch's): a function of the ids alone."""
+        """The rows with these ids, in any subset (per rank, per micro-batch): a function of the ids alone."""
         ...
 
     def evaluation(self, tokens: int) -> Iterator[TokenBatch]:
-        """The val split in a fixed order, until `tokens` targets or its end."""
+        """The val split in a fixed order, up to `tokens` targets."""
         ...
 
 
 class Piece(NamedTuple):
-    """Consecutive tokens of one document in a row; one token more than fits the row if that token is still a target."""
+    """Consecutive tokens of one document in a row; one more token than fits the row if that token is still a target."""
 
     ids: np.ndarray  # (n,)
-    trained: np.ndarray | bool  # (n,) bool: which ids may be a target
+    trained: np.ndarray | bool  # (n,) bool: which ids may be targets
 
 
 def token_batch(
@@ -115,10 +115,10 @@ def token_batch(
     byte_lengths: np.ndarray,
     document_mask: bool = True,
 ) -> TokenBatch:
-    """Lay pieces out in rows of `packed` tokens, shift, split into windows of `context`, select `windows`.
+    """Lay out pieces in rows of `packed` tokens, shift, split into windows of `context`, and select `windows`.
 
-    `windows` (n,) counts windows through all rows: row * (packed / context) + window. `byte_lengths` (V,) are the bytes
-    of each id. `document_mask` false makes a row one segment (an ablation); targets stay within documents all the same.
+    `windows` (n,) numbers windows across all rows: row * (packed / context) + window. `byte_lengths` (V,): bytes of
+    each id. `document_mask` false makes a row one segment (an ablation); targets still stay within documents.
     """
     tokens = np.full((len(rows), packed + 1), pad, dtype=np.int64)  # (R, packed + 1): a last column for targets only
     documents = np.full((len(rows), packed + 1), PADDING, dtype=np.int32)
@@ -148,7 +148,7 @@ def token_batch(
 
 
 class Answered(NamedTuple):
-    """Rows of one prompt and answer each, padded to the longest. The last token is an input too, not only a target."""
+    """Rows of one prompt and answer each, padded to the longest. The last token is also an input, not only a target."""
 
     input_ids: Tensor  # (B, T) int64
     targets: Tensor  # (B, T) int64, the next token where it is trained, else -100
@@ -157,7 +157,7 @@ class Answered(NamedTuple):
 
 
 def answered(rows: Sequence[Piece], pad: int) -> Answered:
-    """Lay one piece into each row and shift. Padding follows from the lengths alone, so `pad` may be any id."""
+    """Put one piece into each row and shift. Padding is determined by lengths alone, so `pad` may be any id."""
     lengths = np.array([len(row.ids) for row in rows], dtype=np.int64)
     longest = int(lengths.max(initial=1))
     tokens = np.full((len(rows), longest + 1), pad, dtype=np.int64)  # a last column for targets only
@@ -184,5 +184,5 @@ def _positions(segments: np.ndarray) -> np.ndarray:
 
 
 def fingerprint_of(parts: Sequence[object]) -> str:
-    """16 hex digits of the sha256 of `parts`, written as a JSON list."""
+    """16 hex digits of the sha256 of `parts`, serialized as a JSON list."""
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]

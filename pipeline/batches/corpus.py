@@ -1,37 +1,36 @@
-"""Token shards as training batches: memory-mapped, packed, in a keyed order, some documents as fill-in-the-middle.
+"""Token shards as training batches: memory-mapped, packed, in a keyed order, with optional fill-in-the-middle.
 
     data/tokens/<corpus>/{train,val}.bin, .idx, .ctx, meta.json  ->  CorpusStream
 
-Memory does not grow with the corpus: the token file is mapped; the packing index is cached on disk and mapped too.
+Memory does not grow with the corpus: the token file is memory-mapped, and so is the packing index, cached on disk.
 
-Fill-in-the-middle reorders a document, so that a causal model learns to insert (Bavarian et al. 2022, arXiv:2207.14255,
-sections 3-4). Which documents are infilled depends on the seed, where they are cut on (seed, epoch): a second epoch
-cuts elsewhere.
+Fill-in-the-middle reorders a document so that a causal model learns to insert (Bavarian et al. 2022, arXiv:2207.14255,
+sections 3-4). The choice of documents depends on the seed, the cuts on (seed, epoch): a second epoch cuts elsewhere.
 
     prefix p, middle m, suffix s, END = end of text
     PSM   PRE p SUF s MID m END        SPM   PRE SUF s MID p m END        half each
 
-The two cuts are uniform over the document's characters; only the tokens that are cut are encoded anew. Where that takes
-more than RESERVE tokens, the cuts move to token borders. Put back in order, the bytes are the document's.
+The two cuts are uniform over the document's characters; only cut tokens are re-encoded. If that takes more than RESERVE
+tokens, the cuts move to token boundaries. Put back in order, the bytes are the document's.
 
-A share of the middles may be a unit of the syntax instead, as an editor asks for them: a function's body, a statement,
-or one to four whole lines, a third each of what a document has. What stands before a document of a repository
-(`text/repositories.py`) stays before the prefix, and nothing is lost or trained there; a row has as much of it as fits.
+A share of the middles may be syntactic units instead, as requested by editors: a function body, a statement, or one to
+four whole lines, a third each of the kinds present. The context of a repository document (`text/repositories.py`) stays
+before the prefix and gets no loss; a row includes as much of it as fits.
 
-Not promised: that a piece of a document longer than a row sees what came before it; canonical encoding around a cut,
-which is the point: at use, the cursor cuts tokens too.
+Not guaranteed: that a piece of a document longer than a row sees the preceding text; canonical encoding around a cut,
+which is intended: at inference, the cursor cuts tokens too.
 
-**A mixture** is several streams as one, row by row in fixed proportion, by whole weights.
+**A mixture** combines several streams row by row in fixed proportion, with integer weights.
 
     [(2, CorpusStream(text)), (1, CorpusStream(code))]  ->  MixtureStream: text, text, code, text, text, code, ...
 
-**Annealing** is another stream for the last steps: what a model sees while its rate decays is what it keeps (Hu et al.
-2024, MiniCPM, arXiv:2404.06395, section 4).
+**Annealing** switches to another stream for the last steps: a model retains best what it sees while the learning rate
+decays (Hu et al. 2024, MiniCPM, arXiv:2404.06395, section 4).
 
     AnnealedStream(dialogues, MixtureStream(dialogues, text, code), at=1700)
 
-Not promised: that an epoch of the mixture reads each member once. A member is read as often as its weight asks; compare
-its `rows_per_epoch` with its share to learn how often.
+Not guaranteed: that an epoch of the mixture reads each member once. A member is read as often as its weight requires;
+compare its `rows_per_epoch` with its share to see how often.
 """
 
 import ast
@@ -49,13 +48,13 @@ from pipeline.run.types import JsonObject
 from pipeline.text import chat
 from pipeline.text.tokenizer import Tokenizer
 
-MOST_LINES = 4  # of a middle of whole lines
-SYNTAX = 0.5  # of the infilled documents of a repository: the share whose middle is a unit of the syntax
-RESERVE = 8  # tokens kept free in a row for an infilled document: 3 control tokens, and 5 for the tokens that are cut
+MOST_LINES = 4  # in a middle of whole lines
+SYNTAX = 0.5  # share of infilled repository documents whose middle is a syntactic unit
+RESERVE = 8  # tokens reserved in a row for an infilled document: 3 control tokens, and 5 for cut tokens
 
 
 class TokenShard:
-    """One split of `data/tokens/<corpus>`, packed: a `packing.PackedSplit`."""
+    """One packed split of `data/tokens/<corpus>`: a `packing.PackedSplit`."""
 
     def __init__(
         self,
@@ -69,7 +68,7 @@ class TokenShard:
         cache: Path,
         fim_syntax: float | None = None,
     ) -> None:
-        """Map the tokens and find or build the packing index in `cache`. Raises DataError when sizes do not fit."""
+        """Map the tokens; load or build the packing index in `cache`. Raises DataError if sizes do not match."""
         meta = read_meta(folder)
         expected = int(meta["splits"][split]["tokens"])
         path = folder / f"{split}.bin"
@@ -95,7 +94,7 @@ class TokenShard:
         self.num_rows = self._packing.num_rows
 
     def pieces(self, epoch: int, row: int) -> list[Piece]:
-        """The documents, or pieces of documents, in a packed row."""
+        """The documents or pieces of documents in a packed row."""
         packing = self._packing
         first, last = packing.row_starts[row : row + 2].tolist()
         starts, lengths = packing.starts[first:last].tolist(), packing.lengths[first:last].tolist()
@@ -107,7 +106,7 @@ class TokenShard:
         ):
             # The token after a piece that continues is a target, never an input.
             ids = self._tokens[start : start + length + continued]
-            if is_infilled:  # the end of text before the document stays first, and so does its context
+            if is_infilled:  # the preceding end of text and the context stay first
                 key = stable_hash("cuts", self._seed, epoch, start)
                 syntax = self._fim_syntax if self._fim_syntax is not None else SYNTAX * (lead > 1)
                 own = infill(ids[lead:].astype(np.int64), key, self._tokenizer, syntax)
@@ -117,7 +116,7 @@ class TokenShard:
 
 
 def read_meta(folder: Path) -> JsonObject:
-    """`meta.json` of a token folder. Raises DataError when there is none."""
+    """`meta.json` of a token folder. Raises DataError if there is none."""
     path = folder / "meta.json"
     if not path.is_file():
         raise DataError(f"{path}: expected encoded tokens here, found none; run dvc repro stage_encode")
@@ -125,7 +124,7 @@ def read_meta(folder: Path) -> JsonObject:
 
 
 def is_empty(folder: Path) -> bool:
-    """Whether data/tokens/<corpus> has nothing to train on. Raises DataError as `read_meta`."""
+    """Whether data/tokens/<corpus> has nothing to train on. Raises DataError like `read_meta`."""
     return not int(read_meta(folder)["splits"]["train"]["tokens"])
 
 
@@ -145,12 +144,12 @@ class CorpusStream(PackedStream):
         document_mask: bool = True,
         fim_syntax: float | None = None,
     ) -> None:
-        """`fim_rate`: share of the documents with room that are infilled; `fim_syntax`: share of those whose middle is
-        a unit of the syntax, None: SYNTAX of a repository's documents and no other; without `document_mask` the
-        documents of a row see each other.
+        """`fim_rate`: share of documents to infill, among those with room; `fim_syntax`: share of those whose middle is
+        a syntactic unit, None: SYNTAX for repository documents and 0 for others; without `document_mask`, the documents
+        of a row see each other.
 
-        Raises ModelError when the tokens were encoded with another tokenizer, DataError when they do not fill one
-        batch, ValueError when a share is not in [0, 1] or `tokens_per_step` is no multiple of `context`.
+        Raises ModelError if the tokens were encoded with another tokenizer, DataError if they do not fill one batch,
+        ValueError if a share is not in [0, 1] or `tokens_per_step` is not a multiple of `context`.
         """
         for name, share in (("fim_rate", fim_rate), ("fim_syntax", fim_syntax or 0.0)):
             if not 0 <= share <= 1:
@@ -159,8 +158,8 @@ class CorpusStream(PackedStream):
         if meta["tokenizer"] != tokenizer.hash:
             raise ModelError(
                 f"tokenizers disagree: {folder / 'meta.json'} was encoded with {meta['tokenizer'][:16]}, but "
-                f"{tokenizer.source} is {tokenizer.hash[:16]}; rerun dvc repro stage_encode and the stages that made "
-                "the model, so that both use data/tokenizer (for a checkpoint of your own: language.base=base)"
+                f"{tokenizer.source} is {tokenizer.hash[:16]}; rerun dvc repro stage_encode and the stages that built "
+                "the model, so that both use data/tokenizer (for your own checkpoint: language.base=base)"
             )
         train, val = (
             TokenShard(
@@ -185,9 +184,9 @@ class CorpusStream(PackedStream):
 
 
 def infill(ids: np.ndarray, key: int, tokenizer: Tokenizer, syntax: float = 0.0) -> np.ndarray:
-    """A whole document (n,), end of text included, in PSM or SPM order: at most n + RESERVE ids, cut by `key`.
+    """Reorder a whole document (n,), including end of text, to PSM or SPM: at most n + RESERVE ids, cut by `key`.
 
-    syntax: the chance that the middle is a unit of the syntax, where the document has one.
+    syntax: the probability that the middle is a syntactic unit, if the document has one.
     """
     body, end = ids[:-1], ids[-1:]
     raw = b"".join([tokenizer.token_bytes[id_] for id_ in body.tolist()])
@@ -211,12 +210,12 @@ def infill(ids: np.ndarray, key: int, tokenizer: Tokenizer, syntax: float = 0.0)
 
 
 def syntax_units(raw: bytes) -> list[list[tuple[int, int]]]:
-    """Byte spans that an editor asks for, those of a kind together: bodies of functions, statements, whole lines.
+    """Byte spans as requested by editors, grouped by kind: function bodies, statements, whole lines.
 
-    A kind without a span is left out. Part of a file may be indented throughout, as methods are.
+    Kinds without spans are left out. Part of a file may be indented throughout, like methods.
     """
     text = raw.decode("utf-8", "replace")
-    if len(text.encode()) != len(raw):  # half a character: spans would be wrong
+    if len(text.encode()) != len(raw):  # partial character: spans would be wrong
         return []
     first = next((line for line in text.split("\n") if line.strip()), "")
     head = "if True:\n" if first[:1].isspace() else ""
@@ -239,7 +238,7 @@ def syntax_units(raw: bytes) -> list[list[tuple[int, int]]]:
 
 
 def _line_spans(raw: bytes, starts: Sequence[int]) -> list[tuple[int, int]]:
-    """One to MOST_LINES whole lines, from the first one's text to the last one's end; neither is blank."""
+    """One to MOST_LINES whole lines, from the first line's text to the last line's end; neither is blank."""
     lines = [
         (start + len(line) - len(line.lstrip()), start + len(line.rstrip()))
         for start, line in zip(starts, raw.split(b"\n"), strict=True)
@@ -268,7 +267,7 @@ def _arrange(
 def _encode_range(
     body: np.ndarray, borders: np.ndarray, raw: bytes, start: int, end: int, tokenizer: Tokenizer
 ) -> np.ndarray:
-    """Ids of the bytes start..end: whole tokens as they are, the cut ones at both ends encoded anew."""
+    """Ids of the bytes start..end: whole tokens unchanged, cut tokens at both ends re-encoded."""
     first = int(np.searchsorted(borders, start, "left"))
     last = int(np.searchsorted(borders, end, "right")) - 1
     if first > last:  # both cuts in one token
@@ -279,7 +278,7 @@ def _encode_range(
 
 
 def _encode_fragment(fragment: bytes, tokenizer: Tokenizer) -> list[int]:
-    """Ids of a fragment of a token; byte by byte where it is not UTF-8 (a token may hold half a character)."""
+    """Ids of a token fragment; byte by byte if it is not UTF-8 (a token may contain part of a character)."""
     if not fragment:
         return []
     try:
@@ -294,17 +293,17 @@ def _encode_fragment(fragment: bytes, tokenizer: Tokenizer) -> list[int]:
 class MixtureStream:
     """Rows of several streams in fixed proportion: one period of smooth weighted round-robin, repeated.
 
-    A row id is `member's row id * number of members + member`. After any number of rows each member has its share
-    to within one row; each member walks through its own epochs. An epoch of the mixture is as many rows as all members
-    hold.
+    A row id is `member's row id * number of members + member`. After any number of rows, each member has its share to
+    within one row; each member goes through its own epochs. An epoch of the mixture has as many rows as all members
+    together.
     """
 
     def __init__(self, members: Sequence[tuple[int, "PackedStream | MixtureStream"]]) -> None:
-        """`members` are (weight, stream), weights whole and positive. Raises ValueError when shapes differ."""
+        """`members`: (weight, stream) with positive integer weights. Raises ValueError if shapes differ."""
         weights = [weight for weight, _ in members]
         self._members = [stream for _, stream in members]
         if not members or any(int(weight) != weight or weight < 1 for weight in weights):
-            raise ValueError(f"mixture: expected whole weights of at least 1, found {weights}")
+            raise ValueError(f"mixture: expected integer weights of at least 1, found {weights}")
         if len({(stream.context, stream.tokens_per_step) for stream in self._members}) > 1:
             raise ValueError("mixture: members must have the same context and tokens_per_step")
         self._weights = np.array(weights, dtype=np.int64)
@@ -328,7 +327,7 @@ class MixtureStream:
         ids = np.empty((len(positions), self.context // context), dtype=np.int64)
         for member, stream in enumerate(self._members):
             owned = owner == member
-            member_ids = stream.at(index[owned], context)  # also for none: it checks the context
+            member_ids = stream.at(index[owned], context)  # even if empty: it checks the context
             ids[owned] = member_ids.reshape(-1, ids.shape[1]) * len(self._members) + member
         return ids.reshape(-1)
 
@@ -348,26 +347,26 @@ class MixtureStream:
     def evaluation(self, tokens: int) -> Iterator[TokenBatch]:
         """Each member's val split in turn, its share of `tokens` by weight; members without one are skipped.
 
-        Raises DataError when no member has a val split.
+        Raises DataError if no member has a val split.
         """
         present = [
             (w, stream) for w, stream in zip(self._weights.tolist(), self._members, strict=True) if stream.has_val
         ]
         if not present:
-            raise DataError("mixture: no member has anything in its val split to evaluate on; add documents to it")
+            raise DataError("mixture: the val splits of all members are empty; add documents to one of them")
         total = sum(weight for weight, _ in present)
         for weight, stream in present:
             yield from stream.evaluation(-(-tokens * weight // total))
 
 
 class AnnealedStream:
-    """The rows of one stream in the steps before `at`, those of another from then on, which is also evaluated.
+    """The rows of one stream before step `at`, then those of another, which is also used for evaluation.
 
-    A row id is the stream's row id * 2, + 1 for the second. An epoch is one of the first.
+    A row id is the stream's row id * 2, + 1 for the second stream. An epoch is one of the first stream.
     """
 
     def __init__(self, first: "PackedStream | MixtureStream", last: "PackedStream | MixtureStream", *, at: int) -> None:
-        """Raises ValueError when shapes differ."""
+        """Raises ValueError if shapes differ."""
         if (first.context, first.tokens_per_step) != (last.context, last.tokens_per_step):
             raise ValueError("annealing: both streams must have the same context and tokens_per_step")
         self._first, self._last, self._at = first, last, at
@@ -387,12 +386,12 @@ class AnnealedStream:
         return (self._last if is_last[0] else self._first).batch(step, context, inner)
 
     def evaluation(self, tokens: int) -> Iterator[TokenBatch]:
-        """The val split of the second stream. Raises as it does."""
+        """The val split of the second stream. Raises what it raises."""
         yield from self._last.evaluation(tokens)
 
 
 def round_robin(weights: Sequence[int]) -> np.ndarray:
-    """One period of smooth weighted round-robin, (sum of weights,): every prefix of it is within 1 of the shares.
+    """One period of smooth weighted round-robin, (sum of weights,): every prefix is within 1 of the shares.
 
     Share c of a member with weight w of W may start in slot floor(cW/w) and must come before ceil((c+1)W/w); the
     earliest deadline goes first, which is always feasible (Baruah et al. 1996, "Proportionate progress"). Giving each

@@ -1,19 +1,19 @@
-"""Conversations and facts as training batches.
+"""Training batches of conversations and facts.
 
     data/dialogues/{train,val}.jsonl (records.Dialogue)  --chat.render-->  segments, packed in rows  ->  DialogueStream
     data/facts/{train,val}.jsonl (records.Fact)  ->  E question \\n | answer E, packed in rows      ->  FactStream
 
-Dialogues have a loss on what the assistant says, nothing else. A dialogue that does not fit a row is divided where a
-user speaks: as many groups (user to next user) as fit make a segment, each with the system turn and the tools, so each
-assistant turn is trained once and no answer is cut. A group that cannot fit is listed in `too_long`, a segment that
-trains nothing in `untrained`; nothing else is left out.
+In dialogues, only assistant turns have a loss. A dialogue that does not fit a row is split at user turns: each segment
+takes as many groups (user to next user) as fit, plus the system turn and the tools, so each assistant turn is trained
+once and no answer is cut. Groups that cannot fit are listed in `too_long`, segments that train nothing in `untrained`;
+nothing else is left out.
 
-Facts have a loss on the answer and its end of text (E). Their texts are plain, because a base model has never read the
-turns of a chat. Nothing is left out: a fact that does not fit a row is an error.
+In facts, the answer and its end of text (E) have a loss. Their text is plain, because a base model has never seen chat
+turns. Nothing is left out: a fact that does not fit a row is an error.
 
-`rehearsing` mixes dialogues with text and code of earlier stages, so that a later one forgets nothing.
+`rehearsing` mixes dialogues with text and code of earlier stages, to avoid forgetting.
 
-Not promised: that a later segment of a dialogue contains what was said in an earlier one.
+Not guaranteed: that a later segment of a dialogue includes what was said in an earlier one.
 """
 
 import hashlib
@@ -39,14 +39,14 @@ from pipeline.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Segments:
-    """A dialogue as segments that each fit a row, and the parts left out."""
+    """A dialogue split into segments that each fit a row, and the parts left out."""
 
     rendered: list[Rendered]
     too_long: list[str] = field(default_factory=list)  # "<dialogue>#<group>" of groups that cannot fit
     untrained: list[str] = field(default_factory=list)  # "<dialogue>#<last group>" without an assistant turn
 
     def add(self, rendered: Rendered, name: str) -> None:
-        """Add a segment if the assistant speaks in it."""
+        """Add a segment if it has an assistant turn."""
         if any(rendered.trained):
             self.rendered.append(rendered)
         else:
@@ -79,7 +79,7 @@ def segments(tokenizer: Tokenizer, dialogue: Dialogue, context: int) -> Segments
 
 
 def split_groups(messages: Sequence[Message]) -> tuple[list[Message], list[list[Message]]]:
-    """The opening system turn, if there is one, and the groups: each from one user's message to the next."""
+    """The opening system turn, if any, and the groups: each from one user message to the next."""
     has_system = bool(messages) and messages[0].get("role") in ("system", "developer")
     groups: list[list[Message]] = []
     for message in messages[has_system:]:
@@ -117,7 +117,7 @@ class DialogueSplit(PackedPieces):
     """One split of the dialogues, rendered and packed."""
 
     def __init__(self, path: Path, tokenizer: Tokenizer, *, context: int) -> None:
-        """Read and render the dialogues. Raises DataError naming the file and what is wrong."""
+        """Read and render the dialogues. Raises DataError with the file and the problem."""
         if not path.is_file():
             raise DataError(f"{path}: expected dialogues here, found none; run dvc repro stage_tasks")
         pieces: list[Piece] = []
@@ -146,13 +146,13 @@ class DialogueSplit(PackedPieces):
 
 
 class DialogueStream(PackedStream):
-    """Batches of conversations from `data/dialogues/{train,val}.jsonl`; targets only where the assistant speaks."""
+    """Batches of conversations from `data/dialogues/{train,val}.jsonl`; only assistant turns are targets."""
 
     def __init__(self, folder: Path, tokenizer: Tokenizer, *, context: int, tokens_per_step: int, seed: int) -> None:
         """`too_long` and `untrained` list the parts of the train split that are left out.
 
-        Raises DataError when a file or a dialogue is wrong or the split does not fill one batch, ValueError when sizes
-        do not divide.
+        Raises DataError if a file or dialogue is invalid or the split does not fill one batch, ValueError if sizes do
+        not divide.
         """
         train = DialogueSplit(folder / "train.jsonl", tokenizer, context=context)
         val = DialogueSplit(folder / "val.jsonl", tokenizer, context=context)
@@ -174,14 +174,14 @@ class DialogueStream(PackedStream):
 
 @dataclass(frozen=True, kw_only=True)
 class Shares:
-    """How many rows of each a mixture has."""
+    """Mixing ratio of dialogues, text and code."""
 
     dialogue_weight: int = 3
-    """Rows of dialogues in the mixture."""
+    """Relative number of dialogue rows in the mixture."""
     text_weight: int = 2
-    """To so many rows of text; 0: no text."""
+    """Relative number of text rows; 0: no text."""
     code_weight: int = 1
-    """And so many rows of code; 0: no code."""
+    """Relative number of code rows; 0: no code."""
 
     def __post_init__(self) -> None:
         if self.dialogue_weight < 1 or self.text_weight < 0 or self.code_weight < 0:
@@ -191,9 +191,9 @@ class Shares:
 def rehearsing(
     dialogues: DialogueStream, shares: Shares, job: Job, tokenizer: Tokenizer, *, text: Path, code: Path, base: str
 ) -> MixtureStream | None:
-    """The dialogues mixed with those corpora of earlier stages that there are and that fill a batch; None for none.
+    """Mix the dialogues with the corpora of earlier stages that exist and fill a batch; None if there are none.
 
-    Raises ModelError where they are encoded with another tokenizer than that of the model `base`.
+    Raises ModelError if they were encoded with another tokenizer than that of the model `base`.
     """
     members: list[tuple[int, PackedStream | MixtureStream]] = []
     for folder, weight in ((text, shares.text_weight), (code, shares.code_weight)):
@@ -202,12 +202,12 @@ def rehearsing(
         meta = read_meta(folder)
         tokens = int(meta["splits"]["train"]["tokens"])
         if tokens < dialogues.tokens_per_step:
-            say(f"{job.name}: {folder} is not rehearsed: {tokens} tokens do not fill a batch")
+            say(f"{job.name}: {folder} is not rehearsed: its {tokens} tokens do not fill a batch")
             continue
         if meta["tokenizer"] != tokenizer.hash:
             raise ModelError(
-                f"{folder} cannot be rehearsed: it was encoded with another tokenizer than that of the model"
-                f" {base}; set {job.stage}.rehearse=none, or for a checkpoint of your own language.base=base"
+                f"{folder} cannot be rehearsed: it was encoded with a different tokenizer than the model"
+                f" {base}; set {job.stage}.rehearse=none, or for your own checkpoint language.base=base"
             )
         stream = CorpusStream(
             folder,
@@ -230,13 +230,13 @@ class FactQuestion:
 
     fact: Fact
     prompt: list[int]
-    answer: list[int]  # its end of text included
+    answer: list[int]  # including its end of text
 
 
 def encoded(fact: Fact, tokenizer: Tokenizer) -> FactQuestion:
     """Encode a fact. Raises DataError for an empty question or answer."""
     if not fact.question.strip() or not fact.answer.strip():
-        raise DataError(f"fact {fact.id}: its question or answer is empty; mend it or take it out")
+        raise DataError(f"fact {fact.id}: its question or answer is empty; fix or remove it")
     prompt = [tokenizer.end_of_text, *tokenizer.encode(fact.question + "\n")]
     return FactQuestion(fact, prompt, [*tokenizer.encode(fact.answer), tokenizer.end_of_text])
 
@@ -245,7 +245,7 @@ class FactSplit(PackedPieces):
     """One split of the facts, encoded and packed."""
 
     def __init__(self, path: Path, tokenizer: Tokenizer, *, context: int) -> None:
-        """Raises DataError for a missing file, and for a fact that is longer than `context`."""
+        """Raises DataError for a missing file, and for a fact longer than `context`."""
         if not path.is_file():
             raise DataError(f"{path}: expected facts here, found none; run dvc repro stage_tasks")
         self._facts = [encoded(fact, tokenizer) for fact in records.read(path, Fact)]
@@ -273,7 +273,7 @@ class FactStream(PackedStream):
     """Batches of facts: a `batch.TokenStream`."""
 
     def __init__(self, folder: Path, tokenizer: Tokenizer, *, context: int, tokens_per_step: int, seed: int) -> None:
-        """Raises DataError as `FactSplit`, and where the facts do not fill one batch."""
+        """Raises DataError like `FactSplit`, and if the facts do not fill one batch."""
         train, val = (FactSplit(folder / f"{split}.jsonl", tokenizer, context=context) for split in ("train", "val"))
         super().__init__(
             Splits("facts", train, val),

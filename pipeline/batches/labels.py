@@ -1,13 +1,13 @@
-"""Answers that are good or bad as training batches, for learning from unpaired feedback.
+"""Training batches of good and bad answers, for learning from unpaired feedback.
 
     data/labels/{train,val,test}.jsonl (records.Label)  --chat.render-->  LabelBatch, a pure function of (seed, step)
 
-Rendered, cut and left out as pairs are (`batches/pairs.py`). Beside its answers a batch has mismatched ones, from which
-the loss estimates how far the policy is from its reference: each prompt with the answer before it in the batch of the
-whole step, the first with the last one (as in TRL: (x_1, y_n), (x_2, y_1), ...). So the answers are the same, and which
-prompt gets which does not depend on how the batch is cut. What is longer than `max_length` loses its end there.
+Labels are rendered and filtered like pairs (`batches/pairs.py`). Each batch also contains mismatched answers, from
+which the loss estimates the policy's distance from its reference: each prompt is combined with the preceding answer in
+the batch of the whole step, the first with the last (as in TRL: (x_1, y_n), (x_2, y_1), ...). So the set of answers is
+the same, and the matching does not depend on how the batch is split. Mismatched rows are truncated to `max_length`.
 
-Not promised: that a mismatched answer is a wrong one; two answers to one prompt may follow one another.
+Not guaranteed: that a mismatched answer is wrong; two answers to one prompt may be consecutive.
 """
 
 import hashlib
@@ -27,12 +27,12 @@ from pipeline.run.device import stable_hash
 from pipeline.run.errors import DataError
 from pipeline.text.tokenizer import Tokenizer
 
-EVALUATION_ANSWERS = 64  # of a batch of the val split
+EVALUATION_ANSWERS = 64  # per val batch
 
 
 @dataclass(frozen=True)
 class LabelBatch:
-    """`B` answers, and as many mismatched ones."""
+    """`B` answers and as many mismatched ones."""
 
     matched: Answered  # (B, T)
     mismatched: Answered  # (B, S)
@@ -59,7 +59,7 @@ class EncodedLabel:
 
 
 def encode(tokenizer: Tokenizer, label: Label, max_prompt: int, max_length: int) -> EncodedLabel | str:
-    """The label as ids, or the reason why it is left out. Raises DataError naming the label."""
+    """The label as ids, or the reason it is left out. Raises DataError naming the label."""
     if pairs.is_empty(label.answer):
         return "empty answer"
     prompt, [piece] = pairs.pieces(tokenizer, label, [label.answer])
@@ -67,10 +67,10 @@ def encode(tokenizer: Tokenizer, label: Label, max_prompt: int, max_length: int)
 
 
 class LabelSplit:
-    """One split, encoded, in memory."""
+    """One encoded split, in memory."""
 
     def __init__(self, path: Path, tokenizer: Tokenizer, max_prompt: int, max_length: int) -> None:
-        """Raises DataError for a missing file, a wrong record, or more than a tenth left out."""
+        """Raises DataError for a missing file, an invalid record, or more than a tenth left out."""
         self.labels, self.dropped = pairs.usable(
             path, Label, partial(encode, tokenizer), max_prompt=max_prompt, max_length=max_length
         )
@@ -91,7 +91,7 @@ class LabelSplit:
 
 
 def batch_of(labels: Sequence[EncodedLabel], before: Sequence[EncodedLabel], pad: int, max_length: int) -> LabelBatch:
-    """Lay labels out as a batch; `before` are those whose answers the mismatched rows have."""
+    """Lay out labels as a batch; `before` provides the answers of the mismatched rows."""
     matched = answered([encoded.piece for encoded in labels], pad)
     mismatched = answered([_mismatch(*both, max_length) for both in zip(labels, before, strict=True)], pad)
     return LabelBatch(
@@ -107,7 +107,7 @@ def batch_of(labels: Sequence[EncodedLabel], before: Sequence[EncodedLabel], pad
 
 
 def _mismatch(prompt_of: EncodedLabel, answer_of: EncodedLabel, max_length: int) -> Piece:
-    """The prompt of one label with the answer of another one."""
+    """The prompt of one label with the answer of another."""
     start, end = prompt_of.num_prompt, answer_of.num_prompt
     trained = np.concatenate([np.zeros(start, dtype=bool), np.asarray(answer_of.piece.trained)[end:]])
     ids = np.concatenate([prompt_of.piece.ids[:start], answer_of.piece.ids[end:]])
@@ -115,19 +115,19 @@ def _mismatch(prompt_of: EncodedLabel, answer_of: EncodedLabel, max_length: int)
 
 
 class LabelStream:
-    """Batches of labels, shuffled anew in each epoch; the val split in one shuffled order."""
+    """Batches of labels, reshuffled each epoch; the val split in one fixed shuffled order."""
 
     def __init__(
         self, folder: Path, tokenizer: Tokenizer, *, max_prompt: int, max_length: int, answers: int, seed: int
     ) -> None:
-        """`answers`: number in a step. Raises DataError as LabelSplit, and for a train split of one kind of answers."""
+        """`answers`: per step. Raises DataError like LabelSplit, and if the train split is all good or all bad."""
         path = folder / "train.jsonl"
         self.train = LabelSplit(path, tokenizer, max_prompt, max_length)
         good, total = self.train.num_good, len(self.train.labels)
         if good in (0, total):
             raise DataError(
                 f"{path}: expected both good and bad answers, found {good} good and {total - good} bad; add some of the"
-                " other kind (`labels` of conf/data, or thumbs on the web page), or learn from good ones as dialogues"
+                " other kind (`labels` in conf/data, or thumbs on the web page), or train on good ones as dialogues"
             )
         self.val = LabelSplit(folder / "val.jsonl", tokenizer, max_prompt, max_length)
         self._pad, self._answers, self._max_length, self._seed = tokenizer.pad, answers, max_length, seed
@@ -136,11 +136,11 @@ class LabelStream:
         self._order: tuple[int, np.ndarray] = (-1, np.arange(0))
 
     def rows(self, step: int, context: int) -> np.ndarray:
-        """Positions in the endless sequence of epochs, (answers,); each epoch has every label once."""
+        """Positions in the infinite sequence of epochs, (answers,); each epoch contains every label once."""
         return np.arange(step * self._answers, (step + 1) * self._answers)
 
     def batch(self, step: int, context: int, rows: np.ndarray) -> LabelBatch:
-        """The labels at these positions of the step's batch, mismatched within the whole of it."""
+        """The labels at these positions of the step's batch, mismatched within the whole batch."""
         first = step * self._answers
         before = first + (rows - first - 1) % self._answers
         return batch_of(self._labels_at(rows), self._labels_at(before), self._pad, self._max_length)
@@ -155,7 +155,7 @@ class LabelStream:
         return self._order[1]
 
     def evaluation(self, tokens: int) -> Iterator[LabelBatch]:
-        """The val split, until `tokens` answer tokens. Shuffled: labels of one prompt may stand side by side."""
+        """The val split, up to `tokens` answer tokens. Shuffled, because labels of one prompt may be adjacent."""
         shuffled = [self.val.labels[index] for index in _shuffled(len(self.val.labels), "held-out labels")]
         num_tokens = 0
         for first in range(0, len(shuffled), EVALUATION_ANSWERS):

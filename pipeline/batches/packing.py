@@ -1,24 +1,24 @@
-"""Packed rows: documents into rows of fixed length, the order of the rows, and the stream that batches them.
+"""Pack documents into rows of fixed length, order the rows, and stream them as batches.
 
     documents -> cut -> pack -> a split of packed rows  +  RowOrder (which row when)  ->  PackedStream -> TokenBatch
 
-Packing. Documents longer than a row become pieces of a row's length; then best-fit decreasing (Ding et al. 2024,
-arXiv:2404.10830, "Fewer truncations improve language modeling") over windows of 65,536 pieces, with the rows that are
-still open carried from window to window. Concatenating and cutting instead would cut about half of all Python files. No
-document is cut that fits a row. A document is read after the end of text before it, so every token of a file but the
-very first is predicted exactly once; nothing is dropped.
+Packing. Documents longer than a row are cut into row-length pieces, then packed by best-fit decreasing (Ding et al.
+2024, arXiv:2404.10830, "Fewer truncations improve language modeling") over windows of 65,536 pieces, carrying open rows
+from window to window. Concatenating and cutting instead would cut about half of all Python files. No document that fits
+a row is cut. Each document follows the preceding end of text, so every token of a file but the very first is predicted
+exactly once; nothing is dropped.
 
-Order. Each epoch has a keyed permutation of the row numbers, computed where it is needed: step -> positions -> a
-4-round Feistel network keyed by (seed, epoch), walked until it falls inside (Black and Rogaway 2002, "Ciphers with
-arbitrary finite domains") -> row ids. Nothing is stored or shuffled, so the state of a run is one integer and any rank
-can compute any row. A row id is `(epoch * num_rows + row) * windows + window`, so an id alone determines the content of
-a batch; `windows` is the packed length over the current context (curriculum by length: rows are split, not skipped).
+Order. Each epoch has a keyed permutation of the row numbers, computed on demand: step -> positions -> a 4-round Feistel
+network keyed by (seed, epoch), with cycle walking (Black and Rogaway 2002, "Ciphers with arbitrary finite domains") ->
+row ids. Nothing is stored or shuffled, so the state of a run is one integer and any rank can compute any row. A row id
+is `(epoch * num_rows + row) * windows + window`, so ids alone determine the content of a batch; `windows` is the packed
+length over the current context (length curriculum: rows are split, not skipped).
 
-Stream. A batch is a pure function of (seed, step). The val split has its own rows and one fixed order, whatever the
-seed, so that evaluations of different runs see the same tokens.
+Stream. A batch is a pure function of (seed, step). The val split has its own rows and one fixed order for all seeds, so
+that different runs are evaluated on the same tokens.
 
-Not promised: the optimal packing; cryptographic quality of the order (for fewer than about 16 rows few of the possible
-orders occur); that a batch of the val split is full: its last one may be smaller.
+Not guaranteed: optimal packing; cryptographic quality of the order (for fewer than about 16 rows, few of the possible
+orders occur); full val batches: the last one may be smaller.
 """
 
 import os
@@ -41,30 +41,30 @@ FORMAT = 4  # of the index on disk; raise it when the packing changes
 
 @dataclass(frozen=True)
 class Pieces:
-    """Documents cut to a row's length."""
+    """Documents cut to row length."""
 
     starts: np.ndarray  # (P,) int64, first token in the .bin file
     lengths: np.ndarray  # (P,) int64, tokens that are inputs
     whole: np.ndarray  # (P,) bool: the piece is a whole document
     continues: np.ndarray  # (P,) bool: the token after the piece is a target; the piece fills its row
-    leads: np.ndarray  # (P,) int64, first tokens that are context, or the token before the document: no targets
+    leads: np.ndarray  # (P,) int64, leading tokens that are not targets: context, or the token before the document
 
 
 def cut(offsets: np.ndarray, context: int, leads: np.ndarray | None = None, reserve: int = 0) -> Pieces:
     """Cut documents, given as n + 1 token offsets, into pieces of at most `context` tokens.
 
-    A document's first piece begins with the token before it, the end of text of another document, which is an input and
-    no target: so its first token is a target too, and a model can begin a text from nothing. The first document of a
-    file has no such lead. A document's last token is a target and need not be an input, so a document of up to
+    A document's first piece begins with the token before it, the end of text of another document, which is an input but
+    not a target: so its first token is a target too, and a model can start a text from scratch. The first document of a
+    file has no such token. A document's last token is a target but need not be an input, so a document of up to
     `context` tokens is never cut.
 
-    leads: (n,) tokens at the beginning of each document that are context. Of those as many leave, from the first on, as
-    it takes for the document to fit a row with `reserve` tokens free.
+    leads: (n,) number of leading context tokens in each document. They are dropped from the start as needed for the
+    document to fit a row with `reserve` tokens free.
     """
     offsets = offsets.astype(np.int64)
     begins = np.maximum(offsets[:-1] - 1, 0)  # (n,)
-    num_targets = np.maximum(offsets[1:] - begins - 1, 0)  # (n,): all but the token that it begins with
-    own = offsets[:-1]  # (n,): the first token that is no context
+    num_targets = np.maximum(offsets[1:] - begins - 1, 0)  # (n,): all but the token it begins with
+    own = offsets[:-1]  # (n,): the first non-context token
     if leads is not None:
         own = own + leads.astype(np.int64)
         left_out = np.clip(num_targets + reserve - context, 0, np.maximum(own - begins - 1, 0))
@@ -84,16 +84,16 @@ def cut(offsets: np.ndarray, context: int, leads: np.ndarray | None = None, rese
 
 
 def pack(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
-    """Best-fit decreasing: which piece goes into which row.
+    """Best-fit decreasing: assign pieces to rows.
 
     `lengths` (P,) in 1..capacity. Returns `members` (P,), the piece numbers row by row and ascending within a row, and
-    `row_starts` (R + 1,), where each row begins in it. Raises ValueError when a piece cannot fit.
+    `row_starts` (R + 1,), the start of each row in it. Raises ValueError if a piece cannot fit.
     """
     if len(lengths) and not 0 < lengths.min() <= lengths.max() <= capacity:
         raise ValueError(f"expected piece lengths in 1..{capacity}, found {lengths.min()}..{lengths.max()}")
     row_of = np.empty(len(lengths), dtype=np.int64)
     open_rows: list[list[int]] = [[] for _ in range(capacity + 1)]  # by free space
-    free = 0  # bit s is set when a row with exactly s free tokens is open
+    free = 0  # bit s is set if a row with exactly s free tokens is open
     num_rows = 0
     for start in range(0, len(lengths), WINDOW):
         window = lengths[start : start + WINDOW]
@@ -125,20 +125,20 @@ class Packing:
     """The index of a packed split: its pieces, and the row of each."""
 
     starts: np.ndarray  # (P,) int64, first token of each piece in the .bin file, row by row
-    lengths: np.ndarray  # (P,) int64, tokens in the .bin file that are read
+    lengths: np.ndarray  # (P,) int64, tokens to read from the .bin file
     continues: np.ndarray  # (P,) bool
-    infilled: np.ndarray  # (P,) bool: fill-in-the-middle, with room reserved for it
+    infilled: np.ndarray  # (P,) bool: fill-in-the-middle, with reserved room
     leads: np.ndarray  # (P,) int64: tokens of each piece before the first target
     row_starts: np.ndarray  # (R + 1,) int64, into the arrays above
 
     @property
     def num_rows(self) -> int:
-        """Rows of the packing."""
+        """Number of packed rows."""
         return len(self.row_starts) - 1
 
 
 def packing_of(pieces: Pieces, infilled: np.ndarray, reserve: int, context: int) -> Packing:
-    """Pack pieces into rows of `context`; infilled ones take `reserve` tokens more."""
+    """Pack pieces into rows of `context`; infilled ones take `reserve` extra tokens."""
     members, row_starts = pack(pieces.lengths + reserve * infilled, context)
     return Packing(
         starts=pieces.starts[members],
@@ -151,7 +151,7 @@ def packing_of(pieces: Pieces, infilled: np.ndarray, reserve: int, context: int)
 
 
 def cached(cache: Path, parts: list[str | int | float], build: Callable[[], Packing]) -> Packing:
-    """The packing for the key `parts` from `cache`, memory-mapped; built and published by rename if it is missing."""
+    """The packing for the key `parts` from `cache`, memory-mapped; if missing, built and published by rename."""
     key = fingerprint_of([FORMAT, *parts])
     folder = cache / f"packing-{key}"
     if not folder.is_dir():
@@ -162,7 +162,7 @@ def cached(cache: Path, parts: list[str | int | float], build: Callable[[], Pack
             np.save(temporary / f"{field.name}.npy", getattr(packing, field.name))
         try:
             temporary.rename(folder)
-        except OSError:  # another process was faster and wrote the same
+        except OSError:  # another process was faster and wrote the same content
             shutil.rmtree(temporary)
     return Packing(*(np.load(folder / f"{field.name}.npy", mmap_mode="r") for field in fields(Packing)))
 
@@ -188,7 +188,7 @@ def permute(index: np.ndarray, size: int, key: int) -> np.ndarray:
     keys = [stable_hash(key, round_) for round_ in range(ROUNDS)]
     out = index.astype(np.uint64)
     outside = np.arange(len(out))
-    while len(outside):  # the domain is a power of 4, up to 4 times `size`: walk each cycle until inside
+    while len(outside):  # the domain is a power of 4, up to 4 times `size`: walk cycles until inside
         left, right = out[outside] >> shift, out[outside] & mask
         for round_key in keys:
             left, right = right, left ^ (mix(right, round_key) & mask)
@@ -199,7 +199,7 @@ def permute(index: np.ndarray, size: int, key: int) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True)
 class RowOrder:
-    """The order of `num_rows` packed rows of `context` tokens, `tokens_per_step` of them a step."""
+    """The order of `num_rows` packed rows of `context` tokens, with `tokens_per_step` tokens per step."""
 
     num_rows: int
     context: int
@@ -218,17 +218,17 @@ class RowOrder:
         return self.tokens_per_step // self.context
 
     def positions(self, step: int) -> np.ndarray:
-        """Positions in the endless sequence of rows that a step covers, (rows_per_step,) int64."""
+        """Positions of a step in the infinite sequence of rows, (rows_per_step,) int64."""
         return np.arange(step * self.rows_per_step, (step + 1) * self.rows_per_step, dtype=np.int64)
 
     def num_windows(self, context: int) -> int:
-        """Windows that a packed row is split into at this context. Raises ValueError when it does not divide."""
+        """Number of windows per packed row at this context. Raises ValueError if it does not divide."""
         if context <= 0 or self.context % context:
             raise ValueError(f"context: expected a divisor of the packed length {self.context}, found {context}")
         return self.context // context
 
     def at(self, positions: np.ndarray, context: int) -> np.ndarray:
-        """Row ids at the positions, each packed row's windows side by side: (n,) -> (n * windows,) int64."""
+        """Row ids at the positions, windows of a packed row adjacent: (n,) -> (n * windows,) int64."""
         windows = self.num_windows(context)
         epochs, index = np.divmod(positions, self.num_rows)
         rows = np.empty_like(index)
@@ -239,7 +239,7 @@ class RowOrder:
         return ids.reshape(-1)
 
     def locate(self, ids: np.ndarray, context: int) -> tuple[np.ndarray, np.ndarray]:
-        """Split row ids into packed rows with their epoch (`epoch * num_rows + row`), and the window in each."""
+        """Split row ids into packed rows with their epoch (`epoch * num_rows + row`) and windows."""
         return np.divmod(ids, self.num_windows(context))
 
 
@@ -256,7 +256,7 @@ class PackedSplit(Protocol):
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens, each counted once, without padding."""
+        """Number of tokens, each counted once, excluding padding."""
         ...
 
     def pieces(self, epoch: int, row: int) -> list[Piece]:
@@ -266,7 +266,7 @@ class PackedSplit(Protocol):
 
 @dataclass(frozen=True)
 class Splits:
-    """Two packed splits; `name` and `left_out`, a sentence about data that could not be used, are for errors."""
+    """Two packed splits; `name` and `left_out`, a sentence about unusable data, are for error messages."""
 
     name: str
     train: PackedSplit
@@ -288,7 +288,7 @@ class PackedStream:
         fingerprint: str,
         document_mask: bool = True,
     ) -> None:
-        """Raises DataError when the train split does not fill one batch, ValueError when sizes do not divide."""
+        """Raises DataError if the train split does not fill one batch, ValueError if sizes do not divide."""
         train, val = splits.train, splits.val
         self.name = splits.name
         self.context = context
@@ -301,15 +301,15 @@ class PackedStream:
         self._train, self._val, self._tokenizer, self._document_mask = train, val, tokenizer, document_mask
         self._order = RowOrder(num_rows=train.num_rows, context=context, tokens_per_step=tokens_per_step, seed=seed)
         if self.tokens_per_epoch < tokens_per_step:
-            best = f"{self.tokens_per_epoch}" if train.num_rows else f"none at context {context}: there is no row"
+            best = f"{self.tokens_per_epoch}" if train.num_rows else f"none at context {context}: there are no rows"
             raise DataError(
-                f"{self.name}: too few tokens for one batch: held {train.num_tokens} tokens in {train.num_rows} packed "
+                f"{self.name}: too few tokens for one batch: got {train.num_tokens} tokens in {train.num_rows} packed "
                 f"rows of {context}, needed tokens_per_step={tokens_per_step}; the largest tokens_per_step that works "
                 f"is {best}. Set it, change the context, or add data. {splits.left_out}".rstrip()
             )
 
     def at(self, positions: np.ndarray, context: int) -> np.ndarray:
-        """Row ids at positions of the endless sequence of packed rows, (n,) -> (n * windows,) int64."""
+        """Row ids at positions in the infinite sequence of packed rows, (n,) -> (n * windows,) int64."""
         return self._order.at(positions, context)
 
     def rows(self, step: int, context: int) -> np.ndarray:
@@ -317,13 +317,13 @@ class PackedStream:
         return self.at(self._order.positions(step), context)
 
     def batch(self, step: int, context: int, rows: np.ndarray) -> TokenBatch:
-        """The rows with these ids, (B, context), in this order; `step` changes nothing (the ids contain the epoch)."""
+        """The rows with these ids, (B, context), in this order; `step` is unused (the ids contain the epoch)."""
         return self._batch(self._train, self._order, context, rows)
 
     def evaluation(self, tokens: int) -> Iterator[TokenBatch]:
-        """The val split, packed alike but never infilled, until `tokens` targets. Raises DataError when it is empty."""
+        """The packed val split, never infilled, up to `tokens` targets. Raises DataError if it is empty."""
         if not self._val.num_rows:
-            raise DataError(f"{self.name}: the val split holds nothing to evaluate on; add documents to it")
+            raise DataError(f"{self.name}: the val split is empty; add documents to it")
         order = RowOrder(
             num_rows=self._val.num_rows, context=self.context, tokens_per_step=self.tokens_per_step, seed=0
         )

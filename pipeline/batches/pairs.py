@@ -1,10 +1,10 @@
-"""Pairs of answers as training batches, for reward models and the DPO family.
+"""Training batches of answer pairs, for reward models and the DPO family.
 
     data/preferences/{train,val,test}.jsonl (records.Pair)  --chat.render-->  PairBatch, a pure function of (seed, step)
 
-`text/chat.py` renders prompt and answers; its prompts are prefixes of whole conversations. The answer is what the
-assistant says after the prompt, its end of turn included. Left out and counted: equal answers, an empty answer, and
-what exceeds the length limits (a cut answer would lose its end). More than a tenth left out stops the stage.
+`text/chat.py` renders prompt and answers; its prompts are prefixes of whole conversations. The answer is the assistant
+text after the prompt, including end of turn. Left out and counted: equal answers, empty answers, and pairs over the
+length limits (a truncated answer would lose its end). The stage stops if more than a tenth is left out.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ from pipeline.text import chat
 from pipeline.text.tokenizer import Tokenizer
 
 MOST_DROPPED = 0.1
-EVALUATION_PAIRS = 32  # of a batch of the val split
+EVALUATION_PAIRS = 32  # per val batch
 R = TypeVar("R", Pair, Label)
 E = TypeVar("E")
 
@@ -43,18 +43,18 @@ class PairBatch:
     documents: Tensor  # (2P, T) int32, -1 in the padding
     positions: Tensor  # (2P, T) int64
     margins: Tensor  # (P,) float32, 0 where the data has none
-    reference: Tensor | None  # (2P,) float32, summed log-probabilities of the reference, if computed in advance
+    reference: Tensor | None  # (2P,) float32, summed reference log-probabilities, if precomputed
     counts: dict[str, int]  # pairs, tokens (of the answers), positions
 
     @property
     def ends(self) -> Tensor:
-        """True at the last token of each row, (2P, T): where a reward is read."""
+        """True at the last token of each row, (2P, T): where the reward is read out."""
         last = (self.documents >= 0).sum(1) - 1
         return torch.arange(self.documents.shape[1], device=last.device) == last[:, None]
 
     @property
     def said(self) -> Tensor:
-        """True at the answers' tokens as inputs, (2P, T); in their order they are the targets that are not -100."""
+        """True where the answers' tokens are inputs, (2P, T); in order, these are the targets other than -100."""
         return functional.pad(self.targets >= 0, (1, -1))  # shifted right by one
 
     def to(self, device: torch.device | str) -> "PairBatch":
@@ -74,12 +74,12 @@ class Encoded:
 
     @property
     def margin(self) -> float:
-        """The margin in the data between the two rewards, 0 where there is none."""
+        """The reward margin given in the data, else 0."""
         return self.pair.margin or 0.0
 
 
 def encode(tokenizer: Tokenizer, pair: Pair, max_prompt: int, max_length: int) -> Encoded | str:
-    """The pair as ids, or the reason why it is left out. Raises DataError naming the pair."""
+    """The pair as ids, or the reason it is left out. Raises DataError naming the pair."""
     if pair.chosen == pair.rejected:
         return "chosen equals rejected"
     if any(is_empty(answer) for answer in (pair.chosen, pair.rejected)):
@@ -89,12 +89,12 @@ def encode(tokenizer: Tokenizer, pair: Pair, max_prompt: int, max_length: int) -
 
 
 def is_empty(answer: Sequence[Message]) -> bool:
-    """Whether the assistant says and calls nothing."""
+    """Whether the assistant turns have neither content nor calls."""
     return not any((m.get("content") or "").strip() or m.get("tool_calls") for m in answer if m["role"] == "assistant")
 
 
 def too_long(num_prompt: int, answers: Sequence[Piece], max_prompt: int, max_length: int) -> str:
-    """Why a record of so long a prompt and such answers is left out; empty where it is not."""
+    """Why a record with these lengths is left out; empty if it is kept."""
     if num_prompt > max_prompt:
         return "prompt too long"
     return "answer too long" if max(len(piece.ids) for piece in answers) > max_length else ""
@@ -112,7 +112,7 @@ def pieces(
 
 
 def _answer_piece(tokenizer: Tokenizer, record: Pair | Label, answer: list[Message], prompt: list[int]) -> Piece:
-    """Prompt and answer up to the last token that the assistant says; trained after the prompt only."""
+    """Prompt and answer up to the last assistant token; trained only after the prompt."""
     whole = chat.render(tokenizer, [*record.prompt, *answer], record.tools)
     trained = np.array(whole.trained, dtype=bool)
     trained[: len(prompt)] = False
@@ -123,9 +123,9 @@ def _answer_piece(tokenizer: Tokenizer, record: Pair | Label, answer: list[Messa
 def usable(
     path: Path, kind: type[R], encode: Callable[[R, int, int], E | str], *, max_prompt: int, max_length: int
 ) -> tuple[list[E], Counter[str]]:
-    """The records of a split as `encode` makes them, and how many are left out for each of its reasons.
+    """The encoded records of a split, and the number left out for each reason.
 
-    Raises DataError for a missing file, a wrong record, or more than a tenth left out.
+    Raises DataError for a missing file, an invalid record, or more than a tenth left out.
     """
     what = {Pair: "preference pairs", Label: "labels"}[kind]
     if not path.is_file():
@@ -143,17 +143,17 @@ def usable(
         drops = ", ".join(f"{number} {reason}" for reason, number in dropped.most_common())
         raise DataError(
             f"{path}: {dropped.total()} of {total} {what.split()[-1]} cannot be used ({drops or 'it is empty'}); at"
-            f" most a tenth may be left out. Mend the file, or raise max_prompt ({max_prompt}) and max_length"
+            f" most a tenth may be left out. Fix the file, or raise max_prompt ({max_prompt}) and max_length"
             f" ({max_length})"
         )
     return kept, dropped
 
 
 class PairSplit:
-    """One split, encoded, in memory."""
+    """One encoded split, in memory."""
 
     def __init__(self, path: Path, tokenizer: Tokenizer, max_prompt: int, max_length: int) -> None:
-        """Raises DataError for a missing file, a wrong record, or more than a tenth left out."""
+        """Raises DataError for a missing file, an invalid record, or more than a tenth left out."""
         self.pairs, self.dropped = usable(
             path, Pair, partial(encode, tokenizer), max_prompt=max_prompt, max_length=max_length
         )
@@ -170,7 +170,7 @@ class PairSplit:
 
 
 def batch_of(pairs: Sequence[Encoded], pad: int, reference: np.ndarray | None = None) -> PairBatch:
-    """Lay pairs out as a batch; `reference` (2P,): log-probability sums of the reference, chosen answers first."""
+    """Lay out pairs as a batch; `reference` (2P,): summed reference log-probabilities, chosen answers first."""
     rows = answered([encoded.chosen for encoded in pairs] + [encoded.rejected for encoded in pairs], pad)
     return PairBatch(
         *rows,
@@ -185,7 +185,7 @@ def batch_of(pairs: Sequence[Encoded], pad: int, reference: np.ndarray | None = 
 
 
 class PairStream:
-    """Batches of pairs, shuffled anew in each epoch; the val split in its own order."""
+    """Batches of pairs, reshuffled each epoch; the val split in file order."""
 
     def __init__(
         self,
@@ -199,8 +199,8 @@ class PairStream:
         label_flip: float = 0.0,
         more: Sequence[Encoded] = (),
     ) -> None:
-        """`pairs`: number in a step. `more`: further training pairs. `label_flip`: share of the training pairs whose
-        answers are swapped, by the hash of their ids.
+        """`pairs`: per step. `more`: additional training pairs. `label_flip`: share of training pairs whose answers are
+        swapped, chosen by a hash of their ids.
         """
         self.train = PairSplit(folder / "train.jsonl", tokenizer, max_prompt, max_length)
         self.val = PairSplit(folder / "val.jsonl", tokenizer, max_prompt, max_length)
@@ -210,11 +210,11 @@ class PairStream:
             self.train.pairs = [flipped(p, label_flip, seed) for p in self.train.pairs]
         self.fingerprint = fingerprint_of([self.train.digest(), self.val.digest(), pairs, seed])
         self.tokens_per_epoch = len(self.train.pairs) * 2 * max_length
-        self.references: dict[str, np.ndarray] = {}  # by split: (n, 2) sums of the reference
+        self.references: dict[str, np.ndarray] = {}  # by split: (n, 2) reference log-probability sums
         self._order: tuple[int, np.ndarray] = (-1, np.arange(0))
 
     def rows(self, step: int, context: int) -> np.ndarray:
-        """Indices of the step's pairs, (pairs,); each epoch visits every pair once."""
+        """Indices of the step's pairs, (pairs,); each epoch contains every pair once."""
         positions = np.arange(step * self._pairs, (step + 1) * self._pairs)
         count = len(self.train.pairs)
         return np.array([self._epoch_order(int(position) // count)[int(position) % count] for position in positions])
@@ -234,13 +234,13 @@ class PairStream:
         return batch_of([split.pairs[int(row)] for row in rows], self._pad, sums)
 
     def batches(self, name: str) -> Iterator[PairBatch]:
-        """A whole split ("train" or "val") in its order."""
+        """A whole split ("train" or "val") in file order."""
         split = self.train if name == "train" else self.val
         for first in range(0, len(split.pairs), EVALUATION_PAIRS):
             yield self._batch(name, split, np.arange(first, min(first + EVALUATION_PAIRS, len(split.pairs))))
 
     def evaluation(self, tokens: int) -> Iterator[PairBatch]:
-        """The val split, until `tokens` answer tokens."""
+        """The val split, up to `tokens` answer tokens."""
         num_tokens = 0
         for batch in self.batches("val"):
             if num_tokens >= tokens:
@@ -250,7 +250,7 @@ class PairStream:
 
 
 def flipped(encoded: Encoded, share: float, seed: int) -> Encoded:
-    """The pair with its answers swapped if the hash of its id falls into `share`."""
+    """The pair, with its answers swapped if the hash of its id falls into `share`."""
     if stable_hash("label flip", seed, encoded.pair.id) / 2**64 >= share:
         return encoded
     return Encoded(encoded.pair, encoded.rejected, encoded.chosen)

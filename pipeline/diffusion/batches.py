@@ -4,20 +4,20 @@
     prompt | answer, end of turn, fill  --times, masks-->       NoisedBatch     supervised fine-tuning
     prompt | answer of a pair           --k of L tokens, n x--> Drawn           Diffusion-DPO
 
-Batches are a pure function of (seed, step). The masks (`diffusion/masks.py`) depend on (seed, sample, pass) alone.
+Batches are a pure function of (seed, step). The masks (`diffusion/masks.py`) depend only on (seed, sample, pass).
 
-The loss of a row is the sum over its masked tokens of -log p / p_mask (LLaDA, arXiv:2502.09992, eq. 3 and 5), so its
-mean over a validation set is the negative ELBO per token. Validation uses the k form, which has less variance and never
-an empty mask.
+A row's loss is the sum over its masked tokens of -log p / p_mask (LLaDA, arXiv:2502.09992, eq. 3 and 5), so its mean
+over a validation set is the negative ELBO per token. Validation uses the k form, which has lower variance and never an
+empty mask.
 
 **Pairs** (data/preferences/{train,val}.jsonl). Each answer is drawn n times, each time with k of its tokens masked. The
 masks depend on (seed, pair, side, pass); policy and reference score the same batch, so they share them. An answer ends
-with the end of its turn; unlike in fine-tuning, no fill follows it.
+with its end of turn; unlike in fine-tuning, no fill follows it.
 
-**Problems** (data/problems/{train,val}.jsonl). A diffusion model writes on a canvas of given length, so it must learn
+**Problems** (data/problems/{train,val}.jsonl). A diffusion model writes on a canvas of fixed length, so it must learn
 to stop: after the answer and its end the canvas is filled, and the fill is noised and predicted like the rest (LLaDA,
 arXiv:2502.09992, appendix B.1). The length of a canvas depends on the example and the pass, never on the rest of the
-batch. The prompt stays clean. The causal control reads the same examples in the same order, without the fill.
+batch. The prompt stays clean. The causal control gets the same examples in the same order, without the fill.
 """
 
 import hashlib
@@ -50,13 +50,13 @@ class Noise:
     """How training noise is drawn and weighted; a batch is that of an optimizer step, not a micro-batch."""
 
     t_scope: str = "sample"
-    """sample: a time for each row; batch: one for the batch of a step."""
+    """sample: a time per row; batch: one time for the step's whole batch."""
     token_weight: str = "elbo"
-    """elbo: 1 / p; cart: by the clean tokens nearby."""
+    """Loss weighting: elbo (1 / p), or cart (by the nearby clean tokens)."""
     cart_p: float = 0.3
-    """For cart: how fast the weight of a clean token falls with its distance."""
+    """For cart: how quickly a clean token's weight decays with distance."""
     block_size: int = 0
-    """Tokens that are denoised together, block by block from the left; 0: all."""
+    """Tokens denoised together, block by block from the left; 0: all."""
 
     def __post_init__(self) -> None:
         for name, options in {"t_scope": ("sample", "batch"), "token_weight": ("elbo", "cart")}.items():
@@ -70,11 +70,11 @@ class Noise:
 
 @dataclass(frozen=True)
 class NoisedBatch:
-    """Rows under masks, and the weight of each masked token."""
+    """Masked rows, and the weight of each masked token."""
 
     noised: Noised
     weights: Tensor  # (n,) float32, of the predicted tokens, row by row
-    counts: dict[str, int]  # tokens that may be masked, rows, positions; bytes if they are known
+    counts: dict[str, int]  # tokens that may be masked, rows, positions; bytes if known
 
     def to(self, device: torch.device | str) -> "NoisedBatch":
         """The same batch on another device."""
@@ -83,15 +83,15 @@ class NoisedBatch:
 
 @dataclass(frozen=True)
 class MaskableRow:
-    """A row before its noise: the positions that may be masked, and their uniform numbers."""
+    """A row before noising: the positions that may be masked, and their uniform numbers."""
 
     places: np.ndarray  # (L,) int64, positions in the row
     blocks: np.ndarray  # (L,) int64, the block of each, from 0; all 0 without blocks
-    numbers: np.ndarray  # (number of blocks - 1 + L,) uniform: times of further blocks, then one a token
+    numbers: np.ndarray  # (number of blocks - 1 + L,) uniform: times of further blocks, then one per token
 
 
 def noised_row(row: MaskableRow, t: float, noise: Noise) -> tuple[np.ndarray, np.ndarray]:
-    """Masks (L,) and weights (L,) of a row at time t; each further block has its own time."""
+    """Masks (L,) and weights (L,) of a row at time t; each additional block has its own time."""
     num_further = int(row.blocks[-1]) if len(row.blocks) else 0
     rates = np.array([diffusion_masks.probability(time) for time in (t, *row.numbers[:num_further])])[row.blocks]
     masks = row.numbers[num_further:] < rates
@@ -121,7 +121,7 @@ def _build_input(
     blocks: np.ndarray | None,
     sight: np.ndarray | None,
 ) -> tuple[Noised, Tensor]:
-    """The input and the weights of its masked tokens; with `blocks` (B, T) the clean tokens are beside the noised ones.
+    """The input and the weights of its masked tokens; with `blocks` (B, T), it includes the clean tokens.
 
     `drawn` are the masks and weights of each of the `rows`.
     """
@@ -138,7 +138,7 @@ def _build_input(
 
 
 class _Passes:
-    """Endless passes over `count` items, each in its own random order. An index counts through all passes."""
+    """Infinite passes over `count` items, each in its own random order. Indices count across passes."""
 
     def __init__(self, name: str, seed: int, count: int) -> None:
         self._name, self._seed, self._count = name, seed, count
@@ -158,7 +158,7 @@ class _Passes:
 
 
 class WindowStream:
-    """Windows of a corpus under masks: a `fit.Stream`. The first token of a document stays clean: no state is before
+    """Masked windows of a corpus: a `fit.Stream`. The first token of a document stays clean: no state precedes
     it.
     """
 
@@ -172,7 +172,7 @@ class WindowStream:
         byte_lengths: np.ndarray,
         anneal_steps: int = 0,
     ) -> None:
-        """`anneal_steps`: steps in which attention grows from causal to full; 0: it is full at once."""
+        """`anneal_steps`: steps over which attention grows from causal to full; 0: full from the start."""
         assert not (noise.block_size and anneal_steps), "block diffusion starts from scratch"
         self._corpus, self._noise, self._name, self._seed = corpus, noise, name, seed
         self._byte_lengths, self._anneal_steps = byte_lengths, anneal_steps
@@ -184,7 +184,7 @@ class WindowStream:
         return self._corpus.rows(step, context)
 
     def batch(self, step: int, context: int, rows: np.ndarray) -> NoisedBatch:
-        """These rows under their masks."""
+        """These rows, masked."""
         step_rows = self.rows(step, context)
         times = diffusion_masks.times(self._seed, step, len(step_rows), shared=self._noise.t_scope == "batch")
         time_of = {int(row): float(time) for row, time in zip(step_rows, times, strict=True)}
@@ -201,7 +201,7 @@ class WindowStream:
         return self._batch(base, keys, trims, draws, sight)
 
     def evaluation(self, tokens: int) -> Iterator[NoisedBatch]:
-        """The val split under fixed masks, in the k form, up to `tokens` tokens that may be masked."""
+        """The val split under fixed masks, in the k form, up to `tokens` maskable tokens."""
         num_tokens = num_rows = 0
         for base in self._corpus.evaluation(10**12):
             if num_tokens >= tokens:
@@ -258,7 +258,7 @@ def _number_blocks(documents: np.ndarray, blocks: np.ndarray) -> np.ndarray:
 
 
 def masking_fingerprint(data: str, noise: Noise, anneal_steps: int = 0) -> str:
-    """Identifies the data and its masking for a resumed run."""
+    """Identifies the data and its masking when a run resumes."""
     return f"{data}-{diffusion_masks.key(0, 'fingerprint', repr(noise), anneal_steps):032x}"[:33]
 
 
@@ -269,7 +269,7 @@ SIDES = ("chosen", "rejected")
 
 
 def of_kinds(split: PairSplit, kinds: Collection[str], name: str) -> PairSplit:
-    """The split with only the pairs of some kinds; no `kinds`: all. Raises DataError if no pair is left."""
+    """The split with only pairs of these kinds; empty `kinds`: all. Raises DataError if no pair is left."""
     if kinds:
         existing = sorted({encoded.pair.kind for encoded in split.pairs})
         split.pairs = [encoded for encoded in split.pairs if encoded.pair.kind in kinds]
@@ -279,15 +279,15 @@ def of_kinds(split: PairSplit, kinds: Collection[str], name: str) -> PairSplit:
 
 
 def check_texts(split: PairSplit, mask: int, name: str) -> PairSplit:
-    """The split. Raises DataError naming a pair that contains the mask, which no text may."""
+    """Return the split. Raises DataError naming a pair that contains the mask token, which is not allowed in texts."""
     for encoded in split.pairs:
         if mask in encoded.chosen.ids or mask in encoded.rejected.ids:
-            raise DataError(f"{name}: pair {encoded.pair.id} holds the mask token; take it out")
+            raise DataError(f"{name}: pair {encoded.pair.id} contains the mask token; remove it")
     return split
 
 
 class NoisedPairs:
-    """Batches of pairs under masks: a `fit.Stream`."""
+    """Batches of masked pairs: a `fit.Stream`."""
 
     def __init__(
         self,
@@ -301,18 +301,18 @@ class NoisedPairs:
         stratified: bool,
         seed: int,
     ) -> None:
-        """`pairs` a step, `draws` masks of each answer."""
+        """`pairs` per step, `draws` masks of each answer."""
         self.train, self.val = train, val
         self._pad, self._pairs, self._draws, self._stratified, self._seed = pad, pairs, draws, stratified, seed
         identity = [train.digest(), val.digest(), pairs, draws, stratified, seed]
         self.fingerprint = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
         self.tokens_per_epoch = len(train.pairs) * 2 * max_length
-        # (split, pass) -> (n, 2) ELBOs of the reference, NaN where they are not read
+        # (split, pass) -> (n, 2) ELBOs of the reference, NaN for unused pairs
         self.references: dict[tuple[str, int], np.ndarray] = {}
         self._passes = _Passes("pairs", seed, len(train.pairs))
 
     def rows(self, step: int, context: int) -> np.ndarray:
-        """Indices of the step's pairs in the endless sequence of passes, (pairs,)."""
+        """Indices of the step's pairs in the infinite sequence of passes, (pairs,)."""
         return np.arange(step * self._pairs, (step + 1) * self._pairs)
 
     def _chosen(self, rows: np.ndarray) -> list[tuple[int, int]]:
@@ -320,18 +320,18 @@ class NoisedPairs:
         return self._passes.items(rows)
 
     def batch(self, step: int, context: int, rows: np.ndarray) -> Drawn:
-        """These pairs under their masks."""
+        """These pairs, masked."""
         return self._batch("train", self.train, self._chosen(rows))
 
     def read(self, name: str, turn: int, places: int) -> np.ndarray:
-        """The pairs of a split that a run over `places` pairs reads in a pass; sorted."""
+        """The pairs of a split that a run over `places` pairs uses in a pass; sorted."""
         if name == "val":
             return np.arange(len(self.val.pairs))
         count = len(self.train.pairs)
         return np.sort(self._passes.order(turn)[: max(0, min(count, places - turn * count))])
 
     def some(self, name: str, turn: int, numbers: np.ndarray) -> Iterator[Drawn]:
-        """Pairs of a split ("train" or "val") by their numbers, under the masks of a pass."""
+        """Pairs of a split ("train" or "val") by number, under the masks of a pass."""
         split = self.train if name == "train" else self.val
         for first in range(0, len(numbers), EVALUATION_PAIRS):
             yield self._batch(name, split, [(int(n), turn) for n in numbers[first : first + EVALUATION_PAIRS]])
@@ -375,7 +375,7 @@ def drawn_pairs(
     stratified: bool,
     reference: torch.Tensor | None = None,
 ) -> Drawn:
-    """Pairs as 2P rows under `draws` masks each; `keys` are those of the chosen answers, then of the rejected ones."""
+    """Pairs as 2P rows under `draws` masks each; `keys` are for the chosen answers, then the rejected ones."""
     pieces = [encoded.chosen for encoded in pairs] + [encoded.rejected for encoded in pairs]
     rows = answered(pieces, pad)
     masks = np.zeros((draws, *rows.input_ids.shape), dtype=bool)
@@ -404,14 +404,14 @@ class Example:
 
     id: str
     prompt: list[int]
-    answer: list[int]  # its end of turn included
+    answer: list[int]  # including its end of turn
 
 
 class ExampleSplit:
     """An encoded split in memory."""
 
     def __init__(self, path: Path, tokenizer: Tokenizer, traits: Traits, *, max_prompt: int, max_new: int) -> None:
-        """Raises DataError for a missing file, text with the mask, or if more than a tenth is left out as too long."""
+        """Raises DataError for a missing file, text with the mask token, or if over a tenth is dropped as too long."""
         if not path.is_file():
             raise DataError(f"{path}: expected programming problems here, found none; run dvc repro stage_tasks")
         self.max_prompt, self.max_new = max_prompt, max_new
@@ -421,7 +421,7 @@ class ExampleSplit:
         for problem in problems:
             example = encoded(problem, tokenizer)
             if traits.mask in (*example.prompt, *example.answer):
-                raise DataError(f"{path}: problem {problem.id} holds the mask token, which no text may; take it out")
+                raise DataError(f"{path}: problem {problem.id} contains the mask token; remove it")
             if len(example.prompt) > max_prompt or len(example.answer) > max_new // UNIT * UNIT:
                 self.dropped += 1
             else:
@@ -429,19 +429,19 @@ class ExampleSplit:
         if not self.examples or self.dropped > MOST_DROPPED * len(problems):
             raise DataError(
                 f"{path}: {self.dropped} of {len(problems)} problems with an answer do not fit; at most a tenth may be"
-                f" left out. Raise max_prompt ({max_prompt}) and max_new_tokens ({max_new}), or mend the file"
+                f" dropped. Raise max_prompt ({max_prompt}) and max_new_tokens ({max_new}), or fix the file"
             )
 
     def digest(self) -> str:
-        """A hash of every id, in order."""
+        """A hash of all ids, in order."""
         text = json.dumps([[example.id, example.prompt, example.answer] for example in self.examples])
         return hashlib.sha256(text.encode()).hexdigest()
 
 
 def encoded(problem: Problem, tokenizer: Tokenizer) -> Example:
-    """Prompt and answer of a problem that has one. Raises DataError for an empty answer."""
+    """Prompt and answer of a problem with an answer. Raises DataError for an empty answer."""
     if not (problem.answer or "").strip():
-        raise DataError(f"problem {problem.id}: its answer is empty; mend it, or leave `answer` out")
+        raise DataError(f"problem {problem.id}: its answer is empty; fix it, or omit `answer`")
     question = [{"role": "user", "content": problem.question}]
     prompt = chat.render(tokenizer, question, generation_prompt=True).ids
     dialogue = chat.render(tokenizer, [*question, {"role": "assistant", "content": problem.answer}])
@@ -450,7 +450,7 @@ def encoded(problem: Problem, tokenizer: Tokenizer) -> Example:
 
 
 class ExampleStream:
-    """Examples on canvases under masks: a `fit.Stream`."""
+    """Masked examples on canvases: a `fit.Stream`."""
 
     def __init__(
         self, train: ExampleSplit, val: ExampleSplit, traits: Traits, noise: Noise, *, rows: int, norm: str, seed: int
@@ -467,7 +467,7 @@ class ExampleStream:
         self._passes = _Passes("examples", seed, len(self.train.examples))
 
     def rows(self, step: int, context: int) -> np.ndarray:
-        """Indices of the step's rows in the endless sequence of passes, (rows,)."""
+        """Indices of the step's rows in the infinite sequence of passes, (rows,)."""
         return np.arange(step * self._rows, (step + 1) * self._rows)
 
     def chosen(self, rows: Sequence[int] | np.ndarray) -> list[tuple[Example, int]]:
@@ -475,7 +475,7 @@ class ExampleStream:
         return [(self.train.examples[number], turn) for number, turn in self._passes.items(rows)]
 
     def batch(self, step: int, context: int, rows: np.ndarray) -> NoisedBatch:
-        """These rows under their masks."""
+        """These rows, masked."""
         times = diffusion_masks.times(self._seed, step, self._rows, shared=self._noise.t_scope == "batch", stream="sft")
         layout, drawn = [], []
         for index, (example, turn) in zip(rows, self.chosen(rows), strict=True):
@@ -487,7 +487,7 @@ class ExampleStream:
         return self._batch(layout, drawn)
 
     def evaluation(self, tokens: int) -> Iterator[NoisedBatch]:
-        """The val split in its order on its shortest canvases, in the k form, up to `tokens` tokens of canvases."""
+        """The val split in order on its shortest canvases, in the k form, up to `tokens` canvas tokens."""
         num_tokens = 0
         for first in range(0, len(self.val.examples), EVALUATION_ROWS):
             if num_tokens >= tokens:
@@ -511,7 +511,7 @@ class ExampleStream:
     def _batch(
         self, rows: list[tuple[Example, int, MaskableRow]], drawn: list[tuple[np.ndarray, np.ndarray]]
     ) -> NoisedBatch:
-        """Examples with the lengths of their canvases and their rows, under the `drawn` masks and weights."""
+        """Examples, with their canvas lengths and rows, under the `drawn` masks and weights."""
         longest = max(len(example.prompt) + canvas for example, canvas, _ in rows)
         tokens = np.full((len(rows), longest), self._traits.fill, dtype=np.int64)
         documents = np.full((len(rows), longest), PADDING, dtype=np.int32)
@@ -551,7 +551,7 @@ class PlainExamples:
         self.tokens_per_epoch = noised.tokens_per_epoch
 
     def rows(self, step: int, context: int) -> np.ndarray:
-        """Those of the masked stream."""
+        """The masked stream's rows."""
         return self._noised.rows(step, context)
 
     def batch(self, step: int, context: int, rows: np.ndarray) -> TokenBatch:
@@ -559,7 +559,7 @@ class PlainExamples:
         return self._batch([example for example, _ in self._noised.chosen(rows)])
 
     def evaluation(self, tokens: int) -> Iterator[TokenBatch]:
-        """The val split in its order, up to `tokens` targets."""
+        """The val split in order, up to `tokens` targets."""
         num_targets, examples = 0, self._noised.val.examples
         for first in range(0, len(examples), EVALUATION_ROWS):
             if num_targets >= tokens:

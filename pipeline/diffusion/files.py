@@ -1,10 +1,10 @@
-"""Directories of masked-diffusion models: those of `model/checkpoint.py`, with the model's traits in config.json.
+"""Directories of masked-diffusion models: as in `model/checkpoint.py`, with the model's traits in config.json.
 
     config.json: "model_type": "stagecoach_mdm", "shift", "mask_token_id", "fill_token_id", "banned_ids", "block_size",
     "end_ids"
 
-Tensors have Qwen3's names; the model_type makes causal engines refuse the directory instead of answering nonsense.
-There is no generation_config.json: these models do not decode left to right.
+Tensors use Qwen3's names; the model_type makes causal engines refuse the directory instead of generating nonsense.
+There is no generation_config.json, because these models do not decode left to right.
 """
 
 import json
@@ -49,7 +49,7 @@ def traits(tokenizer: Tokenizer, *, shift: bool, block_size: int = 0) -> Traits:
 
 
 def save(folder: Path, model: Denoiser, tokenizer: Tokenizer, lineage: JsonObject, *, precision: str = "fp32") -> None:
-    """Write a model directory. Raises as `checkpoint.save`."""
+    """Write a model directory. Same errors as `checkpoint.save`."""
     checkpoint.save(folder, model.trunk, tokenizer, lineage, precision=precision)
     (folder / "generation_config.json").unlink()
     path = folder / "config.json"
@@ -61,15 +61,15 @@ def save(folder: Path, model: Denoiser, tokenizer: Tokenizer, lineage: JsonObjec
 
 
 def opens(folder: Path) -> bool:
-    """Whether a directory is a masked-diffusion model's. Raises ModelError without a valid config.json."""
+    """Whether a directory contains a masked-diffusion model. Raises ModelError without a valid config.json."""
     return read_config(folder).attention != "causal"
 
 
 def load(folder: Path) -> tuple[Denoiser, Tokenizer]:
     """The model (float32, training mode) and its tokenizer.
 
-    Raises ModelError for a causal model, one without its traits, ids that the tokenizer does not have, and as
-    `checkpoint.load`.
+    Raises ModelError for a causal model, missing traits, or ids that the tokenizer does not have; otherwise the same
+    errors as `checkpoint.load`.
     """
     config = read_config(folder)
     if config.attention != "bidirectional":
@@ -79,7 +79,7 @@ def load(folder: Path) -> tuple[Denoiser, Tokenizer]:
 
 
 def load_frozen(folder: Path) -> Denoiser:
-    """The model in evaluation mode with frozen weights. Raises as `load`."""
+    """The model in evaluation mode with frozen weights. Same errors as `load`."""
     model, _ = load(folder)
     return model.train(False).requires_grad_(False)
 
@@ -97,8 +97,8 @@ def _traits(folder: Path, tokenizer: Tokenizer) -> Traits:
         )
     if values["mask_token_id"] not in tokenizer.special_ids:
         raise ModelError(
-            f"{folder}: mask_token_id {values['mask_token_id']} is no special token of its tokenizer, so texts may hold"
-            " it; use the tokenizer that the model was trained with"
+            f"{folder}: mask_token_id {values['mask_token_id']} is not a special token of its tokenizer, so texts may"
+            " contain it; use the tokenizer that the model was trained with"
         )
     return Traits(
         mask=values["mask_token_id"],
@@ -116,14 +116,14 @@ def is_masked(folder: Path) -> bool:
 
 
 def take_in(folder: Path, out: Path, lineage: JsonObject, precision: str) -> None:
-    """Write a published or own checkpoint as a model directory. Raises ModelError."""
+    """Convert a published or our own checkpoint to a model directory. Raises ModelError."""
     model, tokenizer = load(folder) if checkpoint.kind(folder) == BIDIRECTIONAL else load_published(folder)
     save(out, model, tokenizer, lineage, precision=precision)
 
 
 @torch.no_grad()
 def from_causal(model: Transformer, tokenizer: Tokenizer, *, block_size: int = 0) -> Denoiser:
-    """A bidirectional copy of a causal model, which keeps its shift; the mask starts as the mean embedding.
+    """A bidirectional copy of a causal model that keeps its shift; the mask starts as the mean embedding.
 
     Gong et al. 2024 (DiffuLLaMA, arXiv:2410.17891), section 3. No weights are shared. Raises ModelError for a model
     with a memory.
@@ -138,7 +138,7 @@ def from_causal(model: Transformer, tokenizer: Tokenizer, *, block_size: int = 0
 def from_scratch(
     shape: Transformer, tokenizer: Tokenizer, generator: torch.Generator, *, block_size: int = 0
 ) -> Denoiser:
-    """Fresh weights in the shape of a model, without a shift. Raises ModelError for a model with a memory."""
+    """A model with fresh weights and the same shape, without a shift. Raises ModelError for a model with a memory."""
     trunk = Transformer(_bidirectional(shape), generator)
     return Denoiser(trunk, traits(tokenizer, shift=False, block_size=block_size))
 
@@ -146,8 +146,8 @@ def from_scratch(
 def _bidirectional(model: Transformer) -> ModelConfig:
     if model.hook is not None:
         raise ModelError(
-            "a masked-diffusion model cannot begin from a model with a memory, whose choices go from left to right;"
-            " expected one without, such as that of model: nano"
+            "a masked-diffusion model cannot start from a model with a memory, because its routing is left to right;"
+            " expected one without, such as model: nano"
         )
     return replace(model.config, attention="bidirectional")
 
@@ -156,14 +156,14 @@ def _bidirectional(model: Transformer) -> ModelConfig:
 
 
 def owns(model: object) -> bool:
-    """Whether a model is a masked-diffusion one."""
+    """Whether a model is a masked-diffusion model."""
     return isinstance(model, Denoiser)
 
 
 def check_same(model: Denoiser, exported: Denoiser, out: Path) -> None:
-    """Raise GateError where the traits of two models differ."""
+    """Raise GateError if the traits of two models differ."""
     if exported.traits != model.traits:
-        raise GateError(f"{out}: read back, its traits are {exported.traits}, exported were {model.traits}")
+        raise GateError(f"{out}: read back, its traits are {exported.traits}, expected {model.traits}")
 
 
 def smoke_calls(server: "ServedModel", model: Denoiser) -> int:
@@ -181,7 +181,7 @@ def smoke_calls(server: "ServedModel", model: Denoiser) -> int:
 
 
 def _check_denoising(server: "ServedModel") -> None:
-    """Each denoising step of a canvas leaves fewer masks than the one before."""
+    """Check that each denoising step leaves fewer masks than the one before."""
     from pipeline.export.smoke import expect
 
     path = "/v1/chat/completions"

@@ -3,13 +3,13 @@
     key  --Philox-->  uniforms  --p | subset | coupled-->  masks  (L,) bool, True for masked tokens
     Drawn, CoupledBatch: rows under n masks each, or under three coupled ones, the input of the losses
 
-A sample draws one number u for its time t, or for the number k of masks, then L numbers a draw, counted from the first
-token that may be masked. So neither padding nor micro-batches, processes or a resumed run can change a mask, and
-policy, old policy and reference use the same ones.
+A sample draws one number u for its time t, or for the number k of masks, then L numbers per draw, counted from the
+first maskable token. So masks do not depend on padding, micro-batches, process count or resuming, and policy, old
+policy and reference use the same ones.
 
 Streams and their samples: `mdm` windows `<corpus>:<window>`; `sft`, `canvas` examples; `elbo` `<pair>/chosen`;
 `coupled`, `rollout` `<problem>/<g>`; `time`, `anneal` the step; `trim` windows; `eval` anything that is evaluated. The
-iteration is the pass over the data, in reinforcement learning rollout * inner iterations + the inner one. No global
+iteration is the pass over the data; in reinforcement learning, rollout * inner iterations + the inner one. No global
 generator is used.
 """
 
@@ -31,13 +31,13 @@ WORDS = 2.0**-53
 
 
 def key(seed: int, stream: str, sample: str | int, iteration: int) -> int:
-    """128 bits that identify a draw: BLAKE2b of the four as compact JSON, read little-endian."""
+    """A 128-bit id of a draw: BLAKE2b of the four values as compact JSON, little-endian."""
     text = json.dumps([seed, stream, sample, iteration], separators=(",", ":"), ensure_ascii=False)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=16).digest(), "little")
 
 
 def uniforms(key: int, count: int) -> np.ndarray:
-    """`count` numbers in [0, 1) of a key, (count,) float64: the raw words of Philox, 53 bits of each."""
+    """`count` numbers in [0, 1) for a key, (count,) float64: 53 bits of each raw Philox word."""
     words = np.random.Philox(key=key).random_raw(count)
     return (words >> np.uint64(11)) * WORDS
 
@@ -63,7 +63,7 @@ def probability(t: float) -> float:
 
 
 def strata(u: float, draws: int, length: int) -> np.ndarray:
-    """How many of `length` tokens each of the draws masks, (draws,) in 1..length: k_j = 1 + floor(L ((j + u) / n))."""
+    """Number of masked tokens (of `length`) in each draw, (draws,) in 1..length: k_j = 1 + floor(L ((j + u) / n))."""
     counts = 1 + np.floor(length * ((np.arange(draws) + u) / draws)).astype(np.int64)
     return np.minimum(counts, length)
 
@@ -72,7 +72,7 @@ def strata(u: float, draws: int, length: int) -> np.ndarray:
 
 
 def subset(numbers: np.ndarray, k: int) -> np.ndarray:
-    """The k tokens with the smallest numbers, ties to the left, (L,) bool."""
+    """The k tokens with the smallest numbers, ties go left, (L,) bool."""
     mask = np.zeros(len(numbers), dtype=bool)
     mask[np.argsort(numbers, kind="stable")[:k]] = True
     return mask
@@ -89,10 +89,10 @@ class Draws(NamedTuple):
 
 
 def elbo_draws(key: int, length: int, draws: int, *, stratified: bool = True) -> Draws:
-    """n masks for the ELBO of `length` tokens: k ~ U{1..L}, then a subset of that size, uniformly. Raises ValueError
+    """n masks for the ELBO of `length` tokens: k ~ U{1..L}, then a uniform subset of that size. Raises ValueError
     below 1.
 
-    Stratified, one number spreads the k of all draws; independent, each draw has its own. Both are unbiased.
+    Stratified: a single number spreads the k of all draws; independent: each draw has its own. Both are unbiased.
     """
     if length < 1 or draws < 1:
         raise ValueError(f"expected at least one token and one draw, found {length} and {draws}")
@@ -108,7 +108,7 @@ def elbo_draws(key: int, length: int, draws: int, *, stratified: bool = True) ->
 
 
 class Coupled(NamedTuple):
-    """Two masks of which each token is under exactly one (DiffuCoder, arXiv:2506.20639, section 4.2)."""
+    """Two masks that partition the tokens (DiffuCoder, arXiv:2506.20639, section 4.2)."""
 
     t: float
     first: np.ndarray  # (L,) bool, R < t
@@ -126,7 +126,7 @@ def coupled(key: int, length: int, shared: int | None = None) -> Coupled:
 
 
 def apart(key: int, length: int) -> Coupled:
-    """As `coupled`, but the second mask is independent, at rate 1 - t: for comparison, not for training."""
+    """Like `coupled`, but the second mask is independent, at rate 1 - t: for comparison, not for training."""
     t, first, _ = coupled(key, length)
     return Coupled(t, first, uniforms(key, 1 + 2 * length)[1 + length :] < 1 - t)
 
@@ -135,7 +135,7 @@ def apart(key: int, length: int) -> Coupled:
 
 
 class Trim(NamedTuple):
-    """The end of a window, and the first position that may be masked."""
+    """The end of a window, and its first maskable position."""
 
     end: int
     start: int
@@ -152,9 +152,9 @@ def trim(key: int, length: int) -> Trim:
 
 
 def canvas(key: int, tokens: int, longest: int, unit: int) -> int:
-    """The length of an answer with its fill: `unit` * U{ceil((tokens + 1) / unit) .. floor(longest / unit)}.
+    """The length of an answer including its fill: `unit` * U{ceil((tokens + 1) / unit) .. floor(longest / unit)}.
 
-    `tokens` counts the answer without its end. Raises ValueError if the range is empty.
+    `tokens` is the answer's length without its end. Raises ValueError if the range is empty.
     """
     least, most = -(-(tokens + 1) // unit), longest // unit
     if least > most:
@@ -165,7 +165,7 @@ def canvas(key: int, tokens: int, longest: int, unit: int) -> int:
 def anneal(seed: int, step: int, length: int, steps: int) -> np.ndarray | None:
     """The attention mask at `step` of an annealing over `steps`, (L, L) bool; None once attention is full.
 
-    i attends to j if j <= i or U_ij < r with r = min(1, (step + 1) / steps): one matrix a step for all rows and
+    i attends to j if j <= i or U_ij < r with r = min(1, (step + 1) / steps): one matrix per step for all rows and
     processes (DiffuLLaMA, arXiv:2410.17891, section 3.2).
     """
     ratio = 1.0 if steps <= 0 else min(1.0, (step + 1) / steps)
@@ -173,15 +173,15 @@ def anneal(seed: int, step: int, length: int, steps: int) -> np.ndarray | None:
 
 
 def sight(numbers: np.ndarray, length: int, ratio: float) -> np.ndarray:
-    """(L, L) bool: the past, and the share `ratio` of the future. 0 is causal attention, 1 is full attention."""
+    """(L, L) bool: the past, and a fraction `ratio` of the future. 0 is causal attention, 1 is full attention."""
     return np.tri(length, dtype=bool) | (numbers.reshape(length, length) < ratio)
 
 
 def block_sight(blocks: np.ndarray) -> np.ndarray:
-    """The attention mask of a row of T noised, then T clean tokens, (2T, 2T) bool; `blocks` (T,) is each token's block.
+    """The attention mask for a row of T noised, then T clean tokens, (2T, 2T) bool; `blocks` (T,) are the token blocks.
 
-    A noised token attends to its own noised block and the clean blocks before it; the clean half is causal from block
-    to block (BD3-LM, arXiv:2503.09573, section 3.2).
+    A noised token attends to its own noised block and to earlier clean blocks; the clean half is block-causal (BD3-LM,
+    arXiv:2503.09573, section 3.2).
     """
     same, before = blocks[:, None] == blocks[None], blocks[:, None] > blocks[None]
     return np.block([[same, before], [np.zeros_like(same), same | before]])
@@ -199,7 +199,7 @@ def cart_weights(masked: np.ndarray, p: float) -> np.ndarray:
 
 
 def balanced(masks: int, steps: int) -> np.ndarray:
-    """How many masks each step removes, (steps,): masks // steps, the remainder first."""
+    """The number of masks removed at each step, (steps,): masks // steps, the remainder first."""
     return masks // steps + (np.arange(steps) < masks % steps)
 
 
@@ -227,7 +227,7 @@ def schedule(name: str, masks: int, steps: int) -> Sequence[int]:
 
 @dataclass(frozen=True)
 class Drawn:
-    """Rows under n masks each, from which ELBOs are estimated."""
+    """Rows under n masks each, for estimating ELBOs."""
 
     inputs: list[Noised]  # n, of the same rows
     scales: Tensor  # (n, B) float32: L / k
@@ -259,11 +259,11 @@ class CoupledBatch:
     first: Tensor  # (B, T) bool: R < t
     times: Tensor  # (B,) float32: t
     row_of: Tensor  # (N,) int64, the row of each counted token
-    old: Tensor | None  # (N,) float32; None: the scores of the training pass itself
+    old: Tensor | None  # (N,) float32; None: use the training pass's own scores
     arrays: dict[str, Tensor]  # (N,) float32 each: advantages, reference
     counts: dict[str, int] = field(default_factory=dict)
     fresh: bool = False  # the policy has not moved since the old scores
-    second: Tensor | None = None  # (B, T) bool; None: the canvas without `first`
+    second: Tensor | None = None  # (B, T) bool; None: the canvas minus `first`
 
     def to(self, device: torch.device | str) -> "CoupledBatch":
         """The same on another device."""

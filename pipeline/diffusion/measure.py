@@ -1,4 +1,4 @@
-"""Evaluation of masked-diffusion models: the problems of the causal models, judged alike, and curves of their own.
+"""Evaluation of masked-diffusion models: the same problems as for causal models, plus their own curves.
 
     problems   pass@k of programs written on a canvas, by group                `suites.solved` with a `CanvasSubject`
     code       an upper bound of bits per byte of held-out sources             `documents`
@@ -6,19 +6,19 @@
     order      how autoregressive the decoding is                              `with_orders`
     pairs      the effect of preference learning on held-out pairs             `measure`
 
-Canvases are uncovered by threshold, block by block with a cache (`canvas_threshold`, `canvas_block`, `canvas_cache`).
-That takes 9 times fewer forward passes than one token a pass, without a measurable loss on 256 problems (docs/LOG.md,
+Canvases are denoised by threshold, block by block with a cache (`canvas_threshold`, `canvas_block`, `canvas_cache`).
+This takes 9 times fewer forward passes than one token per pass, without a measurable loss on 256 problems (docs/LOG.md,
 2026-11-23); `quality` measures both. A completion costs forward passes over prompt and canvas; `flops_per_answer`
-counts their operations, so that a model that decodes token by token can be given as many tries (`suites.solved` of the
-control has its pass@k).
+counts their operations, so that a model that decodes token by token can be given the same compute (`suites.solved` of
+the control has its pass@k).
 
 **Bits per byte** of documents are an upper bound, from the k form of the ELBO. The windows are those of
 `evaluation/likelihood.py`: each token is scored once, within at most `context` tokens, after at least half as many
-clean ones (except in a document's first window). Tokens after a window are not visible, so the bound is that of writing
-a document from the left by windows. It bounds the likelihood of random-order decoding (diffusion/training.py).
+clean ones (except in a document's first window). Tokens after a window are not visible, so the bound is for generating
+a document left to right in windows. It bounds the likelihood of random-order decoding (diffusion/training.py).
 
 **Pairs** are measured as in `evaluation/preferences.py`, with estimated likelihoods. Both models are scored under the
-same masks, `draws` of each answer, spread evenly, so only the model differs.
+same masks, `draws` per answer, spread evenly, so only the model differs.
 """
 
 import math
@@ -51,7 +51,7 @@ from pipeline.run.types import JsonObject
 from pipeline.sandbox.judge import Judge
 from pipeline.text.tokenizer import Tokenizer
 
-ROWS = 16  # of a batch
+ROWS = 16  # per batch
 
 
 @torch.no_grad()
@@ -85,7 +85,7 @@ def bounds(model: Denoiser, tokenizer: Tokenizer, texts: Sequence[str], *, conte
 
 
 def drawn_windows(batch: Sequence[Window], keys: Sequence[int], draws: int) -> Drawn:
-    """Windows as rows: the scored part may be masked, the context before it stays clean."""
+    """Windows as rows: the scored part is maskable, the context before it stays clean."""
     rows = [[window.ids[0], *window.targets] for window in batch]  # ids are shifted by one against targets
     width = max(map(len, rows))
     tokens = np.zeros((len(rows), width), dtype=np.int64)
@@ -110,8 +110,8 @@ def drawn_windows(batch: Sequence[Window], keys: Sequence[int], draws: int) -> D
 
 PER_STEP = (1, 2, 4, 8)  # tokens
 THRESHOLDS = (0.7, 0.8, 0.9, 0.95, 0.99)
-CACHED = (0.9, 0.99)  # thresholds that are also measured with caches
-# the settings that each run measures
+CACHED = (0.9, 0.99)  # thresholds also measured with caches
+# the settings measured in each run
 CURVE = ("1 a step", "4 a step", "threshold 0.9", "threshold 0.99", "threshold 0.99, dual cache")
 AR_WITHIN = (1, 2, 4)
 
@@ -121,21 +121,21 @@ class CanvasSettings:
     """The keys of the block `evaluate` for masked-diffusion models."""
 
     canvas: int = 96
-    """Tokens of a completion."""
+    """Canvas length in tokens."""
     canvas_block: int = 32
-    """Tokens that thresholds and caches uncover together."""
+    """Block size in tokens, with a threshold or a cache."""
     canvas_threshold: float | None = 0.99
-    """A forward pass uncovers all tokens of at least this probability; none: one token."""
+    """Commit all tokens with at least this probability in each forward pass; none: one token per pass."""
     canvas_cache: str = "dual"
-    """Keys and values reused between the passes of a block, with a threshold: none, prefix, dual."""
+    """Keys and values reused between passes over a block, with a threshold: none, prefix or dual."""
     canvas_problems: int = 100
-    """Number of problems that are answered, from the first on."""
+    """Number of problems to answer, starting with the first."""
     canvas_samples: int = 1
-    """Samples of each problem at `temperature`, besides the greedy one."""
+    """Samples per problem at `temperature`, in addition to the greedy one."""
     elbo_draws: int = 8
-    """Masks of each window for bits per byte."""
+    """Masks per window for bits per byte."""
     canvas_curve: tuple[str, ...] = ("diffusion",)
-    """Models whose quality is also measured against forward passes, the most expensive part."""
+    """Models to also measure for quality vs. forward passes, the most expensive part."""
 
     def __post_init__(self) -> None:
         numbers = (self.canvas, self.canvas_block, self.canvas_problems, self.canvas_samples, self.elbo_draws)
@@ -159,13 +159,13 @@ class CanvasSubject(Subject):
     denoiser: Denoiser
     canvas: CanvasSettings
     generations: list[Generation] = field(default_factory=list)  # the result of the last `complete`
-    # greedy ones, for which nothing is drawn
+    # greedy completions, which need no random numbers
     known: dict[tuple[str, Denoising], Generation] = field(default_factory=dict)
 
     def complete(
         self, suite: str, prompts: dict[str, list[int]], *, tokens: int, temperature: float, sample: int = 0
     ) -> dict[str, Completion]:
-        """One completion for each prompt, on a canvas of the configured length; `tokens` is for causal models."""
+        """One completion per prompt, on a canvas of the configured length; `tokens` is for causal models."""
         top_p = self.settings.top_p if temperature else 1.0
         generations = self.generate(suite, prompts, replace(self.way, temperature=temperature, top_p=top_p), sample)
         self.generations[:] = generations.values()
@@ -188,7 +188,7 @@ class CanvasSubject(Subject):
     def generate(
         self, suite: str, prompts: dict[str, list[int]], settings: Denoising, sample: int = 0
     ) -> dict[str, Generation]:
-        """A canvas for each prompt that leaves room for it, by id."""
+        """A canvas for each prompt that leaves room for one, by id."""
         room = self.model.config.max_context - settings.length
         fitting = {name: ids for name, ids in prompts.items() if 0 < len(ids) <= room}
         names = [name for name in fitting if (name, settings) not in self.known]
@@ -231,7 +231,7 @@ def plan(
 
 
 def curve_rows(numbers: JsonObject) -> list[dict[str, Number]]:
-    """pass@1 against forward passes."""
+    """pass@1 vs. forward passes."""
     return [
         {
             "step": values["forwards"],
@@ -264,7 +264,7 @@ def documents(subject: CanvasSubject, texts: Sequence[Text]) -> SuiteResult:
 
 
 def ways(canvas: int, block: int) -> dict[str, Denoising]:
-    """The settings whose quality is measured, by name; the others are compared with the first one."""
+    """The settings to measure, by name; the others are compared with the first one."""
     plain = Denoising(length=canvas, steps=canvas)
     settings = {f"{n} a step": replace(plain, steps=canvas // n) for n in PER_STEP if canvas % n == 0}
     by_block = replace(plain, block=block)
@@ -279,8 +279,8 @@ def ways(canvas: int, block: int) -> dict[str, Denoising]:
 def quality(
     subject: CanvasSubject, problems: Sequence[Problem], judge: Judge, only: Collection[str] | None = None
 ) -> SuiteResult:
-    """Greedy pass@1 against forward passes; each of the settings (or `only` some) is compared with the first one,
-    problem by problem.
+    """Greedy pass@1 vs. forward passes; each of the settings (or `only` some) is compared with the first one, problem
+    by problem.
     """
     result, canvas = SuiteResult(), subject.canvas
     if subject.denoiser.traits.block_size:
@@ -313,7 +313,7 @@ def quality(
 
 
 def with_orders(result: SuiteResult, subject: CanvasSubject, problems: Sequence[Problem]) -> SuiteResult:
-    """The result of the problems, with the AR-ness of the last completions, how they ended, and what one costs."""
+    """The problem results, plus AR-ness of the last completions, how they ended, and the cost of one."""
     generations = [generation for generation in subject.generations if generation.steps]
     if generations:
         metrics: dict[str, float] = {
@@ -331,10 +331,10 @@ def with_orders(result: SuiteResult, subject: CanvasSubject, problems: Sequence[
 
 
 def flops_per_answer(subject: CanvasSubject, prompts: Sequence[Sequence[int]], forwards: float) -> float:
-    """Operations of a completion of `forwards` passes: 2 a weight for each position of a pass, and attention's.
+    """Operations in a completion of `forwards` passes: 2 per weight for each position of a pass, plus attention's.
 
-    With a cache the first pass of a block computes all positions, the others those from before the block to its end
-    (dual) or to the canvas's (prefix: a mean over the blocks).
+    With a cache, a block's first pass computes all positions, and the others compute those from just before the block
+    to its end (dual) or to the end of the canvas (prefix: averaged over blocks).
     """
     config, settings = subject.denoiser.config, subject.way
     lengths = np.array([len(prompt) + settings.length for prompt in prompts], dtype=np.float64)
@@ -348,13 +348,13 @@ def flops_per_answer(subject: CanvasSubject, prompts: Sequence[Sequence[int]], f
 # -- pairs -------------------------------------------------------------------------------------------------------------
 
 
-PAIRS = 32  # of a batch
+PAIRS = 32  # per batch
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 
 @torch.no_grad()
 def elbos(model: Denoiser, split: PairSplit, pad: int, draws: int, hardware: device.Hardware) -> np.ndarray:
-    """ELBOs (n, 2), in nats, of the chosen and the rejected answers, in the precision of training."""
+    """ELBOs (n, 2), in nats, of the chosen and rejected answers, in the training precision."""
     was_training, parts = model.training, []
     model.to(hardware.device).train(False)
     starts = range(0, len(split.pairs), PAIRS)

@@ -3,21 +3,21 @@
     tokens with some replaced by the mask  ->  logits (n, V) of the n predicted positions
 
 A model adapted from a causal one keeps its shift: the state at position i - 1 predicts token i (DiffuLLaMA,
-arXiv:2410.17891), so the first token of a text is always clean. Ids that no text may contain (the mask itself, padding)
-have probability 0.
+arXiv:2410.17891), so the first token of a text is always clean. Ids that are not allowed in texts (the mask itself,
+padding) have probability 0.
 
-`forward` takes any number of inputs and runs them as one pass. In training, several inputs that would keep too much run
-under activation checkpointing: the forward pass keeps only ids and masks, the backward pass recomputes them one by one,
-so a loss over n draws needs the memory of one.
+`forward` takes any number of inputs and runs them as one pass. In training, if several inputs would use too much
+memory, activation checkpointing is used: the forward pass keeps only ids and masks, and the backward pass recomputes
+the inputs one by one, so a loss over n draws needs the memory of one.
 
 **Published checkpoints** (`load_published`): Dream and DiffuCoder (`model_type` Dream), LLaDA (llada), from a local
 directory, with an adapted tokenizer (text/tokenizer.py). Sizes and ids come from config.json and the tokenizer, never
-from a literal. Dream has Qwen2's names and biases and the shift of the causal model that it was; LLaDA has its own
-names for tensors and no shift. If the two files disagree about an id, the tokenizer wins (DiffuCoder's config.json has
-another padding).
+from constants. Dream has Qwen2's names and biases and the shift of the causal model it was adapted from; LLaDA has its
+own tensor names and no shift. If the two files disagree about an id, the tokenizer wins (DiffuCoder's config.json has
+a different padding).
 
-Not promised: the conversation templates of published checkpoints: prompts are rendered in our format, so fine-tune
-before chatting. Code in a checkpoint is never run.
+Not guaranteed: the chat templates of published checkpoints: prompts are rendered in our format, so fine-tune before
+chatting. Code in a checkpoint is never run.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -44,7 +44,7 @@ from pipeline.run.errors import ModelError
 from pipeline.run.types import JsonObject
 from pipeline.text.tokenizer import Tokenizer, adopt
 
-MOST_LOGITS = 2**26  # that are computed at once without checkpointing
+MOST_LOGITS = 2**26  # maximum computed at once without checkpointing
 # Without checkpointing: tokens * layers * (width + d_ff) of several inputs, each about 12 bytes in bf16 on a CPU.
 MOST_ACTIVATIONS = 2**27
 
@@ -57,7 +57,7 @@ class Traits:
     fill: int  # id that fills a canvas after the answer
     banned: tuple[int, ...]  # ids that are never predicted, including the mask
     shift: bool  # the state at position i - 1 predicts token i
-    block_size: int = 0  # tokens that it denoises together, block by block from the left; 0: all
+    block_size: int = 0  # tokens denoised together, block by block from the left; 0: all
     ends: tuple[int, ...] = ()  # ids that end an answer besides the fill: the end of a turn, if it is not the fill
 
     def __post_init__(self) -> None:
@@ -66,20 +66,20 @@ class Traits:
 
 @dataclass(frozen=True)
 class Noised:
-    """Rows of tokens of which some are masked."""
+    """Rows of tokens, some of them masked."""
 
     tokens: Tensor  # (B, T) int64, without masks
     masks: Tensor  # (B, T) bool, True where the mask replaces the token
-    documents: Tensor  # (B, T) int32, -1 in the padding
+    documents: Tensor  # (B, T) int32, -1 for padding
     positions: Tensor  # (B, T) int64
     # bool, which tokens attend to which within a document: (T, T), with clean tokens (B, 1, 2T, 2T); None: all
     sight: Tensor | None = None
-    clean: Tensor | None = None  # (B, T) int64, block diffusion's clean tokens beside the noised ones
-    asked: Tensor | None = None  # (B, T) bool, positions whose tokens are predicted; None: those under the masks
+    clean: Tensor | None = None  # (B, T) int64, the clean tokens, for block diffusion
+    asked: Tensor | None = None  # (B, T) bool, positions to predict; None: the masked ones
 
     @property
     def wanted(self) -> Tensor:
-        """The positions whose tokens are predicted, (B, T)."""
+        """The positions to predict, (B, T)."""
         return self.masks if self.asked is None else self.asked
 
     @property
@@ -99,14 +99,14 @@ class Denoiser(TrunkModel):
     def __init__(self, trunk: Transformer, traits: Traits) -> None:
         super().__init__()
         if trunk.config.attention != "bidirectional":
-            raise ValueError("a masked-diffusion model sees both sides; found causal attention")
+            raise ValueError("a masked-diffusion model must be bidirectional; found causal attention")
         self.trunk, self.traits = trunk, traits
 
     def forward(self, inputs: Sequence[Noised]) -> list[Tensor]:
         """log p (n,) of the tokens at each input's predicted positions, row by row, in nats.
 
-        The inputs have one shape. Where equal rows occur in several of them (a whole mask hides every answer to a
-        prompt), each is computed once.
+        All inputs have the same shape. Rows that occur in several of them (fully masked answers to the same prompt, for
+        example) are computed once.
         """
         config = self.config
         numbers = sum(noised.tokens.numel() for noised in inputs) * config.layers * (config.width + config.d_ff)
@@ -121,7 +121,7 @@ class Denoiser(TrunkModel):
         return values.split([int(noised.wanted.sum()) for noised in inputs])
 
     def _predicting(self, inputs: Sequence[Noised]) -> tuple[Tensor, Tensor]:
-        """The different states (u, D) that predict tokens, and which of them predicts each token, (n,)."""
+        """The distinct states (u, D) that predict tokens, and the index of the state that predicts each token, (n,)."""
         if inputs[0].sight is not None:
             (noised,) = inputs
             states = self.states(noised)[self._state_positions(noised.wanted)]
@@ -156,7 +156,7 @@ class Denoiser(TrunkModel):
         return self._line(ids, noised.positions, Masked(same_document & noised.sight))
 
     def _states_with_clean(self, ids: Tensor, noised: Noised) -> Tensor:
-        """Noised and clean tokens in one row of 2T with repeated positions; returns the states of the noised half."""
+        """Noised and clean tokens in one row of 2T with repeated positions; returns the noised half's states."""
         assert noised.clean is not None and noised.sight is not None
         self._check_length(ids)
         documents = torch.cat([noised.documents, noised.documents], 1)
@@ -185,14 +185,14 @@ class Denoiser(TrunkModel):
 def _replayed(
     compute: Callable[[Sequence[Noised]], tuple[Tensor, ...]], inputs: Sequence[Noised]
 ) -> tuple[Tensor, ...]:
-    """`compute(inputs)`, computed again in the backward pass."""
+    """`compute(inputs)`, recomputed in the backward pass."""
     result = checkpoint(compute, inputs, use_reentrant=False)
     assert isinstance(result, tuple)
     return result
 
 
 def _different_rows(*tensors: Tensor) -> tuple[Tensor, Tensor]:
-    """The first of each set of rows that are equal in all the tensors (B, T), (m,), and the set of each row, (B,)."""
+    """The first row of each group of rows equal in all the tensors (B, T), (m,), and each row's group, (B,)."""
     rows = torch.cat(tensors, 1).cpu().numpy()
     sets: dict[bytes, int] = {}
     set_of = [sets.setdefault(row.tobytes(), len(sets)) for row in rows]
@@ -213,10 +213,10 @@ def allowed_logits(hidden: Tensor, table: Tensor, banned: Collection[int]) -> Te
 
 
 def logprobs(states: Tensor, index: Tensor, table: Tensor, targets: Tensor, banned: Collection[int]) -> Tensor:
-    """log p (n,) of the targets (n,) in nats, each by the state of states (u, D) that `index` (n,) names, over all ids
-    but the banned ones.
+    """log p (n,) of the targets (n,) in nats, each from the state of states (u, D) given by `index` (n,), over all ids
+    except the banned ones.
 
-    Above MOST_LOGITS logits in parts, with checkpointing.
+    Above MOST_LOGITS logits, computed in parts, with checkpointing.
     """
     allowed = torch.ones(len(table), dtype=torch.bool, device=table.device)
     allowed[torch.tensor(sorted(banned), device=table.device)] = False
@@ -234,7 +234,7 @@ def logprobs(states: Tensor, index: Tensor, table: Tensor, targets: Tensor, bann
 
 
 class _Context(Protocol):
-    """The context of `_Logprobs`: torch's, and what is known of the inputs."""
+    """The context of `_Logprobs`: torch's, plus information about the inputs."""
 
     needs_input_grad: tuple[bool, ...]
     saved_tensors: tuple[Tensor, ...]
@@ -248,7 +248,7 @@ class _Logprobs(Function):
     """With e = exp(z - max z) and s its sum: l = z_t - max z - log s; for G the sum of dl over a state's targets,
     dh = sum dl W_t - (G / s) e W and dW = sum dl h at t - e^T ((G / s) h).
 
-    The products run in the precision of autocast, all else in float32 at least.
+    The products run in autocast precision, everything else in at least float32.
     """
 
     @staticmethod
@@ -320,7 +320,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class PublishedConfig:
-    """The config.json of a published checkpoint: its shape, whether it is shifted, and its ids."""
+    """A published checkpoint's config.json: the shape, whether it is shifted, and the ids."""
 
     shape: ModelConfig
     shift: bool
@@ -330,7 +330,7 @@ class PublishedConfig:
 def load_published(folder: Path) -> tuple[Denoiser, Tokenizer]:
     """The model in float32 and its tokenizer, with rows for added control tokens.
 
-    Raises ModelError for another family, a missing or unknown tensor, and ids that the tokenizer does not have.
+    Raises ModelError for another family, a missing or unknown tensor, or ids the tokenizer does not have.
     """
     config = read(folder)
     headers, keys = model_checkpoint.headers(folder), model_checkpoint.KEYS
@@ -381,7 +381,7 @@ def _llada_shape(values: JsonObject, path: Path) -> ModelConfig:
             attention="bidirectional",
         )
     except KeyError as error:
-        raise ModelError(f"{path}: key {error} is missing; it is not a whole llada configuration") from error
+        raise ModelError(f"{path}: key {error} is missing; expected a complete llada configuration") from error
     except ModelError:
         raise
     except ValueError as error:
@@ -389,7 +389,7 @@ def _llada_shape(values: JsonObject, path: Path) -> ModelConfig:
 
 
 def renamed(state: Mapping[str, Value]) -> dict[str, Value]:
-    """LLaDA's tensors, or their shapes, under our names: its ff_proj is the gate. Raises ModelError for an unknown
+    """LLaDA's tensors, or their shapes, under our names (ff_proj is the gate). Raises ModelError for an unknown
     name.
     """
     result = {}
@@ -400,12 +400,12 @@ def renamed(state: Mapping[str, Value]) -> dict[str, Value]:
         elif parts[0] in LLADA_TOP and len(parts) == 2:
             result[f"{LLADA_TOP[parts[0]]}.{parts[1]}"] = tensor
         else:
-            raise ModelError(f"{name}: no tensor of a llada checkpoint")
+            raise ModelError(f"{name}: not a tensor of a llada checkpoint")
     return result
 
 
 def original(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A state dict under LLaDA's names, from ours."""
+    """Our state dict under LLaDA's names."""
     top, block = ({ours: theirs for theirs, ours in table.items()} for table in (LLADA_TOP, LLADA_BLOCK))
     result = {}
     for name, tensor in state.items():
@@ -419,7 +419,7 @@ def original(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _traits(folder: Path, config: PublishedConfig, tokenizer: Tokenizer, fresh: tuple[int, ...]) -> Traits:
-    """Mask, fill, ends and banned ids, from the tokenizer's own tokens, then from config.json. Raises ModelError
+    """Mask, fill, ends and banned ids, from the tokenizer's tokens first, then from config.json. Raises ModelError
     without a mask.
     """
     own = {text: id_ for text, id_ in tokenizer.control_ids.items() if id_ not in fresh}

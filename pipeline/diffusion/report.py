@@ -1,7 +1,7 @@
-"""The report's part on masked-diffusion models: how canvases were uncovered, and the cost of fewer forward passes.
+"""The report section on masked-diffusion models: how canvases were denoised, and the cost of fewer forward passes.
 
-metrics/traces/<model>.json   -> each token of a canvas with the step that uncovered it, and a few moments between
-metrics/eval/<model>.json     -> pass@1 against forward passes
+metrics/traces/<model>.json   -> each canvas token with the step that committed it, and a few snapshots in between
+metrics/eval/<model>.json     -> pass@1 vs. forward passes
 """
 
 from pipeline.report import card
@@ -11,10 +11,10 @@ from pipeline.run.types import JsonObject
 SHADES = 5
 FRAMES = 4  # snapshots of a canvas
 MASK = "░"
-MAX_PROMPTS = 2  # of a model
+MAX_PROMPTS = 2  # per model
 BETTER: tuple[tuple[str, str, str, str], ...] = ()
 ABOVE: tuple[tuple[str, str, tuple[str, ...], float], ...] = (
-    ("Diffusion-DPO tells more held-out pairs apart than its start", "diffusion_dpo", ("test", "gain"), 0.0),
+    ("Diffusion-DPO ranks more held-out pairs correctly than its start", "diffusion_dpo", ("test", "gain"), 0.0),
     ("Coupled-GRPO raises pass@1 on held-out problems", "diffusion_grpo", ("held_out", "gain"), 0.0),
 )
 FOLDER: str = "traces"
@@ -36,7 +36,7 @@ TEMPLATE: str = (
 
 
 def values(files: dict[str, JsonObject]) -> JsonObject:
-    """The traces of the models for the page."""
+    """The models' traces for the page."""
     return {
         "traces": [
             {"model": model, "prompts": [canvas(prompt) for prompt in trace["prompts"][:MAX_PROMPTS]]}
@@ -79,7 +79,7 @@ def frame(prompt: JsonObject, step: int) -> JsonObject:
 
 
 def figures(run: MetricsRun) -> list[JsonObject]:
-    """pass@1 against forward passes of each masked-diffusion model: a fixed number of tokens a step, and thresholds."""
+    """pass@1 vs. forward passes for each masked-diffusion model: fixed numbers of tokens per step, and thresholds."""
     results = []
     for model, numbers in run.evaluations.items():
         quality = {name: metrics for name, metrics in numbers.get("quality", {}).items() if isinstance(metrics, dict)}
@@ -103,7 +103,7 @@ def figures(run: MetricsRun) -> list[JsonObject]:
             ]
             for name, metrics in quality.items()
         ]
-        title = f"Quality against forward passes: {model}"
-        svg = card.lines(title, series, x="forward passes an answer", y="pass@1")
+        title = f"Quality vs. forward passes: {model}"
+        svg = card.lines(title, series, x="forward passes per answer", y="pass@1")
         results.append({"title": title, "svg": svg, "head": ["", "passes", "pass@1", "95%"], "rows": rows})
     return results

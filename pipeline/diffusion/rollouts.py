@@ -1,15 +1,15 @@
-"""Rollouts of a masked-diffusion policy in reinforcement learning: completions are sampled, scored and batched.
+"""Rollouts of a masked-diffusion policy in reinforcement learning: sampling, scoring and batching completions.
 
     prompts --denoise--> CanvasAnswer --three masks an inner iteration--> old and reference scores --> CoupledBatch
 
-A completion is a whole canvas; the tokens after its first end of turn stay in the input but leave the loss. Each inner
-iteration over a rollout has its own masks, by (seed, problem, sample, rollout * inner iterations + inner), and the old
-and reference scores of all of them are computed before the first update (coupled-GRPO; Gong et al. 2025,
-arXiv:2506.20639, section 4). If the first inner iteration is a single update, its old scores are those of the training
-pass itself: another pass would compute the same.
+A completion is a whole canvas; tokens after its first end of turn stay in the input but are excluded from the loss.
+Each inner iteration over a rollout has its own masks, keyed by (seed, problem, sample, rollout * inner iterations +
+inner), and the old and reference scores for all of them are computed before the first update (coupled-GRPO; Gong et al.
+2025, arXiv:2506.20639, section 4). If the first inner iteration is a single update, its old scores are those of the
+training pass itself: a separate pass would compute the same.
 
-`CanvasSetting` has the models of a run on their device, and samples, scores and measures completions, as
-`rl.models.CausalSetting` does for causal models. Its divergences are estimates from the coupled scores of policy and
+`CanvasSetting` has a run's models on their device, and samples, scores and measures completions, like
+`rl.models.CausalSetting` for causal models. Its divergences are estimates from the coupled scores of policy and
 reference under the same masks.
 """
 
@@ -39,7 +39,7 @@ from pipeline.run.types import JsonObject
 from pipeline.run.workdir import Job
 from pipeline.text.tokenizer import Tokenizer
 
-ROWS = 16  # of one scoring pass
+ROWS = 16  # per scoring pass
 COMPARED, DRAWS = 32, 8  # completions, and masks of each, for `CanvasSetting.variances`
 
 
@@ -54,20 +54,20 @@ class CanvasAnswer(Answer):
 def sample(
     model: Denoiser, requests: Sequence[tuple[Prompt, int]], tokenizer: Tokenizer, settings: Denoising, seed: int
 ) -> list[CanvasAnswer]:
-    """A completion of each (prompt, sample number); its noise depends on (seed, prompt, number) alone."""
+    """A completion for each (prompt, sample number); its noise depends only on (seed, prompt, number)."""
     seeds = [diffusion_masks.key(seed, "rollout", f"{prompt.id}/{number}", 0) for prompt, number in requests]
     generations = denoise(model, [prompt.ids for prompt, _ in requests], settings, seeds)
     answers = []
     for (prompt, number), generation in zip(requests, generations, strict=True):
         finished = generation.stop == "stop"
-        ids = list(generation.canvas[: len(generation.ids) + finished])  # with its end of turn
+        ids = list(generation.canvas[: len(generation.ids) + finished])  # including its end of turn
         text, canvas = tokenizer.decode(generation.ids), tuple(generation.canvas)
         answers.append(CanvasAnswer(prompt, number, ids, [0.0] * len(ids), finished, text, canvas, generation.forwards))
     return answers
 
 
 def _canvas_answers(answers: Sequence[Answer]) -> list[CanvasAnswer]:
-    """The answers of a `CanvasSetting`, which all have a canvas."""
+    """The answers of a `CanvasSetting`; all have a canvas."""
     canvas_answers = [answer for answer in answers if isinstance(answer, CanvasAnswer)]
     assert len(canvas_answers) == len(answers), "expected answers with a canvas"
     return canvas_answers
@@ -94,8 +94,8 @@ class Coupling:
         arrays: dict[str, list[np.ndarray]] | None = None,
         fresh: bool = False,
     ) -> CoupledBatch:
-        """Completions under the masks of an iteration, with rows of padding up to `rows`. `old` None: the scores of
-        the training pass itself.
+        """Completions under the masks of an iteration, padded to `rows` rows. `old` None: use the training pass's own
+        scores.
         """
         count = max(rows, len(answers))
         width = max((len(answer.prompt.ids) + len(answer.canvas) for answer in answers), default=2)
@@ -110,7 +110,7 @@ class Coupling:
             canvas[n, begin:end], counted[n, begin : begin + len(answer.ids)] = True, True
             masks = self.masks(answer, iteration)
             first[n, begin:end], second[n, begin:end], times[n] = masks.first, masks.second, masks.t
-        documents[len(answers) :, :2] = 0  # a row of padding must have some tokens
+        documents[len(answers) :, :2] = 0  # a padding row must have some tokens
         positions = np.where(documents == 0, np.arange(width), 0)
         lengths = counted.sum(1)
         return CoupledBatch(
@@ -138,7 +138,7 @@ class Coupling:
     def scores(
         self, model: nn.Module, answers: Sequence[CanvasAnswer], iteration: int, where: torch.device
     ) -> list[np.ndarray]:
-        """Estimated log-probabilities of each completion's counted tokens, (L,) each, by the operations of training."""
+        """Estimated log-probabilities of each completion's counted tokens, (L,) each, with the training operations."""
         scores: list[np.ndarray] = []
         was_training = model.training
         model.train(True)  # under checkpointing, which keeps only ids and masks
@@ -165,8 +165,8 @@ def annotate(
 ) -> None:
     """Old and reference scores for every inner iteration of a rollout, before its first update.
 
-    `own_first`: the first inner iteration is a single update, whose pass computes its old scores itself. The first
-    rollout gets them nevertheless: the gate of the first step compares them with the training pass.
+    `own_first`: the first inner iteration is a single update that computes its old scores itself. The first rollout is
+    scored anyway: the first step's gate compares these scores with the training pass.
     """
     answers = _canvas_answers([entry.answer for entry in rollouts])
     for number in range(inner):
@@ -187,7 +187,7 @@ class CanvasRollouts(RolloutStream):
     at: int = 0  # the current iteration
 
     def fill(self, step: int) -> dict[str, float]:
-        """As `RolloutStream.fill`; adds the variance of a completion's estimate over the inner iterations."""
+        """Like `RolloutStream.fill`; adds the variance of a completion's estimate over the inner iterations."""
         if self.following is not None:
             self.following.before(step)
         self.at = step // self.steps_per_rollout
@@ -195,7 +195,7 @@ class CanvasRollouts(RolloutStream):
         return metrics | variance(self.rollouts, self.coupling.inner)
 
     def batch(self, step: int, context: int, rows: np.ndarray) -> CoupledBatch:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """These rollouts under the masks of the step's inner iteration."""
+        """These rollouts, masked for the step's inner iteration."""
         iteration, within = divmod(step, self.steps_per_rollout)
         inner = within // self.config.minibatches
         entries = [self.rollouts[int(row)] for row in rows if row >= 0]
@@ -213,7 +213,7 @@ class CanvasRollouts(RolloutStream):
         )
 
     def state(self) -> JsonObject:
-        """What a resumed run needs besides the weights, including the state of a following reference."""
+        """State for resuming, apart from the weights; includes that of a following reference."""
         return super().state() | ({"following": self.following.state()} if self.following else {})
 
     def load_state(self, state: JsonObject) -> None:
@@ -226,7 +226,7 @@ class CanvasRollouts(RolloutStream):
 def variance(rollouts: Sequence[Rollout], inner: int) -> dict[str, float]:
     """The mean over completions of the unbiased variance of their summed estimate over the inner iterations' masks.
 
-    Needs at least two iterations with old scores: nothing is scored for this metric alone.
+    Needs at least two iterations with old scores: nothing is scored just for this metric.
     """
     names = [f"old/{number}" for number in range(inner) if rollouts and f"old/{number}" in rollouts[0].arrays]
     if len(names) < 2:
@@ -253,7 +253,7 @@ class CanvasSetting(Setting):
         self.following: Following | None = None  # the reference of the loss, if it is not the start itself
 
     def follow(self, *, every: int, folder: Path) -> Following:
-        """Make the reference of the loss one that follows the policy."""
+        """Replace the loss's reference with one that follows the policy."""
         frozen = copy.deepcopy(self.policy).train(False).requires_grad_(False)
         self.following = Following(frozen, self.policy, every=every, folder=folder)
         return self.following
@@ -276,12 +276,12 @@ class CanvasSetting(Setting):
             return self.coupling.scores(self.following.model, answers, iteration, self.hardware.device)
 
     def _start_scores(self, answers: Sequence[CanvasAnswer], iteration: int) -> list[np.ndarray]:
-        """The estimates of the model that training began with."""
+        """The estimates of the model that training started from."""
         with self.start.reference.model(self.hardware.device) as frozen, self.hardware.autocast():
             return self.coupling.scores(frozen, answers, iteration, self.hardware.device)
 
     def divergence(self, batch: Sequence[Answer]) -> tuple[float, float]:
-        """As `Setting.divergence` from the start; both numbers are estimates."""
+        """Like `Setting.divergence`, from the start model; both numbers are estimates."""
         answers = _canvas_answers(batch)
         pairs = zip(self.scores(answers, 0), self._start_scores(answers, 0), strict=True)
         differences = [torch.from_numpy(policy - start) for policy, start in pairs]
@@ -289,7 +289,7 @@ class CanvasSetting(Setting):
         return float(np.mean([float(difference.sum()) for difference in differences])), float(np.mean(k3))
 
     def variances(self, given: Sequence[Answer]) -> dict[str, dict[str, float]]:
-        """The variance of a completion's summed estimate over its masks, coupled and independent; a mean over the
+        """The variance of a completion's summed estimate over its masks, coupled and independent; averaged over the
         first completions.
         """
         variances, answers = dict[str, float](), _canvas_answers(given[:COMPARED])

@@ -1,27 +1,27 @@
-"""Sampling from a masked-diffusion model: a canvas of masks after a prompt, uncovered step by step.
+"""Sampling from a masked-diffusion model: a canvas of masks after a prompt, denoised step by step.
 
     forward -> a token for each masked position -> commit the most confident ones -> forward ...
 
-`order` ranks them by confidence, `schedule` sets how many a step commits, `threshold` instead commits all that are
+`order` ranks them by confidence, `schedule` sets how many each step commits, `threshold` instead commits all that are
 confident enough (Fast-dLLM, arXiv:2505.22618), `block` processes the canvas in blocks from the left, `remask: p2` masks
 committed tokens again (Peng et al. 2025, arXiv:2502.03540), `cache` reuses keys and values between the steps of a
 block.
 
-A token is chosen by the inverse of the cumulative distribution (`generation.sampling.choose`), which has Gumbel's law
-without its float64. Each row draws from its own Philox stream, keyed by its seed: a completion depends neither on its
-batch nor on the order of the rows. At temperature 0 nothing is drawn, except with order `random`.
+Tokens are drawn by inverse-CDF sampling (`generation.sampling.choose`), which has the same distribution as the Gumbel
+trick without its float64. Each row draws from its own Philox stream, keyed by its seed: a completion depends neither on
+its batch nor on the row order. At temperature 0 nothing is drawn, except with order `random`.
 
 **The cache** (Wu et al. 2025, Fast-dLLM, arXiv:2505.22618) stores keys and values of whole canvases. Tokens of a
 masked-diffusion model attend to both sides, so it is exact only until a token changes: at a block's first step, if
-nothing lies outside the window, and in a block-diffusion model, whose earlier tokens never attend to later ones.
+there is nothing outside the window, and in a block-diffusion model, where earlier tokens never attend to later ones.
 
-**AR-ness** (`local_ar`, `global_ar`) measures how far a canvas was uncovered from left to right (DiffuCoder,
+**AR-ness** (`local_ar`, `global_ar`) measures how closely decoding followed left-to-right order (DiffuCoder,
 arXiv:2506.20639, section 3.1).
 
-**Traces** (`write`) show how a model writes: the tokens that each step uncovered for a few held-out prompts, and their
+**Traces** (`write`) show how a model generates: the tokens committed at each step for a few held-out prompts, and their
 probabilities. They use temperature 0, so a trace is a function of the weights. The report and the web page show them.
 
-    models/<stage>/trace.json     settings, and for each prompt its canvas and its steps: [position, id, text,
+    models/<stage>/trace.json     settings, and each prompt's canvas and steps: [position, id, text,
                                   probability] each
 """
 
@@ -51,21 +51,21 @@ CACHES = ("none", "prefix", "dual")
 
 @dataclass(frozen=True, kw_only=True)
 class Denoising:
-    """How a canvas is uncovered. Raises ValueError."""
+    """How a canvas is denoised. Raises ValueError."""
 
     length: int  # tokens of the canvas
-    steps: int  # forward passes, unless all rows end earlier; at most `length`
+    steps: int  # forward passes, unless all rows finish earlier; at most `length`
     temperature: float = 0.0  # 0 takes the most likely token
     top_p: float = 1.0
     order: str = (
-        "low_confidence"  # what is uncovered first: low_confidence (the likeliest token), margin, entropy, random
+        "low_confidence"  # what to commit first: low_confidence (the most likely token), margin, entropy, random
     )
-    schedule: str = "balanced"  # tokens a step: balanced, or dream
-    confidence: str = "raw"  # probabilities of the model, or tempered: after temperature and top_p
-    threshold: float | None = None  # commit all tokens of at least this probability, and the likeliest one
-    block: int | None = None  # tokens that are uncovered together, block by block from the left; None: the whole canvas
-    remask: str = "none"  # p2: committed tokens that have become unlikely are masked again
-    early_stop: bool = False  # end when everything up to the first end of turn is uncovered
+    schedule: str = "balanced"  # tokens per step: balanced, or dream
+    confidence: str = "raw"  # the model's probabilities, or tempered: after temperature and top_p
+    threshold: float | None = None  # commit all tokens with at least this probability, and the most likely one
+    block: int | None = None  # tokens denoised together, block by block from the left; None: the whole canvas
+    remask: str = "none"  # p2: remask committed tokens that have become unlikely
+    early_stop: bool = False  # stop when everything up to the first end of turn is committed
     cache: str = "none"  # prefix, dual: reuse keys and values between the steps of a block
 
     def __post_init__(self) -> None:
@@ -91,7 +91,7 @@ class Denoising:
             raise ValueError(f"threshold: expected at least 0, got {self.threshold}")
         if self.remask == "p2" and (self.threshold is not None or self.cache != "none"):
             raise ValueError(
-                "remask: p2 masks committed tokens again, which threshold and cache exclude; set them to none"
+                "remask: p2 remasks committed tokens, which is incompatible with threshold and cache; set them to none"
             )
 
     @property
@@ -115,10 +115,10 @@ class CanvasStep:
 
 @dataclass(frozen=True)
 class Generation:
-    """One uncovered canvas."""
+    """One denoised canvas."""
 
-    ids: list[int]  # up to the first end of turn, which is left out
-    canvas: list[int]  # all of it; the fill after an early end
+    ids: list[int]  # up to the first end of turn, exclusive
+    canvas: list[int]  # the whole canvas; fill after an early end
     stop: Literal["stop", "length"]  # whether there is an end of turn
     forwards: int
     steps: list[CanvasStep]
@@ -132,7 +132,7 @@ class CanvasState:
     step: int  # from 1
     steps: int  # maximum
     tokens: tuple[int | None, ...]  # None: masked
-    sure: tuple[float, ...]  # probability of each token when it was committed; 0 of a mask
+    sure: tuple[float, ...]  # probability of each token when it was committed; 0 for a mask
 
 
 def denoise(
@@ -143,10 +143,10 @@ def denoise(
     *,
     batch_rows: int = 64,
 ) -> list[Generation]:
-    """A completion of each prompt, in their order.
+    """A completion for each prompt, in order.
 
     Raises ValueError for an empty prompt, one that leaves no room for the canvas, a number of seeds that differs from
-    that of prompts, or a block size that the model was not trained on.
+    the number of prompts, or a block size the model was not trained on.
     """
     _check(model, prompts, settings, seeds)
     order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))  # similar lengths need little padding
@@ -169,8 +169,8 @@ def denoise(
 
 
 def stepwise(model: Denoiser, prompt: Sequence[int], settings: Denoising, seed: int) -> Iterator[CanvasState]:
-    """One canvas after a prompt, a step at a time, with the result of `denoise`. Raises as `denoise`; the model must be
-    in evaluation mode.
+    """One canvas after a prompt, a step at a time, with the same result and errors as `denoise`. The model must be in
+    evaluation mode.
     """
     _check(model, [prompt], settings, [seed])
     row = _row(0, list(prompt), seed, settings.length, model.traits.mask)
@@ -186,7 +186,7 @@ def stepwise(model: Denoiser, prompt: Sequence[int], settings: Denoising, seed: 
 def _check(model: Denoiser, prompts: Sequence[Sequence[int]], settings: Denoising, seeds: Sequence[int]) -> None:
     if not isinstance(model, Denoiser):
         raise ValueError(
-            "a causal model is decoded from the left (generation/sampling.py); expected a masked-diffusion one"
+            "a causal model decodes left to right (generation/sampling.py); expected a masked-diffusion one"
         )
     if len(seeds) != len(prompts):
         raise ValueError(f"expected a seed for each of the {len(prompts)} prompts, found {len(seeds)}")
@@ -197,7 +197,7 @@ def _check(model: Denoiser, prompts: Sequence[Sequence[int]], settings: Denoisin
         if not 0 < len(prompt) <= context - settings.length:
             raise ValueError(
                 f"prompt {index} has {len(prompt)} tokens; expected 1 to {context - settings.length}: the context "
-                f"of {context} less the canvas"
+                f"of {context} minus the canvas"
             )
 
 
@@ -206,7 +206,7 @@ def _check(model: Denoiser, prompts: Sequence[Sequence[int]], settings: Denoisin
 
 @dataclass
 class _Canvas:
-    """A canvas that is being uncovered."""
+    """A canvas being denoised."""
 
     index: int  # of its prompt
     prompt: list[int]
@@ -234,7 +234,7 @@ def _generation(row: _Canvas, traits: Traits) -> Generation:
 
 
 def _ended(row: _Canvas, traits: Traits) -> bool:
-    """Whether everything up to the first end of an answer is uncovered."""
+    """Whether everything up to the first end of an answer is committed."""
     ends = np.flatnonzero(~row.masked & np.isin(row.tokens, (traits.fill, *traits.ends)))
     return len(ends) > 0 and not row.masked[: ends[0]].any()
 
@@ -282,7 +282,7 @@ class _Window:
 
 
 class _Batch:
-    """Canvases that are uncovered together, block by block."""
+    """Canvases denoised together, block by block."""
 
     def __init__(self, model: Denoiser, rows: list[_Canvas], settings: Denoising) -> None:
         self.model, self.rows, self.settings = model, rows, settings
@@ -307,7 +307,7 @@ class _Batch:
 
     @torch.no_grad()
     def uncover(self) -> Iterator[None]:
-        """Uncover a step at a time until no mask is left, or all rows have ended."""
+        """Denoise one step at a time until no mask is left or all rows have ended."""
         settings = self.settings
         shares = masks.balanced(settings.steps, settings.blocks) if settings.threshold is None else itertools.repeat(0)
         for block, steps in zip(range(settings.blocks), shares):
@@ -318,7 +318,7 @@ class _Batch:
                 if not rows:
                     break
                 if count == 0:
-                    continue  # nothing would change: the next forward pass gives the same
+                    continue  # nothing would change: the next forward pass gives the same result
                 positions = self._candidates(rows, begin, end)
                 logits = self._forward(rows, positions, begin, end, refresh)
                 refresh = False
@@ -329,7 +329,7 @@ class _Batch:
                 yield
 
     def _counts(self, steps: int) -> Iterator[int]:
-        """Tokens to uncover at each step, with p2 the number uncovered after it; -1: all above the threshold."""
+        """Tokens to commit at each step; with p2, the number committed after it; -1: all above the threshold."""
         settings = self.settings
         if settings.threshold is not None:
             return itertools.repeat(-1)
@@ -338,14 +338,14 @@ class _Batch:
         return iter(masks.schedule(settings.schedule, settings.size, steps))
 
     def _candidates(self, rows: list[_Canvas], begin: int, end: int) -> list[np.ndarray]:
-        """The positions of each canvas that a step considers: the masked ones of the block, with p2 all of it."""
+        """The positions considered in a step, per canvas: the masked ones of the block; with p2, the whole block."""
         whole = self.settings.remask == "p2"
         return [begin + (np.arange(end - begin) if whole else np.flatnonzero(row.masked[begin:end])) for row in rows]
 
     def _forward(
         self, rows: list[_Canvas], candidates: list[np.ndarray], begin: int, end: int, refresh: bool
     ) -> Tensor:
-        """Logits (N, V) of the candidate positions of each row, one row after another."""
+        """Logits (N, V) of the candidate positions, row by row."""
         ids = np.full((len(rows), self.length), self.model.traits.fill, dtype=np.int64)
         documents = np.full(ids.shape, PADDING, dtype=np.int32)
         predicted = np.zeros(ids.shape, dtype=bool)
@@ -358,7 +358,7 @@ class _Batch:
         if self.cache is None:
             line = torch.arange(self.length, device=self.device).expand_as(tokens)
             sight = None if self.sight is None else self.sight[self._indices(rows)]
-            no_masks = torch.zeros_like(asked)  # the tokens contain the mask's id
+            no_masks = torch.zeros_like(asked)  # the tokens already contain the mask id
             noised = Noised(
                 tokens, no_masks, torch.from_numpy(documents).to(self.device), line, sight=sight, asked=asked
             )
@@ -366,7 +366,7 @@ class _Batch:
         return self._forward_cached(self.cache, rows, tokens, asked, begin, end, refresh)
 
     def _indices(self, rows: list[_Canvas]) -> list[int]:
-        """Where these rows are in the batch."""
+        """The indices of these rows in the batch."""
         return [index for index, row in enumerate(self.rows) if any(row is other for other in rows)]
 
     def _forward_cached(
@@ -379,8 +379,8 @@ class _Batch:
         end: int,
         refresh: bool,
     ) -> Tensor:
-        """Logits from the block's window, or from all positions at its beginning; a shifted model needs the position
-        before it.
+        """Logits from the block's window, or from all positions at the start of a block; a shifted model also needs the
+        position before it.
         """
         starts = torch.tensor([len(row.prompt) + begin - 1 for row in rows], device=self.device)
         if refresh:
@@ -408,7 +408,7 @@ class _Batch:
             chosen = choose(logits, torch.from_numpy(for_tokens), sampling)[0].cpu().numpy()
         masked = np.concatenate([row.masked[part] for row, part in zip(rows, positions)])
         current = np.concatenate([row.tokens[part] for row, part in zip(rows, positions)])
-        tokens = np.where(masked, chosen, current)  # p2 considers committed ones too
+        tokens = np.where(masked, chosen, current)  # p2 also considers committed ones
         probabilities, scores = self._confidence(logits, torch.from_numpy(tokens).to(logits.device), for_order)
         cuts = np.cumsum([len(part) for part in positions])[:-1]
         by_row = (np.split(array, cuts) for array in (tokens, probabilities, scores))
@@ -423,7 +423,7 @@ class _Batch:
     def _commit(
         self, row: _Canvas, positions: np.ndarray, tokens: np.ndarray, probabilities: np.ndarray, chosen: np.ndarray
     ) -> None:
-        """Uncover the `chosen` candidates, and mask again those that are uncovered and not chosen."""
+        """Commit the `chosen` candidates, and remask committed ones that are not chosen."""
         new = [n for n in chosen.tolist() if row.masked[positions[n]]]
         chosen_set = set(chosen.tolist())
         remasked = [n for n in range(len(positions)) if n not in chosen_set and not row.masked[positions[n]]]
@@ -435,7 +435,7 @@ class _Batch:
         row.steps.append(CanvasStep(committed, [int(positions[n]) for n in remasked]))
 
     def _confidence(self, logits: Tensor, tokens: Tensor, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The probabilities (N,) of the tokens, and their scores (N,): the highest is uncovered first."""
+        """The tokens' probabilities (N,) and scores (N,): the highest is committed first."""
         settings, wide = self.settings, logits if logits.dtype == torch.float64 else logits.float()
         if settings.confidence == "tempered" and settings.temperature:
             wide = self._temper(wide)
@@ -458,11 +458,11 @@ class _Batch:
         return wide.masked_fill(torch.zeros_like(outside).scatter(1, ids, outside), float("-inf"))
 
 
-# -- how far from left to right ----------------------------------------------------------------------------------------
+# -- AR-ness -----------------------------------------------------------------------------------------------------------
 
 
 def order_of(steps: Sequence[CanvasStep]) -> list[int]:
-    """The positions of a canvas in the order of their last commit, those of one step from the left."""
+    """The positions of a canvas in order of their last commit, left to right within a step."""
     step_of: dict[int, int] = {}
     for number, step in enumerate(steps):
         step_of |= {position: number for position, *_ in step.committed}
@@ -470,10 +470,10 @@ def order_of(steps: Sequence[CanvasStep]) -> list[int]:
 
 
 def local_ar(order: Sequence[int], k: int) -> float:
-    """AR-ness local@k: the share of tokens p before which p - 1, ..., p - k were uncovered, each one step before the
-    last.
+    """AR-ness local@k: the fraction of tokens p directly preceded by commits of p - 1, ..., p - k, each one step before
+    the last.
 
-    Positions before the completion count as uncovered in time (DiffuCoder, arXiv:2506.20639, section 3.1). `order` is
+    Positions before the completion count as committed in time (DiffuCoder, arXiv:2506.20639, section 3.1). `order` is
     a permutation.
     """
     hits = 0
@@ -483,7 +483,7 @@ def local_ar(order: Sequence[int], k: int) -> float:
 
 
 def global_ar(order: Sequence[int], k: int) -> float:
-    """AR-ness global@k: the share of tokens that were among the k leftmost masks when they were uncovered."""
+    """AR-ness global@k: the fraction of tokens that were among the k leftmost masks when committed."""
     masked, hits = sorted(order), 0
     for position in order:
         hits += position in masked[:k]
@@ -515,7 +515,7 @@ def write(
     length: int = CANVAS,
     block: int | None = None,
 ) -> None:
-    """Uncover a canvas after each of the first prompts that leave room for it, a token a step, and write the traces."""
+    """Denoise a canvas, one token per step, after each of the first prompts that leave room, and write the traces."""
     settings = Denoising(length=length, steps=length, block=block)
     fitting = [prompt for prompt in asked if len(prompt.ids) <= model.config.max_context - length][:PROMPTS]
     generations = denoise(model, [prompt.ids for prompt in fitting], settings, [0] * len(fitting))

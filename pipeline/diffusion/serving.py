@@ -1,13 +1,13 @@
-"""Masked-diffusion models in the server: each busy row of their engine denoises a canvas, one step in turn.
+"""Masked-diffusion models in the server: busy rows of the engine take turns denoising a canvas, one step at a time.
 
     models/diffusion -> Served, kind diffusion
     CanvasEngine(model, rows, queue).submit(GenerationRequest) -> Ticket
     the listener gets Said and, where requested, Denoised
 
-The emitted tokens are those to the left of the first mask: they no longer change. If a canvas is full and has no end of
-turn, the answer continues on another canvas behind it, until the token budget is used up. Rows do not share a forward
-pass: a canvas is bound by arithmetic, which a batch would not save. An answer is therefore a function of (model,
-prompt, sampling, seed) to the last bit.
+The emitted tokens are those left of the first mask: they can no longer change. If a canvas is full and has no end of
+turn, the answer continues on another canvas after it, until the token budget is used up. Rows do not share a forward
+pass: denoising is compute-bound, so batching would not help. An answer is therefore a function of (model, prompt,
+sampling, seed) to the last bit.
 
 Not supported: log-probabilities of alternatives, biases, constraints (`chat_completions.py` refuses them), prefixes and
 drafts.
@@ -35,7 +35,7 @@ def opens(folder: Path) -> bool:
 
 
 def load(folder: Path, name: str, stage: str, *, rows: int, queue: int) -> Served:
-    """Load a model directory; its engine is made, not started. Raises ModelError."""
+    """Load a model directory; its engine is created but not started. Raises ModelError."""
     model, tokenizer = files.load(folder)
     model.train(False).requires_grad_(False)
     banned = {*model.traits.banned, *never_said(tokenizer)}
@@ -64,9 +64,9 @@ class CanvasRow:
     owner: str = ""
     prompt: list[int] = field(default_factory=list)
     answer: list[int] = field(default_factory=list)
-    offset: int = 0  # of the canvas in the answer
+    offset: int = 0  # start of the canvas in the answer
     budget: int = 0
-    work: Iterator[CanvasState] | None = None  # the steps of the canvas
+    work: Iterator[CanvasState] | None = None  # the canvas's denoising steps
 
     @property
     def held(self) -> list[int]:
@@ -80,7 +80,7 @@ class CanvasEngine(Loop):
     slots: list[CanvasRow]
 
     def __init__(self, model: Denoiser, *, rows: int = 8, queue: int = 32, canvas: int = CANVAS) -> None:
-        """`canvas`: tokens of a canvas; for a block-diffusion model rounded down to whole blocks, at least one."""
+        """`canvas`: length in tokens; rounded down to whole blocks, at least one, for a block-diffusion model."""
         super().__init__(rows=rows, queue=queue, context=model.config.max_context, vocabulary=model.config.vocab_size)
         self.model = model.train(False)
         self.block_size = model.traits.block_size or 1
@@ -98,14 +98,14 @@ class CanvasEngine(Loop):
         self._counts.update(prompt_tokens=len(ids))
 
     def _advance(self, busy: list[int]) -> None:
-        """One denoising step of each busy row; a fault of a row's own request fails it alone."""
+        """One denoising step for each busy row; an error in a request fails only that request."""
         self._counts["steps"] += 1
         for row in busy:
             with self._isolate(row):
                 self._denoise(row)
 
     def _denoise(self, row: int) -> None:
-        """One step of the row's canvas; starts a new canvas where there is none."""
+        """One step of the row's canvas; starts a new canvas if there is none."""
         slot = self.slots[row]
         if slot.work is None:
             length = min(self.canvas, self.context - len(slot.held)) // self.block_size * self.block_size
@@ -124,10 +124,10 @@ class CanvasEngine(Loop):
                 return
         self._emit(row, progress)
         if slot.ticket is not None and None not in progress.tokens:
-            slot.work = None  # full, and without an end of turn: the next step starts another canvas
+            slot.work = None  # full, with no end of turn: the next step starts another canvas
 
     def _start_canvas(self, row: int, length: int) -> Iterator[CanvasState]:
-        """An empty canvas behind the answer so far; the first one takes its noise from the seed itself."""
+        """An empty canvas after the answer so far; the first one uses the seed itself."""
         slot, request = self.slots[row], self._request(row)
         settings = Denoising(
             length=length,
@@ -137,10 +137,10 @@ class CanvasEngine(Loop):
             block=self.model.traits.block_size or None,
         )
         seed = request.seed if not slot.offset else device.stable_hash(request.seed, "canvas", slot.offset)
-        return stepwise(self.model, slot.held, settings, seed % 2**64)  # OpenAI's may be negative
+        return stepwise(self.model, slot.held, settings, seed % 2**64)  # OpenAI seeds may be negative
 
     def _emit(self, row: int, progress: CanvasState) -> None:
-        """Emit the new tokens to the left of the first mask, and end the answer where it is complete."""
+        """Emit the new tokens left of the first mask, and end the answer if it is complete."""
         slot, request = self.slots[row], self._request(row)
         traits = self.model.traits
         for position in range(len(slot.answer) - slot.offset, len(progress.tokens)):

@@ -1,39 +1,38 @@
-"""Masked diffusion: losses, the likelihood of texts by sampled masks, and what its stages need besides to train.
+"""Masked diffusion: losses, likelihood estimates from sampled masks, and training support for its stages.
 
     masked_cross_entropy, diffusion_dpo     the losses
     masked_logprobs     log p of the tokens under one mask                          training
     elbo                mean over a sample's draws of (L / k) sum of log p          evaluation, Diffusion-DPO
     coupled_logprobs    log p of each token from two complementary masks            coupled-GRPO
-    enumerated          the ELBO by all masks, in three equal forms                 short texts: tests of the others
+    enumerated          the ELBO over all masks, in three equivalent forms           short texts: tests of the others
 
-For prompt x, response y of L tokens and l_i = log p(y_i | x, y under mask M), in nats, over the ids that a text may
-contain:
+For prompt x, response y of L tokens and l_i = log p(y_i | x, y under mask M), in nats, over the ids allowed in
+texts:
 
     ELBO = int_0^1 (1/t) E[sum_{i in M} l_i] dt              M: each token independently with probability t
          = E_{k ~ U{1..L}} E_{|M| = k} [(L/k) sum l_i]
          = mean over all orders of the chain-rule sum
 
--ELBO bounds the negative log-likelihood of decoding in a random order, one token a step (Ou et al. 2024,
-arXiv:2406.03736). The batch contains the masks (diffusion/masks.py): all models that score a batch use the same ones.
+-ELBO bounds the negative log-likelihood of decoding in random order, one token per step (Ou et al. 2024,
+arXiv:2406.03736). The batch contains the masks (diffusion/masks.py), so all models that score a batch use the same.
 
 For DPO, s = [B(w) - B_ref(w)] - [B(l) - B_ref(l)], with B the ELBO of an answer, w the chosen and l the rejected
-answer of a pair. Coupled-GRPO has no loss of its own: its estimates are the log-probabilities in
+answer of a pair. Coupled-GRPO has no separate loss: its estimates serve as the log-probabilities in
 `learning.policy_losses.group_policy`.
 
 **Training**: configurations, gates of the first step, and references.
 
 TrainingConfig (learning/settings.py)
 ├── DiffusionConfig     adaptation and fine-tuning, with a causal control: diffusion
-├── ExampleConfig       the fine-tuning alone
+├── ExampleConfig       fine-tuning only
 └── (PairConfig)        diffusion_dpo
 
-`first_policy` and `first_scratch` check the metrics of the first step before its update, as learning/gates.py does for
-causal models. `begin` loads the model to be trained and the frozen one that it starts from, as `reference.begin` does
-there.
+`first_policy` and `first_scratch` check the first step's metrics before its update, like learning/gates.py for causal
+models. `begin` loads the model to train and the frozen one it starts from, like `reference.begin` there.
 
-A `Following` reference moves towards the policy every so many steps (TR-DPO, Gorbatovski et al. 2024, arXiv:2404.09656,
-eq. 6). Its weights are then part of a run's state: they are stored beside the states, and a resumed run loads those
-that its state names.
+A `Following` reference moves towards the policy at regular step intervals (TR-DPO, Gorbatovski et al. 2024,
+arXiv:2404.09656, eq. 6). Its weights are then part of a run's state: they are stored next to the states, and a resumed
+run loads the weights named in its state.
 """
 
 import itertools
@@ -70,7 +69,7 @@ REDUCTIONS = ("sum", "mean")
 
 
 def masked_cross_entropy(logprobs: Tensor, weights: Tensor, *, per: str) -> Loss:
-    """-sum of weight * l over the masked tokens (n,), over the step's count `per` (LLaDA, arXiv:2502.09992, eq. 3)."""
+    """-sum of weight * l over masked tokens (n,), over the step's `per` count (LLaDA, arXiv:2502.09992, eq. 3)."""
     num = len(logprobs)
     return Loss([Term("loss", -(logprobs * weights).sum(), per)], {"masked/nll": (-logprobs.detach().sum(), num)})
 
@@ -80,8 +79,8 @@ def diffusion_dpo(
 ) -> Loss:
     """-log sigmoid(beta s) - (sft_weight / |w|) B(w) of each pair (LLaDA 1.5, arXiv:2505.19223, eq. 4).
 
-    With `reduction` mean, each B is divided by its answer's tokens. Metrics have TRL's names; the extremes are the
-    least and the greatest beta s.
+    With `reduction` mean, each B is divided by its answer's token count. Metrics have TRL's names; the extremes are the
+    smallest and the largest beta s.
     """
     assert reduction in REDUCTIONS, reduction
     ones = torch.ones_like(policy.chosen)
@@ -112,7 +111,7 @@ def diffusion_dpo(
 # -- likelihoods -------------------------------------------------------------------------------------------------------
 
 
-NORMALIZATION = 2 / 3  # of the published estimate, whose mean is 1.5 log p
+NORMALIZATION = 2 / 3  # for the published estimate, which has mean 1.5 log p
 
 
 def masked_logprobs(model: nn.Module, noised: Noised) -> Tensor:
@@ -122,7 +121,7 @@ def masked_logprobs(model: nn.Module, noised: Noised) -> Tensor:
 
 
 def draw_sums(model: nn.Module, inputs: Sequence[Noised]) -> Tensor:
-    """Sums (n, B) of log p over the predicted positions of each draw's rows."""
+    """Sums (n, B) of log p over the predicted positions in each draw's rows."""
     return torch.stack([sum_by_row(values, one.wanted) for values, one in zip(model(inputs), inputs, strict=True)])
 
 
@@ -132,7 +131,7 @@ def elbo(model: nn.Module, batch: Drawn) -> Tensor:
 
 
 def pair_elbos(model: nn.Module, batch: Drawn) -> PairLogprobs:
-    """ELBOs of P pairs, whose rows are the P chosen, then the P rejected ones; the metrics are variances over draws."""
+    """ELBOs of P pairs; the rows are the P chosen, then the P rejected ones; the metrics are variances over draws."""
     by_draw = draw_sums(model, batch.inputs) * batch.scales  # (n, 2P)
     pairs = pairs_of(by_draw.mean(0), batch.lengths)
     if len(by_draw) == 1:
@@ -151,9 +150,9 @@ def pairs_of(sums: Tensor, lengths: Tensor) -> PairLogprobs:
 def coupled_logprobs(model: nn.Module, batch: CoupledBatch, *, released: bool = False) -> Tensor:
     """An estimate (N,) of log p of each counted token, row by row (DiffuCoder, arXiv:2506.20639, eq. 6).
 
-    1/2 [l^a + 1(first) l^b / t + 1(second) l^c / (1 - t)]: under the whole mask, and under the one of the two halves
-    that masks it. `released`: as published, where its mean for a model without context is 1.5 log p; else times 2/3, so
-    that a ratio of two estimates is a ratio of probabilities.
+    1/2 [l^a + 1(first) l^b / t + 1(second) l^c / (1 - t)]: under the full mask, and under whichever of the two halves
+    masks it. `released`: as published, with mean 1.5 log p for a model without context; otherwise times 2/3, so that a
+    ratio of two estimates is a ratio of probabilities.
     """
     inputs = batch.inputs
     whole, first, second = (
@@ -170,7 +169,7 @@ def reference_elbos(
 ) -> np.ndarray:
     """ELBOs (n, 2) of the chosen and rejected answers of a split under the masks of a pass; NaN except for `numbers`.
 
-    The operations are those of training, so that a policy equal to its reference gets the same bits.
+    Uses the training operations, so that a policy equal to its reference gets bit-identical results.
     """
     elbos = np.full((len((stream.train if name == "train" else stream.val).pairs), 2), np.nan, dtype=np.float32)
     done = 0
@@ -184,18 +183,18 @@ def reference_elbos(
     return elbos
 
 
-# -- by all masks ------------------------------------------------------------------------------------------------------
+# -- by enumeration of all masks ---------------------------------------------------------------------------------------
 
 MOST_ENUMERATED = 8
 FORMS = ("t", "k", "order")
-Score = Callable[[tuple[bool, ...]], Sequence[float]]  # mask -> log p of each token (those of clean ones are not read)
+Score = Callable[[tuple[bool, ...]], Sequence[float]]  # mask -> log p of each token (ignored for clean tokens)
 
 
 def enumerated(score: Score, length: int, form: str) -> float:
-    """The ELBO of a text of at most 8 tokens by all its masks, in nats. Raises ValueError for a longer one.
+    """The ELBO of a text of at most 8 tokens, over all masks, in nats. Raises ValueError for a longer text.
 
-    The forms differ in the weight of a mask of k tokens: t by a Beta integral, k by subsets of each size, order by the
-    orders in which the tokens may come.
+    The forms differ in how they weight a mask of k tokens: t by a Beta integral, k by the subsets of each size, order
+    by the possible token orders.
     """
     if not 1 <= length <= MOST_ENUMERATED:
         raise ValueError(f"expected 1 to {MOST_ENUMERATED} tokens, found {length}: there are 2^L masks")
@@ -230,19 +229,19 @@ def _chain_rule_sum(scores: dict[tuple[bool, ...], Sequence[float]], order: Sequ
 # -- training ----------------------------------------------------------------------------------------------------------
 
 
-CAUSE = "old scores and training differ: other masks, another precision, dropout, or a policy that moved"
-SHARE = 0.6  # of the policy in the reference that follows it
+CAUSE = "old scores and training differ: different masks or precision, dropout, or a policy that moved"
+SHARE = 0.6  # weight of the policy in the following reference
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExampleConfig(TrainingConfig):
-    """A run over prompts with answers on canvases."""
+    """A run on prompts with answers on canvases."""
 
     epochs: float
     examples: int
     max_prompt: int
     max_new_tokens: int
-    most_steps: int | None = None  # maximum, whatever the epochs; None: no bound
+    most_steps: int | None = None  # maximum, regardless of epochs; None: no limit
     validation: Validation = field(default_factory=Validation)
 
     length_key: ClassVar[str] = "max_prompt + max_new_tokens"
@@ -272,10 +271,10 @@ class ExampleConfig(TrainingConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class DiffusionConfig(TrainingConfig):
-    """Two runs, one after the other: adaptation (or pre-training) on windows of code, fine-tuning on problems with
+    """Two runs, one after the other: adaptation (or pretraining) on windows of code, then fine-tuning on problems with
     answers.
 
-    Keys without sft_ apply to both unless there is one with it.
+    Keys without sft_ apply to both, unless there is a corresponding sft_ key.
     """
 
     adapt_steps: int
@@ -283,27 +282,27 @@ class DiffusionConfig(TrainingConfig):
     context: int = 2048
     """Tokens in a window."""
     tokens_per_step: int = 16384
-    """Tokens in a batch of windows, independent of the number of processes."""
+    """Tokens per batch of windows, independent of the number of processes."""
     anneal_fraction: float = 0.1
-    """Share of the adaptation in which attention grows from causal to full; 0: full at once."""
+    """Fraction of the adaptation during which attention grows from causal to full; 0: full from the start."""
     sft_epochs: float = 3.0
     """Passes over the problems; 0: no fine-tuning."""
     sft_examples: int = 32
-    """Examples in a step, independent of the number of processes."""
+    """Examples per step, independent of the number of processes."""
     sft_learning_rate: float | None = None
-    """Learning rate of the fine-tuning; none: learning_rate."""
+    """Learning rate for fine-tuning; none: same as learning_rate."""
     sft_learning_rates: dict[str, float] | None = None
-    """Learning rates of its parameter groups; none: learning_rates."""
+    """Learning rates of its parameter groups; none: same as learning_rates."""
     sft_warmup_steps: int | None = None
-    """Warmup steps of the fine-tuning; none: warmup_steps."""
+    """Warmup steps for fine-tuning; none: same as warmup_steps."""
     sft_norm: str = "answer"
-    """A row's loss is divided by its canvas (answer), by all canvases (tokens), or not (batch)."""
+    """Divide a row's loss by its canvas (answer), by all canvases (tokens), or not at all (batch)."""
     max_prompt: int = 512
-    """Maximum length of a prompt in tokens; problems with a longer one are dropped and counted."""
+    """Maximum prompt length in tokens; problems with longer prompts are dropped and counted."""
     max_new_tokens: int = 256
-    """Length of the longest canvas in tokens."""
+    """Maximum canvas length in tokens."""
     control_steps: int | None = None
-    """Maximum steps of each of the causal control's two runs; none: as many as the masked model's."""
+    """Maximum steps for each of the causal control's two runs; none: as many as the masked model."""
     validation: Validation = field(default_factory=Validation)
 
     length_key: ClassVar[str] = "context and max_prompt + max_new_tokens"
@@ -312,7 +311,7 @@ class DiffusionConfig(TrainingConfig):
         """Raises ValueError naming the key."""
         self.check()
         if self.adapt_steps < 0 or self.sft_epochs < 0 or not (self.adapt_steps or self.sft_epochs):
-            raise ValueError("adapt_steps and sft_epochs: expected at least 0, and one of them more")
+            raise ValueError("adapt_steps and sft_epochs: expected at least 0, and at least one above 0")
         if not 0 <= self.anneal_fraction <= 1:
             raise ValueError(f"anneal_fraction: expected 0 to 1, got {self.anneal_fraction}")
         if self.sft_norm not in NORMS:
@@ -325,10 +324,10 @@ class DiffusionConfig(TrainingConfig):
             raise ValueError(f"sft_learning_rate: expected at least 0, got {self.sft_learning_rate}")
         if self.control_steps is not None and self.control_steps < 1:
             raise ValueError(
-                "control_steps: expected at least 1, or none for as many as the masked model's, got"
+                "control_steps: expected at least 1, or none for as many as for the masked model, got"
                 f" {self.control_steps}"
             )
-        _ = self.adapting  # its own checks
+        _ = self.adapting  # runs its own checks
 
     @property
     def validated(self) -> Validation:
@@ -344,19 +343,19 @@ class DiffusionConfig(TrainingConfig):
 
     @property
     def anneal_steps(self) -> int:
-        """Steps in which attention grows."""
+        """Steps over which attention grows."""
         return round(self.anneal_fraction * self.adapt_steps)
 
     @property
     def adapting(self) -> FitConfig:
-        """The run over windows. Raises ValueError."""
+        """The run on windows. Raises ValueError."""
         return FitConfig(
             **self._common(), steps=max(1, self.adapt_steps), context=self.context, tokens_per_step=self.tokens_per_step
         )
 
     @property
     def tuning(self) -> ExampleConfig:
-        """The run over problems."""
+        """The run on problems."""
         overrides = {
             "learning_rate": self.sft_learning_rate,
             "learning_rates": self.sft_learning_rates,
@@ -372,7 +371,7 @@ class DiffusionConfig(TrainingConfig):
 
     @property
     def control_adapting(self) -> FitConfig:
-        """The control's run over windows, with a schedule over its own steps."""
+        """The control's run on windows, with a schedule over its own steps."""
         config = self.adapting
         if self.control_steps is None:
             return config
@@ -380,7 +379,7 @@ class DiffusionConfig(TrainingConfig):
 
     @property
     def control_tuning(self) -> ExampleConfig:
-        """The control's run over problems."""
+        """The control's run on problems."""
         config = self.tuning
         if self.control_steps is None:
             return config
@@ -400,7 +399,7 @@ class DiffusionConfig(TrainingConfig):
 
 
 def first_policy(precision: str) -> Callable[[dict[str, float]], None]:
-    """The policy has not moved since the old scores: ratio 1, nothing clipped, no divergence from the reference."""
+    """Check that the policy has not moved since the old scores: ratio 1, no clipping, no KL from the reference."""
     exact = precision == "fp32"
 
     def check(values: dict[str, float]) -> None:
@@ -408,18 +407,18 @@ def first_policy(precision: str) -> Callable[[dict[str, float]], None]:
         gates.value(values, "approxkl", 0.0, 1e-6 if exact else 1e-2, CAUSE)
         gates.value(values, "clip_ratio/region_mean", 0.0, 0.0 if exact else 1e-1, CAUSE)
         if "kl" in values:
-            gates.value(values, "kl", 0.0, 1e-6 if exact else 1e-2, "the reference is not what the policy starts from")
+            gates.value(values, "kl", 0.0, 1e-6 if exact else 1e-2, "the reference is not the policy's starting point")
 
     return check
 
 
 def first_scratch(vocab_size: int) -> Callable[[dict[str, float]], None]:
-    """An untrained model predicts all tokens alike: -log p of a masked one is ln V. (The loss weights tokens, and is
-    noisy.)
+    """Check that an untrained model predicts all tokens equally: -log p of a masked one is ln V. (The loss weights
+    tokens, and is noisy.)
     """
 
     def check(values: dict[str, float]) -> None:
-        gates.value(values, "masked/nll", math.log(vocab_size), 0.5, "the initialisation, or what is predicted where")
+        gates.value(values, "masked/nll", math.log(vocab_size), 0.5, "the initialization, or the prediction positions")
 
     return check
 
@@ -428,34 +427,33 @@ def first_scratch(vocab_size: int) -> Callable[[dict[str, float]], None]:
 
 
 def begin(base: Path, adapter: AdapterConfig | None, seed: int, hardware: device.Hardware) -> tuple[Denoiser, Start]:
-    """The model, and its start: its trunk as policy, with an adapter if one is configured; the reference is a
-    `Denoiser`.
+    """The model, and its start: its trunk as policy, with an adapter if configured; the reference is a `Denoiser`.
 
-    Raises ModelError for a causal model; ConfigError for an adapter with dropout, or a model that denoises by blocks.
+    Raises ModelError for a causal model; ConfigError for an adapter with dropout, or a block-diffusion model.
     """
     if adapter is not None and adapter.dropout:
         raise ConfigError(
-            f"adapter.dropout: expected 0 where the policy is compared with its reference, got {adapter.dropout}"
+            f"adapter.dropout: expected 0, because the policy is compared with its reference, got {adapter.dropout}"
         )
     model, tokenizer = files.load(base)
     if model.traits.block_size:
         raise ConfigError(
             f"{base} is a block-diffusion model (block_size {model.traits.block_size}); its likelihood needs clean"
-            " tokens beside the noised ones, which preference and reinforcement learning do not have here: expected"
+            " tokens next to the noised ones, which preference and reinforcement learning do not support here: expected"
             " block_size 0"
         )
     if adapter is not None:
         lora.attach(model.trunk, adapter, device.generator("adapter", seed))
-    whole: Any = model  # a Reference runs whatever is copied or has its adapter switched off
+    whole: Any = model  # a Reference runs any model that is copied or has its adapter disabled
     frozen = Reference(whole, adapted=adapter is not None, hardware=hardware)
     return model, Start(model.trunk, tokenizer, frozen, adapter)
 
 
 class Following:
-    """A reference that is mixed with the policy every `every` steps: 0.6 of the policy, 0.4 of the reference."""
+    """A reference mixed with the policy every `every` steps: 0.6 policy, 0.4 reference."""
 
     def __init__(self, reference: Denoiser, policy: Denoiser, *, every: int, folder: Path) -> None:
-        """`folder` is the job's, with its states."""
+        """`folder` is the job's folder, where its states are."""
         self.model, self.policy, self.every, self.folder = reference, policy, every, folder
         self.moved_at = 0  # the step of the last update; 0: never
 
@@ -475,7 +473,7 @@ class Following:
         return {"moved_at": self.moved_at}
 
     def load(self, state: JsonObject) -> None:
-        """Load the weights that a state names. Raises StagecoachError if their file is missing."""
+        """Load the weights named in a state. Raises StagecoachError if their file is missing."""
         self.moved_at = int(state["moved_at"])
         if not self.moved_at:
             return
@@ -486,7 +484,7 @@ class Following:
             self.model.get_parameter(name).data.copy_(tensor)
 
     def _write(self) -> None:
-        """Write its weights atomically, and delete those that no state can name any more."""
+        """Write its weights atomically, and delete files that no state can refer to anymore."""
         path = self._path(self.moved_at)
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(".part")
@@ -494,7 +492,7 @@ class Following:
         part.replace(path)
         oldest = min((int(state.name[5:]) for state in self.folder.glob(states.name_of(0)[:5] + "????????")), default=0)
         stored = sorted(path.parent.glob("reference-*.safetensors"))
-        past = [file for file in stored if int(file.stem[10:]) <= oldest]  # the last of them serves the oldest state
+        past = [file for file in stored if int(file.stem[10:]) <= oldest]  # the last one belongs to the oldest state
         for file in past[:-1]:
             file.unlink()
 

@@ -1,4 +1,4 @@
-"""What masked diffusion offers to the rest of the house; see `pipeline.wings`."""
+"""The extension points of masked diffusion; see `pipeline.wings`."""
 
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def base() -> "BaseKind":
-    """The checkpoints that stage base takes in."""
+    """The checkpoints that stage base can import."""
     from pipeline.diffusion import files
 
     return files
@@ -32,7 +32,7 @@ def evaluation_keys() -> type:
 
 
 def purposes() -> dict[str, tuple[str, ...]]:
-    """The suites of the causal model that a masked-diffusion one is compared with."""
+    """The suites of the causal model that a masked-diffusion model is compared with."""
     return {"diffusion_control": ("code", "problems")}
 
 
@@ -44,7 +44,7 @@ def evaluation() -> "OwnSuites":
 
 
 def models() -> "dict[str, WingModel]":
-    """Each compared with its control, the causal model at its best on the same data."""
+    """Each is compared with its control, the best causal model on the same data."""
     from pipeline.report.metrics import WingModel
 
     return {

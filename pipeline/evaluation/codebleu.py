@@ -1,15 +1,15 @@
-"""CodeBLEU: the similarity of Python sources to references, with its interval over the sources.
+"""CodeBLEU: similarity of Python sources to references, with an interval over the sources.
 
     sources and their references -> `codebleu_py`
 
-`codebleu_py` is the similarity of Python sources to references, after CodeBLEU (Ren et al. 2020, arXiv:2009.10297): the
-mean of four corpus scores, BLEU-4 on tokens; the same with weighted unigrams, keywords 1, others 0.2; clipped matches
-of syntax subtrees; clipped matches of def-use edges with variables renamed by first appearance. It has its own name
-because tokens (`tokenize`) and trees (`ast`) differ from the paper's, so its values cannot be compared with published
-ones. A source that does not parse gets 0 in parts 3 and 4. Without an edge in any reference it is the mean of three.
+`codebleu_py` follows CodeBLEU (Ren et al. 2020, arXiv:2009.10297): the mean of four corpus scores, BLEU-4 on tokens;
+the same with weighted unigrams, keywords 1, others 0.2; clipped matches of syntax subtrees; clipped matches of def-use
+edges with variables renamed by first appearance. It has a separate name because tokens (`tokenize`) and trees (`ast`)
+differ from the paper's, so its values are not comparable with published ones. A source that does not parse gets 0 in
+parts 3 and 4. If no reference has an edge, it is the mean of three.
 
-Each pair gives a row of counts, and the scores of a corpus are a function of their sums: so the interval is a bootstrap
-over pairs that recomputes the scores from each resample's sums.
+Each pair yields a row of counts, and corpus scores are a function of their sums, so the interval is a bootstrap over
+pairs that recomputes the scores from each resample's sums.
 """
 
 import ast
@@ -28,7 +28,7 @@ from pipeline.evaluation.intervals import Interval, percentiles, resampled
 from pipeline.text.chat import tree
 
 ORDERS = 4
-OTHER_WEIGHT = 0.2  # of unigrams other than keywords
+OTHER_WEIGHT = 0.2  # weight of non-keyword unigrams
 SKIPPED = (tokenize.COMMENT, tokenize.NL, tokenize.ENCODING, tokenize.ENDMARKER)
 
 
@@ -53,14 +53,14 @@ class CodeBleu:
 
 
 def codebleu(sources: Sequence[str], references: Sequence[str]) -> CodeBleu:
-    """Corpus scores of sources against references in the same order. Raises ValueError for none or unequal numbers."""
+    """Corpus scores of sources against references in the same order. Raises ValueError if empty or unequal in size."""
     return _scores(_rows(sources, references).sum(0))
 
 
 def with_interval(
     sources: Sequence[str], references: Sequence[str], *, generator: torch.Generator, resamples: int
 ) -> tuple[CodeBleu, Interval]:
-    """`codebleu`, and `codebleu_py` with its interval, by percentile bootstrap over the pairs. Raises as `codebleu`."""
+    """`codebleu`, plus `codebleu_py` with an interval by percentile bootstrap over pairs. Raises like `codebleu`."""
     rows = _rows(sources, references)
     whole = _scores(rows.sum(0))
     scores = np.array([_scores(sums).score for sums in resampled(rows, generator, resamples)])
@@ -68,8 +68,8 @@ def with_interval(
 
 
 def _rows(sources: Sequence[str], references: Sequence[str]) -> np.ndarray:
-    """The counts of each pair, (n, 22): of plain and of weighted n-grams the matched and all of each order; tokens of
-    both sides; matched and all subtrees; matched and all edges.
+    """The counts of each pair, (n, 22): matched and total n-grams of each order, plain and weighted; tokens of both
+    sides; matched and total subtrees; matched and total edges.
     """
     if not sources or len(sources) != len(references):
         raise ValueError(f"expected a source for each reference, found {len(sources)} and {len(references)}")
@@ -96,7 +96,7 @@ def _scores(sums: np.ndarray) -> CodeBleu:
 
 
 def tokens(source: str) -> list[str]:
-    """Python tokens without comments; indents are tokens, other layout is not. The rest from an error on is words."""
+    """Python tokens without comments; indents are tokens, other layout is not. After an error the rest is words."""
     parsed: list[tokenize.TokenInfo] = []
     rest = ""
     try:
@@ -110,9 +110,9 @@ def tokens(source: str) -> list[str]:
 
 
 def gram_counts(candidate: list[str], reference: list[str], *, weighted: bool) -> list[float]:
-    """Matched n-grams of each order from 1 to 4, clipped by the reference's counts, then all of the candidate's.
+    """Matched n-grams of each order from 1 to 4, clipped by the reference's counts, then the candidate's totals.
 
-    `weighted`: unigrams that are no keywords count OTHER_WEIGHT.
+    `weighted`: non-keyword unigrams count OTHER_WEIGHT.
     """
     matched, total = [0.0] * ORDERS, [0.0] * ORDERS
     for order in range(1, ORDERS + 1):
@@ -125,16 +125,16 @@ def gram_counts(candidate: list[str], reference: list[str], *, weighted: bool) -
 
 
 def corpus_bleu(counts: np.ndarray, lengths: np.ndarray) -> float:
-    """BLEU-4 of summed `gram_counts` and token counts (candidate, reference), 0 to 1: brevity penalty, exponential
-    smoothing.
+    """BLEU-4 from summed `gram_counts` and token counts (candidate, reference), 0 to 1, with brevity penalty and
+    exponential smoothing.
 
-    As sacrebleu's `smooth_method="exp"`: the j-th order without a match counts 1 / 2^j of a match. Orders longer than
-    every candidate are left out of the mean.
+    Like sacrebleu's `smooth_method="exp"`: the j-th order without a match counts 1 / 2^j of a match. Orders longer than
+    every candidate are excluded from the mean.
     """
     matches, totals = counts[:ORDERS].tolist(), counts[ORDERS:].tolist()
     length, reference_length = lengths.tolist()
     if not matches[0]:
-        return 0.0  # nothing in common: smoothing alone earns nothing
+        return 0.0  # nothing in common: smoothing alone scores nothing
     logs: list[float] = []
     smoothing = 1.0
     for matched, total in zip(matches, totals, strict=True):
@@ -173,10 +173,10 @@ def subtrees(module: ast.Module) -> Counter[str]:
 def edges(module: ast.Module) -> Counter[str]:
     """Def-use edges "target<-source" of each function (and of the module outside functions).
 
-    An assignment gives an edge from every variable read on its right to every variable written on its left, a use
-    elsewhere (a call, a return, a test) an edge from the variable to the kind of statement. Variables are renamed v0,
-    v1, ... by first appearance in their function, so renaming all of them changes nothing; other names (builtins,
-    functions called but never bound) are not variables.
+    An assignment gives an edge from every variable read on the right to every variable written on the left; any other
+    use (a call, a return, a test) gives an edge from the variable to the statement kind. Variables are renamed v0, v1,
+    ... by first appearance in their function, so consistent renaming changes nothing; other names (builtins, functions
+    called but never bound) are not variables.
     """
     counts: Counter[str] = Counter()
     scopes = [n for n in ast.walk(module) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
@@ -197,7 +197,7 @@ def edges(module: ast.Module) -> Counter[str]:
 
 
 def _statements(scope: ast.AST) -> list[ast.AST]:
-    """The statements of a scope, in order, without those of functions and classes inside it."""
+    """The statements of a scope, in order, excluding nested functions and classes."""
     statements: list[ast.AST] = []
     for child in ast.iter_child_nodes(scope):
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -209,7 +209,7 @@ def _statements(scope: ast.AST) -> list[ast.AST]:
 
 
 def _variables(scope: ast.AST, statements: list[ast.AST]) -> set[str]:
-    """Variables of a scope: its parameters and all names that it assigns."""
+    """Variables of a scope: its parameters and all assigned names."""
     bound = {
         node.id
         for s in statements
@@ -222,7 +222,7 @@ def _variables(scope: ast.AST, statements: list[ast.AST]) -> set[str]:
 
 
 def _own_nodes(statement: ast.AST) -> list[ast.AST]:
-    """The nodes of a statement itself, in order, without those of the statements inside it."""
+    """The nodes of a statement itself, in order, excluding nested statements."""
     nodes: list[ast.AST] = []
     for child in ast.iter_child_nodes(statement):
         if not isinstance(child, ast.stmt | ast.ExceptHandler | ast.match_case):
@@ -231,7 +231,7 @@ def _own_nodes(statement: ast.AST) -> list[ast.AST]:
 
 
 def _writes_and_reads(statement: ast.AST, bound: set[str]) -> tuple[list[str], list[str]]:
-    """Variables that a statement writes and reads, each in order of appearance; `x += y` reads x too."""
+    """Variables that a statement writes and reads, each in order of appearance; `x += y` also reads x."""
     writes: list[str] = []
     reads: list[str] = []
     for node in _own_nodes(statement):

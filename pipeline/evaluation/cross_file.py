@@ -1,19 +1,19 @@
-"""Held-out lines and functions of repositories, completed with and without what stands in other files.
+"""Cross-file completion: held-out lines and functions of repositories, completed with and without other files.
 
     data/raw/code (val, with contexts) -> Item, ... -> the same items twice: exact match, edit similarity, difference
 
-A line is chosen where a file first uses a name that another file of the repository defines, as in CrossCodeEval (Ding
-et al. 2023, arXiv:2310.11248) and RepoBench (Liu et al. 2023, arXiv:2306.03091): never an import, whether or not the
-definition is among what the model is shown. The cursor stands before the name, and before the space or bracket that the
-name's first token may hold; the rest of the line is to be written. A function is chosen where its body, of MOST_LINES
-lines at most, uses such a name; its body is to be written. Which of them are measured, a hash of their places decides.
+A line is chosen where a file first uses a name defined in another file of the repository, as in CrossCodeEval (Ding et
+al. 2023, arXiv:2310.11248) and RepoBench (Liu et al. 2023, arXiv:2306.03091): never an import, whether or not the
+model's context includes the definition. The cursor is placed before the name, and before any space or bracket merged
+into the name's first token; the model completes the rest of the line. A function is chosen if its body, of at most
+MOST_LINES lines, uses such a name; the model writes the body. Items are sampled by a hash of their location.
 
-Both prompts have the same number of tokens at most. Without other files the window has the file's own text before the
-cursor; with them, what `ingest/repository_documents.py` put there without looking at the answer, and the own text in
-what is left, at least a third. Decoding is greedy, to the end of the line or of the body.
+Both prompts have the same token limit. Without other files the window is filled with the file's own text before the
+cursor. With them it contains the context chosen by `ingest/repository_documents.py` without looking at the answer; the
+file's own text gets the rest, at least a third. Decoding is greedy, to the end of the line or body.
 
-Edit similarity is 1 - Levenshtein / the longer length. Intervals resample files, not lines: lines of a file resemble
-each other. Not promised: that an equal line is the only right one.
+Edit similarity is 1 - Levenshtein / the longer length. Intervals resample files, not lines, since lines of a file are
+correlated. Not guaranteed: that the reference line is the only correct one.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from pipeline.text import chat, repositories
 from pipeline.text.repositories import Context
 
 MOST_LINES = 12  # of a function's body
-MOST_CHARACTERS = 400  # of an answer that is compared
+MOST_CHARACTERS = 400  # of an answer to compare
 LINE_TOKENS, FUNCTION_TOKENS = 48, 160
-OWN = 1 / 3  # of a prompt: its own file's text has at least so much
+OWN = 1 / 3  # minimum share of a prompt for its own file's text
 IDENTIFIER = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
 
 @dataclass(frozen=True)
 class Item:
-    """Something to complete: what other files say, the own file's text before the cursor, and what stood there."""
+    """A completion task: context from other files, the file's own text before the cursor, and the reference."""
 
     file: str  # repository and path
-    place: int  # character of the file
+    place: int  # character offset in the file
     context: Context  # `before` is all of the file's text before the cursor
     reference: str
-    name: str  # of another file; the first in a function's body
+    name: str  # defined in another file; the first one in a function's body
 
 
 @dataclass(frozen=True)
@@ -59,17 +59,17 @@ class HeldOut:
     name: str  # repository and path
     text: str
     contexts: tuple[Context, ...]  # of its parts
-    ends: tuple[int, ...]  # characters of the file at the end of each part
+    ends: tuple[int, ...]  # character offset of the end of each part
 
     def item(self, place: int, end: int, name: str) -> Item:
-        """What stands from `place` to `end`, after the context of the part that it is in."""
+        """The text from `place` to `end`, with the context of its part."""
         number = next(n for n, border in enumerate(self.ends) if place < border)
         context = replace(self.contexts[number], before=self.text[:place], names=())
         return Item(self.name, place, context, self.text[place:end], name)
 
 
 def read(corpus: Path) -> list[HeldOut]:
-    """The held-out files of a corpus's repositories, in order of name."""
+    """The held-out files of a corpus's repositories, sorted by name."""
     files: dict[str, list[tuple[int, str, str]]] = {}
     for path in sorted(corpus.glob("val-*.parquet")):
         for row in pyarrow.parquet.read_table(path).to_pylist():
@@ -86,14 +86,14 @@ def read(corpus: Path) -> list[HeldOut]:
 
 
 def items(files: Iterable[HeldOut]) -> tuple[list[Item], list[Item]]:
-    """All lines and all functions of held-out files that can be asked for."""
+    """All eligible lines and functions in held-out files."""
     lines: list[Item] = []
     functions: list[Item] = []
     for file in files:
         tree = chat.tree(file.text)
         if tree is None:
             continue
-        starts = [0, *itertools.accumulate(len(line) + 1 for line in file.text.split("\n"))]  # of lines, in characters
+        starts = [0, *itertools.accumulate(len(line) + 1 for line in file.text.split("\n"))]  # in characters
         names = frozenset(name for context in file.contexts for name in context.names)
         uses = sorted(_uses(tree, names, file.text, starts))
         first = {name: place for place, name in reversed(uses)}
@@ -110,7 +110,7 @@ def items(files: Iterable[HeldOut]) -> tuple[list[Item], list[Item]]:
 
 
 def _uses(tree: ast.Module, names: frozenset[str], text: str, starts: Sequence[int]) -> Iterable[tuple[int, str]]:
-    """(character, name) of each use of the names; of `module.name`, where `name` begins."""
+    """(character, name) of each use of the names; for `module.name`, where `name` begins."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load):
             written = ast.unparse(node)
@@ -121,7 +121,7 @@ def _uses(tree: ast.Module, names: frozenset[str], text: str, starts: Sequence[i
 
 
 def _bodies(tree: ast.Module, starts: Sequence[int]) -> list[tuple[int, int]]:
-    """(first, last) character of the bodies of functions that are short enough, from the body's first line on."""
+    """(first, last) character of each sufficiently short function body, from the body's first line."""
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -136,10 +136,10 @@ def _bodies(tree: ast.Module, starts: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def measured(subject: Subject, files: Sequence[HeldOut]) -> SuiteResult:
-    """Lines, and half as many functions: each with and without other files.
+    """Lines, and half as many functions, each with and without other files.
 
-    Numbers: `<kind>_exact_with`, `_without`, `_difference`, and the same of `similarity` and, of lines, of `name`: the
-    first name that is written.
+    Metrics: `<kind>_exact_with`, `_without`, `_difference`, and the same for `similarity` and, for lines, `name`: the
+    first name written.
     """
     result = SuiteResult()
     most = subject.settings.cross_file
@@ -164,7 +164,7 @@ def _id(item: Item) -> str:
 def _answers(
     subject: Subject, chosen: Sequence[Item], kind: str, tokens: int
 ) -> dict[str, dict[str, tuple[Completion, str]]]:
-    """with, without -> id -> the completion and its text, cut at the end of the line or of the body."""
+    """with, without -> id -> the completion and its text, truncated at the end of the line or body."""
     room = min(subject.settings.context, subject.model.config.max_context - 8) - tokens
     found: dict[str, dict[str, tuple[Completion, str]]] = {}
     for arm in ("with", "without"):
@@ -180,9 +180,9 @@ def _answers(
 
 
 def prompts_of(subject: Subject, contexts: Sequence[Context], room: int) -> list[list[int]]:
-    """At most `room` tokens each: an end of text, other files, and the own text before the cursor.
+    """At most `room` tokens each: an end-of-text token, other files, and the file's own text before the cursor.
 
-    Of both the beginning leaves where there is no room; the end of text then leaves too, as in training.
+    Both are truncated at the beginning if there is no room; the end-of-text token is then dropped too, as in training.
     """
     tokenizer = subject.tokenizer
     heads = repositories.encode(tokenizer, [replace(context, before="") for context in contexts])
@@ -197,7 +197,7 @@ def prompts_of(subject: Subject, contexts: Sequence[Context], room: int) -> list
 
 
 def _cut(text: str, item: Item, kind: str) -> str:
-    """The answer: to the end of the line, or while lines are indented as the reference is."""
+    """The answer: up to the end of the line, or as long as lines are indented like the reference."""
     if kind == "line":
         return text.partition("\n")[0]
     indent = len(item.reference) - len(item.reference.lstrip())
@@ -216,7 +216,7 @@ def _measure(
     kept: Sequence[Item],
     answers: dict[str, dict[str, tuple[Completion, str]]],
 ) -> None:
-    """Add the numbers and the rows of one kind."""
+    """Add the metrics and rows of one kind."""
     scores: dict[str, dict[str, list[float]]] = {}
     for arm, of_arm in answers.items():
         for item in kept:
@@ -249,7 +249,7 @@ def _measure(
 
 
 def score(text: str, item: Item, kind: str) -> dict[str, float]:
-    """Whether an answer is exact, how similar it is, and of a line whether it begins with the name."""
+    """Whether an answer is exact, how similar it is and, for lines, whether it begins with the name."""
     one, two = (" ".join(side.split()) if kind == "line" else side.strip() for side in (text, item.reference))
     scores = {"exact": float(one == two), "similarity": similarity(one, two)}
     if kind == "line":
@@ -259,7 +259,7 @@ def score(text: str, item: Item, kind: str) -> dict[str, float]:
 
 
 def similarity(one: str, two: str) -> float:
-    """1 - Levenshtein distance / the longer length, of the first MOST_CHARACTERS; 1 of two empty texts."""
+    """1 - Levenshtein distance / the longer length, over the first MOST_CHARACTERS; 1 for two empty texts."""
     one, two = one[:MOST_CHARACTERS], two[:MOST_CHARACTERS]
     row = list(range(len(two) + 1))
     for number, character in enumerate(one, start=1):
@@ -271,7 +271,7 @@ def similarity(one: str, two: str) -> float:
 
 
 def by_file(files: Sequence[str], values: Sequence[float]) -> tuple[list[float], list[float]]:
-    """The sum and the number of the values of each file, for intervals over files."""
+    """The sum and count of each file's values, for intervals over files."""
     sums: dict[str, float] = {}
     counts: dict[str, float] = {}
     for file, value in zip(files, values, strict=True):
@@ -281,5 +281,5 @@ def by_file(files: Sequence[str], values: Sequence[float]) -> tuple[list[float],
 
 
 def _mean(pair: tuple[list[float], list[float]]) -> Interval:
-    """Of one file: no interval but the whole range."""
+    """The mean; with a single file, the interval is the whole range."""
     return Interval(sum(pair[0]) / sum(pair[1]), 0.0, 1.0, int(sum(pair[1])))

@@ -1,15 +1,15 @@
-"""95% intervals of measured numbers: Wilson's for a share, the jackknife for a ratio of sums, the percentile bootstrap
-for the rest.
+"""95% confidence intervals: Wilson's for a proportion, the jackknife for a ratio of sums, the percentile bootstrap for
+the rest.
 
-Intervals cover the choice of items (problems, dialogues, documents), not the seeds of training. Each resample draws
-whole items and recomputes the ratio of sums; two models are compared on the same resampled items.
+Intervals reflect the choice of items (problems, dialogues, documents), not the training seed. Each resample draws whole
+items and recomputes the ratio of sums; two models are compared on the same resampled items.
 
-Of 13 items whose sizes differ as those of source files do, percentiles cover 78 to 87% of true ratios and BCa 77 to
-84%: a few large items decide. The jackknife with Student's t of the effective number of items covers 94 to 96%
+With 13 items that vary in size like source files, percentile intervals cover 78 to 87% of true ratios and BCa 77 to
+84%: a few large items dominate. The jackknife with Student's t and the effective number of items covers 94 to 96%
 (docs/LOG.md).
 
-Sources: Wilson 1927; Efron & Tibshirani 1993, chapters 11 and 13; Kish 1965 (effective number). Not promised: coverage
-of a mean below about 20 items.
+Sources: Wilson 1927; Efron & Tibshirani 1993, chapters 11 and 13; Kish 1965 (effective number). Not guaranteed: nominal
+coverage of a mean below about 20 items.
 """
 
 import math
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 Z = 1.959964  # two-sided 95%
-CHUNK = 2_000_000  # item numbers drawn at a time, which bounds memory
+CHUNK = 2_000_000  # item indices drawn at a time, to bound memory
 
 
 @dataclass(frozen=True)
@@ -33,24 +33,24 @@ class Interval:
     n: int
 
     def exp(self) -> "Interval":
-        """The interval of exp(value): a bound of a quantity is one of any rising function of it."""
-        value, low, high = (float(np.exp(bound)) for bound in (self.value, self.low, self.high))  # inf for a huge one
+        """The interval of exp(value): bounds carry over to any increasing function."""
+        value, low, high = (float(np.exp(bound)) for bound in (self.value, self.low, self.high))  # inf on overflow
         return Interval(value, low, high, self.n)
 
     def named(self, name: str) -> dict[str, float]:
-        """The numbers as metrics store them: `name`, `name_low`, `name_high`."""
+        """The values under their metric names: `name`, `name_low`, `name_high`."""
         return {name: self.value, f"{name}_low": self.low, f"{name}_high": self.high}
 
 
 def wilson(successes: int, n: int) -> Interval:
-    """The share of `n` independent items that succeeded. Raises ValueError without items."""
+    """The proportion of successes among `n` independent items. Raises ValueError without items."""
     if n < 1 or not 0 <= successes <= n:
         raise ValueError(f"wilson: expected 0 <= successes <= n and n >= 1, found {successes} of {n}")
     share = successes / n
     scale = 1 + Z * Z / n
     center = (share + Z * Z / (2 * n)) / scale
     half_width = Z / scale * math.sqrt(share * (1 - share) / n + Z * Z / (4 * n * n))
-    # at 0 and n successes the bound is exactly 0 or 1, which rounding would miss
+    # at 0 and n successes the bound is exactly 0 or 1; rounding would miss it
     low, high = 0.0 if successes == 0 else center - half_width, 1.0 if successes == n else center + half_width
     return Interval(share, low, high, n)
 
@@ -65,10 +65,10 @@ def ratio(
     """`sum(numerators) / sum(denominators)` over items, by the jackknife; without denominators the mean, by percentile
     bootstrap.
 
-    A share that is 0 for every item, or 1, has no spread to resample; its interval is Wilson's.
+    A proportion that is 0 for every item, or 1, has no spread to resample; its interval is Wilson's.
 
-    Bits per byte: bits and bytes of each document. pass@k: each problem's estimate. Raises ValueError without items or
-    with a denominator of 0.
+    Bits per byte: bits and bytes per document. pass@k: each problem's estimate. Raises ValueError without items or with
+    a denominator of 0.
     """
     top, bottom = _columns(numerators, denominators)
     if not len(top) or not bottom.sum():
@@ -84,13 +84,13 @@ def ratio(
 
 
 def effective_n(sizes: Sequence[float] | np.ndarray) -> float:
-    """How many items of one size weigh as much as these: (sum of sizes)^2 / sum of squares."""
+    """The equivalent number of equal-sized items: (sum of sizes)^2 / sum of squares."""
     weights = np.asarray(sizes, dtype=np.float64)
     return float(weights.sum() ** 2 / (weights**2).sum())
 
 
 def _jackknife(top: np.ndarray, bottom: np.ndarray) -> float:
-    """Half the width of the interval of the ratio of sums; infinite where one item alone has a denominator."""
+    """Half-width of the interval of the ratio of sums; infinite if only one item has a denominator."""
     from scipy.stats import t  # 0.3 s
 
     remaining = bottom.sum() - bottom
@@ -111,7 +111,7 @@ def paired_difference(
 ) -> Interval:
     """Ratio of `second` minus ratio of `first`, each (numerators, denominators) over the *same* items in one order.
 
-    Every resample draws the same items of both. Raises ValueError where the numbers of items differ or are 0.
+    Every resample draws the same items for both. Raises ValueError if the item counts differ or are 0.
     """
     columns = [*_columns(*first), *_columns(*second)]
     lengths = {len(column) for column in columns}
@@ -131,7 +131,7 @@ def _columns(numerators: Sequence[float], denominators: Sequence[float] | None) 
     top = np.asarray(numerators, dtype=np.float64)
     bottom = np.ones_like(top) if denominators is None else np.asarray(denominators, dtype=np.float64)
     if len(top) != len(bottom):
-        raise ValueError(f"bootstrap: {len(top)} numerators, {len(bottom)} denominators; expected one each an item")
+        raise ValueError(f"bootstrap: {len(top)} numerators, {len(bottom)} denominators; expected one each per item")
     return top, bottom
 
 
@@ -148,6 +148,6 @@ def resampled(columns: np.ndarray, generator: torch.Generator, resamples: int) -
 
 
 def percentiles(values: np.ndarray) -> tuple[float, float]:
-    """The bounds of a 95% interval from the values of all resamples."""
+    """The bounds of a 95% interval from all resampled values."""
     low, high = np.quantile(values, (0.025, 0.975))
     return float(low), float(high)

@@ -1,19 +1,19 @@
-"""Bits per byte and perplexity of held-out documents under a left-to-right model; similarity of answers to references.
+"""Bits per byte and perplexity of held-out documents under autoregressive models; similarity of answers to references.
 
     texts -> a `Scored` each (nats, tokens, bytes) -> bits_per_byte, perplexity
     answers, references -> BLEU, chrF, ROUGE, BERTScore, exact match
 
-The text's tokens are scored; the separator before the first is context only. A long document is read in windows of L
-tokens: the first scores all of its tokens, each later one advances by L/2 and scores its last half, so every token is
-scored once, with at least L/2 tokens before it. Windows lie side by side in rows as long as the model's context. Bytes
-come from the tokens' own bytes, never from decoding them one by one (half a character would give three bytes). Sums are
-in float64, so a uniform model gets exactly log2(V) * tokens / bytes; under autocast the softmax is float32.
+All text tokens are scored; the separator before the first is context only. Long documents are split into windows of L
+tokens: the first scores all of its tokens, each later one advances by L/2 and scores its second half, so every token is
+scored once, with at least L/2 tokens of context. Windows are packed into rows as long as the model's context. Byte
+counts come from the tokens' own bytes, never from decoding tokens one by one (half a character would give three bytes).
+Sums are in float64, so a uniform model gets exactly log2(V) * tokens / bytes; under autocast the softmax is float32.
 
 BLEU and chrF are sacrebleu's corpus scores (Post 2018, arXiv:1804.08771) with their signatures; ROUGE is rouge-score's
-F1 (Lin 2004) with its stemmer, a sentence per line. `repeat_4` measures how much a text repeats itself.
+F1 (Lin 2004) with its stemmer, one sentence per line. `repeat_4` measures repetition within a text.
 
-Not promised: that overlap with one reference measures quality; it is a weak sign, for comparing models on the same
-items. Not here: the masked-diffusion bound.
+Not guaranteed: that overlap with a single reference measures quality; it is a weak signal, for comparing models on the
+same items. The masked-diffusion bound is elsewhere.
 """
 
 import importlib.util
@@ -36,7 +36,7 @@ from pipeline.run.errors import ConfigError, ModelError
 from pipeline.text.tokenizer import Tokenizer
 
 BATCH_TOKENS = 8192  # tokens in one forward pass
-HEAD_ROWS = 512  # positions whose logits are in memory at a time
+HEAD_ROWS = 512  # positions with logits in memory at a time
 PADDING = -1
 
 
@@ -49,7 +49,7 @@ class Scored:
 
 @dataclass(frozen=True)
 class Likelihood:
-    """Scored documents, in order. `left_out` counts the texts that the tokenizer changes (by a normalizer)."""
+    """Scored documents, in order. `left_out` counts texts altered by the tokenizer's normalizer."""
 
     documents: list[Scored]
     left_out: int
@@ -57,20 +57,18 @@ class Likelihood:
 
     @property
     def bits_per_byte(self) -> float:
-        """Bits per byte, which is comparable between tokenizers."""
+        """Bits per byte, comparable across tokenizers."""
         return fsum(d.nats for d in self.documents) / log(2) / sum(d.bytes for d in self.documents)
 
     @property
     def perplexity(self) -> float:
-        """exp(nats per token), which is comparable only between equal tokenizers."""
+        """exp(nats per token), comparable only between models with the same tokenizer."""
         return exp(fsum(d.nats for d in self.documents) / sum(d.tokens for d in self.documents))
 
 
 @dataclass(frozen=True)
 class Window:
-    """One document of a forward pass: `ids[i]` at position i predicts `targets[i]`, scored from position `scored`
-    on.
-    """
+    """One document in a forward pass: `ids[i]` at position i predicts `targets[i]`, scored from position `scored`."""
 
     document: int
     ids: list[int]
@@ -81,8 +79,8 @@ class Window:
 def likelihood(model: Transformer, tokenizer: Tokenizer, texts: Iterable[str], *, context: int) -> Likelihood:
     """Score documents with windows of `context` tokens.
 
-    Empty texts are left out and not counted. Raises ValueError for a context that is odd, below 2 or above the model's,
-    ModelError if the bytes of the tokens are not the bytes of the text that they decode to.
+    Empty texts are skipped and not counted. Raises ValueError for a context that is odd, below 2 or above the model's,
+    ModelError if the tokens' bytes differ from the bytes of the decoded text.
     """
     if context < 2 or context % 2 or context > model.config.max_context:
         raise ValueError(f"context: expected an even number from 2 to {model.config.max_context}, found {context}")
@@ -100,19 +98,19 @@ def likelihood(model: Transformer, tokenizer: Tokenizer, texts: Iterable[str], *
 
 
 def _has_same_bytes(tokenizer: Tokenizer, text: str, ids: list[int]) -> bool:
-    """Whether the tokens' bytes are the text's; False if a normalizer changed it. Raises ModelError for wrong bytes."""
+    """Whether the tokens' bytes match the text; False if a normalizer changed it. Raises ModelError for wrong bytes."""
     spelling = b"".join(tokenizer.token_bytes[i] for i in ids)
     if spelling == text.encode():
         return True
     if tokenizer.decode(ids, skip_special=False) == text:
         raise ModelError(
-            f"the tokenizer's bytes of {text[:40]!r} do not spell it: {spelling[:40]!r}; bpb would be wrong"
+            f"the tokenizer's bytes for {text[:40]!r} do not spell it: {spelling[:40]!r}; bpb would be wrong"
         )
     return False
 
 
 def token_nats(model: Transformer, documents: Sequence[list[int]], *, start: int, context: int) -> list[list[float]]:
-    """-ln p of every token of every document; the context of each document begins with the token `start`."""
+    """-ln p of every token of every document; each document's context begins with the token `start`."""
     nats: list[list[float]] = [[0.0] * len(ids) for ids in documents]
     filled = [0] * len(documents)
     was_training = model.training
@@ -130,7 +128,7 @@ def token_nats(model: Transformer, documents: Sequence[list[int]], *, start: int
 
 
 def windows(document: int, ids: list[int], start: int, context: int) -> Iterator[Window]:
-    """The windows of one document, whose scored parts follow each other without gap or overlap."""
+    """The windows of one document; their scored parts cover it without gap or overlap."""
     inputs = [start, *ids]  # inputs[i] predicts ids[i]
     half = context // 2
     if ids:
@@ -144,9 +142,7 @@ def windows(document: int, ids: list[int], start: int, context: int) -> Iterator
 
 
 def _batches(windows: list[Window], length: int) -> Iterator[list[list[Window]]]:
-    """Rows of consecutive windows, at most `length` tokens each, for forward passes of BATCH_TOKENS tokens or one
-    row.
-    """
+    """Rows of consecutive windows, at most `length` tokens each, in batches of BATCH_TOKENS tokens or a single row."""
     rows: list[list[Window]] = []
     room = 0  # in the last row
     for window in windows:
@@ -187,7 +183,7 @@ def _nats_of_batch(model: Transformer, rows: list[list[Window]]) -> list[list[fl
 
 
 def _nats(logits: Tensor, targets: Tensor) -> Tensor:
-    """-ln p (n,) of `targets` (n,) under `logits` (n, V): in float64, or of half-precision logits in float32."""
+    """-ln p (n,) of `targets` (n,) under `logits` (n, V): in float64, or in float32 for half-precision logits."""
     wide = (logits.double() if logits.itemsize > 2 else logits.float()).cpu()
     return wide.logsumexp(-1) - wide.gather(1, targets[:, None]).squeeze(1)
 
@@ -199,9 +195,9 @@ ROUGE = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 
 
 def text_scores(answers: Sequence[str], references: Sequence[str], *, resamples: int) -> dict[str, float | str]:
-    """`bleu`, `chrf` (0 to 100, as sacrebleu prints them) with sacrebleu's bootstrap intervals, and signatures.
+    """`bleu`, `chrf` (0 to 100, as printed by sacrebleu) with sacrebleu's bootstrap intervals, and signatures.
 
-    One reference per answer, in the same order. Raises ValueError for none or unequal numbers.
+    One reference per answer, in the same order. Raises ValueError if empty or unequal in number.
     """
     if not answers or len(answers) != len(references):
         raise ValueError(f"expected an answer for each reference, found {len(answers)} and {len(references)}")
@@ -217,11 +213,11 @@ def text_scores(answers: Sequence[str], references: Sequence[str], *, resamples:
 
 
 def bertscore(answers: Sequence[str], references: Sequence[str], folder: str, layer: int | None) -> list[float]:
-    """BERTScore's F1 (Zhang et al. 2020, arXiv:1904.09675) of each answer, by the package bert-score with the BERT in
+    """BERTScore F1 (Zhang et al. 2020, arXiv:1904.09675) of each answer, using the bert-score package with the BERT in
     `folder`.
 
-    Comparable only between equal weights and layers. Raises ConfigError for a folder without a model, and if the
-    package is missing.
+    Comparable only for the same weights and layer. Raises ConfigError for a folder without a model, or if the package
+    is missing.
     """
     path = Path(folder)
     if not (path / "config.json").is_file():
@@ -238,7 +234,7 @@ def bertscore(answers: Sequence[str], references: Sequence[str], folder: str, la
     scorer = BERTScorer(model_type=str(path), num_layers=layer or int(config["num_hidden_layers"]))
     tokenizer = scorer._tokenizer
     limit = int(config.get("max_position_embeddings", 514)) - 2  # RoBERTa's positions begin at 2
-    # a tokenizer that was saved without this limit has 10^30, which truncates nothing
+    # a tokenizer saved without this limit has 10^30, which never truncates
     tokenizer.model_max_length = min(tokenizer.model_max_length, limit)
     *_, f1 = scorer.score(list(answers), list(references))  # precision, recall, F1 of each answer
     assert isinstance(f1, Tensor)
@@ -259,8 +255,8 @@ def rouge_rows(answers: Sequence[str], references: Sequence[str]) -> list[dict[s
 
 @contextmanager
 def _parts_of_nltk() -> Iterator[None]:
-    """Within it nltk's modules can be imported one by one, without the packages around them: rouge-score needs the
-    stemmer alone, but `import nltk` imports scipy and sklearn too, which takes two seconds.
+    """Allow importing individual nltk modules without the parent packages: rouge-score only needs the stemmer, but
+    `import nltk` also imports scipy and sklearn, which takes two seconds.
     """
     names = ("nltk", "nltk.stem")
     if "nltk" in sys.modules:
@@ -281,7 +277,7 @@ def _parts_of_nltk() -> Iterator[None]:
 
 
 def exact_match(answer: str, reference: str) -> bool:
-    """Whether two texts are equal after Unicode's NFC, with runs of white space as one space."""
+    """Whether two texts are equal after NFC normalization, with runs of whitespace collapsed to one space."""
     return _normalize(answer) == _normalize(reference)
 
 
@@ -290,6 +286,6 @@ def _normalize(text: str) -> str:
 
 
 def repeat_4(ids: Sequence[int]) -> float:
-    """1 - distinct / all runs of four tokens: 0 without repetition, near 1 in a loop; 0 below four tokens."""
+    """1 - distinct / total 4-grams of tokens: 0 without repetition, near 1 in a loop; 0 below four tokens."""
     runs = [tuple(ids[i : i + 4]) for i in range(len(ids) - 3)]
     return 1 - len(set(runs)) / len(runs) if runs else 0.0

@@ -1,19 +1,18 @@
-"""The tests of a repository become programming problems with hidden tests.
+"""Mine a repository's tests for programming problems with hidden tests.
 
     data/own/<repository> --its tests, recorded--> calls of its functions --judged--> Problem, ...
 
-A task is the signature and docstring of a function, with its module around it but without its body. Its hidden tests
-are calls that the repository's own tests made, with what the function returned (`sandbox/recording.py`): the expected
-values stay with the judge, so a candidate can neither read nor forge them, and neither the body nor any file of the
-repository is where a candidate runs (`ingest/functions.py`).
+A task is the signature and docstring of a function, with the surrounding module but without the body. Its hidden tests
+are calls made by the repository's own tests, with the returned values (`sandbox/recording.py`). The expected values
+stay with the judge, so a candidate can neither read nor forge them, and neither the body nor any file of the repository
+is present where a candidate runs (`ingest/functions.py`).
 
-Kept is a function if its own body passes in the sandbox (tests that it fails there are dropped, LEAST_TESTS must
-remain), if none of three stubs does (raise, return None, return the most frequent result), and if at least half of its
-mutants fail (of LEAST_MUTANTS or more): that share is the strength of its tests. Every other one is counted with its
-reason.
+A function is kept if its own body passes in the sandbox (tests it fails there are dropped, LEAST_TESTS must remain), if
+none of three stubs passes (raise, return None, return the most frequent result), and if at least half of its mutants
+fail (of LEAST_MUTANTS or more): that fraction is the strength of its tests. All others are counted with the reason.
 
-Not promised: that the docstring says all that the tests ask for; functions whose arguments or results are objects,
-methods, coroutines and generators, decorated ones.
+Not guaranteed: that the docstring specifies everything the tests require. Not supported: functions with objects as
+arguments or results, methods, coroutines, generators, decorated functions.
 """
 
 import ast
@@ -35,25 +34,25 @@ TEST_SECONDS = 240.0  # for all tests of a repository
 LEAST_TESTS, MOST_TESTS = 2, 16
 LEAST_MUTANTS = 5
 LEAST_STRENGTH = 0.5
-SHOWN = 2  # calls that the question shows, where the docstring has no example
+SHOWN = 2  # calls shown in the question if the docstring has no example
 LEVEL = 4
 STUB = "raise NotImplementedError"
 
 
 @dataclass(frozen=True)
 class Mined:
-    """The tasks of a repository, and what became of the other functions."""
+    """The tasks of a repository, and why the other functions were dropped."""
 
     name: str
     problems: list[Problem]  # with the function's own source as answer
-    strengths: dict[str, float]  # id -> share of the mutants that its tests find
+    strengths: dict[str, float]  # id -> fraction of mutants caught by its tests
     dropped: dict[str, str]  # file::function -> reason
-    tests: dict[str, int]  # of the repository: passed, failed, ...
+    tests: dict[str, int]  # the repository's: passed, failed, ...
     timed_out: bool
-    said: str  # the end of what the tests printed
+    said: str  # the tail of the test output
 
     def summary(self) -> JsonObject:
-        """The numbers to report."""
+        """Metrics to report."""
         reasons = Counter(reason.split(":")[0] for reason in self.dropped.values())
         strength = sum(self.strengths.values()) / len(self.strengths) if self.strengths else None
         return {
@@ -65,20 +64,20 @@ class Mined:
         }
 
     def reasons(self) -> str:
-        """Why the others are no tasks, most frequent first, and how its tests went."""
+        """Why functions were dropped, most frequent reason first, and the test results."""
         reasons = ", ".join(f"{count} {reason}" for reason, count in self.summary()["dropped"].items())
         tests = ", ".join(f"{count} {outcome}" for outcome, count in self.tests.items()) or f"none ran: {self.said}"
         late = f"; stopped after {TEST_SECONDS:g} seconds" if self.timed_out else ""
         return f"functions: {reasons or 'none'}; tests: {tests}{late}"
 
     def shown(self, name: str) -> str:
-        """A line for people."""
-        return f"{name}: {len(self.problems)} tasks; not taken: {self.reasons()}"
+        """A human-readable line."""
+        return f"{name}: {len(self.problems)} tasks; skipped: {self.reasons()}"
 
 
 @dataclass(frozen=True)
 class _Trial:
-    """A function with its tests, on the way to a task."""
+    """A function with its tests, a candidate task."""
 
     task: Task
     context: str
@@ -86,12 +85,12 @@ class _Trial:
     mutants: list[str]  # sources
 
     def candidate(self, source: str) -> Candidate:
-        """A version of the function, judged by its tests."""
+        """A version of the function, to be judged by its tests."""
         return Candidate(source=self.context + source, entry_point=self.task.name, tests=self.tests)
 
 
 def mine(repository: Repository, judge: Judge, seconds: float = TEST_SECONDS) -> Mined:
-    """The tasks of a repository, whose tests may run for `seconds`. Raises as `recording.record` does."""
+    """Mine the tasks of a repository; its tests may run for `seconds`. Raises like `recording.record`."""
     texts = {file.path: file.text for file in repository.files}
     source = Source(texts, repository.name)
     tasks: dict[str, Task] = {}
@@ -146,7 +145,7 @@ def mine(repository: Repository, judge: Judge, seconds: float = TEST_SECONDS) ->
 
 
 def _tests(task: Task, calls: Sequence[tuple[str, str, str]]) -> list[JsonObject]:
-    """The calls as tests: positional arguments where that is possible, else an assert."""
+    """Convert calls to tests: positional arguments if possible, else an assert."""
     tests: list[JsonObject] = []
     for args, kwargs, result in calls[:MOST_TESTS]:
         if kwargs == "{}":
@@ -161,11 +160,11 @@ def _tests(task: Task, calls: Sequence[tuple[str, str, str]]) -> list[JsonObject
 
 
 def _own_body_passes(trials: dict[str, _Trial], judge: Judge, dropped: dict[str, str]) -> dict[str, _Trial]:
-    """The functions whose own body passes, each with the tests that it passes."""
+    """The functions whose own body passes, each with the tests it passes."""
     kept: dict[str, _Trial] = {}
     verdicts = judge.judge([trial.candidate(trial.task.source) for trial in trials.values()])
     for (key, trial), verdict in zip(trials.items(), verdicts, strict=True):
-        if verdict.total < len(trial.tests):  # an assert beyond values, so results and tests do not pair up
+        if verdict.total < len(trial.tests):  # an assert on more than values, so results and tests do not pair up
             dropped[key] = "a test cannot be judged"
             continue
         pairs = zip(trial.tests, verdict.results, strict=True)
@@ -183,7 +182,7 @@ def _reason(verdict: Verdict) -> str:
 
 
 def _stubs_fail(trials: dict[str, _Trial], judge: Judge, dropped: dict[str, str]) -> dict[str, _Trial]:
-    """The functions that no stub can stand for."""
+    """The functions whose tests no stub passes."""
     bodies = {key: stubs(trial.task.signature, trial.tests) for key, trial in trials.items()}
     verdicts = judge.judge([trials[key].candidate(body) for key, three in bodies.items() for body in three])
     kept: dict[str, _Trial] = {}
@@ -197,14 +196,14 @@ def _stubs_fail(trials: dict[str, _Trial], judge: Judge, dropped: dict[str, str]
 
 
 def stubs(signature: str, tests: Sequence[JsonObject]) -> list[str]:
-    """Three bodies that do nothing: raise, None, the most frequent result."""
+    """Three trivial bodies: raise, None, the most frequent result."""
     results = [test["expected"] if "expected" in test else test["assert"].rpartition(" == ")[2] for test in tests]
     ((common, _),) = Counter(results).most_common(1)
     return [f"def {signature}:\n    {body}\n" for body in (STUB, "return None", f"return {common}")]
 
 
 def _strengths(trials: dict[str, _Trial], judge: Judge, dropped: dict[str, str]) -> dict[str, float]:
-    """The share of its mutants that the tests of each function find, where it is large enough."""
+    """The fraction of mutants caught by each function's tests, if large enough."""
     verdicts = judge.judge([trial.candidate(version) for trial in trials.values() for version in trial.mutants])
     strengths: dict[str, float] = {}
     for key, trial in trials.items():
@@ -254,10 +253,10 @@ def _question(task: Task, examples: Sequence[str]) -> str:
 
 
 def apart(problems: Sequence[Problem], split_of: Mapping[str, str], share: float) -> dict[str, list[Problem]]:
-    """The problems by split: `split_of` their files, train or val, which is halved with test by a hash of the file.
+    """The problems by split: their file's `split_of`, train or val; a hash of the file divides val into val and test.
 
-    Where that leaves val or test empty (a repository without folders), single tasks move there, half of `share` each.
-    Those to train on have no answer: they are for RL.
+    If that leaves val or test empty (a repository without folders), single tasks move there, half of `share` each.
+    Training problems have no answer: they are for RL.
     """
     splits: dict[str, list[Problem]] = {"train": [], "val": [], "test": []}
     for problem in problems:
@@ -274,7 +273,7 @@ def apart(problems: Sequence[Problem], split_of: Mapping[str, str], share: float
 
 
 def table(mined: Iterable[Mined]) -> str:
-    """CSV: every function, whether it is a task, the number and strength of its tests, or the reason."""
+    """CSV: every function, whether it is a task, the number and strength of its tests, or the reason it was dropped."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(["function", "kept", "tests", "strength", "reason"])

@@ -1,42 +1,41 @@
-"""Preferences measured: held-out pairs, and a model's own answers scored by known truth.
+"""Preference metrics: held-out pairs, and a model's own answers scored against ground truth.
 
 How well a reward model ranks held-out pairs, and what preference learning changed:
 
-    a reward model and pairs -> accuracy, by kind of pair too; calibration_error; length_correlation
-                                as a suite also margin_mean, margin_std, ties, and a row a pair with its margin
-    log-probabilities before and after training -> accuracy, likelihood, gain, chosen_nats; by kind of pair too
-                                of labels -> accuracy, desirable_nats; for good answers, bad ones, by kind too
+    a reward model and pairs -> accuracy, also by kind of pair; calibration_error; length_correlation
+                                as a suite also margin_mean, margin_std, ties, and a row per pair with its margin
+    log-probabilities before and after training -> accuracy, likelihood, gain, chosen_nats; also by kind of pair
+                                for labels -> accuracy, desirable_nats; also for good answers, bad ones, by kind
 
-    accuracy       the log-ratio of the policy to the model before training is larger for the better answer (DPO's
-                   implicit reward); of labels: it is above 0 for a good answer, below 0 for a bad one
+    accuracy       the log-ratio of the policy to the initial model is larger for the better answer (DPO's implicit
+                   reward); for labels: it is above 0 for a good answer, below 0 for a bad one
     likelihood     the log-probability itself is larger for the better answer, before and after: needs no reference
-    kl             divergence of whole answers from the model before training, on held-out prompts, in nats
-    win_rate       share of held-out prompts to which the policy's own answer has the higher true score
-    chosen_nats    change of the better answers' log-probability per token: a large fall means that the policy unlearned
+    kl             divergence of whole answers from the initial model, on held-out prompts, in nats
+    win_rate       fraction of held-out prompts where the policy's own answer has the higher true score
+    chosen_nats    change in the better answers' log-probability per token: a large drop means that the policy unlearned
                    both answers
 
-The truth is the pair's true scores where the data has them (a flipped label is then ignored), else its label. Shares
+The truth is the pair's true scores if the data has them (a flipped label is then ignored), else its label. Proportions
 have Wilson's intervals; the gain in `likelihood` has a paired bootstrap over pairs.
 
-Gold is the true score of a model's own answer in [0, 1], by the functions that ordered the preference pairs. Training
-never sees it.
+Gold is the true score of a model's own answer in [0, 1], from the functions that ranked the preference pairs. It is
+never used in training.
 
     code half for the hidden tests passed, half for style    tools `synthetic.tools.gold`    story the checker's clauses
 
-`own_pairs` makes pairs of a model's own answers, ordered by gold: what a reward model must rank when a policy is
-trained against it. Pairs with synthetic mistakes alone leave it blind to the mistakes that the policy makes, and a
-policy finds such blind spots within a few hundred answers (docs/LOG.md). So the model answers some prompts a few times,
-and the best and the worst answer of a prompt make a pair if they differ enough, as do the second best and the second
-worst.
+`own_pairs` builds pairs from a model's own answers, ranked by gold: the kind a reward model must rank when a policy is
+trained against it. Trained only on synthetic mistakes, it is blind to the mistakes the policy makes, and a policy finds
+such blind spots within a few hundred answers (docs/LOG.md). So the model answers some prompts a few times, and a
+prompt's best and worst answers form a pair if they differ enough, as do the second best and second worst.
 
 `HeldOutPrompts` measures overoptimization (Gao et al. 2022, arXiv:2210.10760): whether a higher reward still means a
 better answer, and up to which divergence. Every evaluation answers the same held-out prompts with the same seeds. A row
-of the curve has the proxy, gold with its interval, the divergence from the reference (k1 and k3, nats an answer) and
+of the curve has the proxy, gold with its interval, the divergence from the reference (k1 and k3, nats per answer) and
 the length. At the end the policy is compared with its reference answer by answer (paired bootstrap). `best_of_n` is the
-curve to compare with: the best of n answers of the reference by the proxy, at KL = ln n - (n - 1) / n nats.
+baseline curve: the best of n reference answers by the proxy, at KL = ln n - (n - 1) / n nats.
 
-Not here: answers to prompts without a known truth; those are left out. Not promised: that equal accuracy on two kinds
-means equal use in reinforcement learning.
+Answers to prompts without ground truth are excluded. Not guaranteed: that equal accuracy on two kinds of pairs means
+equal usefulness in reinforcement learning.
 """
 
 import json
@@ -77,13 +76,13 @@ from pipeline.text.tokenizer import Tokenizer
 
 PAIRS = 32  # in one forward pass
 BINS = 10  # of the calibration error
-COMPARED, COMPARED_TOKENS = 64, 128  # prompts, tokens of an answer, of `compare_answers`
-JUDGED = 240  # prompts, where the truth is known
+COMPARED, COMPARED_TOKENS = 64, 128  # prompts and answer tokens in `compare_answers`
+JUDGED = 240  # prompts if the truth is known
 
 
 @torch.no_grad()
 def rewards_of(model: RewardModel, pairs: Sequence[Encoded], pad: int) -> np.ndarray:
-    """Normalized rewards (n, 2) of the chosen and the rejected answers."""
+    """Normalized rewards (n, 2) of the chosen and rejected answers."""
     device, parts = next(model.parameters()).device, []
     model.train(False)
     for first in range(0, len(pairs), PAIRS):
@@ -94,13 +93,13 @@ def rewards_of(model: RewardModel, pairs: Sequence[Encoded], pad: int) -> np.nda
 
 
 def measure_ranking(model: RewardModel, pairs: Sequence[Encoded], pad: int) -> JsonObject:
-    """The measures of `ranking`."""
+    """The metrics of `ranking`, from a model."""
     return ranking(rewards_of(model, pairs, pad), model.reward_std, pairs)
 
 
 def ranking(rewards: np.ndarray, std: float, pairs: Sequence[Encoded]) -> JsonObject:
-    """Accuracy with a 95% interval over all pairs, by kind and of code by what tells the answers apart, calibration
-    error, correlation of reward and length.
+    """Accuracy with a 95% interval over all pairs, by kind and, for code, by what distinguishes the answers;
+    calibration error; correlation of reward and length.
 
     `rewards` (n, 2) are normalized by `std`.
     """
@@ -118,8 +117,8 @@ def ranking(rewards: np.ndarray, std: float, pairs: Sequence[Encoded]) -> JsonOb
 
 
 def by_kind(pairs: Sequence[Encoded]) -> dict[str, np.ndarray]:
-    """Which pairs (n,) bool are of each kind; "" all, and of generated code "code style" and "code tests": the answers
-    of a pair differ in one of them.
+    """A mask (n,) of the pairs of each kind; "" is all pairs, and "code style" and "code tests" are generated code
+    pairs whose answers differ in style or tests.
     """
     names = [("", encoded.pair.kind, _told_by(encoded.pair)) for encoded in pairs]
     found = sorted({name for of_pair in names for name in of_pair})
@@ -152,12 +151,12 @@ def calibration_error(margins: np.ndarray) -> float:
 
 
 def correlation(a: np.ndarray, b: np.ndarray) -> float:
-    """Pearson correlation; 0 if one of them does not vary."""
+    """Pearson correlation; 0 if either is constant."""
     return float(np.corrcoef(a, b)[0, 1]) if a.std() > 0 and b.std() > 0 else 0.0
 
 
 def pairs_told(folder: Path, pairs: Path, where: torch.device) -> SuiteResult:
-    """Measure the reward model in `folder` on the file `pairs`. Raises ModelError and DataError for malformed ones."""
+    """Evaluate the reward model in `folder` on the file `pairs`. Raises ModelError or DataError if malformed."""
     model, tokenizer = checkpoint.load_reward(folder)
     model.to(where)
     longest = model.trunk.config.max_context
@@ -188,7 +187,7 @@ def pairs_told(folder: Path, pairs: Path, where: torch.device) -> SuiteResult:
 
 @torch.no_grad()
 def likelihoods(model: nn.Module, pairs: Sequence[Encoded], pad: int, where: torch.device) -> np.ndarray:
-    """Summed log-probabilities (n, 2) of the chosen and the rejected answers."""
+    """Summed log-probabilities (n, 2) of the chosen and rejected answers."""
     was_training, parts = model.training, []
     model.to(where).train(False)
     for first in range(0, len(pairs), PAIRS):
@@ -199,7 +198,7 @@ def likelihoods(model: nn.Module, pairs: Sequence[Encoded], pad: int, where: tor
 
 
 def likelihood_ranking(model: nn.Module, pairs: Sequence[Encoded], pad: int, where: torch.device) -> JsonObject:
-    """Accuracy of ranking by a model's log-probability per token: what a reward model on top of it has to beat."""
+    """Accuracy of ranking by a model's per-token log-probability: the baseline for a reward model built on it."""
     lengths = np.array([[np.sum(p.trained) for p in (encoded.chosen, encoded.rejected)] for encoded in pairs])
     means = likelihoods(model, pairs, pad, where) / lengths
     sign = np.where([truly_swapped(encoded) for encoded in pairs], -1.0, 1.0)
@@ -212,7 +211,7 @@ def likelihood_ranking(model: nn.Module, pairs: Sequence[Encoded], pad: int, whe
 
 
 def measure_pairs(split: PairSplit, before: np.ndarray, after: np.ndarray, seed: int) -> JsonObject:
-    """The measures of preference learning over all pairs and by kind, from `likelihoods` before and after training."""
+    """Preference-learning metrics over all pairs and by kind, from `likelihoods` before and after training."""
     sign = np.where([truly_swapped(encoded) for encoded in split.pairs], -1.0, 1.0)
     implicit_rewards, after_margins, before_margins = (
         sign * (x[:, 0] - x[:, 1]) for x in (after - before, after, before)
@@ -238,13 +237,13 @@ def measure_pairs(split: PairSplit, before: np.ndarray, after: np.ndarray, seed:
 def compare_answers(
     start: Start, base: Path, split: PairSplit, hardware: Hardware, judge: Judge | None, seed: int
 ) -> JsonObject:
-    """The policy's own answers beside its reference's: `divergence`, and `wins` where the truth is known.
+    """Compare the policy's answers with its reference's: `divergence`, and `wins` if the truth is known.
 
-    Answers to COMPARED prompts (JUDGED where the truth is known), sampled at temperature 1 and cut at COMPARED_TOKENS.
+    Uses COMPARED prompts (JUDGED if the truth is known), sampled at temperature 1 and truncated at COMPARED_TOKENS.
     `kl` is KL(policy || reference) of a whole answer in nats, the mean of log pi(y | x) - log ref(y | x) over the
-    policy's (k1 of Schulman 2020, "Approximating KL divergence"). `win_rate` is the share of prompts to which the
-    policy's answer has the higher true score, equal ones counting half. A released reference is read from `base` again.
-    Call it before an adapter is merged.
+    policy's answers (k1 of Schulman 2020, "Approximating KL divergence"). `win_rate` is the fraction of prompts where
+    the policy's answer has the higher true score, ties counting half. A released reference is reloaded from `base`.
+    Call this before merging an adapter.
     """
     policy, pad = start.policy, start.tokenizer.pad
     room = policy.config.max_context - COMPARED_TOKENS
@@ -277,7 +276,7 @@ def compare_answers(
 
 
 def win_rate(ours: Sequence[float | None], theirs: Sequence[float | None], seed: int) -> JsonObject:
-    """The share of answers with the higher score, equal ones counting half; empty where no two are known."""
+    """The fraction of answers with the higher score, ties counting half; empty if no pair of scores is known."""
     known = [(a, b) for a, b in zip(ours, theirs, strict=True) if a is not None and b is not None]
     wins = [0.5 * (a > b) + 0.5 * (a >= b) for a, b in known]
     if not wins:
@@ -298,8 +297,8 @@ def label_likelihoods(model: nn.Module, split: LabelSplit, pad: int, where: torc
 
 
 def measure_labels(split: LabelSplit, before: np.ndarray, after: np.ndarray) -> JsonObject:
-    """The share of labels on their side, over all, for good and bad answers, and by kind; from `label_likelihoods`
-    before and after training.
+    """The fraction of correctly classified labels: overall, for good and bad answers, and by kind, from
+    `label_likelihoods` before and after training.
     """
     desirable = np.array([encoded.label.desirable for encoded in split.labels])
     kinds = np.array([encoded.label.kind for encoded in split.labels])
@@ -362,7 +361,7 @@ def message_of(text: str) -> Message:
 
 
 def curve_row(scores: Sequence[float | None], proxies: Sequence[float | None], seed: int) -> dict[str, float]:
-    """`proxy`, and `gold` with its 95% interval where the truth is known."""
+    """`proxy`, and `gold` with its 95% interval if the truth is known."""
     row = {"proxy": mean(proxies)}
     known = [score for score in scores if score is not None]
     if known:
@@ -372,7 +371,7 @@ def curve_row(scores: Sequence[float | None], proxies: Sequence[float | None], s
 
 
 def mean(values: Sequence[float | None]) -> float:
-    """The mean of the values that are known; NaN if none is."""
+    """The mean of the known values; NaN if there are none."""
     known = [value for value in values if value is not None]
     return float(np.mean(known)) if known else math.nan
 
@@ -380,7 +379,7 @@ def mean(values: Sequence[float | None]) -> float:
 def best_of_n(proxies: np.ndarray, scores: np.ndarray) -> list[dict[str, float]]:
     """For n = 1, 2, 4, ...: KL, mean proxy and mean gold of the answer with the highest proxy among n.
 
-    `proxies` and `scores` are (P, N), of N answers to each prompt. The mean is over all choices of n of the N answers
+    `proxies` and `scores` are (P, N), for N answers per prompt. The mean is over all choices of n of the N answers
     (Nakano et al. 2021, arXiv:2112.09332, appendix I): the i-th worst is the best of n with probability
     C(i - 1, n - 1) / C(N, n).
     """
@@ -405,12 +404,12 @@ def best_of_n(proxies: np.ndarray, scores: np.ndarray) -> list[dict[str, float]]
 # -- training pairs ----------------------------------------------------------------------------------------------------
 
 
-OWN_SAMPLES = 4  # answers to each prompt
+OWN_SAMPLES = 4  # answers per prompt
 OWN_PROMPTS = 128  # prompts sampled at a time
 
 
 def own_prompts(split: PairSplit, answer_tokens: int, most: int) -> list[Prompt]:
-    """At most `most` prompts in shuffled order, with a known truth and a better answer of at most `answer_tokens`."""
+    """At most `most` prompts in shuffled order, with known truth and a better answer of at most `answer_tokens`."""
     if not most:
         return []
     known = [prompt for prompt in rl_answers.pair_prompts(split, answer_tokens) if is_known(prompt.record)]
@@ -420,7 +419,7 @@ def own_prompts(split: PairSplit, answer_tokens: int, most: int) -> list[Prompt]
 def own_pairs(
     generate: Generate, prompts: Sequence[Prompt], tokenizer: Tokenizer, judge: Judge | None, seed: int
 ) -> list[Encoded]:
-    """At most two pairs of each prompt, without a common answer, in the order of the prompts."""
+    """At most two pairs per prompt, with no shared answers, in prompt order."""
     encoded: list[Encoded] = []
     if not prompts:
         return encoded
@@ -437,9 +436,9 @@ def own_pairs(
 
 
 def _extreme_pairs(scored: Sequence[tuple[float | None, Answer]]) -> list[Encoded]:
-    """The best and the worst answer of a prompt, the second best and the second worst, if they differ enough."""
+    """A prompt's best and worst answers, and second best and second worst, if they differ enough."""
     known = [(score, answer) for score, answer in scored if score is not None]
-    ranked = sorted(known, key=lambda entry: entry[0], reverse=True)  # stable: of equal scores the earlier first
+    ranked = sorted(known, key=lambda entry: entry[0], reverse=True)  # stable: earlier answers first among ties
     ends = zip(ranked[: len(ranked) // 2], reversed(ranked), strict=False)
     far = [(best, worst) for best, worst in ends if best[0] - worst[0] >= MIN_GAP - 1e-9]
     return [_encode_pair(best, worst, number) for number, (best, worst) in enumerate(far, 1)]
@@ -464,21 +463,21 @@ def _encode_pair(best: tuple[float, Answer], worst: tuple[float, Answer], number
 # -- overoptimization --------------------------------------------------------------------------------------------------
 
 
-SHOWN = 16  # prompts in the file of samples
+SHOWN = 16  # prompts in the samples file
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOutConfig:
-    """What is measured during training and at its end."""
+    """Evaluation settings, during training and at the end."""
 
     eval_prompts: int = 200
-    """Held-out prompts that every evaluation answers."""
+    """Held-out prompts per evaluation."""
     report_samples: int = 1
-    """Answers to each held-out prompt at the end, when policy and reference are compared."""
+    """Answers per held-out prompt in the final comparison of policy and reference."""
     best_of: int = 16
-    """Answers of the reference to each prompt of the best-of-n curve."""
+    """Reference answers per prompt for the best-of-n curve."""
     best_of_prompts: int = 64
-    """Prompts of the best-of-n curve; 0: no such curve."""
+    """Prompts for the best-of-n curve; 0 disables it."""
 
     def __post_init__(self) -> None:
         if self.eval_prompts < 2 or min(self.best_of, self.report_samples) < 1 or not self.best_of_prompts >= 0:
@@ -486,12 +485,12 @@ class HeldOutConfig:
 
 
 class HeldOutPrompts:
-    """Measures the policy's answers to held-out prompts by proxy and gold."""
+    """Scores the policy's answers to held-out prompts by proxy and gold."""
 
     def __init__(
         self, prompts: list[Prompt], setting: Setting, judge: Judge | None, scorer: Scorer, config: HeldOutConfig
     ) -> None:
-        """`scorer` is the one of training; its totals are the proxy."""
+        """`scorer` is the training scorer; its totals are the proxy."""
         order = sorted(prompts, key=lambda prompt: stable_hash("held out", prompt.id))
         self.prompts = order[: config.eval_prompts]
         self.setting, self.judge, self.scorer, self.config = setting, judge, scorer, config
@@ -501,7 +500,7 @@ class HeldOutPrompts:
         return self._row(self.setting.held_out([(prompt, 0) for prompt in self.prompts]))
 
     def report(self) -> JsonObject:
-        """The comparison of policy and reference at the end, and the best-of-n curve."""
+        """The final comparison of policy and reference, and the best-of-n curve."""
         samples = self.config.report_samples
         requests = [(prompt, sample) for prompt in self.prompts for sample in range(samples)]
         after, before = (self.setting.held_out(requests, of_reference=of_reference) for of_reference in (False, True))
@@ -524,7 +523,7 @@ class HeldOutPrompts:
         return report
 
     def write_samples(self, path: Path) -> None:
-        """Write some prompts with the answers of reference and policy, a JSON line each."""
+        """Write some prompts with the reference's and policy's answers, one JSON line each."""
         path.parent.mkdir(parents=True, exist_ok=True)
         requests = [(prompt, 0) for prompt in self.prompts[:SHOWN]]
         pairs = zip(self.setting.held_out(requests, of_reference=True), self.setting.held_out(requests), strict=True)
@@ -569,5 +568,5 @@ class HeldOutPrompts:
 
 
 def _mean_by_prompt(scores: list[float | None], samples: int) -> np.ndarray:
-    """The mean score of each prompt's answers; NaN if one of them is not known."""
+    """The mean score of each prompt's answers; NaN if any is unknown."""
     return np.array([np.nan if score is None else score for score in scores]).reshape(-1, samples).mean(1)

@@ -1,19 +1,19 @@
-"""Held-out problems during reinforcement learning from executed code; the problems that a policy learns most from;
-exact answers.
+"""Evaluation for reinforcement learning from code execution: held-out problems, training problems by difficulty, exact
+answers.
 
-`HeldOutProblems` measures pass@1 and the divergence from the reference on the problems that no training and no test
-uses (`data/problems/val.jsonl`). Every evaluation answers the same problems with the same seeds. At the end policy and
+`HeldOutProblems` measures pass@1 and the divergence from the reference on problems used in neither training nor test
+(`data/problems/val.jsonl`). Every evaluation answers the same problems with the same seeds. At the end policy and
 reference are compared problem by problem (paired bootstrap).
 
-`chosen` selects the training problems of a difficulty. A policy learns most from the problems that it solves
-sometimes: a group whose completions all pass, or all fail, has no advantages. `frontier` measures how often the policy
-solves each problem before training and selects those between 20 and 80% of 8 samples. A problem whose first 4 samples
-all pass, or all fail, gets no more samples and counts as solved always, or never. Of the problems that 8 samples would
-select, this leaves out 3 to 21% (those solved 4 times, and 2 or 6 times), and it saves half the samples of all that
-are too easy or too hard. It selects no problem that 8 samples would not. The rates are stored in the work folder, so
-that a resumed run does not measure again.
+`chosen` selects training problems by difficulty. A policy learns most from the problems it solves sometimes: a group
+whose completions all pass, or all fail, has no advantages. `frontier` measures how often the policy solves each problem
+before training and selects those with 20 to 80% of 8 samples passing. If a problem's first 4 samples all pass, or all
+fail, it gets no more samples and counts as always, or never, solved. This misses 3 to 21% of the problems that 8
+samples would select (those solved 4 times, and 2 or 6 times), and saves half the samples for problems that are too easy
+or too hard. It selects no problem that 8 samples would not. The rates are stored in the work folder, so a resumed run
+does not measure them again.
 
-`ExactAnswers` measures a skill with one right answer to each request.
+`ExactAnswers` measures a skill with a single correct answer per request.
 """
 
 import json
@@ -45,21 +45,21 @@ from pipeline.text.tokenizer import Tokenizer
 
 More = Callable[[list[Answer]], JsonObject]
 Verdicts = Callable[[Sequence[Answer]], list[str]]
-SHOWN = 16  # problems in the file of samples
+SHOWN = 16  # problems in the samples file
 
 
 @dataclass(frozen=True, kw_only=True)
 class SolvingConfig:
-    """What is measured during training and at its end."""
+    """Evaluation settings, during training and at the end."""
 
     eval_problems: int = 100
-    """Held-out problems that every evaluation answers."""
+    """Held-out problems per evaluation."""
     eval_samples: int = 1
-    """Answers to each held-out problem."""
+    """Answers per held-out problem."""
 
     def __post_init__(self) -> None:
         if self.eval_problems < 1 or self.eval_samples < 1:
-            raise ValueError("expected eval_problems and eval_samples of at least 1")
+            raise ValueError("eval_problems and eval_samples: expected at least 1")
 
 
 class HeldOutProblems:
@@ -73,9 +73,9 @@ class HeldOutProblems:
         config: SolvingConfig,
         more: More | None = None,
     ) -> None:
-        """`verdicts` says of each answer whether it `passed`, or why not; None: nobody can say.
+        """`verdicts` returns for each answer whether it `passed`, or why not; None if it cannot be judged.
 
-        `more` measures the policy's answers for the report only, since it is too expensive for the curve.
+        `more` evaluates the policy's answers for the final report only, since it is too expensive for the curve.
         """
         self.more = more
         self.prompts = sorted(prompts, key=lambda p: stable_hash("held out", p.id))[: config.eval_problems]
@@ -93,7 +93,7 @@ class HeldOutProblems:
         return row | {"kl_held_out": kl, "kl_k3": k3, "length": length}
 
     def report(self) -> JsonObject:
-        """The comparison of policy and reference at the end, by group of problems, and `more`."""
+        """The final comparison of policy and reference, by problem group, and `more`."""
         answers = self._answers() if self.verdicts is not None or self.more else []
         further = self.more(answers) if self.more else {}
         if self.verdicts is None:
@@ -111,7 +111,7 @@ class HeldOutProblems:
         return further | {"held_out": comparison}
 
     def write_samples(self, path: Path) -> None:
-        """Write some problems with the answers of reference and policy, a JSON line each."""
+        """Write some problems with the reference's and policy's answers, one JSON line each."""
         path.parent.mkdir(parents=True, exist_ok=True)
         requests = [(prompt, 0) for prompt in self.prompts[:SHOWN]]
         lines = []
@@ -131,7 +131,7 @@ class HeldOutProblems:
         return self.setting.held_out(requests, of_reference=of_reference)
 
     def _passed(self, answers: list[Answer]) -> list[float]:
-        """The share of each problem's answers that pass all hidden tests."""
+        """The fraction of each problem's answers that pass all hidden tests."""
         assert self.verdicts is not None
         passed = [float(verdict == "passed") for verdict in self.verdicts(answers)]
         return np.array(passed).reshape(len(self.prompts), -1).mean(1).tolist()
@@ -149,7 +149,7 @@ def verdicts_of(judge: Judge | None) -> Verdicts | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What is asked, and who says whether an answer is right."""
+    """The prompts, and the function that judges the answers."""
 
     prompts: list[Prompt]
     held_out: list[Prompt]
@@ -169,7 +169,7 @@ def of_problems(setting: CausalSetting, problems: Path, judge: Judge | None) -> 
 
 
 def of_environment(setting: EpisodeSetting, tasks: int, held_out: int) -> Asked:
-    """So many tasks of an environment."""
+    """The given number of tasks from an environment."""
     world, tokenizer, longest = setting.environment, setting.start.tokenizer, setting.config.max_prompt
     return Asked(
         prompts=rl_answers.task_prompts(world.tasks("train", tasks, setting.seed), tokenizer, longest),
@@ -182,17 +182,17 @@ def of_environment(setting: EpisodeSetting, tasks: int, held_out: int) -> Asked:
 # -- difficulty --------------------------------------------------------------------------------------------------------
 
 
-FIRST, SAMPLES = 4, 8  # of each problem
-LOW, HIGH = 0.2, 0.8  # share of the samples that pass
+FIRST, SAMPLES = 4, 8  # per problem
+LOW, HIGH = 0.2, 0.8  # fraction of samples that pass
 AT_ONCE = 32  # problems sampled at a time
 
 
 def chosen(
     prompts: Sequence[Prompt], difficulty: str, most: int, setting: Setting, judge: Judge | None, folder: Path
 ) -> list[Prompt]:
-    """The prompts of a difficulty: all, frontier (of the first `most` by hash), or one of the problems' groups.
+    """Select prompts by difficulty: all, frontier (from the first `most` by hash), or one of the problem groups.
 
-    Raises DataError if none is left, or without a sandbox to measure the frontier.
+    Raises DataError if none are left, or if the frontier cannot be measured without a sandbox.
     """
     if difficulty == "all":
         return list(prompts)
@@ -200,13 +200,13 @@ def chosen(
         groups = {getattr(prompt.record, "group", "") for prompt in prompts}
         if difficulty not in groups:
             raise DataError(
-                f"difficulty: expected frontier, all, or a group of the problems ({', '.join(sorted(groups))}), got"
+                f"difficulty: expected frontier, all, or a problem group ({', '.join(sorted(groups))}), got"
                 f" {difficulty!r}"
             )
         return [prompt for prompt in prompts if getattr(prompt.record, "group", "") == difficulty]
     if judge is None:
         raise DataError(
-            "difficulty: frontier needs the sandbox, to see which problems the policy solves; expected all or a group"
+            "difficulty: frontier needs the sandbox to see which problems the policy solves; expected all or a group"
         )
     candidates = sorted(prompts, key=lambda prompt: stable_hash("frontier", prompt.id))[:most]
     rates = _rates(candidates, setting, judge, folder / "parts" / "frontier.json")
@@ -222,7 +222,7 @@ def chosen(
 
 
 def _rates(prompts: Sequence[Prompt], setting: Setting, judge: Judge, path: Path) -> dict[str, float]:
-    """The share of samples that solve each problem, by id; each process measures a part of the problems."""
+    """The fraction of samples that solve each problem, by id; each process measures some of the problems."""
     ids = [prompt.id for prompt in prompts]
     if path.is_file():
         stored = json.loads(path.read_text())
@@ -252,7 +252,7 @@ def _rates(prompts: Sequence[Prompt], setting: Setting, judge: Judge, path: Path
 
 
 def _passed(prompts: Sequence[Prompt], numbers: range, setting: Setting, judge: Judge) -> np.ndarray:
-    """Whether the samples of these numbers pass, (P, len(numbers)) bool."""
+    """Whether the samples with these numbers pass, (P, len(numbers)) bool."""
     if not prompts:
         return np.zeros((0, len(numbers)), dtype=bool)
     answers = setting.held_out([(prompt, n) for prompt in prompts for n in numbers], purpose="frontier")
@@ -262,12 +262,12 @@ def _passed(prompts: Sequence[Prompt], numbers: range, setting: Setting, judge: 
 
 # -- exact answers -----------------------------------------------------------------------------------------------------
 
-MOST, LONGEST = 200, 64  # conversations that are asked, tokens of their answers
+MOST, LONGEST = 200, 64  # conversations, tokens per answer
 
 
 @dataclass(frozen=True)
 class ExactAnswers:
-    """Held-out prompts with one right answer each: how many a model answers exactly, greedily, white space aside."""
+    """Held-out prompts with one correct answer each: exact match of greedy answers, ignoring whitespace."""
 
     prompts: Sequence[list[int]]
     answers: Sequence[list[int]]
@@ -276,7 +276,7 @@ class ExactAnswers:
 
     @classmethod
     def of(cls, path: Path, tokenizer: Tokenizer, hardware: Hardware) -> "ExactAnswers":
-        """The first MOST conversations of a file whose first answer has at most LONGEST tokens."""
+        """The first MOST conversations in a file whose first answer has at most LONGEST tokens."""
         prompts: list[list[int]] = []
         answers: list[list[int]] = []
         for dialogue in records.read(path, Dialogue):
@@ -290,7 +290,7 @@ class ExactAnswers:
 
     @torch.no_grad()
     def measure(self, model: Transformer) -> JsonObject:
-        """The share of exact answers with Wilson's interval; only {"n": 0} without conversations."""
+        """The fraction of exact answers with Wilson's interval; only {"n": 0} without conversations."""
         if not self.prompts:
             return {"n": 0}
         was_training = model.training

@@ -1,19 +1,19 @@
-"""The measurements of causal models, on the same held-out items with the same settings and seeds.
+"""Evaluation suites for causal models, all on the same held-out items with the same settings and seeds.
 
-    documents, sampled_stories, gaps     bits per byte, sampled stories, gaps filled
+    documents, sampled_stories, gaps     bits per byte, sampled stories, fill-in-the-middle
     solved                               pass@k of generated programs, judged in the sandbox
-    answered                             BLEU, chrF, ROUGE of answers in words
+    answered                             BLEU, chrF, ROUGE of text answers
 
-Tool calls are in `tools.py`. Each suite gives its numbers (with `_low`, `_high`) and a row per item; `*left_out` counts
-the items whose prompt leaves no room in the context. A sample's seed is hashed from (seed, suite, id, sample), so batch
-size, order and processes change nothing. Suites run in their caller's autocast: in bf16 a few answers of 200 differ
-from those in float32, in either direction.
+Tool calls are in `tools.py`. Each suite returns metrics (with `_low`, `_high`) and a row per item; `*left_out` counts
+items whose prompt leaves no room in the context. A sample's seed is hashed from (seed, suite, id, sample), so batch
+size, order and number of processes do not matter. Suites run under the caller's autocast: in bf16 a few answers of 200
+differ from float32, in either direction.
 
-`purposes` lists which suites measure which model: those that show what the model is for. A model of conversations no
-longer writes stories and drills, and one that only read documents answers no questions; measuring every model by
-everything took longer than many a stage trains. A model without an entry, from a person's own stage, is measured by
-everything; so are all with `evaluate.every_suite`. Both models of a comparison or a claim in the report need the suite
-that it reads (tests/test_purposes.py). A suite that was not run is absent from metrics/eval/<model>.json, never 0.
+`purposes` lists the suites for each model, chosen by what the model is for. A chat model no longer writes stories and
+drills, and a model trained only on documents answers no questions; running every suite on every model took longer than
+training many of the stages. A model without an entry (from a custom stage) gets every suite; so do all models with
+`evaluate.every_suite`. Both models of a comparison or claim in the report need the suite that it uses
+(tests/test_purposes.py). A suite that was not run is absent from metrics/eval/<model>.json, never 0.
 """
 
 import math
@@ -39,13 +39,13 @@ from pipeline.text import chat
 from pipeline.text.tokenizer import Tokenizer
 
 S = TypeVar("S", bound="Subject")
-CUT = 2000  # characters of an output that a row keeps
+CUT = 2000  # characters of output kept in a row
 PASS_AT = (1, 5, 10)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SuiteSettings:
-    """The block `evaluate`: how many items are measured, and how answers are sampled."""
+    """The `evaluate` block: how many items to evaluate, and how to sample answers."""
 
     documents: int
     """Documents of each kind for bits per byte."""
@@ -54,31 +54,31 @@ class SuiteSettings:
     problems: int
     """Held-out programming problems; also the number of trained and of untrained facts."""
     samples: int
-    """Sampled answers to each problem besides the greedy one; 0: greedy only."""
+    """Sampled answers per problem in addition to the greedy one; 0: greedy only."""
     dialogues: int
-    """Held-out conversations with tool calls, and half as many with answers in words."""
+    """Held-out conversations with tool calls, and half as many with text answers."""
     gaps: int
     """Lines of held-out code to fill in."""
     cross_file: int = 200
-    """Lines of held-out repositories, and half as many functions, completed with and without other files; 0: none."""
+    """Cross-file completion: lines, and half as many functions, with and without other files; 0 disables."""
     max_new_tokens: int
-    """Longest answer, in tokens."""
+    """Maximum answer length, in tokens."""
     story_tokens: int
-    """Longest story, in tokens."""
+    """Maximum story length, in tokens."""
     temperature: float
-    """Temperature of sampled answers and stories."""
+    """Sampling temperature for answers and stories."""
     top_p: float
-    """Nucleus sampling: the most likely tokens with this total probability; 1: all tokens."""
+    """Nucleus sampling: keep the most likely tokens up to this total probability; 1: all tokens."""
     context: int
-    """Window of the likelihoods, in tokens; even."""
+    """Window for likelihoods, in tokens; must be even."""
     bootstrap: int
-    """Bootstrap resamples of the items."""
+    """Number of bootstrap resamples."""
     constrained: int = 0
-    """Dialogues that are answered a second time under the grammar of their tools."""
+    """Dialogues answered a second time with grammar-constrained decoding."""
     bertscore: str | None = None
-    """Local directory of a BERT for the similarity of answers to references; none: not measured."""
+    """Local BERT directory for BERTScore of answers against references; none disables it."""
     bertscore_layer: int | None = None
-    """The layer of the BERT whose output is compared; none: the last."""
+    """The BERT layer to compare; none: the last."""
 
     def __post_init__(self) -> None:
         if min(self.documents, self.max_new_tokens, self.story_tokens, self.bootstrap) < 1:
@@ -104,7 +104,7 @@ class Subject:
     def complete(
         self, suite: str, prompts: dict[str, list[int]], *, tokens: int, temperature: float, sample: int = 0
     ) -> dict[str, Completion]:
-        """One completion of each prompt, by id; prompts that leave no room in the context are left out."""
+        """One completion per prompt, by id; prompts that leave no room in the context are skipped."""
         room = self.model.config.max_context - 8
         fitting = {name: ids for name, ids in prompts.items() if 0 < len(ids) < room}
         sampling = Sampling(tokens, temperature=temperature, top_p=self.settings.top_p if temperature else 1.0)
@@ -115,27 +115,27 @@ class Subject:
         return dict(zip(fitting, completions, strict=True))
 
     def bootstrap(self, tops: Sequence[float], bottoms: Sequence[float] | None = None) -> Interval:
-        """A mean or a ratio of sums with its interval over items."""
+        """A mean or a ratio of sums, with its interval over items."""
         draws = generator("bootstrap", self.seed, len(tops))
         return ratio(tops, bottoms, generator=draws, resamples=self.settings.bootstrap)
 
 
 @dataclass
 class SuiteResult:
-    """The numbers of a suite, and a row per item."""
+    """The metrics of a suite, and a row per item."""
 
     numbers: JsonObject = field(default_factory=dict)
     rows: list[JsonObject] = field(default_factory=list)
 
     def measure(self, name: str, value: Interval) -> None:
-        """Add a number with its interval."""
+        """Add a metric with its interval."""
         self.numbers |= value.named(name)
 
     def item(
         self, suite: str, name: str, completion: Completion, output: str, *, asked: object, **more: object
     ) -> None:
-        """Add the row of one item. `asked` is everything that defines the item; its hash shows whether two runs
-        measured the same one.
+        """Add a row for one item. `asked` is everything that defines the item; its hash shows whether two runs
+        evaluated the same one.
         """
         row = {
             "suite": suite,
@@ -151,7 +151,7 @@ class SuiteResult:
 def documents(subject: Subject, suite: str, texts: Sequence[Text]) -> SuiteResult:
     """Bits per byte over documents; a row of `suite` for each document, with its bits and bytes.
 
-    Of code also `bpb_generated` and `bpb_files`: of programs that this project wrote, and of all others.
+    For code also `bpb_generated` and `bpb_files`: for programs generated by this project, and for all others.
     """
     result = SuiteResult()
     scored = likelihood.likelihood(
@@ -179,7 +179,7 @@ def _group(text: Text) -> str:
 
 
 def counted(suite: str, key: str, texts: Sequence[Text], scored: likelihood.Likelihood) -> list[JsonObject]:
-    """The bits and bytes of each document, to compare two models document by document."""
+    """The bits and bytes of each document, for comparing two models document by document."""
     return [
         {
             "suite": suite,
@@ -194,7 +194,7 @@ def counted(suite: str, key: str, texts: Sequence[Text], scored: likelihood.Like
 
 
 def sampled_stories(subject: Subject, texts: Sequence[Text]) -> SuiteResult:
-    """Stories sampled from held-out openings, and the verdicts of the checker.
+    """Stories sampled from held-out openings, and the checker's verdicts.
 
     With fewer openings than `stories`, each is continued several times.
     """
@@ -242,7 +242,7 @@ def sampled_stories(subject: Subject, texts: Sequence[Text]) -> SuiteResult:
 
 
 def gaps(subject: Subject, texts: Sequence[Text]) -> SuiteResult:
-    """Missing lines of held-out code filled in greedily from both sides; right is only the exact line."""
+    """Fill in missing lines of held-out code greedily from both sides; only the exact line counts as correct."""
     result, tokenizer = SuiteResult(), subject.tokenizer
     prompts, references, asked = {}, {}, {}
     for document in texts:
@@ -286,7 +286,7 @@ def gaps(subject: Subject, texts: Sequence[Text]) -> SuiteResult:
 
 @dataclass(frozen=True)
 class Attempts:
-    """The completions of each prompt that fits: a greedy one, and `samples` sampled ones."""
+    """The completions of each prompt that fits: one greedy, and `samples` sampled."""
 
     greedy: dict[str, Completion]
     drawn: list[dict[str, Completion]]
@@ -317,7 +317,7 @@ def pass_rates(subject: Subject, judged: Sequence[code.Judged], sampled: Sequenc
 
 
 def solved(subject: Subject, problems: Sequence[Problem], judge: Judge) -> SuiteResult:
-    """Programming problems: greedy pass@1, pass@k of the samples, by group and over all; whether answers parse."""
+    """Programming problems: greedy pass@1, pass@k of the samples, by group and overall; whether answers parse."""
     result = SuiteResult()
     problems = problems[: subject.settings.problems]
     prompts = {p.id: user(subject.tokenizer, p.question) for p in problems}
@@ -377,7 +377,7 @@ def _compare_with_references(
 
 
 def answered(subject: Subject, dialogues: Sequence[Dialogue]) -> SuiteResult:
-    """Answers in words against their references: turns of the test conversations without calls; greedy."""
+    """Greedy text answers against references: the turns of the test conversations without calls."""
     result = SuiteResult()
     items: list[tuple[str, Dialogue, int]] = []
     for dialogue in dialogues:
@@ -424,12 +424,12 @@ def answered(subject: Subject, dialogues: Sequence[Dialogue]) -> SuiteResult:
 
 
 def user(tokenizer: Tokenizer, content: str) -> list[int]:
-    """The ids of a prompt with one turn of the user."""
+    """The ids of a prompt with a single user turn."""
     return chat.render(tokenizer, [{"role": "user", "content": content}], generation_prompt=True).ids
 
 
 def last(messages: Sequence[Message]) -> str:
-    """The content of the last message before an answer, cut to CUT characters."""
+    """The content of the last message before an answer, truncated to CUT characters."""
     return str(messages[-1]["content"])[:CUT]
 
 
@@ -439,12 +439,12 @@ def solve(
     sandbox: Callable[[], Judge],
     suite: Callable[[S, list[Problem], Judge], SuiteResult] | None = None,
 ) -> SuiteResult:
-    """The result of a suite of problems (None: `solved`), or the reason it was skipped."""
+    """The result of a problem suite (None: `solved`), or the reason it was skipped."""
     try:
         with sandbox() as judge:
             return (suite or solved)(subject, problems, judge)
     except ConfigError as error:
-        say(f"problems are skipped: {error}")
+        say(f"skipping problems: {error}")
         return SuiteResult({"skipped": "skipped: no sandbox"})
 
 
@@ -452,14 +452,14 @@ def solve(
 
 
 T = TypeVar("T")
-Plan = dict[str, Callable[[], SuiteResult]]  # numbers of suites with the same first word are merged
+Plan = dict[str, Callable[[], SuiteResult]]  # metrics of suites with the same first word are merged
 
 
 class OwnSuites(Protocol):
-    """The measurements that a wing offers as `evaluation`, for models that do not write from left to right."""
+    """The suites that a wing provides as `evaluation`, for models that are not autoregressive."""
 
     def opens(self, folder: Path) -> bool:
-        """Whether this measures the model of a directory."""
+        """Whether this evaluates the model in a directory."""
         ...
 
     def plan(
@@ -474,11 +474,11 @@ class OwnSuites(Protocol):
         problems: list[Problem],
         sandbox: Callable[[], Judge],
     ) -> tuple[Plan, JsonObject]:
-        """The suites of a model, and their settings; `own` has the keys that the wing offers as `evaluation_keys`."""
+        """The suites for a model, and their settings; `own` has the wing's `evaluation_keys`."""
         ...
 
     def curve_rows(self, numbers: JsonObject) -> list[dict[str, Number]]:
-        """The rows of a model's curves besides pass@k, from the numbers of its suites."""
+        """The rows of a model's curves besides pass@k, from the metrics of its suites."""
         ...
 
 
@@ -489,7 +489,7 @@ SUITES: dict[str, tuple[str, ...]] = {
     # problems, tools: the starting point of other models
     "code": ("text", "stories sampled", "code", "code gaps", "problems", "tools"),
     "tools": ("text", "stories sampled", "code gaps", *ANSWERS),
-    "lora": ("text", "code"),  # what it was taught the stage itself measures
+    "lora": ("text", "code"),  # the stage itself evaluates what it taught
     "dpo": ANSWERS,
     "kto": ANSWERS,
     "grpo": ANSWERS,
@@ -499,7 +499,7 @@ SUITES: dict[str, tuple[str, ...]] = {
 
 
 def purposes() -> dict[str, tuple[str, ...]]:
-    """SUITES, with those of the wings' models and of the models that these are compared with."""
+    """SUITES, plus those for the wings' models and the models they are compared with."""
     merged = dict(SUITES)
     for offer in wings.each("purposes"):
         for model, names in offer().items():
@@ -508,6 +508,6 @@ def purposes() -> dict[str, tuple[str, ...]]:
 
 
 def of(model: str, plan: Mapping[str, T]) -> dict[str, T]:
-    """The suites of a plan that measure the model of this name, in the order of the plan."""
+    """The suites in a plan for the model with this name, in plan order."""
     wanted = purposes().get(model)
     return {name: suite for name, suite in plan.items() if wanted is None or name in wanted}

@@ -1,30 +1,30 @@
-"""Scores of tool conversations: every call is right, no call where none is right, the state after the calls.
+"""Scores for tool conversations: correct calls, no call when none is needed, the state after the calls.
 
     score((dialogue, turn, reply text), ...) -> a row per item, and the summary
-    summarise(rows) -> the summary of any choice of rows (a resample, one quadrant), so that intervals can recompute the
+    summarise(rows) -> the summary of any subset of rows (a resample, one quadrant), so intervals can recompute the
                        ratios
 
-The turns come from `synthetic.tools.turns`; the reply is the text of one assistant turn. A share with an empty
-denominator is left out. The summary:
+The turns come from `synthetic.tools.turns`; the reply is the text of one assistant turn. Ratios with an empty
+denominator are omitted. The summary:
 
-    ast_{simple,multiple,parallel,parallel_multiple}   right by the rules of `bfcl.py`; ast: their unweighted mean
-    ast_unseen_tool, ast_<tool>_<template>             the same mean over a part of the items
-    greedy_disagreements                               items that the original's order of matching gets wrong (count)
+    ast_{simple,multiple,parallel,parallel_multiple}   correct by the rules of `bfcl.py`; ast: their unweighted mean
+    ast_unseen_tool, ast_<tool>_<template>             the same mean over a subset of the items
+    greedy_disagreements                               items misjudged by the original's greedy matching (count)
     irrelevance, relevance                             nothing / something decodes to a call
-    false_call_rate                                    a call although none fits or none is asked for
-    ask_back_rate                                      no call and a question, where a required value is missing
-    multi_turn                                         dialogues whose replies together have the outcome of the truth
-    json_valid schema_valid name_accuracy              of the turns that need calls: every call is JSON / fits its
+    false_call_rate                                    a call although none fits or none is requested
+    ask_back_rate                                      no call but a question when a required value is missing
+    multi_turn                                         dialogues whose replies together match the truth's outcome
+    json_valid schema_valid name_accuracy              turns that need calls: every call is valid JSON / matches its
                                                        schema, the names are right
     argument_f1                                        micro, over (call, parameter, value), without defaults
-    hallucinated_parameter_rate                        parameters in calls that the schema does not have
-    execution_match                                    results and state equal the truth's; tools of the toolbox only
+    hallucinated_parameter_rate                        parameters in calls that are not in the schema
+    execution_match                                    results and state equal the truth's; toolbox tools only
 
-`called` is the suite: every scored turn of the test dialogues, given the true conversation before it, answered
-greedily. `ast_constrained` and `schema_valid_constrained` are of the same turns when a call can only be one of the
-tools' schemas (generation/constrain.py). Intervals are a bootstrap over whole dialogues.
+`called` is the suite: every scored turn of the test dialogues, given the true conversation so far, answered greedily.
+`ast_constrained` and `schema_valid_constrained` cover the same turns with calls constrained to the tools' schemas
+(generation/constrain.py). Intervals are a bootstrap over whole dialogues.
 
-Not promised: that another call could not have served the request as well.
+Not guaranteed: that no other call would have served the request as well.
 """
 
 import dataclasses
@@ -56,14 +56,14 @@ MULTI_TURN = ("missing", "later", "dependent", "repair")
 
 
 def score(items: Sequence[Item]) -> tuple[list[Row], dict[str, float]]:
-    """A row per item, in order, and the summary. Raises ValueError for a turn that is not the assistant's."""
+    """A row per item, in order, and the summary. Raises ValueError for a non-assistant turn."""
     rows = [_row_of_reply(dialogue, turn, chat.parse(text)) for dialogue, turn, text in items]
     _add_multi_turn(items, rows)
     return rows, summarise(rows)
 
 
 def summarise(rows: Sequence[Row]) -> dict[str, float]:
-    """The measures over some rows."""
+    """The metrics over some rows."""
     summary = {f"ast_{name}": _mean([r["valid"] for r in rows if r["category"] == name and r["needs"]]) for name in AST}
     summary["ast"] = _ast(rows)
     summary["ast_unseen_tool"] = _ast([row for row in rows if row["tool"] == "unseen"])
@@ -97,7 +97,7 @@ def summarise(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def _ast(rows: Sequence[Row]) -> float:
-    """Unweighted mean over the AST categories that occur; NaN where none does."""
+    """Unweighted mean over the AST categories present; NaN if there are none."""
     means = [_mean([row["valid"] for row in rows if row["category"] == name and row["needs"]]) for name in AST]
     return _mean([mean for mean in means if not math.isnan(mean)])
 
@@ -133,7 +133,7 @@ def _row_of_reply(dialogue: Dialogue, turn: int, reply: chat.Reply) -> Row:
 def _form_measures(
     functions: list[JsonObject], reply: chat.Reply, right: list[bfcl.Truth], wanted: list[NamedCall]
 ) -> Row:
-    """The measures of JSON, schema, names and arguments."""
+    """The metrics for JSON, schema, names and arguments."""
     schemas = {function["name"]: function.get("parameters", {}) for function in functions}
     reply_calls = [(call["name"], call["arguments"]) for call in reply.tool_calls]
     json_valid = bool(reply_calls) and reply.error is None
@@ -157,7 +157,7 @@ def _form_measures(
 
 
 def _triples(schemas: dict[str, JsonObject], named_calls: list[NamedCall]) -> Counter[tuple[str, str, str]]:
-    """(call, parameter, value) for every value that is not the default."""
+    """(call, parameter, value) for every non-default value."""
     return Counter(
         (name, key, value)
         for name, arguments in named_calls
@@ -166,9 +166,9 @@ def _triples(schemas: dict[str, JsonObject], named_calls: list[NamedCall]) -> Co
 
 
 def call_reward(pair: Pair, text: str) -> float:
-    """The reward `tool_call`: how right an answer is to a prompt whose right answer is known.
+    """The reward `tool_call`: correctness of an answer to a prompt with a known correct answer.
 
-    1 if BFCL's rules accept it (no call where none is right), else 0.1 * its calls parse + 0.4 * (names right) * F1 of
+    1 if BFCL's rules accept it (no call if none is right), else 0.1 * (calls parse) + 0.4 * (names right) * F1 of
     values.
     """
     assert pair.truth is not None
@@ -188,7 +188,7 @@ def call_reward(pair: Pair, text: str) -> float:
 
 
 def _execution_match(dialogue: Dialogue, turn: int, reply: chat.Reply) -> Row:
-    """Whether the reply has the outcome of the truth, after the true calls before it; empty if it cannot be run."""
+    """Whether the reply has the same outcome as the truth, after the true earlier calls; empty if it cannot be run."""
     wanted = calls(dialogue.messages[turn])
     if not wanted or not _runnable(dialogue):
         return {}
@@ -202,7 +202,7 @@ def _runnable(dialogue: Dialogue) -> bool:
 
 
 def _outcome(before: list[NamedCall], last: list[NamedCall]) -> tuple[list[str], JsonObject]:
-    """The results of the last calls (in any order) and the state of the world after them."""
+    """The results of the last calls (in any order) and the world's state after them."""
     world = ToolWorld()
     for name, arguments in before:
         toolbox.run(world, name, arguments)
@@ -217,7 +217,7 @@ def _state(world: ToolWorld) -> JsonObject:
 
 
 def _add_multi_turn(items: Sequence[Item], rows: list[Row]) -> None:
-    """Add `multi_turn` to the last row of each conversation whose scored turns are all among the items."""
+    """Add `multi_turn` to the last row of each conversation with all its scored turns among the items."""
     by_id: dict[str, list[int]] = {}
     for i, (dialogue, _, _) in enumerate(items):
         if facets(dialogue).category in MULTI_TURN:
@@ -247,9 +247,9 @@ def _ratio(part: float, whole: float) -> float:
 
 
 def called(subject: Subject, dialogues: Sequence[Dialogue]) -> SuiteResult:
-    """Score the greedy reply to every scored turn, given the true conversation before it.
+    """Score the greedy reply to every scored turn, given the true conversation so far.
 
-    Of `dialogues` as many as the settings say, and as many more of those that no offered tool serves.
+    Uses the configured number of `dialogues`, and as many again where no offered tool fits.
     """
     result, limit = SuiteResult(), subject.settings.dialogues
     unserved = [d for d in dialogues if is_unserved(d)]
@@ -300,8 +300,8 @@ def _constrained_scores(
     free: dict[str, Completion],
     ids: Sequence[str],
 ) -> dict[str, float]:
-    """`ast_constrained` and `schema_valid_constrained`, of the turns of the dialogues `ids` under the grammar of their
-    tools; `free` are the completions without it.
+    """`ast_constrained` and `schema_valid_constrained` for the turns of the dialogues `ids` under their tools' grammar;
+    `free` are the unconstrained completions.
     """
     if not ids:
         return {}
@@ -311,7 +311,7 @@ def _constrained_scores(
         if dialogue.id in ids:
             try:
                 chosen.append((dialogue, turn, grammars.tool_calls(dialogue.tools)))
-            except SchemaError:  # a person's own tools may have schemas that no grammar covers
+            except SchemaError:  # user-supplied tools may have schemas that no grammar covers
                 left_out += 1
     completions = guided(
         subject.model,
@@ -336,10 +336,10 @@ def _constrained_scores(
 
 
 def _intervals(rows: list[Row], subject: Subject) -> dict[str, tuple[float, float]]:
-    """Intervals by percentile bootstrap over whole dialogues; each resample recomputes every measure.
+    """Intervals by percentile bootstrap over whole dialogues; each resample recomputes every metric.
 
-    A share that is 0 in every resample, or 1, has no spread; its interval is Wilson's over the dialogues that have the
-    measure.
+    A proportion that is 0 in every resample, or 1, has no spread; its interval is Wilson's over the dialogues with the
+    metric.
     """
     by_dialogue: dict[str, list[Row]] = {}
     for row in rows:

@@ -1,22 +1,22 @@
-"""GGUF, the file format of llama.cpp, Ollama and their relatives: written from a model, and read back as proof.
+"""GGUF, the file format of llama.cpp, Ollama and related programs: written from a model, and read back to verify it.
 
     model, tokenizer  --write-->  <name>-<kind>.gguf      kind: f32, f16, bf16 or q8_0
-    file  --read-->  Contents: the weights as numbers again, the vocabulary, all keys
+    file  --read-->  Contents: the dequantized weights, the vocabulary, all keys
     GGUF file  --write_modelfile-->  Modelfile            ollama create mine -f models/deploy/ollama/Modelfile
 
-llama.cpp's converter refuses tokenizers that it does not know, so the `gguf` package writes the file here. Queries and
-keys are not permuted: Qwen's rotation pairs halves in both implementations. A `llama` file, whose rotation pairs
-neighbors, is refused. Matrices have the type of the kind, q8_0 if a row divides by its block of 32 and f16 otherwise;
-vectors stay f32.
+llama.cpp's converter rejects tokenizers that it does not know, so this module writes the file with the `gguf` package.
+Queries and keys are not permuted: Qwen's rotary embedding pairs halves in both implementations. `llama` files, where it
+pairs neighbors, are rejected. Matrices have the requested type; q8_0 requires rows divisible by its block size of 32,
+others are f16; vectors stay f32.
 
 Ollama's Modelfile has the model's file, its context, the stop text and a template. Ollama has no Jinja: TEMPLATE
-expresses in Go's text/template what `text/tokenizer.py` expresses in Jinja, and the insertion of code between a prefix
-and a suffix. Ollama's variables are `.System`, the system messages joined, `.Messages`, all of them, `.Tools`, and
-`.Prompt` and `.Suffix` of a completion; a tool's `.Function` prints as JSON, and `json` prints its argument as it is.
+expresses in Go's text/template what `text/tokenizer.py` expresses in Jinja, plus fill-in-the-middle with a prefix and a
+suffix. Ollama's variables are `.System`, the joined system messages; `.Messages`, all messages; `.Tools`; and `.Prompt`
+and `.Suffix` of a completion. A tool's `.Function` prints as JSON, and `json` prints its argument unchanged.
 
-Not here: what another program computes from the file (`benchmarks/exports.py`). Not promised: reading files that were
-not written here; the spaces of JSON, since Ollama's has none after commas and colons, and the model was trained on JSON
-with one.
+Not here: what other programs compute from the file (`benchmarks/exports.py`). Not guaranteed: reading files that were
+not written here; JSON spacing, since Ollama writes no spaces after commas and colons, while the model was trained on
+JSON with one.
 """
 
 import json
@@ -46,17 +46,17 @@ FILE_TYPES = {
     "q8_0": gguf.LlamaFileType.MOSTLY_Q8_0,
 }
 ARCHITECTURES = {"qwen3": gguf.MODEL_ARCH.QWEN3, "qwen2": gguf.MODEL_ARCH.QWEN2}
-# llama.cpp's name of a split pattern (src/llama-vocab.cpp), by the exact pattern, since a similar one splits some text
-# differently, and by `ignore_merges`, which the name implies there too
+# llama.cpp's name for a split pattern (src/llama-vocab.cpp), by the exact pattern, since a similar one splits some text
+# differently, and by `ignore_merges`, which the name also implies there
 SPLITS = {(PATTERN, False): "qwen2", (PATTERN.replace(r"\p{N}| ?", r"\p{N}{1,3}| ?"), True): "llama-bpe"}
 FILLER = "<|unused_"
-BLOCK = 32  # numbers that share a scale in q8_0
+BLOCK = 32  # numbers per scale in q8_0
 
 
 def write(path: Path, model: Transformer, tokenizer: Tokenizer, serialized: str, *, kind: str, name: str) -> None:
     """Write a causal model; `serialized` is the text of its tokenizer.json.
 
-    Raises ModelError for a model that llama.cpp would read differently.
+    Raises ModelError for a model that llama.cpp would interpret differently.
     """
     _check_supported(model, kind)
     config = model.config
@@ -85,11 +85,11 @@ def _check_supported(model: Transformer, kind: str) -> None:
         )
     if model.hook is not None:
         raise ModelError(
-            "gguf: llama.cpp has no memory beside the layers and would read the base alone; set deploy.gguf to []"
+            "gguf: llama.cpp does not support the memory and would load only the base model; set deploy.gguf to []"
         )
     if config.family == "qwen2" and config.heads * config.head_dim != config.width:
         raise ModelError(
-            f"gguf: llama.cpp reads qwen2 only where heads * head_dim is the width, found {config.heads} *"
+            f"gguf: llama.cpp loads qwen2 only if heads * head_dim equals the width, found {config.heads} *"
             f" {config.head_dim} and {config.width}; set deploy.gguf to []"
         )
 
@@ -125,9 +125,7 @@ def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Tokenizer, words: "Vocabu
 
 
 def roles(tokenizer: Tokenizer) -> dict[str, int]:
-    """The ids of tokens with a function in llama.cpp: it stops at the end of a turn, and fills in code by the fim
-    tokens.
-    """
+    """The ids of tokens with a special role in llama.cpp: end-of-turn tokens to stop at, and the fim tokens."""
     ids = {
         "eos": tokenizer.turn_end,
         "eot": tokenizer.turn_end,
@@ -148,11 +146,11 @@ class Vocabulary:
     types: list[int]  # gguf.TokenType of each
     merges: list[str]  # "a b"
     split: str  # the name of the split pattern
-    template: str  # of a conversation, in Jinja
+    template: str  # chat template, in Jinja
 
 
 def vocabulary(serialized: str, rows: int) -> Vocabulary:
-    """The vocabulary of a tokenizer.json; ids below `rows` without a token get a filler.
+    """The vocabulary of a tokenizer.json; unused ids below `rows` get a filler token.
 
     Raises ModelError for a split pattern or a normalizer that llama.cpp does not know.
     """
@@ -163,7 +161,7 @@ def vocabulary(serialized: str, rows: int) -> Vocabulary:
     split = SPLITS.get((splits[0], ignored)) if len(splits) == 1 else None
     if split is None or state["normalizer"] is not None:
         raise ModelError(
-            f"gguf: expected a split pattern that llama.cpp has a name for and no normaliser, found {splits},"
+            f"gguf: expected a split pattern that llama.cpp has a name for and no normalizer, found {splits},"
             f" ignore_merges {ignored} and {state['normalizer']}; add its name to SPLITS in"
             " pipeline/export/gguf.py, or set deploy.gguf to []"
         )
@@ -180,7 +178,7 @@ def vocabulary(serialized: str, rows: int) -> Vocabulary:
 
 
 def tensors(model: Transformer) -> list[tuple[str, Tensor]]:
-    """The name of each weight in GGUF, and the weight in float32; without a tied head."""
+    """The GGUF name of each weight, and the weight in float32; without a tied head."""
     config = model.config
     names = gguf.get_tensor_name_map(ARCHITECTURES[config.family], config.layers)
     weights = []
@@ -211,7 +209,7 @@ def _add_tensor(writer: gguf.GGUFWriter, label: str, tensor: Tensor, type_of_mat
 def verify(
     path: Path, model: Transformer, tokenizer: Tokenizer, serialized: str, *, kind: str
 ) -> dict[str, float | int]:
-    """Read a file back and compare the vocabulary, every weight and the outputs with the model. See `parity.Found`.
+    """Read a file back and compare its vocabulary, every weight and its outputs with the model. See `parity.Found`.
 
     Raises GateError. The expected weights are rounded by `rounded`, not by the package that wrote the file.
     """
@@ -237,7 +235,7 @@ def verify(
 
 
 def rounded(values: Tensor, kind: str) -> Tensor:
-    """A weight as the file stores it. q8_0: blocks of 32 integers up to 127, times an f16 scale (ggml,
+    """A weight as stored in the file. q8_0: blocks of 32 integers up to 127, times an f16 scale (ggml,
     quantize_row_q8_0).
     """
     if values.ndim == 1 or kind == "f32":
@@ -249,7 +247,7 @@ def rounded(values: Tensor, kind: str) -> Tensor:
     blocks = values.reshape(-1, BLOCK)
     scale = blocks.abs().amax(1, keepdim=True) / 127
     scaled = blocks * torch.where(scale > 0, 1 / scale, 0.0)
-    integers = torch.trunc(scaled + torch.copysign(torch.tensor(0.5), scaled))  # halves away from zero
+    integers = torch.trunc(scaled + torch.copysign(torch.tensor(0.5), scaled))  # rounds halves away from zero
     return (integers * scale.half().float()).view_as(values)
 
 
@@ -261,7 +259,7 @@ class Contents:
 
 
 def read(path: Path) -> Contents:
-    """Read a file that `write` made. Raises ModelError for a key or a weight that is missing or has another shape."""
+    """Read a file written by `write`. Raises ModelError if a key or weight is missing or a shape differs."""
     try:
         reader = gguf.GGUFReader(path)
     except (OSError, ValueError) as error:
@@ -366,7 +364,7 @@ OLLAMA_TEMPLATE = "".join(
 
 
 def write_modelfile(path: Path, weights: str, context: int, *, temperature: float) -> None:
-    """Write the Modelfile of the GGUF file `weights`, a path relative to the Modelfile."""
+    """Write the Modelfile for the GGUF file `weights`, a path relative to the Modelfile."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [
         f"FROM {weights}",

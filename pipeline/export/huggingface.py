@@ -1,18 +1,18 @@
-"""The Hugging Face directory of an exported model: weights, tokenizer, template, checksums, proof, and model card.
+"""The Hugging Face directory of an exported model: weights, tokenizer, template, checksums, verification, model card.
 
-    models/<name> --export--> models/deploy, the directory that transformers, vLLM and the converters read
+    models/<name> --export--> models/deploy, the directory for transformers, vLLM and converters
     models/deploy --verify--> read back and compared on probe.txt
-    model, proofs, lineage, manifests of the data  --write-->  README.md
+    model, verification results, lineage, data manifests  --write-->  README.md
 
-`verify` compares log-probabilities and greedy tokens (of a reward model its rewards) with the original model: the
+`verify` compares log-probabilities and greedy tokens (for a reward model, its rewards) with the original model: the
 difference must be exactly 0.
 
-`check` protects a person who loads a directory from elsewhere. It refuses files that could run code, and files that
-differ from SHA256SUMS. Not promised: that the outputs of the weights are harmless.
+`check` protects users who load a directory from elsewhere. It rejects files that could run code, and files that differ
+from SHA256SUMS. Not guaranteed: that the model's outputs are harmless.
 
-The model card has what the model is, how each program runs it, the distance of each export from its model, and its
-lineage. The run that writes it measured or counted every number in it. Commands of other programs are marked as not run
-here.
+The model card describes the model, how to run it in each program, the distance of each export from its model, and its
+lineage. Every number in it was measured or counted by the run that wrote it. Commands for other programs are marked as
+not tested here.
 """
 
 import json
@@ -32,7 +32,7 @@ from pipeline.run.workdir import sha256
 from pipeline.text.tokenizer import Tokenizer
 
 SUMS = "SHA256SUMS"
-# without this transformers 4 adds token types, which its `generate` refuses
+# without this, transformers 4 adds token types, which its `generate` rejects
 INPUTS = ["input_ids", "attention_mask"]
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib")
 CODE = (".py", ".pyc", ".so")
@@ -41,7 +41,7 @@ CODE = (".py", ".pyc", ".so")
 def check(folder: Path) -> None:
     """Raise ModelError for a model directory with code or pickles, or with files that differ from its SHA256SUMS.
 
-    To be called before anything of the folder is loaded. Without SHA256SUMS only code and pickles are searched.
+    Call it before loading anything from the folder. Without SHA256SUMS it only looks for code and pickles.
     """
     if not folder.is_dir():
         raise ModelError(f"{folder}: expected a model directory, found {'a file' if folder.exists() else 'nothing'}")
@@ -49,19 +49,17 @@ def check(folder: Path) -> None:
         if path.suffix.lower() in CODE + PICKLES:
             what = "code" if path.suffix.lower() in CODE else "a pickle, which may run code"
             raise ModelError(
-                f"{path}: {what}; expected safetensors and JSON alone. Convert the model, or delete the file"
+                f"{path}: {what}; expected only safetensors and JSON. Convert the model, or delete the file"
             )
     for path in sorted(folder.glob("*config.json")):  # not tokenizer.json, where it could be a token
         if _names_code(path):
-            raise ModelError(
-                f"{path}: auto_map asks for code of the directory to be run; remove the key if you trust it"
-            )
+            raise ModelError(f"{path}: auto_map would run code from the directory; remove the key if you trust it")
     if (folder / SUMS).is_file():
         _check_sums(folder)
 
 
 def _names_code(path: Path) -> bool:
-    """Whether `auto_map` is a key of a JSON object in the file, at any depth and in any escaping."""
+    """Whether `auto_map` is a key of a JSON object in the file, at any depth and however it is escaped."""
     matches: list[bool] = []
 
     def look(pairs: list[tuple[str, object]]) -> None:
@@ -89,16 +87,16 @@ def _check_sums(folder: Path) -> None:
         actual = sha256(path) if path.is_file() else "nothing"
         if actual != expected:
             raise ModelError(
-                f"{path}: expected sha256 {expected[:12]}... as {SUMS} says, found {actual[:12]}; fetch or export the"
+                f"{path}: expected sha256 {expected[:12]}... from {SUMS}, found {actual[:12]}; fetch or export the"
                 f" model again, or delete {SUMS} if you changed it on purpose"
             )
     for path in sorted(folder.iterdir()):
         if path.suffix in (".json", ".safetensors", ".jinja") and path.name not in sums:
-            raise ModelError(f"{path}: {SUMS} does not name it; delete it, or {SUMS} if you added it on purpose")
+            raise ModelError(f"{path}: {SUMS} does not list it; delete it, or {SUMS} if you added it on purpose")
 
 
 def load(folder: Path) -> tuple[Exportable, Tokenizer]:
-    """The model of a directory, of any kind, and its tokenizer. Raises ModelError as `check` and `checkpoint.load`."""
+    """The model in a directory, of any kind, and its tokenizer. Errors as in `check` and `checkpoint.load`."""
     check(folder)
     try:
         architectures = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures")
@@ -127,7 +125,7 @@ def export(model: Exportable, tokenizer: Tokenizer, lineage: JsonObject, out: Pa
 
 
 def seal(out: Path) -> None:
-    """Write SHA256SUMS of all files below `out`, in the format of `sha256sum --check`."""
+    """Write SHA256SUMS for all files below `out`, in the format of `sha256sum --check`."""
     files = sorted(p for p in out.rglob("*") if p.is_file() and p != out / SUMS)
     sums = "".join(f"{sha256(p)}  {p.relative_to(out)}\n" for p in files)
     (out / SUMS).write_text(sums, encoding="utf-8")
@@ -139,11 +137,11 @@ def verify(model: Exportable, tokenizer: Tokenizer, out: Path) -> dict[str, floa
     text = smoke.probe()
     ids = tokenizer.encode(text)
     if exported_tokenizer.encode(text) != ids or tokenizer.decode(ids) != text:
-        raise GateError(f"{out}: the exported tokenizer splits the probe differently or does not give it back")
+        raise GateError(f"{out}: the exported tokenizer splits the probe differently or does not reproduce it")
     if isinstance(model, RewardModel) and isinstance(exported, RewardModel):
         return smoke.check_rewards(model, exported, ids, out)
     if type(model) is not type(exported):
-        raise GateError(f"{out}: read back, it is a {type(exported).__name__}, exported was a {type(model).__name__}")
+        raise GateError(f"{out}: read back, it is a {type(exported).__name__}, expected a {type(model).__name__}")
     if own := own_format(model):
         own.check_same(model, exported, out)
     ours, theirs = trunk(model), trunk(exported)
@@ -154,7 +152,7 @@ def verify(model: Exportable, tokenizer: Tokenizer, out: Path) -> dict[str, floa
 # -- model card --------------------------------------------------------------------------------------------------------
 
 
-HERE = Path(__file__).parent  # card.md and its parts about other programs, by the kind of export
+HERE = Path(__file__).parent  # card.md and its parts for other programs, by kind of export
 Numbers = Mapping[str, float | int]
 
 NOT_RUN_BY_OTHERS = "No third-party program runs this architecture. Serve it with `python -m pipeline.serve`."
@@ -175,10 +173,10 @@ class Exported:
     name: str
     model: Exportable
     tokenizer: Tokenizer
-    parity: Mapping[str, Numbers]  # by the kind of export, as `parity.check` gives it
+    parity: Mapping[str, Numbers]  # by kind of export, as returned by `parity.check`
     lineage: JsonObject  # of this export
-    made_by: JsonObject  # the lineage of the model; empty for one from elsewhere
-    data: Mapping[str, JsonObject]  # the manifest of each corpus
+    made_by: JsonObject  # the model's lineage; empty if it is from elsewhere
+    data: Mapping[str, JsonObject]  # each corpus's manifest
     gguf: str | None  # the path of the file in the llama.cpp command, if there is one
     onnx: bool
 
@@ -232,15 +230,15 @@ def _proof_text(reward: bool) -> str:
             " scripts."
         )
     return (
-        "Every export was read back and compared with the model on a text of prose, code and many scripts, most of"
-        " which a small model has never seen the like of. The mean divergence, KL(model || export), is by how much the"
-        " export's log-perplexity is worse on text that the model itself writes; the perplexity is that of the probe."
+        "Every export was read back and compared with the model on a text of prose, code and many scripts, most of it"
+        " unlike anything a small model has seen. The mean divergence, KL(model || export), is the increase in the"
+        " export's log-perplexity on text that the model itself would write; the perplexity is that of the probe."
     )
 
 
 def _parity_table(proofs: Mapping[str, Numbers]) -> str:
     head = (
-        "| export | mean divergence (nats) | largest difference of a log-probability | perplexity | greedy tokens equal"
+        "| export | mean divergence (nats) | largest log-probability difference | perplexity | greedy tokens equal"
         " | fails above |"
     )
     return "\n".join(
@@ -261,13 +259,13 @@ def _parity_row(kind: str, result: Numbers) -> str:
 def _reward_table(proofs: Mapping[str, Numbers]) -> str:
     result = proofs["huggingface"]
     return (
-        "| export | largest difference of a reward | tokens |\n|---|---|---|\n"
+        "| export | largest reward difference | tokens |\n|---|---|---|\n"
         f"| this directory | {result['max_difference']:g} | {result['probe_tokens']} |"
     )
 
 
 def _corpus_text(name: str, manifest: JsonObject) -> str:
-    """A corpus by its manifest: size, parts, and every license with its share of the bytes."""
+    """A corpus according to its manifest: size, parts, and every license with its share of the bytes."""
     licences: dict[str, int] = {key: entry["bytes"] for key, entry in manifest["licences"].items()}
     total = max(1, sum(licences.values()))
     shares = [
@@ -277,7 +275,7 @@ def _corpus_text(name: str, manifest: JsonObject) -> str:
     count, size = sum(manifest["documents"].values()), sum(manifest["bytes"].values())
     parts = ", ".join(sorted(manifest["parts"]))
     return (
-        f"**{name}** ({manifest['data']}: {parts}): {count:,} documents, {size:,} bytes. Licences: {', '.join(shares)}."
+        f"**{name}** ({manifest['data']}: {parts}): {count:,} documents, {size:,} bytes. Licenses: {', '.join(shares)}."
     )
 
 
@@ -286,7 +284,7 @@ def _without_markup(text: str) -> str:
 
 
 def _lineage_table(exported: Exported) -> str:
-    """A table of the hashes in `lineage.json` of this export and of its model."""
+    """A table of the hashes in the `lineage.json` of this export and of its model."""
     rows = ["| what | hash |", "|---|---|"]
     for subject, lineage in ((exported.name, exported.lineage), ("its model", exported.made_by)):
         rows += [
@@ -301,7 +299,7 @@ def _lineage_table(exported: Exported) -> str:
 def _limits_text(reward: bool) -> str:
     if reward:
         return (
-            "It ranks by what its pairs taught it, surface included: a policy trained against it for long will find"
-            " that out."
+            "It ranks by what it learned from its pairs, surface features included: a policy trained against it long"
+            " enough will exploit that."
         )
-    return "It is as small as its data; it invents facts, and code it writes must not be run outside a sandbox."
+    return "It is as small as its training data; it makes up facts, and its code must not be run outside a sandbox."

@@ -1,38 +1,38 @@
-"""The model in the form in which it is served: fused layers, and int8 weights on a CPU. No gradients.
+"""The model as it is served: fused layers, and int8 weights on a CPU. No gradients.
 
-    Fused(model)        q, k and v are one matrix product, gate and up are one; rotary angles come from a table
-    quantize(model)     the same, with int8 weights in all matrix products, the head's included
-    for_serving(model)  the latter if it pays, else the former
-    with_adapter(fused, adapted)  a twin that shares the weights of `fused`, with an adapter beside its products
+    Fused(model)        q, k and v are one matmul, gate and up another; rotary angles come from a table
+    quantize(model)     the same, with int8 weights in all matmuls, including the head
+    for_serving(model)  the latter if it pays off, else the former
+    with_adapter(fused, adapted)  a twin that shares the weights of `fused`, with an adapter alongside its matmuls
 
-At batch 1, launching the operations of a small model's layer takes longer than computing them, so the number of
-operations matters. Sums are added in another order, so logits agree up to rounding, not bit for bit. Shapes are as in
-`model/layers.py`.
+At batch size 1, launching the operations of a small model's layer takes longer than computing them, so the number of
+operations matters. Sums are computed in a different order, so logits agree up to rounding, not bit for bit. Shapes are
+as in `model/layers.py`.
 
-int8 weights are for decoding, which is bound by reading weights: a token reads half of the bytes of bf16, a quarter of
-those of float32.
+int8 weights are for decoding, which is memory-bound: each token reads half the bytes of bf16, a quarter of those of
+float32.
 
     w[i, :] ~ scale[i] q[i, :],   scale[i] = max |w[i, :]| / 127,   q = round(w / scale)
 
-For a few rows FBGEMM reads q once and multiplies integers. It takes activations of eight bits, which is too coarse, so
-each row x becomes two rows of digits, a coarse one and one for its remainder:
+For few rows, FBGEMM reads q once and multiplies integers. It takes 8-bit activations, which are too coarse, so each row
+x becomes two rows of digits, a coarse one and one for the remainder:
 
     x ~ peak / D (a + b / 2D),   peak = max |x|,   a = round(D x / peak),   b = round(2D (D x / peak - a)),
     |a|, |b| <= D = 63
 
-so the error of x is at most peak / 15,876, and sums are exact: the result of a row does not depend on the other rows. D
-is not 127 because without VNNI the CPU adds two products in 16 bits, where 2 (2D) 127 must fit. This takes 0.5 to 0.8
-of the time of torch's own product of int8 weights and bf16 activations (docs/LOG.md). Above NARROW rows the work is
-bound by arithmetic, and q is converted first, which is exact, to bf16 where the CPU multiplies it. The embedding lookup
-keeps its own weights.
+so the error of x is at most peak / 15,876, and sums are exact: a row's result does not depend on the other rows. D is
+not 127 because without VNNI the CPU adds two products in 16 bits, where 2 (2D) 127 must fit. This takes 0.5 to 0.8 of
+the time of torch's own matmul of int8 weights and bf16 activations (docs/LOG.md). Above NARROW rows the work is
+compute-bound, and q is first converted, which is exact, to bf16 if the CPU supports it in hardware. The embedding
+lookup keeps its own weights.
 
-The change of a log-probability depends on how certain the model is. On the probe text: perplexity within 0.5%; the
-demo's models, of 2.4 M parameters, 0.2 to 0.6 nats at the worst token and 9e-4 to 3.3e-3 nats of mean divergence
+The change in a log-probability depends on how certain the model is. On the probe text: perplexity within 0.5%; for the
+demo's models with 2.4M parameters, 0.2 to 0.6 nats at the worst token and 9e-4 to 3.3e-3 nats of mean divergence
 (docs/LOG.md).
 
-Not promised: training; DoRA beside shared weights; torch.compile; equal bits between few and many rows; int8 on
-devices other than x86 CPUs; quantizing in two threads at a time. Fused weights are copies, the others are shared:
-delete the first model to free its own.
+Not supported: training; DoRA with shared weights; torch.compile; identical bits between few and many rows; int8 on
+devices other than x86 CPUs; quantizing in two threads at once. Fused weights are copies, the others are shared: delete
+the original model to free its own.
 """
 
 import copy
@@ -51,7 +51,7 @@ from pipeline.model.transformer import Transformer
 from pipeline.run.device import has_fast_bf16
 from pipeline.run.errors import ConfigError
 
-FEW, MANY = 5, 64  # rows of a decoding step of several users, or of a draft and its token
+FEW, MANY = 5, 64  # rows in a decoding step with several users, or with draft tokens
 
 
 class Fused(Transformer):
@@ -74,7 +74,7 @@ class Fused(Transformer):
     def line(
         self, ids: Tensor, positions: Tensor, layout: Layout, read: Reads | None = None, chosen: Tensor | None = None
     ) -> Tensor:
-        """As `Transformer.line`: `ids` and `positions` (N,) -> (N, D)."""
+        """Like `Transformer.line`: `ids` and `positions` (N,) -> (N, D)."""
         if read is None and (hook := self.hook) is not None:
             read = hook.going_on(layout)
         x = self.model.embed_tokens(ids)
@@ -92,9 +92,9 @@ class Fused(Transformer):
 
     @torch.no_grad()
     def trace(self) -> "Fused":
-        """Make steps of fewer than FEW rows faster, with int8 1.4 times (docs/LOG.md). Then the model can only be run.
+        """Speed up steps with fewer than FEW rows, 1.4x with int8 (docs/LOG.md). Afterwards the model can only be run.
 
-        Does nothing with Python 3.14, which torch cannot trace, and on GPUs, where fused operations round differently.
+        Does nothing on Python 3.14, which torch cannot trace, or on GPUs, where fused operations round differently.
         """
         if sys.version_info < (3, 14) and self.cos.device.type == "cpu":
             x = self.model.embed_tokens(torch.zeros(1, dtype=torch.long, device=self.cos.device))
@@ -109,7 +109,7 @@ class Fused(Transformer):
 
 
 class FusedBlock(nn.Module):
-    """One layer in four matrix products."""
+    """One layer in four matmuls."""
 
     def __init__(self, block: nn.Module, config: ModelConfig) -> None:
         super().__init__()
@@ -122,10 +122,10 @@ class FusedBlock(nn.Module):
         self.down: nn.Module = joined(mlp.down_proj)
         self.before_attention = Norm(block.input_layernorm.weight, config.norm_eps)
         self.before_mlp = Norm(block.post_attention_layernorm.weight, config.norm_eps)
-        # in a tuple, so that it is not a submodule: its weights are the same
+        # in a tuple, so that it is not registered as a submodule: it shares the weights
         self.traced: tuple[torch.jit.ScriptModule, ...] = ()
         self.head_norms = None
-        if config.head_norms:  # (H + K, h), for each head of q and of k
+        if config.head_norms:  # (H + K, h), for each head of q and k
             norms = attention.q_norm.weight, attention.k_norm.weight
             weights = torch.cat([norms[0].expand(self.heads, -1), norms[1].expand(self.kv_heads, -1)])
             self.head_norms = Norm(weights, config.norm_eps)
@@ -154,19 +154,19 @@ class FusedBlock(nn.Module):
         return x + self.down(functional.silu(gate).mul_(up))
 
     def trace(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:
-        """From now on run fewer than FEW rows without Python between operations. The arguments are examples of one row,
-        as of `forward`.
+        """From now on, run fewer than FEW rows without Python overhead between operations. The arguments are one-row
+        examples of those of `forward`.
         """
         attended = x.new_zeros(1, self.heads * self.size)
         with warnings.catch_warnings():
-            # deprecated, but torch is pinned, and torch.compile needs a C++ compiler and half a minute
+            # deprecated, but torch is pinned, and torch.compile needs a C++ compiler and 30 seconds
             warnings.filterwarnings("ignore", message=".*torch.jit.*deprecated", category=DeprecationWarning)
             # a branch on the number of rows is traced for one row, and is the same for all below FEW
             warnings.filterwarnings("ignore", category=torch.jit.TracerWarning)
             traced = torch.jit.trace_module(
                 self, {"attention_inputs": (x, cos, sin), "output": (x, attended)}, check_trace=False
             )
-            for _ in range(2):  # the first run makes a graph and the second optimizes it: not while a user waits
+            for _ in range(2):  # warm-up: the first run builds a graph and the second optimizes it
                 traced.attention_inputs(x, cos, sin)
                 traced.output(x, attended)
         self.traced = (traced,)
@@ -175,7 +175,7 @@ class FusedBlock(nn.Module):
 class Norm(RMSNorm):
     """`RMSNorm` in four operations, in float32: x / sqrt(mean(x^2) + eps) = sqrt(D) x / hypot(|x|, sqrt(D eps)).
 
-    `functional.rms_norm` is seven on a CPU, and takes twice as long for one token (docs/LOG.md).
+    `functional.rms_norm` takes seven on a CPU, and twice as long for one token (docs/LOG.md).
     """
 
     def __init__(self, weight: Tensor, eps: float) -> None:
@@ -195,15 +195,15 @@ class _FusedBody(Body):
     def __init__(self, body: Body, config: ModelConfig) -> None:
         nn.Module.__init__(self)
         if type(body.embed_tokens) is not Embedding:
-            raise ValueError("the embedding holds an adapter: merge it before the model is fused")
+            raise ValueError("the embedding has an adapter: merge it before fusing the model")
         self.embed_tokens = body.embed_tokens
         self.layers = nn.ModuleList(FusedBlock(layer, config) for layer in body.layers)
         self.norm = Norm(body.norm.weight, config.norm_eps)
 
 
 class Product(Linear):
-    """A linear layer that multiplies FEW rows and more from the left, which takes 0.6 of the time in a CPU's float32
-    (docs/LOG.md).
+    """A linear layer that, from FEW rows on, multiplies with the weight on the left, which takes 0.6 of the time in
+    float32 on a CPU (docs/LOG.md).
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -215,10 +215,10 @@ class Product(Linear):
 
 
 def joined(*layers: nn.Module) -> Product:
-    """Linear layers of the same input as one layer with concatenated outputs. Raises ValueError for adapters."""
+    """Fuse linear layers with the same input into one with concatenated outputs. Raises ValueError for adapters."""
     linears = [layer for layer in layers if type(layer) is Linear]
     if len(linears) < len(layers):
-        raise ValueError("a linear layer holds an adapter: merge it before the model is fused")
+        raise ValueError("a linear layer has an adapter: merge it before fusing the model")
     biases = [layer.bias.detach() for layer in linears if layer.bias is not None]
     fused = _linear_of(
         linears[0].weight if len(linears) == 1 else torch.cat([layer.weight.detach() for layer in linears])
@@ -229,7 +229,7 @@ def joined(*layers: nn.Module) -> Product:
 
 
 def _linear_of(weight: Tensor) -> Product:
-    """A linear layer without bias with these weights (out, in); a parameter is shared."""
+    """A linear layer without bias with these weights (out, in); a Parameter is shared."""
     with torch.device("meta"):
         layer = Product(weight.shape[1], weight.shape[0])
     layer.weight = weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight)
@@ -244,7 +244,7 @@ M = TypeVar("M", bound=nn.Module)
 def with_adapter(fused: Fused, adapted: Transformer) -> Fused:
     """A model that shares the weights of `fused` and adds the adapter of `adapted`, a model of the same shape.
 
-    Raises ConfigError for DoRA and for trained tokens, which change the shared weights themselves.
+    Raises ConfigError for DoRA and trained tokens, which change the shared weights themselves.
     """
     adapters = lora.adapters(adapted)
     if any(isinstance(adapter, lora.AdaptedEmbedding) or adapter.config.dora for adapter in adapters):
@@ -276,7 +276,7 @@ def _block_with_adapter(block: nn.Module, layer: nn.Module) -> "FusedBlock":
 
 
 def _beside(product: nn.Module, *layers: nn.Module) -> nn.Module:
-    """A fused product with the adapters of the layers that it consists of; the product itself where none has one."""
+    """A fused matmul with the adapters of its original layers; the matmul itself if none of them has one."""
     downs: list[Tensor] = []
     ups: list[Tensor] = []
     for layer in layers:
@@ -290,7 +290,7 @@ def _beside(product: nn.Module, *layers: nn.Module) -> nn.Module:
 
 
 class LowRank(nn.Module):
-    """W x + B A x: a shared product, A (r, in) of all its adapters, and B (out, r), in blocks."""
+    """W x + B A x: a shared matmul, A (r, in) of all its adapters, and a block-diagonal B (out, r)."""
 
     def __init__(self, product: nn.Module, down: Tensor, up: Tensor) -> None:
         super().__init__()
@@ -298,7 +298,7 @@ class LowRank(nn.Module):
         self.down, self.up = nn.Buffer(down, persistent=False), nn.Buffer(up, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., in) -> (..., out) in the dtype of the product's output."""
+        """(..., in) -> (..., out) in the dtype of the matmul's output."""
         out = self.product(x)
         return out + functional.linear(functional.linear(x.to(self.down.dtype), self.down), self.up).to(out.dtype)
 
@@ -306,10 +306,10 @@ class LowRank(nn.Module):
 # -- int8 --------------------------------------------------------------------------------------------------------------
 
 
-FROM_PARAMETERS = 50_000_000  # smaller models fit in a CPU's cache, so reading their weights is not what takes time
-NARROW = 32  # rows up to which digits are faster than converted weights
+FROM_PARAMETERS = 50_000_000  # smaller models fit in the CPU cache, so they are not memory-bound
+NARROW = 32  # up to this many rows, digits are faster than converted weights
 LEVELS, DIGITS = 127, 63
-TINY = 1e-30  # instead of the maximum of a row of zeros
+TINY = 1e-30  # replaces the maximum of a row of zeros
 FBGEMM = "fbgemm"
 
 
@@ -320,24 +320,24 @@ def pays(model: Transformer) -> bool:
 
 
 def has_fbgemm() -> bool:
-    """Whether this build of torch multiplies integers with FBGEMM, as on x86."""
+    """Whether this build of torch has FBGEMM integer matmuls, as on x86."""
     return FBGEMM in torch.backends.quantized.supported_engines
 
 
 def for_serving(model: Transformer, weights: Literal["int8", "native"] | None = None) -> Fused:
-    """The model as an engine runs it: in int8 or with its own weights; None: in int8 if that `pays`. Raises as
+    """The model as an engine runs it: in int8 or with its own weights; None: in int8 if that `pays`. Raises like
     `quantize`.
     """
     return (quantize(model) if weights == "int8" or (weights is None and pays(model)) else Fused(model)).trace()
 
 
 def quantize(model: Transformer) -> Fused:
-    """The model fused and in int8; the argument is unchanged. Raises ConfigError except on x86 CPUs, and as `Fused`."""
+    """The fused model in int8; the argument is unchanged. Raises ConfigError except on x86 CPUs, else as `Fused`."""
     if (where := model.model.embed_tokens.weight.device.type) != "cpu":
-        raise ConfigError(f"int8 weights are for CPUs, and this model lies on {where}: serve its own weights")
+        raise ConfigError(f"int8 weights are for CPUs, but this model is on {where}: serve its own weights")
     if not has_fbgemm():
         raise ConfigError(
-            "int8 weights want FBGEMM, which this torch has not (x86 has it): serve the model's own weights"
+            "int8 weights need FBGEMM, which this build of torch lacks (x86 has it): serve the model's own weights"
         )
     fused = Fused(model)
     for owner in list(fused.modules()):
@@ -348,14 +348,14 @@ def quantize(model: Transformer) -> Fused:
 
 
 class Int8Linear(nn.Module):
-    """A linear layer with int8 weights (out, in) and a scale for each output, both plain and packed for FBGEMM."""
+    """A linear layer with int8 weights (out, in) and a scale per output, both plain and packed for FBGEMM."""
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
         levels, scales = rounded(layer.weight.detach())
         self.levels, self.scales = nn.Buffer(levels), nn.Buffer(scales)
         self.packed = _packed(levels, scales.double() / DIGITS)
-        # tensors, since a Python number would be converted to one at every call
+        # tensors, since a Python number would be converted on every call
         self.largest, self.finer = torch.tensor(float(DIGITS)), torch.tensor(2.0 * DIGITS)
         self.bias = layer.bias
         self.wide = torch.bfloat16 if has_fast_bf16() else torch.float32
@@ -372,7 +372,7 @@ class Int8Linear(nn.Module):
         """(n, in) -> (n, out), float32."""
         peak = x.abs().amax(1, keepdim=True).clamp_min_(TINY)  # (n, 1)
         coarse = x * (self.largest / peak)
-        digits = torch.cat((coarse, (coarse - coarse.round()).mul_(self.finer)))  # (2n, in); rounded by the product
+        digits = torch.cat((coarse, (coarse - coarse.round()).mul_(self.finer)))  # (2n, in); rounded by the matmul
         both = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(digits, 1.0, DIGITS, self.packed)
         high, low = both.chunk(2)
         return torch.add(high, low, alpha=0.5 / DIGITS).mul_(peak)

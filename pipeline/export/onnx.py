@@ -1,13 +1,13 @@
-"""ONNX for onnxruntime-genai: its own builder makes the export from the exported directory, its own runtime proves it.
+"""ONNX for onnxruntime-genai: its own builder converts the exported directory, and its own runtime verifies the result.
 
     models/deploy --build--> models/deploy/onnx: model.onnx, model.onnx.data, genai_config.json, tokenizer
 
-Needs the extra: pip install 'stagecoach[onnx]'. The builder is a program (`python -m onnxruntime_genai.models.builder`)
-that runs within this process, without network access. It imports transformers; our code does not. int4 is the builder's
-own rounding, in blocks of 32 with a scale each.
+Requires the extra: pip install 'stagecoach[onnx]'. The builder, `python -m onnxruntime_genai.models.builder`, is run
+inside this process, without network access. It imports transformers; our code does not. int4 is the builder's own
+rounding, in blocks of 32 with one scale each.
 
-Not here: serving the directory (`serve/`). Not promised: any accuracy of int4, whose distance is only reported; equal
-bytes from another version of the builder.
+Not here: serving the directory (`serve/`). Not guaranteed: any accuracy for int4, whose distance is only reported;
+identical bytes from another version of the builder.
 """
 
 import contextlib
@@ -39,10 +39,10 @@ OURS = ("tokenizer.json", "chat_template.jinja")  # the builder rewrites both, s
 
 
 def need() -> None:
-    """Raise InputError if a package of the extra is missing; to be called before any long work."""
+    """Raise InputError if a package of the extra is missing; call it before any long computation."""
     if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
         raise InputError(
-            f"deploy.onnx: expected the packages of the extra onnx, {', '.join(missing)} cannot be found; "
+            f"deploy.onnx: expected the packages of the extra onnx, {', '.join(missing)} not found; "
             "install them (pip install 'stagecoach[onnx]') or set deploy.onnx to none"
         )
 
@@ -59,16 +59,16 @@ def build(model: Path, out: Path, *, kind: str) -> None:
         try:
             with _as_program(arguments), contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
                 runpy.run_module(BUILDER, run_name="__main__", alter_sys=True)
-        except (Exception, SystemExit) as error:  # not our code: any exception means that there is no export
+        except (Exception, SystemExit) as error:  # not our code: any exception means the export failed
             last = " | ".join(output.getvalue().split("\n")[-5:])
-            raise ModelError(f"{out}: {BUILDER} failed: {error!r:.500}. Its last words: {last:.500}") from error
+            raise ModelError(f"{out}: {BUILDER} failed: {error!r:.500}. Last output: {last:.500}") from error
     for name in OURS:
         shutil.copyfile(model / name, out / name)
 
 
 @contextlib.contextmanager
 def _as_program(arguments: list[str]) -> Iterator[None]:
-    """Run the block like a program: with its arguments and search path, without warnings and network access."""
+    """Run the block like a script: with its arguments and search path, without warnings or network access."""
     import huggingface_hub.constants as hub
 
     argv, path, offline = sys.argv, list(sys.path), hub.HF_HUB_OFFLINE
@@ -105,7 +105,7 @@ class Genai:
         return torch.from_numpy(np.array(self._generator(ids, len(ids)).get_output("logits")))[0]
 
     def greedy(self, prompt: list[int], count: int) -> list[int]:
-        """The greedy ids after the prompt, decoded with its cache. Its own search would end at a stop token."""
+        """The greedy ids after the prompt, decoded with its cache. Its own search would stop at a stop token."""
         generator = self._generator(prompt, len(prompt) + count)
         tokens: list[int] = []
         for _ in range(count):
@@ -115,12 +115,12 @@ class Genai:
         return tokens
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text by its own implementation of tokenizer.json; control tokens in the text count as such."""
+        """The ids of a text by its own implementation of tokenizer.json; control tokens in the text are recognized."""
         return [int(id_) for id_ in self.tokenizer.encode(text)]
 
 
 def verify(folder: Path, model: Transformer, tokenizer: Tokenizer, *, kind: str) -> dict[str, float | int]:
-    """Read an export in onnxruntime-genai and compare it with its model. Raises GateError. See `parity.Found`."""
+    """Load an export in onnxruntime-genai and compare it with its model. Raises GateError. See `parity.Found`."""
     program, text = Genai(folder), smoke.probe()
     ids = tokenizer.encode(text)
     if program.encode(text) != ids:

@@ -2,12 +2,11 @@
 
     model.predict(["Write a story about a cat."], params={"temperature": 0.7, "max_new_tokens": 200, "seed": 1})
 
-A prompt is one message of a user, the result the text of the assistant's turn; calls of tools stand in it as the model
-writes them. The model's folder has a copy of this package, and names the packages that it needs (torch, tokenizers and
-a few small ones): the program that loads it needs no clone of this repository. Raises ModelError for what writes no
-text from left to right.
+A prompt is one user message; the result is the text of the assistant's turn, including raw tool calls. The model folder
+contains a copy of this package and lists its dependencies (torch, tokenizers and a few small packages), so loading it
+does not require a clone of this repository. Raises ModelError for models that do not generate text from left to right.
 
-Not here: conversations, tools, batches of many users: `python -m pipeline.serve` on the same folder.
+Not here: conversations, tools, batching across users; use `python -m pipeline.serve` with the same folder.
 """
 
 from __future__ import annotations
@@ -26,15 +25,16 @@ if TYPE_CHECKING:
 
 
 class Assistant:
-    """What MLflow loads: a model that answers prompts."""
+    """The object that MLflow loads: a model that answers prompts."""
 
     def __init__(self, folder: Path) -> None:
         self.model, self.tokenizer = checkpoint.load(folder)
 
     def predict(self, model_input: DataFrame | Iterable[str], params: JsonObject | None = None) -> list[str]:
-        """An answer to each prompt. MLflow gives the prompts as a table of one column."""
+        """An answer to each prompt. MLflow passes the prompts as a table with one column."""
         given = params or {}
-        prompts = [str(row[0]) for row in model_input.to_numpy()] if hasattr(model_input, "to_numpy") else model_input
+        table = getattr(model_input, "to_numpy", None)
+        prompts = model_input if table is None else table()[:, 0]
         messages = [[{"role": "user", "content": str(prompt)}] for prompt in prompts]
         ids = [chat.render(self.tokenizer, turn, generation_prompt=True).ids for turn in messages]
         sampling = Sampling(int(given.get("max_new_tokens", 256)), temperature=float(given.get("temperature", 0.0)))
@@ -50,5 +50,5 @@ class Assistant:
 
 
 def _load_pyfunc(data_path: str) -> Assistant:
-    """MLflow's entry to a loader module."""
+    """MLflow's entry point for a loader module."""
     return Assistant(Path(data_path))

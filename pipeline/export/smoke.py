@@ -1,29 +1,29 @@
-"""Whether an export works: `check_parity` that it is the model, `check` that a server of it answers.
+"""Whether an export works: `check_parity` compares it with the model, `check` serves it and makes requests.
 
-**Parity**: both read the same text, and their distance must be within what rounding explains.
+**Parity**: both run on the same text, and their outputs may differ only as much as rounding explains.
 
-    model, a program that reads its export  --compare-->  Parity  --check_parity-->  GateError if it is too large
+    model, a program that loads its export  --compare-->  Parity  --check_parity-->  GateError if it is too large
 
-An export without rounding must be equal. With rounded weights, the change of a log-probability depends on how certain
+An export without rounding must be equal. With rounded weights, the change in a log-probability depends on how certain
 the model is: f16 changes the demo model's by up to 0.03 nats on this probe, most of which is unlike its training data,
 and the probe's perplexity goes up or down by a percent at random. So the limit is on the mean divergence
-KL(model || export), which is the increase of the export's log-perplexity on text that the model itself would write:
-q8_0 may lose 0.5%. That the weights are the model's, rounded, is proved separately (`gguf.verify`). A merged adapter
-is proved where it is merged (`model/lora.py`).
+KL(model || export), the increase in the export's log-perplexity on text that the model itself would write: q8_0 may
+lose 0.5%. `gguf.verify` checks separately that the weights are the model's, rounded. A merged adapter is verified when
+it is merged (`model/lora.py`).
 
-`ExportProgram` is the interface to what reads an export: our own model here, other programs in `onnx.py` and
+`ExportProgram` is the interface to a program that runs an export: our own model here, other programs in `onnx.py` and
 `benchmarks/exports.py`.
 
-**Smoke test**: six calls to a real server over HTTP.
+**Smoke test**: six requests to a real server over HTTP.
 
     models/deploy  --python -m pipeline.serve-->  six answers, or GateError with the last lines of the server's log
 
-The server is a process of its own on a free port of this machine, with an API key made for it, and is stopped
-afterwards. The content of answers is not judged; their shape is, and that ids, the same text twice and rewards are the
-model's. What the export needs of a wing's own kind of model (its directory, what else it has than a `Transformer`, the
-calls of this test) the wing offers as an `OwnFormat`.
+The server runs in a separate process on a free local port with a temporary API key, and is stopped afterwards. The
+test checks the shape of the answers, not their content, that ids and rewards match the model's, and that asking twice
+gives the same text. A wing with its own kind of model provides what the export needs (its directory, its parts besides
+a `Transformer`, the requests for this test) as an `OwnFormat`.
 
-Not here: everything else about the server (`tests/test_server.py`), and its speed.
+Not here: everything else about the server (`tests/test_server.py`), including its speed.
 """
 
 import json
@@ -73,7 +73,7 @@ class ExportProgram(Protocol):
 
 @dataclass(frozen=True)
 class Ours:
-    """Our own model as a program. It is set to evaluation mode."""
+    """Our own model as an `ExportProgram`. Sets it to evaluation mode."""
 
     model: Transformer
 
@@ -89,7 +89,7 @@ class Ours:
 
 @dataclass(frozen=True)
 class Limit:
-    """The largest distance of an export from its model."""
+    """The largest allowed distance between an export and its model."""
 
     max_difference: float = math.inf  # nats, of the log-probability of any token of the probe
     divergence: float = math.inf  # nats, the mean over the probe
@@ -103,7 +103,7 @@ LIMITS = {
     "bf16": Limit(divergence=2e-3),
     "q8_0": Limit(divergence=math.log(1.005)),
     "onnx fp32": Limit(max_difference=1e-3, equal_greedy=True),
-    "onnx int4": Limit(),  # only recorded: the loss by four bits depends on the model's size
+    "onnx int4": Limit(),  # only recorded: the loss from 4 bits depends on the model's size
 }
 
 
@@ -118,7 +118,7 @@ class Parity:
 
 
 def probe() -> str:
-    """The text of the comparison, with its carriage return and odd spaces."""
+    """The text used for the comparison, with its carriage return and unusual spaces."""
     return PROBE.read_bytes().decode("utf-8")
 
 
@@ -152,29 +152,30 @@ def compare(model: Transformer, other: ExportProgram, ids: list[int]) -> Parity:
 
 
 def check_parity(result: Parity, kind: str, where: Path) -> dict[str, float | int]:
-    """The numbers to report. Raises GateError if the export is beyond the limit of its kind."""
+    """The numbers to report. Raises GateError if the export exceeds the limit for its kind."""
     limit, faults = LIMITS[kind], []
     if not result.max_difference <= limit.max_difference:
         faults.append(f"log-probabilities differ by {result.max_difference:.2e} (at most {limit.max_difference:g})")
     if limit.equal_greedy and result.greedy_equal != result.greedy_tokens:
         faults.append(f"{result.greedy_equal}/{result.greedy_tokens} greedy tokens agree")
     if not result.divergence <= limit.divergence:
-        faults.append(f"the divergence is {result.divergence:.2e} nats a token (at most {limit.divergence:.2g})")
+        faults.append(f"the divergence is {result.divergence:.2e} nats per token (at most {limit.divergence:.2g})")
     if faults:
-        raise GateError(f"{where}: read back, {' and '.join(faults)}: the export is not the model")
+        raise GateError(f"{where}: read back, {' and '.join(faults)}: the export does not match the model")
     return asdict(result)
 
 
 @torch.no_grad()
 def check_rewards(model: RewardModel, other: RewardModel, ids: list[int], where: Path) -> dict[str, float | int]:
-    """The numbers to report of two reward models on the same ids. Raises GateError unless all rewards are equal."""
+    """The numbers to report for two reward models on the same ids. Raises GateError unless all rewards are equal."""
     window = min(WINDOW, model.config.max_context)
     rows = [torch.tensor([ids[first : first + window]]) for first in range(0, len(ids), window)]
     differences = [(model.train(False)(row) - other.train(False)(row)).abs().nan_to_num(nan=math.inf) for row in rows]
     largest = max(float(difference.max()) for difference in differences)
     if largest != 0.0 or (model.reward_mean, model.reward_std) != (other.reward_mean, other.reward_std):
         raise GateError(
-            f"{where}: read back, rewards differ by {largest:.2e}, or their mean and spread do: not the model"
+            f"{where}: read back, rewards differ by {largest:.2e}, or their mean and spread do: the export does not"
+            " match the model"
         )
     return {"max_difference": largest, "probe_tokens": len(ids)}
 
@@ -195,12 +196,12 @@ TOOL = {
         "parameters": {"type": "object", "properties": {"deep": {"type": "boolean"}}, "required": ["deep"]},
     },
 }
-MAX_TOKENS = 16  # of an answer
+MAX_TOKENS = 16  # per answer
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model on a server that is ready, and the client to call it."""
+    """A model on a ready server, and a client to call it."""
 
     client: httpx.Client
     name: str  # of the model
@@ -226,7 +227,7 @@ class ServedModel:
 
 
 def check(folder: Path, model: Exportable, tokenizer: Tokenizer) -> int:
-    """Serve a model directory and make six calls; returns their number. Raises GateError."""
+    """Serve a model directory and make six requests; returns their number. Raises GateError."""
     with tempfile.TemporaryDirectory() as scratch:
         log = Path(scratch) / "log"
         try:
@@ -236,7 +237,7 @@ def check(folder: Path, model: Exportable, tokenizer: Tokenizer) -> int:
             message = str(error) if isinstance(error, GateError) else repr(error)
             last = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-12:])
             raise GateError(
-                f"{folder}: the server does not answer as it should: {message:.800}. Its last words:\n{last}"
+                f"{folder}: the server does not respond as expected: {message:.800}. Its last output:\n{last}"
             ) from error
 
 
@@ -253,7 +254,7 @@ def _serve(folder: Path, tokenizer: Tokenizer, scratch: Path, log: Path) -> Iter
 
 
 def _wait_until_ready(process: processes.Process, log: Path) -> str:
-    """The server's address, once /health has status 200. Raises GateError if it ends or is not ready in time."""
+    """The server's address, once /health returns status 200. Raises GateError if it exits or is not ready in time."""
     deadline = time.monotonic() + READY_SECONDS
     while process.poll() is None and time.monotonic() < deadline:
         address = re.match(r"(http://\S+) ", log.read_text(encoding="utf-8", errors="replace"))
@@ -264,17 +265,17 @@ def _wait_until_ready(process: processes.Process, log: Path) -> str:
             pass
         time.sleep(0.05)
     code = process.poll()
-    raise GateError(f"not ready after {READY_SECONDS} s" if code is None else f"it ended with exit code {code}")
+    raise GateError(f"not ready after {READY_SECONDS} s" if code is None else f"it exited with code {code}")
 
 
 def expect(holds: bool, path: str, expected: str, found: object) -> None:
-    """Raise GateError unless it holds."""
+    """Raise GateError unless `holds` is true."""
     if not holds:
         raise GateError(f"{path}: expected {expected}, found {found!r:.300}")
 
 
 def check_models(server: ServedModel, kind: str, model: Transformer | RewardModel) -> None:
-    """Request the list of models, which must have this one alone."""
+    """Request the list of models, which must contain only this one."""
     listed = server.ask("/v1/models")["data"]
     meta = {"kind": kind, "context": model.config.max_context, "parameters": model.num_parameters()}
     matches = [entry["id"] for entry in listed] == [server.name] and meta.items() <= listed[0]["meta"].items()
@@ -353,7 +354,7 @@ def _check_completion(server: ServedModel) -> None:
 
 
 def _check_tool_call(server: ServedModel) -> None:
-    """Require a tool call, which is complete and valid for any weights; or the budget is refused."""
+    """Require a tool call, which must be complete and valid for any weights, or the budget must be rejected."""
     path = "/v1/chat/completions"
     body = {
         "model": server.name,
@@ -406,15 +407,15 @@ class OwnFormat(Protocol):
     WHAT: str  # the kind in the model card
 
     def opens(self, folder: Path) -> bool:
-        """Whether a directory holds such a model."""
+        """Whether a directory contains this kind of model."""
         ...
 
     def owns(self, model: object) -> bool:
-        """Whether a model is such a one."""
+        """Whether a model is of this kind."""
         ...
 
     def load(self, folder: Path) -> tuple[TrunkModel, Tokenizer]:
-        """The model of a directory and its tokenizer."""
+        """The model in a directory and its tokenizer."""
         ...
 
     def save(self, folder: Path, model: Any, tokenizer: Tokenizer, lineage: JsonObject) -> None:
@@ -422,24 +423,24 @@ class OwnFormat(Protocol):
         ...
 
     def check_same(self, model: Any, exported: Any, out: Path) -> None:
-        """Raise GateError where two models differ besides their trunks."""
+        """Raise GateError if two models differ outside their trunks."""
         ...
 
     def smoke_calls(self, server: ServedModel, model: Any) -> int:
-        """Calls to a server of the model; their number. Raises GateError."""
+        """Make requests to a server with the model; returns their number. Raises GateError."""
         ...
 
 
 def own_formats() -> list[OwnFormat]:
-    """Those of the wings."""
+    """The wings' own formats."""
     return [offer() for offer in wings.each("export")]
 
 
 def own_format(model: object) -> OwnFormat | None:
-    """That of a model."""
+    """The own format of a model; None if it has none."""
     return next((own for own in own_formats() if own.owns(model)), None)
 
 
 def trunk(model: Exportable) -> Transformer | RewardModel:
-    """A model without what a wing puts around it."""
+    """A model without what a wing wraps around it."""
     return model if isinstance(model, Transformer | RewardModel) else model.trunk

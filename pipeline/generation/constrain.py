@@ -1,24 +1,24 @@
-"""Constrained decoding: tool calls and JSON that are complete and valid whatever the weights, within a token budget.
+"""Constrained decoding: tool calls and JSON that are always complete and valid, within a token budget.
 
-    grammars = Grammars(tokenizer, rows)                      one for a model; thread-safe
+    grammars = Grammars(tokenizer, rows)                      one per model; thread-safe
     grammar = grammars.tool_calls(tools, choice="required")   or json_schema(schema): compiled and cached
     constraint = grammar.constraint(budget)           a request's state; SchemaError if the shortest output does not fit
     constraint.allowed(remaining) -> mask; constraint.take(sampled, remaining) -> the token to emit
 
-llguidance computes the tokens that the grammar allows (`grammars.py`). A closing plan, tokens that complete the output
-from the current state, prevents answers that exceed the budget. A sampled token is emitted if a plan after it fits the
-remaining budget; otherwise the current plan's next token is emitted instead. So the invariant holds at every token: the
-rest of the plan fits the rest of the budget. After an error of the matcher (llguidance's limits on hostile patterns)
-the plan is emitted to its end.
+llguidance computes the tokens allowed by the grammar (`grammars.py`). A closing plan, a sequence of tokens that
+completes the output from the current state, keeps answers within the budget. A sampled token is emitted if some plan
+after it fits the remaining budget; otherwise the current plan's next token is emitted instead. So the invariant holds
+at every token: the rest of the plan fits the rest of the budget. After a matcher error (llguidance's limits on hostile
+patterns), the plan is emitted to its end.
 
     guided(model, prompts, grammars, drafts) -> a Completion each
 
-decodes many prompts greedily, each under its own grammar, all rows step by step together, to measure tool calls whose
-form cannot be wrong. A draft is the greedy completion without the grammar: as far as the grammar allows it, it is the
-constrained one too, and only the rest is decoded. The server's engine constrains its answers in the same way. There are
-no log-probabilities: those of a constrained choice have no meaning.
+decodes many prompts greedily and in parallel, each under its own grammar, to measure tool calls that are always
+well-formed. A draft is the greedy completion without the grammar: as long as the grammar allows it, it is also the
+constrained one, and only the rest is decoded. The server's engine constrains its answers in the same way. There are no
+log-probabilities: they would be meaningless for a constrained choice.
 
-Not promised: that a number is small enough for a float; that names which the schema does not list occur only once.
+Not guaranteed: that a number is small enough for a float; that names not listed in the schema occur only once.
 """
 
 import threading
@@ -42,30 +42,30 @@ from pipeline.text import chat
 from pipeline.text.tokenizer import Tokenizer
 
 CACHE_BYTES = 64 * 1024 * 1024
-GRAMMAR_BYTES = 48 * 1024  # memory of a compiled grammar besides its text
-TEXT_FACTOR = 48  # bytes for each byte of its text; both are generous measurements
+GRAMMAR_BYTES = 48 * 1024  # memory of a compiled grammar, not counting its text
+TEXT_FACTOR = 48  # bytes per byte of its text; both are measured, rounded up generously
 
 
 @dataclass(frozen=True)
 class _Masks:
     """Allowed tokens of free text, (V,) bool each."""
 
-    text: Tensor  # without control tokens except the ends of a turn
-    opening: Tensor  # the same with the opening tag of a call
+    text: Tensor  # no control tokens except the ends of a turn
+    opening: Tensor  # the same plus the opening tag of a call
 
 
 @dataclass(frozen=True)
 class Grammar:
     """A compiled grammar; each request gets a `constraint` from it."""
 
-    matcher: LLMatcher  # in its initial state; only ever copied
-    plan: tuple[int, ...]  # an output, the shortest one where it was searched for
+    matcher: LLMatcher  # in its initial state; always copied, never modified
+    plan: tuple[int, ...]  # an output; the shortest one found, if there was a search
     closer: Closer
     masks: _Masks
-    free: bool = False  # free text is allowed before it, or instead of it
+    free: bool = False  # free text is allowed before or instead of it
 
     def constraint(self, budget: int) -> "Constraint":
-        """The state of a request with `budget` tokens. Raises SchemaError, its code `budget_too_small`."""
+        """The state of a request with `budget` tokens. Raises SchemaError with code `budget_too_small`."""
         if not self.free and len(self.plan) > budget:
             raise SchemaError(
                 "budget_too_small",
@@ -90,7 +90,7 @@ class Constraint:
         return self._free or not self._plan
 
     def allowed(self, remaining: int) -> Tensor:
-        """(V,) bool, True for tokens that are allowed next, including the ends of a complete output. Never empty.
+        """(V,) bool, True for tokens allowed next, including the ends of a complete output. Never empty.
 
         `remaining` is the rest of the budget, including this token.
         """
@@ -98,7 +98,7 @@ class Constraint:
             return self._masks.opening if remaining >= len(self._plan) else self._masks.text
         allowed = bits(self._matcher.compute_bitmask())
         mask = np.zeros(len(self._masks.text), dtype=np.bool_)
-        if self._matcher.is_error():  # from here on only the plan is emitted
+        if self._matcher.is_error():  # from here on, only the plan is emitted
             mask[self._plan[:1] or self._closer.ends] = True
         else:
             num = min(len(mask), len(allowed))
@@ -106,8 +106,8 @@ class Constraint:
         return torch.from_numpy(mask)
 
     def take(self, token: int, remaining: int) -> int:
-        """Advance by a sampled token; returns the token to emit: the same, or the plan's next one if no plan after the
-        sampled one fits.
+        """Advance by a sampled token; returns the token to emit: the sampled one, or the plan's next one if no plan
+        after the sampled one fits.
         """
         if self._free:
             if token == self._plan[0]:
@@ -131,13 +131,13 @@ class Constraint:
 
 
 class Grammars:
-    """Compiles grammars for one tokenizer and caches the most recently used of them, up to CACHE_BYTES."""
+    """Compiles grammars for one tokenizer and caches the most recently used ones, up to CACHE_BYTES."""
 
     def __init__(self, tokenizer: Tokenizer, rows: int, cache_bytes: int = CACHE_BYTES, *, search: bool = True) -> None:
-        """`rows` of the model's embedding: the length of a mask, at least the number of the tokenizer's ids.
+        """`rows` of the model's embedding: the length of a mask, at least the number of tokenizer ids.
 
-        `search` for the shortest output of each grammar, which takes 40 ms and lets small budgets suffice; else a plan
-        is the first one found.
+        `search` for the shortest output of each grammar, which takes 40 ms and allows smaller budgets; otherwise the
+        plan is the first one found.
         """
         self.tokenizer, self._search = tokenizer, search
         self._compiler = Compiler(tokenizer)
@@ -161,7 +161,7 @@ class Grammars:
         return self.take(generation_grammars.json_schema(schema))
 
     def take(self, written: Written, plan: tuple[int, ...] | None = None) -> Grammar:
-        """Compile a grammar, or take it from the cache. `plan`: its shortest output, if it is known. Raises
+        """Compile a grammar, or get it from the cache. `plan` is its shortest output, if known. Raises
         SchemaError.
         """
         text = written.text
@@ -190,7 +190,7 @@ def _num_bytes(text: str) -> int:
 
 
 def reply(tokenizer: Tokenizer, ids: Sequence[int]) -> chat.Reply:
-    """Parse a turn by its control tokens, so that text which spells a tag stays text (`chat.parse` parses the tags)."""
+    """Parse a turn by its control tokens, so that text that spells a tag stays text (`chat.parse` parses the tags)."""
     content: list[int] = []
     calls: list[JsonObject] = []
     error: str | None = None
@@ -215,11 +215,10 @@ def guided(
     stop: Collection[int],
     drafts: Sequence[Completion] = (),
 ) -> list[Completion]:
-    """Greedy decoding under a grammar each, until a token of `stop`, `max_new_tokens` or the end of the context.
+    """Greedy decoding, each prompt under its grammar, until a `stop` token, `max_new_tokens` or the end of the context.
 
-    `drafts` are the greedy completions of the prompts without a grammar and with the same limits, if they are known.
-    Raises ValueError for an empty prompt or one that fills the context, SchemaError if a grammar's shortest output does
-    not fit.
+    `drafts` are the prompts' greedy completions without a grammar and with the same limits, if known. Raises ValueError
+    for an empty prompt or one that fills the context, and SchemaError if a grammar's shortest output does not fit.
     """
     if len(prompts) != len(grammars):
         raise ValueError(f"expected a grammar for each of the {len(prompts)} prompts, found {len(grammars)}")
@@ -253,7 +252,7 @@ class _Row:
 
     @property
     def remaining(self) -> int:
-        """The rest of the budget."""
+        """The remaining budget."""
         return self.budget - len(self.ids)
 
     @property
@@ -262,7 +261,7 @@ class _Row:
         return Completion(self.ids, [], self.stop)
 
     def take(self, sampled: int, ends: frozenset[int]) -> bool:
-        """Emit a sampled token, or the one of the plan in its place. Returns whether it was the sampled one."""
+        """Emit a sampled token, or the plan's token instead. Returns whether it was the sampled one."""
         token = self.constraint.take(sampled, self.remaining)
         if token in ends:
             self.stop = "stop"
@@ -272,7 +271,7 @@ class _Row:
         return token == sampled
 
     def follow(self, draft: Completion, ends: frozenset[int]) -> None:
-        """Take the tokens of a draft up to the first that the grammar does not allow or replaces."""
+        """Take the tokens of a draft up to the first one that the grammar forbids or replaces."""
         for token in draft.ids:
             allowed = bool(self.constraint.allowed(self.remaining)[token])
             if not allowed or not self.take(token, ends) or self.stop is not None:
@@ -282,7 +281,7 @@ class _Row:
 
 
 def _decode(model: Transformer, starts: Sequence[tuple[_Row, list[int]]], ends: frozenset[int]) -> None:
-    """Continue rows to their ends, each from its prompt and the tokens that it has."""
+    """Continue rows to their ends, each from its prompt and its tokens so far."""
     decoder = Decoder(model, len(starts))
     rows = [row for row, _ in starts]
     live = list(range(len(rows)))

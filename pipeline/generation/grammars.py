@@ -1,14 +1,14 @@
-"""Grammars of requests and their compilation; closing plans, which complete a constrained output in few tokens.
+"""Grammars of requests and their compilation; closing plans, which complete a constrained output in a few tokens.
 
     tool_calls(tokenizer, tools, choice="required") -> Written      or json_schema(schema): a grammar for llguidance
     Compiler(tokenizer).matcher(text) -> LLMatcher                  in its initial state
-    Compiler(tokenizer).shortest(matcher) -> ids                    the shortest output that is found
+    Compiler(tokenizer).shortest(matcher) -> ids                    the shortest output found
 
-llguidance (guidance-ai, MIT) computes the tokens that a grammar allows: byte for byte the form in which `text/chat.py`
-renders the training data. Everything here raises SchemaError for grammars without guarantees. It does not need torch,
-so that a process that only compiles starts at once.
+llguidance (guidance-ai, MIT) computes the tokens allowed by a grammar: byte for byte the form in which `text/chat.py`
+renders the training data. Everything here raises SchemaError for grammars without guarantees. Nothing here imports
+torch, so a compile-only process starts immediately.
 
-Not promised: that a grammar compiles in time, or in the available memory (`schemas.py` bounds what it can).
+Not guaranteed: that a grammar compiles in time, or in the available memory (`schemas.py` bounds what it can).
 
 **A closing plan** is a list of tokens that completes an output from its current state.
 
@@ -16,14 +16,14 @@ Not promised: that a grammar compiles in time, or in the available memory (`sche
     Closer(tokenizer).close(matcher, lexer, most)                a greedy plan, after a token that is not the plan's
     Closer(tokenizer).shortest(matcher)                          the best of a search: whether a request fits its budget
 
-Both walk a copy of the matcher byte by byte: forced bytes; in a string its quotation mark, outside the closing bracket,
-else the cheapest value; if none of those is allowed, the longest token of those that begin with the byte used least, so
-that `minLength` is met in few tokens and a pattern such as `x*y` comes to its end. The text is then cut into the fewest
-tokens.
+Both walk a copy of the matcher byte by byte: forced bytes first; the quotation mark inside a string and the closing
+bracket outside one; otherwise the cheapest value. If none of those is allowed, they take the longest token starting
+with the least-used byte, so that `minLength` is met in a few tokens and patterns such as `x*y` terminate. The text is
+then split into the fewest tokens.
 
-`shortest` is a best-first search over bytes: a prefix is valued by its greedy plan, and dropped if the tokens that
-cover it are already as many as the best plan's. Not promised: the minimum. Prefixes that look like one state (equal
-mask, equal greedy rest) count as one; of more than FEW next bytes with equal masks and forced bytes only the first is
+`shortest` is a best-first search over bytes: a prefix is scored by its greedy plan, and dropped if covering it already
+takes as many tokens as the best plan. Not guaranteed: the minimum. Prefixes that look like the same state (equal mask,
+equal greedy rest) count as one; of more than FEW next bytes with equal masks and forced bytes, only the first is
 followed, and only the quotation mark where a string may end; and the search is limited in probes and time.
 """
 
@@ -43,7 +43,7 @@ from pipeline.generation.schemas import SchemaError, check, reason, refuse, stri
 from pipeline.run.types import JsonObject
 from pipeline.text.tokenizer import Tokenizer
 
-FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # as json.dumps writes
+FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # the format of json.dumps
 LIMITS = LLParserLimits(max_lexer_states=10_000, verbose_errors=False)  # a state is about 2 KB
 ANY_OBJECT: JsonObject = {"type": "object", "additionalProperties": True}
 
@@ -53,15 +53,15 @@ class Written:
     """A grammar in llguidance's syntax."""
 
     text: str
-    free: bool = False  # free text is allowed before it, or instead of it
+    free: bool = False  # free text is allowed before or instead of it
 
 
 def tool_calls(
     tokenizer: Tokenizer, tools: Sequence[JsonObject], *, choice: str = "auto", parallel: bool = True
 ) -> Written:
-    """Calls of the tools, in the form in which `text/chat.py` renders them.
+    """Calls of the tools, in the form rendered by `text/chat.py`.
 
-    `choice`: "auto" allows free text before the calls or instead of them, "required" requires a call, a tool's name a
+    `choice`: "auto" allows free text before or instead of calls, "required" requires a call, a tool's name requires a
     call of that tool. `parallel` allows several calls. Raises SchemaError.
     """
     functions = {}
@@ -71,7 +71,7 @@ def tool_calls(
         if not isinstance(name, str) or not name or not name.isprintable():
             raise SchemaError("tool_invalid", f"a tool needs a name, found {name!r}")
         if name in functions:
-            raise SchemaError("tool_invalid", f"two tools have the name {name!r}; give each its own")
+            raise SchemaError("tool_invalid", f"two tools have the name {name!r}; names must be unique")
         functions[name] = function.get("parameters") or {}
     if choice not in ("auto", "required"):
         if choice not in functions:
@@ -99,10 +99,10 @@ def json_schema(schema: JsonObject) -> Written:
 
 
 def _arguments_schema(name: str, parameters: JsonObject) -> JsonObject:
-    """The schema of a tool's arguments: an object, an empty one without named parameters. Raises SchemaError."""
+    """The schema of a tool's arguments: an object, empty if there are no named parameters. Raises SchemaError."""
     kinds = parameters.get("type", "object")
     if "object" not in ([kinds] if isinstance(kinds, str) else kinds):
-        raise SchemaError("schema_refused", f"tool {name}: its parameters must be an object, found type {kinds!r}")
+        raise SchemaError("schema_refused", f"tool {name}: parameters must be an object, found type {kinds!r}")
     if not set(parameters) & {
         "properties",
         "required",
@@ -132,7 +132,7 @@ def _json_rule(schema: JsonObject) -> str:
         closed = strict(schema)
         refuse(schema, closed)
     except RecursionError as error:
-        raise SchemaError("schema_too_large", "the references of the schema lead too deep; simplify it") from error
+        raise SchemaError("schema_too_large", "the schema's references are nested too deeply; simplify it") from error
     return f"%json {json.dumps({**closed, 'x-guidance': FORM})}"
 
 
@@ -148,20 +148,20 @@ class Compiler:
         """A matcher in its initial state. Raises SchemaError."""
         matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=LIMITS)
         if matcher.is_error():
-            raise SchemaError("schema_refused", f"the schema cannot be promised: {reason(matcher.get_error())}")
+            raise SchemaError("schema_refused", f"the schema cannot be guaranteed: {reason(matcher.get_error())}")
         return matcher
 
     def shortest(self, matcher: LLMatcher) -> tuple[int, ...]:
-        """The shortest output that is found. Raises SchemaError if there is none."""
+        """The shortest output found. Raises SchemaError if there is none."""
         plan = self.closer.shortest(matcher)
         if plan is None:
             raise SchemaError(
-                "schema_unclosable", "no output was found that ends: the schema demands too much, or is too large"
+                "schema_unclosable", "found no output that ends: the schema is too demanding or too large"
             )
         return tuple(plan)
 
     def first(self, matcher: LLMatcher) -> tuple[int, ...]:
-        """The output of a greedy walk, or the shortest one if the walk does not end. Raises SchemaError as
+        """The output of a greedy walk, or the shortest one if the walk does not end. Same errors as
         `shortest`.
         """
         plan = self.closer.close(matcher, LexerState(), MAX_STEPS)
@@ -169,7 +169,7 @@ class Compiler:
 
 
 class _Vocabulary:
-    """The tokenizer in llguidance's interface: control tokens are special, so no text spells them."""
+    """The tokenizer in llguidance's interface: control tokens are special, so no text can spell them."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokens = list(tokenizer.token_bytes)
@@ -188,9 +188,9 @@ class _Vocabulary:
 
 MAX_STEPS = 2000  # of one walk
 MAX_PROBES = 2000  # states that `shortest` visits
-MAX_SECONDS = 1.5  # of thread time, independent of the machine's load; only a hostile grammar needs them
+MAX_SECONDS = 1.5  # of thread time, independent of machine load; only a hostile grammar needs this long
 FEW = 16  # next bytes that are all followed
-CLOSERS = b'}]"0,:ntf123456789-[{'  # outside a string, in this order: values that may nest without end come last
+CLOSERS = b'}]"0,:ntf123456789-[{'  # outside a string, in this order: values that can nest without end come last
 CONTROL = re.compile(rb"\xff\[(\d+)\]")  # llguidance's notation of a forced control token; no text contains that byte
 Step = bytes | int  # bytes of text, or a control token
 
@@ -201,7 +201,7 @@ class LexerState:
 
     quoted: bool = False  # in a string
     escaped: bool = False  # after a backslash in a string
-    digit: bool = False  # after a digit outside of a string: another one lengthens the number
+    digit: bool = False  # after a digit outside a string: another one extends the number
 
     def after(self, step: Step) -> "LexerState":
         """The state after a text; a control token ends any string."""
@@ -220,7 +220,7 @@ class LexerState:
 
 @dataclass(order=True)
 class _Node:
-    """A prefix that may be continued. Nodes are popped by the length of their greedy plan, the longest prefix first."""
+    """A prefix to extend. Nodes are popped by the length of their greedy plan, longest prefix first."""
 
     cost: float
     minus_length: int
@@ -298,12 +298,12 @@ class Closer:
             children = self._children(heapq.heappop(heap))
 
     def _children(self, node: _Node) -> Iterator[tuple[list[Step], LLMatcher, LexerState]]:
-        """The continuations of a prefix, that of the walk first; none if the output may end, since they are longer."""
+        """The continuations of a prefix, the walk's first; none if the output may end, since they would be longer."""
         if node.state.is_accepting():
             return
         steps = list(self._steps(node.state, node.lexer))
         if len(steps) > FEW and node.lexer.quoted and steps[0] == b'"':
-            steps = steps[:1]  # free text that may end, ends
+            steps = steps[:1]  # free text ends as soon as it may
         seen: set[tuple[bytes, bytes]] = set()
         for step in steps:
             after = node.state.deep_copy()
@@ -337,13 +337,13 @@ class Closer:
         return state.try_consume_tokens(tokens) == len(tokens)
 
     def _forced_step(self, state: LLMatcher) -> Step | None:
-        """The bytes, or the control token, without an alternative."""
+        """The bytes or control token that are the only option."""
         forced = state.compute_ff_bytes()
         control = CONTROL.match(forced)
         return int(control[1]) if control else forced.split(b"\xff")[0] or None
 
     def _closing_byte(self, state: LLMatcher, lexer: LexerState) -> bytes | None:
-        """The first allowed byte of those that lead to an end."""
+        """The first allowed closing byte."""
         if lexer.escaped:
             return None
         for byte in b'"' if lexer.quoted else CLOSERS:
@@ -352,7 +352,7 @@ class Closer:
         return None
 
     def _filler(self, state: LLMatcher, used: Counter[int]) -> Step | None:
-        """A control token if one is allowed; else the longest token of those whose first byte was used least."""
+        """A control token if one is allowed; else the longest token with the least-used first byte."""
         allowed = self._allowed(state)
         if len(control := self._control_ids[allowed[self._control_ids]]):
             return int(control[0])
@@ -383,17 +383,17 @@ class Closer:
         return allowed & (not state.is_error())
 
 
-# -- tokens of a text --------------------------------------------------------------------------------------------------
+# -- splitting text into tokens ----------------------------------------------------------------------------------------
 
 
 class Cutter:
-    """Cuts bytes into tokens, by shortest paths over the positions between bytes. Thread-safe."""
+    """Splits bytes into tokens by shortest paths over the positions between bytes. Thread-safe."""
 
     def __init__(self, id_of: dict[bytes, int]) -> None:
         self.id_of = id_of
         self._texts = sorted(id_of)
         self._longest = max(map(len, id_of))
-        # the last two bytes (or the only one) -> lengths of such tokens, rising
+        # the last two bytes (or the only one) -> lengths of tokens ending in them, ascending
         self._lengths: dict[bytes, list[int]] = {}
         for text in sorted(id_of, key=len):
             lengths = self._lengths.setdefault(text[-2:], [])
@@ -403,7 +403,7 @@ class Cutter:
         self._recent: tuple[bytes, list[int], list[int]] = (b"", [0], [0])
 
     def cut(self, steps: list[Step]) -> list[int]:
-        """The fewest tokens of a text with control tokens; on ties those whose last tokens are longest."""
+        """The fewest tokens of a text with control tokens; ties go to the longest last tokens."""
         ids: list[int] = []
         for text, control in _runs(steps):
             _, lengths = self._paths(text)
@@ -415,7 +415,7 @@ class Cutter:
         return ids
 
     def cover(self, steps: list[Step]) -> int:
-        """The fewest tokens of any text that begins with these steps: the last token may extend beyond them."""
+        """The fewest tokens of any text that starts with these steps: the last token may extend beyond them."""
         total = 0
         for text, control in _runs(steps):
             costs, _ = self._paths(text)
@@ -428,7 +428,7 @@ class Cutter:
         return total
 
     def _begins(self, text: bytes) -> bool:
-        """Whether a token begins with `text`."""
+        """Whether any token begins with `text`."""
         index = bisect_left(self._texts, text)
         return index < len(self._texts) and self._texts[index].startswith(text)
 
@@ -463,12 +463,12 @@ def _runs(steps: list[Step]) -> Iterator[tuple[bytes, int | None]]:
 
 
 def bits(packed: bytes) -> np.ndarray:
-    """A matcher's mask, a bit for each token, as booleans: (V,) or a few more."""
+    """A matcher's mask, one bit per token, as booleans: (V,) or slightly longer."""
     return np.unpackbits(np.frombuffer(packed, np.uint8), bitorder="little").view(np.bool_)
 
 
 def _characters(text: bytes) -> int:
-    """Number of characters of a token; 0 for a part of a character, which would need its other parts."""
+    """Number of characters in a token; 0 for a partial character."""
     try:
         return len(text.decode())
     except UnicodeDecodeError:

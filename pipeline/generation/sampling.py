@@ -1,17 +1,16 @@
 """Left-to-right decoding: prompts in, completions out. RL, evaluation and the server share the `Decoder`.
 
-A token is chosen by one uniform number through the inverse of the cumulative distribution: float32 weights, summed in
-blocks, the blocks in float64. The number is a function of (seed, token index): Philox4x32-10 (Salmon et al. 2011,
-SC11), a counter-based generator without state, with the seed as key and the token's index as counter. So a sample
-depends only on (model, prompt, sampling, its seed), not on the rest of the batch, its size or order, on drafts or on a
-resume, and two checkpoints with one seed share their noise. What remains is float arithmetic: a matmul of another
-height may round the logits differently (about 1e-6), which changes a sample only if a number falls that close to a
-border.
+Each token is chosen with one uniform number by inverse-CDF sampling: float32 weights, summed in blocks, block sums in
+float64. The number is a function of (seed, token index): Philox4x32-10 (Salmon et al. 2011, SC11), a stateless
+counter-based generator, with the seed as key and the token index as counter. So a sample depends only on (model,
+prompt, sampling, its seed), not on batch composition, size or order, nor on drafts or resuming, and two checkpoints
+with the same seed share their noise. The remaining difference is float arithmetic: a matmul with another number of rows
+may round the logits differently (about 1e-6), which changes a sample only if a number falls that close to a boundary.
 
-Cached and uncached logits agree to 1e-5, the log-probabilities equal teacher forcing. Not here: grammars
+Cached and uncached logits agree to 1e-5; log-probabilities match teacher forcing. Not here: grammars
 (`constrain.py`), tool execution (`evaluation/tools.py`), the server's queue and threads (`serve/engine.py`).
 
-Not promised: secrecy. Seeds are taken modulo 2^64.
+Not guaranteed: secrecy. Seeds are taken modulo 2^64.
 """
 
 import math
@@ -31,13 +30,13 @@ from pipeline.model.cpu import primitives
 from pipeline.model.decoding import DecodingStep
 from pipeline.model.transformer import Transformer
 
-PREFILL_TOKENS = 8192  # prompt tokens of one forward pass; bounds memory
-COMPACT_BELOW = 0.75  # share of live rows below which the others are dropped from the cache
-CACHE_BYTES = {"cpu": 2**29, "accelerator": 2**33}  # keys and values of the rows that are decoded together
+PREFILL_TOKENS = 8192  # prompt tokens per forward pass; bounds memory
+COMPACT_BELOW = 0.75  # fraction of live rows below which finished rows are dropped from the cache
+CACHE_BYTES = {"cpu": 2**29, "accelerator": 2**33}  # for keys and values of the rows decoded together
 BLOCK = 64  # tokens whose weights are summed before the sums are searched
-NUCLEUS_PROBE = 64  # tokens that contain most nuclei; only rows that need more are searched whole
-WIDE_ROWS = 64  # of these rows at once: they fit a core's second-level cache
-BUCKETS = 1024  # of their weights, 16 to each power of two; weights below 2^-64 of the largest share the last one
+NUCLEUS_PROBE = 64  # enough tokens for most nuclei; only rows that need more are searched in full
+WIDE_ROWS = 64  # number of these rows processed at once: they fit in a core's L2 cache
+BUCKETS = 1024  # for their weights, 16 per power of two; weights below 2^-64 of the largest share the last one
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _LOW = np.uint64(0xFFFFFFFF)
@@ -50,7 +49,7 @@ class Sampling:
 
     max_new_tokens: int
     temperature: float = 0.0  # 0 takes the most likely token
-    top_p: float = 1.0  # keep the most likely tokens with this share of the probability; 1 keeps all
+    top_p: float = 1.0  # keep the most likely tokens up to this total probability; 1 keeps all
     top_k: int = 0  # keep the k most likely tokens; 0 keeps all
 
     def __post_init__(self) -> None:
@@ -64,8 +63,8 @@ class Sampling:
 class Completion:
     """One sampled answer.
 
-    `logprobs` are the model's at the sampling temperature (at 1 for temperature 0), before top-p and top-k, one for
-    each sampled token including the stop token, as a policy gradient needs them.
+    `logprobs` are the model's at the sampling temperature (at 1 for temperature 0), before top-p and top-k, one per
+    sampled token including the stop token, as needed for a policy gradient.
     """
 
     ids: list[int]  # without the stop token
@@ -82,11 +81,11 @@ def generate(
     seeds: list[int],
     batch_rows: int = 32,
 ) -> list[Completion]:
-    """Complete each prompt; results in the order of the prompts, one seed each.
+    """Complete each prompt, with one seed each; results are in prompt order.
 
-    A row ends with a token of `stop`, after `max_new_tokens`, or when the context is full ("length"). Equal prompts are
-    read once and shared. Raises ValueError for an empty prompt, one that fills the context, or a number of seeds that
-    differs from that of prompts.
+    A row ends with a `stop` token, after `max_new_tokens`, or when the context is full ("length"). Identical prompts
+    are processed once and shared. Raises ValueError for an empty prompt, one that fills the context, or a number of
+    seeds that differs from the number of prompts.
     """
     if len(seeds) != len(prompts):
         raise ValueError(f"expected a seed for each of the {len(prompts)} prompts, found {len(seeds)}")
@@ -94,7 +93,7 @@ def generate(
     for index, prompt in enumerate(prompts):
         if not 0 < len(prompt) < context:
             raise ValueError(
-                f"prompt {index} has {len(prompt)} tokens; expected 1 to {context - 1} (the context less one)"
+                f"prompt {index} has {len(prompt)} tokens; expected 1 to {context - 1} (the context minus one)"
             )
     was_training = model.training
     model.train(False)
@@ -109,7 +108,7 @@ def sampler(
 ) -> Callable[[list[list[int]], list[int]], list[Completion]]:
     """`generate` with a fixed model and sampling, for rollouts: prompts and seeds in, completions out.
 
-    Decodes `rows_within` rows at a time: few rows are slow, and a cache of all of them may not fit.
+    Decodes `rows_within` rows at a time: few rows are slow, and a cache for all of them may not fit.
     """
 
     def sample(prompts: list[list[int]], seeds: list[int]) -> list[Completion]:
@@ -120,7 +119,7 @@ def sampler(
 
 
 def rows_within(model: Transformer, length: int) -> int:
-    """How many rows of `length` tokens to decode together: those of a cache of CACHE_BYTES, 8 to 512."""
+    """How many rows of `length` tokens to decode together: as many as fit in a cache of CACHE_BYTES, 8 to 512."""
     config, table = model.config, model.model.embed_tokens.weight
     row = 2 * config.layers * config.kv_heads * config.head_dim * table.element_size() * max(length, 1)
     budget = CACHE_BYTES["cpu" if table.device.type == "cpu" else "accelerator"]
@@ -128,7 +127,7 @@ def rows_within(model: Transformer, length: int) -> int:
 
 
 class Decoder:
-    """The core of decoding: a cache of rows, and a step that feeds any new tokens to any of them."""
+    """The core of decoding: a cache of rows, and a step that appends new tokens to any of them."""
 
     def __init__(self, model: Transformer, rows: int) -> None:
         """Raises ValueError for a bidirectional model."""
@@ -142,10 +141,10 @@ class Decoder:
 
     @torch.no_grad()
     def feed(self, rows: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:
-        """Append `tokens[i]` (at least one each) to row `rows[i]`; logits (len(rows), V) after each row's last token.
+        """Append `tokens[i]` (one or more) to row `rows[i]`; returns logits (len(rows), V) after each row's last token.
 
-        All new tokens lie on one line: the linear layers run once, attention once a row (once in all if every row gets
-        one token). Raises ValueError if a row would exceed the model's context.
+        All new tokens form one line: the linear layers run once, attention once per row (once in total if every row
+        gets one token). Raises ValueError if a row would exceed the model's context.
         """
         if self.step is not None and all(len(row_tokens) == 1 for row_tokens in tokens):
             return self.step.next(self.cache, rows, [row_tokens[0] for row_tokens in tokens])
@@ -153,9 +152,9 @@ class Decoder:
 
     @torch.no_grad()
     def read(self, prompts: Sequence[Sequence[int]]) -> tuple[list[int], Tensor]:
-        """Read prompts: their numbers, for `clear`, and the logits (len(prompts), V) after each.
+        """Process prompts: returns their numbers, for `clear`, and the logits (len(prompts), V) after each.
 
-        The next `read` overwrites prompts that no row continues.
+        The next `read` overwrites prompts that no row uses.
         """
         numbers = self.cache.room_for_prompts(len(prompts))
         assert self.cache.prompts is not None
@@ -174,7 +173,7 @@ class Decoder:
         return self.model.logits(hidden[ends])
 
     def clear(self, row: int, prompt: int | None = None) -> None:
-        """Empty a row; it then continues `prompt`, a number from `read`, or starts from nothing."""
+        """Empty a row; it then continues `prompt`, a number from `read`, or starts empty."""
         self.cache.clear(row, prompt)
 
 
@@ -182,8 +181,8 @@ class Decoder:
 
 
 class _Rows:
-    """The samples that are being decoded, one a slot: arrays (slots, most new tokens), all but the first `lengths` of
-    a row unused.
+    """The samples being decoded, one per slot: arrays (slots, most new tokens); entries beyond the first `lengths` of a
+    row are unused.
     """
 
     def __init__(self, slots: int, most: int) -> None:
@@ -193,7 +192,7 @@ class _Rows:
         self.ids = np.zeros((slots, most), dtype=np.int64)
 
     def begin(self, slot: int, prompt: int, numbers: NDArray[np.float64]) -> None:
-        """Let a slot sample a prompt's completion, of as many tokens as there are uniform numbers."""
+        """Start sampling a prompt's completion in a slot; it gets as many tokens as there are uniform numbers."""
         self.prompts[slot], self.budgets[slot], self.lengths[slot] = prompt, len(numbers), 0
         self.numbers[slot, : len(numbers)] = numbers
 
@@ -205,7 +204,7 @@ class _Rows:
     def advance(
         self, slots: NDArray[np.int64], logits: Tensor, sampling: Sampling, stop: NDArray[np.int64]
     ) -> Iterator[tuple[int, Completion]]:
-        """Choose the next token of each of these slots; the completions that end there, with their prompts."""
+        """Choose the next token of each of these slots; returns completions that end there, with their prompts."""
         at = self.lengths[slots]
         chosen = choose(logits, torch.from_numpy(self.numbers[slots, at]), sampling)
         tokens, logprobs = (values.cpu().numpy() for values in chosen)
@@ -227,8 +226,8 @@ def _generate(
     seeds: list[int],
     batch_rows: int,
 ) -> list[Completion]:
-    """Finished rows make room for waiting prompts; when none wait, the cache shrinks to the live rows."""
-    # The longest is last in the list and so first out; equal prompts are adjacent. Completions do not depend on it.
+    """Finished rows make room for waiting prompts; when none are waiting, the cache shrinks to the live rows."""
+    # The longest is last in the list, so it pops first; identical prompts are adjacent. Results do not depend on it.
     waiting = sorted(range(len(prompts)), key=lambda index: (len(prompts[index]), prompts[index], -index))
     results: dict[int, Completion] = {}
     num_slots, ends = min(batch_rows, len(prompts)), np.array(sorted(stop), dtype=np.int64)
@@ -268,11 +267,11 @@ def _admit(waiting: list[int], free: list[int], prompts: list[list[int]]) -> lis
 
 
 def _prefill(decoder: Decoder, admitted: list[tuple[int, int]], prompts: list[list[int]]) -> Tensor:
-    """Read the admitted prompts, each distinct one once; logits (len(admitted), V)."""
+    """Process the admitted prompts, each distinct one once; returns logits (len(admitted), V)."""
     distinct: list[list[int]] = []
     prompt_of: list[int] = []  # index in `distinct` of each admitted prompt
     for slot, index in admitted:
-        decoder.clear(slot)  # so that the prompt that it continued can be overwritten
+        decoder.clear(slot)  # so that its previous prompt can be overwritten
         if not distinct or distinct[-1] != prompts[index]:
             distinct.append(prompts[index])
         prompt_of.append(len(distinct) - 1)
@@ -288,14 +287,14 @@ def _prefill(decoder: Decoder, admitted: list[tuple[int, int]], prompts: list[li
 def choose(logits: Tensor, numbers: Tensor | None, sampling: Sampling) -> tuple[Tensor, Tensor]:
     """Next tokens (R,) int64 and their log-probabilities (R,) float64 from `logits` (R, V).
 
-    `numbers` (R,) float64 in [0, 1), one a row; unused at temperature 0. The cumulative distribution is in the order of
-    ids; tokens that tie with the last one kept by top-k or top-p are kept too, so their order does not matter. On a
-    device without float64 (Apple's GPU) the logits are copied to the CPU; the log-probabilities stay there.
+    `numbers` (R,) float64 in [0, 1), one per row; unused at temperature 0. The cumulative distribution is in id order;
+    tokens tied with the last one kept by top-k or top-p are also kept, so their order does not matter. On a device
+    without float64 (Apple's GPU), the logits are copied to the CPU; the log-probabilities stay there.
     """
     if logits.device.type == "mps":
         tokens, logprobs = choose(logits.cpu(), numbers, sampling)
         return tokens.to(logits.device), logprobs
-    assert numbers is not None or sampling.temperature == 0, "sampling needs a uniform number a row"
+    assert numbers is not None or sampling.temperature == 0, "sampling needs one uniform number per row"
     if primitives.chooses(logits):
         temperature = sampling.temperature and max(sampling.temperature, torch.finfo(torch.float32).tiny)
         return primitives.choose(logits, numbers, temperature, sampling.top_p, sampling.top_k)
@@ -306,7 +305,7 @@ def choose(logits: Tensor, numbers: Tensor | None, sampling: Sampling) -> tuple[
     assert numbers is not None
     wide = logits if logits.dtype == torch.float64 else logits.float()
     largest = wide.amax(-1, keepdim=True)
-    temperature = max(sampling.temperature, torch.finfo(wide.dtype).tiny)  # below it 0 / 0 is undefined
+    temperature = max(sampling.temperature, torch.finfo(wide.dtype).tiny)  # below this, 0 / 0 is undefined
     weights = (wide - largest).div_(temperature).exp_()  # the difference is exact near the largest, where it counts
     tokens = _invert(_truncate(weights, sampling), numbers.to(logits.device))
     total = _blocks(weights).sum(-1).double().sum(-1)
@@ -321,7 +320,7 @@ def _blocks(weights: Tensor) -> Tensor:
 
 
 def _invert(weights: Tensor, numbers: Tensor) -> Tensor:
-    """The token (R,) at the share `numbers` (R,) of each row's sum: first its block, then its index in that block."""
+    """The token (R,) at the fraction `numbers` (R,) of each row's sum: first its block, then its index in the block."""
     blocks = _blocks(weights)
     sums = blocks.sum(-1).double().cumsum(-1)  # (R, V / BLOCK)
     target = numbers.double()[:, None] * sums[:, -1:]
@@ -332,7 +331,7 @@ def _invert(weights: Tensor, numbers: Tensor) -> Tensor:
 
 
 def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
-    """The first index (R, 1) whose sum exceeds `target`; if rounding leaves none, the last one with a weight."""
+    """The first index (R, 1) whose sum exceeds `target`; if rounding leaves none, the last nonzero one."""
     index = torch.searchsorted(cumulative, target, right=True)
     return torch.minimum(index, torch.searchsorted(cumulative, cumulative[:, -1:].contiguous()))
 
@@ -345,16 +344,16 @@ def _truncate(weights: Tensor, sampling: Sampling) -> Tensor:
     if sampling.top_p == 1:
         return weights
     target = sampling.top_p * weights.sum(-1, keepdim=True)
-    best = weights.topk(min(NUCLEUS_PROBE, weights.shape[1]), dim=-1).values  # falling
+    best = weights.topk(min(NUCLEUS_PROBE, weights.shape[1]), dim=-1).values  # descending
     floors = _nucleus_floor(best, target)
     wide = (best.sum(-1) < target.squeeze(1)).nonzero().squeeze(1)
-    if len(wide):  # rare in a trained model, common at a high temperature
+    if len(wide):  # rare with a trained model, common at high temperature
         floors[wide] = _wide_nucleus_floor(weights[wide], target[wide])
-    return (weights >= floors).to(weights.dtype).mul_(weights)  # `where` is three times as slow on a CPU: it branches
+    return (weights >= floors).to(weights.dtype).mul_(weights)  # `where` is three times slower on a CPU: it branches
 
 
 def _wide_nucleus_floor(weights: Tensor, target: Tensor) -> Tensor:
-    """`_nucleus_floor` of unsorted rows (R, V). A full sort is ten times as slow on a CPU."""
+    """`_nucleus_floor` of unsorted rows (R, V). A full sort is ten times slower on a CPU."""
     if weights.device.type != "cpu":
         return _nucleus_floor(weights.sort(dim=-1, descending=True).values, target)
     parts = zip(weights.split(WIDE_ROWS), target.split(WIDE_ROWS), strict=True)
@@ -362,9 +361,9 @@ def _wide_nucleus_floor(weights: Tensor, target: Tensor) -> Tensor:
 
 
 def _bucket_nucleus_floor(weights: Tensor, target: Tensor) -> Tensor:
-    """Sum the weights by buckets, falling; only the bucket in which the sum reaches `target` is sorted.
+    """Sum the weights by buckets, descending; only the bucket where the sum reaches `target` is sorted.
 
-    The bits of a float that is not negative rise with it, so exponent and four bits of the mantissa number its bucket.
+    The bits of a non-negative float are monotonic, so the exponent and four mantissa bits give its bucket.
     """
     count = len(weights)
     rising = (weights.float().view(torch.int32) >> 19) - (127 * 16 - BUCKETS)
@@ -386,7 +385,7 @@ def _bucket_nucleus_floor(weights: Tensor, target: Tensor) -> Tensor:
 
 
 def _nucleus_floor(falling: Tensor, target: Tensor) -> Tensor:
-    """The weight (R, 1) of the first token with which the sum of `falling` (R, n) reaches `target` (R, 1)."""
+    """The weight (R, 1) of the first token at which the sum of `falling` (R, n) reaches `target` (R, 1)."""
     end = (falling.cumsum(-1) < target).sum(-1, keepdim=True).clamp_max(falling.shape[1] - 1)
     return falling.gather(1, end)
 
@@ -395,7 +394,7 @@ def _nucleus_floor(falling: Tensor, target: Tensor) -> Tensor:
 
 
 def philox(counter: NDArray[np.uint64], key: tuple[int, int]) -> NDArray[np.uint64]:
-    """Ten rounds on four 32-bit words each: `counter` (4, n) -> (4, n); `key` is two 32-bit words."""
+    """Ten rounds on four 32-bit words: `counter` (4, n) -> (4, n); `key` is two 32-bit words."""
     a, b, c, d = (word.astype(np.uint64) for word in counter)
     first, second = key
     for _ in range(10):

@@ -1,25 +1,25 @@
-"""JSON schemas of users, before they become grammars: limits, closed objects, and the validation of an answer.
+"""User-supplied JSON schemas, before they become grammars: limits, closed objects, and the validation of an answer.
 
-    check(schema) -> None        raises SchemaError naming a limit below that is exceeded
+    check(schema) -> None        raises SchemaError naming the exceeded limit
     strict(schema) -> schema     objects with named properties are closed, numbers without bounds get some
-    refuse(schema, closed)       raises SchemaError for what the grammar of the closed schema cannot guarantee
-    mistake(schema, text)        the first error of a JSON text, numbers read exactly; None for an instance
+    refuse(schema, closed)       raises SchemaError for anything the closed schema's grammar cannot guarantee
+    mistake(schema, text)        the first error of a JSON text, with exact numbers; None if it is valid
 
-**Limits.** A grammar is compiled to automata, and their size depends on numbers that cost a client a few bytes:
-`multipleOf` has a state for each remainder (9,999,991 took 38 s and 851 MiB), a range of numbers one for each digit, a
-repetition one for each repeat. `measures` reads such sizes before compilation. It ignores values of a wrong type: the
-meta-schema refuses them.
+**Limits.** A grammar is compiled to automata, and a few client bytes can make them huge: `multipleOf` has a state
+for each remainder (9,999,991 took 38 s and 851 MiB), a range of numbers one for each digit, a repetition one for each
+repeat. `measures` computes these sizes before compilation. It ignores values of the wrong type: the meta-schema rejects
+them.
 
-**Closing.** `strict` only narrows: the schema allows everything that it allows. If a schema is an intersection
-(`allOf`, or `anyOf` or `$ref` beside properties), closing each part would forbid the other part's names, so the whole
+**Closing.** `strict` only narrows: everything it allows, the schema also allows. If a schema is an intersection
+(`allOf`, or `anyOf` or `$ref` next to properties), closing each part would forbid the other part's names, so the whole
 is closed over all their names and the parts stay open. An object without named properties may have any, as in JSON
-Schema. Unbounded numbers stay in the range that all readers agree on (RFC 8259, 6): a model can write 1e999, which is
-not a number for the program that reads it.
+Schema. Unbounded numbers are limited to the range that all parsers agree on (RFC 8259, 6): a model could write 1e999,
+which the program reading it cannot represent.
 
-Not promised: that a schema within the limits compiles in time; the size of several together is only known by compiling
-(the server does so in a process that it can kill, `serve/workshop.py`). That `strict` separates the branches of an
-`anyOf` intersection (a name of one branch may occur in another). That `mistake` checks patterns: the grammar enforces
-them, and `re` can be made to hang.
+Not guaranteed: that a schema within the limits compiles in time; the size of several together is only known after
+compiling (the server does so in a process that it can kill, `serve/workshop.py`). That `strict` separates the branches
+of an `anyOf` intersection (a name of one branch may occur in another). That `mistake` checks patterns: the grammar
+enforces them, and `re` can be made to hang.
 """
 
 import json
@@ -39,7 +39,7 @@ from pipeline.run.types import JsonObject
 
 MAX_BYTES = 64 * 1024  # of a request's schemas as JSON
 MAX_DEPTH = 16  # subschemas in subschemas, and containers in a literal
-MAX_ALTERNATIVES = 256  # of enum, anyOf and oneOf, in all
+MAX_ALTERNATIVES = 256  # of enum, anyOf and oneOf, in total
 MAX_PATTERN = 512  # bytes
 
 MAPS = ("properties", "patternProperties", "$defs", "definitions")  # name -> schema
@@ -47,12 +47,12 @@ SINGLES = ("items", "additionalProperties", "additionalItems")  # a schema
 LISTS = ("prefixItems", "allOf", "anyOf", "oneOf")  # schemas
 LITERALS = ("const", "enum", "default", "examples")
 SHAPING = {"properties", "required", "patternProperties", "additionalProperties", "minProperties", "maxProperties"}
-LARGEST = 2**53 - 1  # of the integers that a double holds with all before them
-WIDEST = 2**62  # of an integer that llguidance is given: it reads 64 bits, and the least of them end its process
-EXACT = Context(prec=5000, Emax=MAX_EMAX, Emin=MIN_EMIN, traps=[])  # for reading numbers, with digits for any answer
+LARGEST = 2**53 - 1  # integer up to which a double represents every integer
+WIDEST = 2**62  # integer passed to llguidance: it parses 64 bits, and the smallest of them crash its process
+EXACT = Context(prec=5000, Emax=MAX_EMAX, Emin=MIN_EMIN, traps=[])  # for parsing numbers, enough digits for any answer
 
-MAX_TOGETHER = 8  # patterns that one text must match: llguidance needs minutes to decide whether twenty are satisfiable
-MAX_LOOKS = 10_000  # references and combinations that `mistake` follows
+MAX_TOGETHER = 8  # patterns that one text must match: llguidance takes minutes to decide whether twenty are satisfiable
+MAX_LOOKS = 10_000  # maximum references and combinations that `mistake` follows
 
 LOCATION = re.compile(r"^at \d+\(\d+\): failed to compile JSON schema: ")
 
@@ -60,7 +60,7 @@ Schema = JsonObject | bool
 
 
 class SchemaError(InputError):
-    """A request for output whose form cannot be guaranteed. `code` is the reason, a word for programs."""
+    """A request for output in a form that cannot be guaranteed. `code` is a machine-readable reason."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -68,7 +68,7 @@ class SchemaError(InputError):
 
 
 def check(*schemas: Schema) -> None:
-    """Check the limits on all schemas of a request. Raises SchemaError, its code `schema_too_large` or
+    """Check the limits on all schemas of a request. Raises SchemaError with code `schema_too_large` or
     `schema_invalid`.
     """
     alternatives = 0
@@ -98,7 +98,7 @@ def check(*schemas: Schema) -> None:
         for node in subschemas(schema):
             for number in filter(misread, _numbers([node.get("const"), node.get("enum")])):
                 message = (
-                    f"const or enum: {str(number)[:40]} cannot be promised to its last digit; use an integer "
+                    f"const or enum: {str(number)[:40]} cannot be guaranteed to its last digit; use an integer "
                     "within 2^62, a number of at most 15 digits, or a string"
                 )
                 raise SchemaError("schema_refused", message)
@@ -145,9 +145,9 @@ def _depth(value: object) -> int:
 
 # -- sizes of a schema -------------------------------------------------------------------------------------------------
 
-MAX_DIGITS = 40  # of a bound, written out
-MAX_REMAINDERS = 10_000  # of multipleOf: the number times the power of ten that makes it whole
-MAX_MINIMUM = 512  # of minLength, minItems, minProperties: an answer must have as many
+MAX_DIGITS = 40  # in a bound, written out
+MAX_REMAINDERS = 10_000  # of multipleOf: the number times the power of ten that makes it an integer
+MAX_MINIMUM = 512  # of minLength, minItems, minProperties: an answer must have at least that many
 MAX_COUNT = 1_000_000  # of maxLength, maxItems, maxProperties
 MAX_NAMES = 512  # of an object's properties
 MAX_WRITTEN = 2_000  # characters of a pattern with its repetitions written out
@@ -185,9 +185,9 @@ def _numbers(literal: object) -> Iterator[float]:
 
 
 def misread(value: float) -> bool:
-    """Whether llguidance reads another number from what JSON writes, or writes it otherwise: integers beyond 64 bits;
-    fractions, which it computes from their digits and a power of ten with one rounding each; and those halfway between
-    two numbers of as many digits.
+    """Whether llguidance parses a different number than JSON specifies, or writes it differently: integers beyond 64
+    bits; fractions, which it computes from their digits and a power of ten with one rounding each; and numbers halfway
+    between two numbers with the same number of digits.
     """
     if isinstance(value, int) or value in (math.inf, -math.inf):
         return abs(value) > WIDEST
@@ -206,7 +206,7 @@ def _is_number(value: object) -> TypeGuard[float]:
 
 
 def _digits(value: float) -> int:
-    """Digits of a number without an exponent, on both sides of its point."""
+    """Digits of a number without an exponent, on both sides of the point."""
     parts = Decimal(str(value)).as_tuple() if abs(value) < 10**400 else None
     if parts is None or not isinstance(parts.exponent, int):  # infinite, or an integer that is slow to write out
         return 10**6
@@ -222,7 +222,7 @@ def _remainders(value: float) -> int:
 
 
 def written_out(pattern: str) -> int:
-    """About the characters of a pattern with its counted repetitions written out; unlimited ones count once."""
+    """Approximate length of a pattern with its counted repetitions written out; unlimited ones count once."""
     totals, last, index = [0], 0, 0
     while index < len(pattern):
         repetition = REPEATED.match(pattern, index)
@@ -246,7 +246,7 @@ def written_out(pattern: str) -> int:
 
 
 def _end_of_set(pattern: str, index: int) -> int:
-    """The index of the bracket that closes the one at `index`; of the last character if none does."""
+    """The index of the bracket that closes the one at `index`; of the last character if there is none."""
     index += 1 + pattern.startswith("[^", index)
     first = index
     while index < len(pattern) and (pattern[index] != "]" or index == first):
@@ -268,12 +268,12 @@ class _Closing:
     def __init__(self, root: JsonObject) -> None:
         self.root = {key: value for key, value in root.items() if key != "x-guidance"}  # the grammar's own options
         self.copies: dict[str, Schema | None] = {}  # pointer -> the open target; None while it is copied
-        self.label = "open"  # prefix of their names
+        self.label = "open"  # prefix of the copies' names
         while any(name.startswith(self.label) for name in root.get("$defs", {})):
             self.label += "_"
 
     def closed_root(self) -> JsonObject:
-        """The closed root, with the open copies among its definitions."""
+        """The closed root, with the open copies added to its definitions."""
         closed = self.close(self.root)
         assert isinstance(closed, dict)
         if self.copies:
@@ -309,15 +309,15 @@ class _Closing:
             return [self.close(inner, open_parts and key != "prefixItems") for inner in value]
         if key == "$ref" and open_parts:
             if value not in self.copies:
-                self.copies[value] = None  # so that a schema that refers to itself terminates
+                self.copies[value] = None  # so that a self-referencing schema terminates
                 self.copies[value] = self.close(self.target(value), part=True)
             return f"#/$defs/{self.label}{[*self.copies].index(value)}"
         return value
 
     def names(self, node: Schema, seen: set[str]) -> dict[str, None] | None:
-        """The names of properties in a schema and its parts, in order; None if a part itself defines other names.
+        """The property names in a schema and its parts, in order; None if a part itself defines other names.
 
-        `seen` contains the references that were followed: each once, or a chain of doubled ones would never end.
+        `seen` contains the references already followed: each is followed once, or a chain of doubled ones never ends.
         """
         if not isinstance(node, dict):
             return {}
@@ -345,12 +345,12 @@ class _Closing:
             key = step.replace("~1", "/").replace("~0", "~")
             node = node.get(key) if isinstance(node, Mapping) else None
             if node is None:
-                raise SchemaError("schema_refused", f"$ref {pointer!r} leads nowhere: there is no {key!r}")
+                raise SchemaError("schema_refused", f"$ref {pointer!r} has no target: there is no {key!r}")
         return node
 
 
 def _bounded(node: JsonObject) -> JsonObject:
-    """A schema of numbers with the missing bounds, as far as its own bounds leave room for them."""
+    """A number schema with missing bounds added, if its own bounds leave room for them."""
     types = node.get("type", ())
     if not {"number", "integer"} & set([types] if isinstance(types, str) else types) or {"const", "enum"} & set(node):
         return node
@@ -370,17 +370,17 @@ def _bounded(node: JsonObject) -> JsonObject:
 
 
 def refuse(schema: JsonObject, closed: JsonObject) -> None:
-    """Raise SchemaError `schema_refused` for what the grammar of `closed` would accept without guaranteeing it.
+    """Raise SchemaError `schema_refused` for anything the grammar of `closed` would accept without guaranteeing it.
 
-    Names that are not listed may repeat in the grammar's objects, and a repeated name counts once. The branches of
-    `oneOf` must exclude each other as the user wrote them: closed ones may do so although an instance of one is an
-    instance of both.
+    Unlisted names may repeat in the grammar's objects, and a repeated name counts once. The branches of `oneOf` must
+    exclude each other as the user wrote them: closed ones may do so even if an instance of one is also an instance of
+    the other.
     """
     counts: dict[str, int] = {}
     for node in subschemas(closed):
         least = node.get("minProperties", 0)
         if least > 1 + len(node.get("required", ())) and node.get("additionalProperties") is not False:
-            raise SchemaError("schema_refused", f"minProperties {least} is not supported for names that are not listed")
+            raise SchemaError("schema_refused", f"minProperties {least} is not supported for unlisted names")
         if "$ref" in node and not node["$ref"].startswith("#"):
             raise SchemaError("schema_refused", f"$ref {node['$ref']!r}: only a JSON pointer inside the schema, #/...")
         _limit("the patterns that may meet in one text", _count_patterns(closed, node, counts), MAX_TOGETHER)
@@ -389,13 +389,13 @@ def refuse(schema: JsonObject, closed: JsonObject) -> None:
         grammar = LLMatcher.grammar_from_json_schema(json.dumps(bare))
         wrong, problems = LLMatcher.validate_grammar_with_warnings(grammar)
         if wrong:
-            raise SchemaError("schema_refused", f"the schema cannot be promised: {reason(problems[0])}")
+            raise SchemaError("schema_refused", f"the schema cannot be guaranteed: {reason(problems[0])}")
 
 
 def _count_patterns(root: JsonObject, node: Schema | None, counts: dict[str, int]) -> int:
-    """How many patterns and formats may apply to one text, an upper bound: any of one part with any of another.
+    """Upper bound on the patterns and formats that apply to one text: any of one part with any of another.
 
-    `counts` caches the results of references.
+    `counts` caches results for references.
     """
     if not isinstance(node, dict):
         return 0
@@ -417,7 +417,7 @@ def _count_patterns(root: JsonObject, node: Schema | None, counts: dict[str, int
 
 
 def reason(problem: str) -> str:
-    """The first line of llguidance's message, without the location in our grammar and without its own options."""
+    """The first line of llguidance's message, without the location in our grammar or hints about its options."""
     line = problem.strip().split("\n")[0]
     return LOCATION.sub("", line).split(". Enable ")[0][:300]
 
@@ -428,10 +428,10 @@ Keyword = Callable[..., Iterable[exceptions.ValidationError] | None]  # jsonsche
 
 
 def mistake(schema: JsonObject, text: str) -> str | None:
-    """The first error of `text` as an instance of the schema, or None. Numbers are compared as written, not as floats.
+    """The first error of `text` as an instance of the schema, or None. Numbers are compared exactly, not as floats.
 
-    Only a second check of the grammar: it stops after MAX_LOOKS subschemas, since a small schema can ask for more than
-    a lifetime of them, and at the depth of Python's stack.
+    This only double-checks the grammar: it stops after MAX_LOOKS subschemas, since even a small schema can require more
+    than a lifetime of them, and at Python's stack limit.
     """
     with localcontext(EXACT) as context:
         try:
@@ -457,7 +457,7 @@ class _LooksExhausted(Exception):
 
 
 def _count_looks(keyword: Keyword, looks: Iterator[int]) -> Keyword:
-    """The check of a keyword, which raises `_LooksExhausted` after the last of the looks."""
+    """A keyword's check that raises `_LooksExhausted` once the looks run out."""
 
     def look(*arguments: object) -> Iterator[exceptions.ValidationError]:
         if next(looks) >= MAX_LOOKS:

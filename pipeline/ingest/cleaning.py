@@ -1,12 +1,12 @@
-"""Cleans one document: whether it stays, and what of it stays. Stateless; `duplicates` compares documents.
+"""Clean one document: keep or drop it, and redact what must not stay. Stateless; `duplicates` compares documents.
 
     bytes or text -> encoding -> size -> lines -> generated -> syntax -> secrets -> Document, cleaned or with a reason
-    Python source -> docstrings -> paragraphs of prose; METADATA -> README -> paragraphs of prose
+    Python source -> docstrings -> prose paragraphs; METADATA -> README -> prose paragraphs
 
-The first check that fails gives the drop reason, so every document has one. E-mail addresses and passwords in URLs are
-replaced by fixed ones; private keys and tokens drop the document.
+The first failed check is the drop reason. Email addresses and passwords in URLs are replaced by placeholders; private
+keys and tokens drop the document.
 
-Not promised: that no secret passes. The patterns match the formats listed in SECRETS, not passwords in prose.
+Not guaranteed: that every secret is caught. The patterns match the formats in SECRETS, not passwords in prose.
 """
 
 from __future__ import annotations
@@ -25,37 +25,37 @@ from pipeline.run.errors import DataError
 
 @dataclass(frozen=True)
 class Origin:
-    """The row that a text comes from."""
+    """The row a text comes from."""
 
     file: str
     line: int
-    number: int  # among the accepted rows; a line may hold several
+    number: int  # among the accepted rows; one line may contain several
 
 
 @dataclass(frozen=True, kw_only=True)
 class Document:
-    """What a worker returns for one file or record; `paragraphs` only for prose, which `Selection` joins later."""
+    """A worker's result for one file or record; `paragraphs` is for prose only and joined later by `Selection`."""
 
     part: str  # stories, prose, python, shell, generated, own text, own code
     split: str  # train, val
-    record: Text  # cleaned; its text is empty when the document was dropped
+    record: Text  # cleaned; its text is empty if the document was dropped
     num_bytes: int  # before cleaning
     reason: str | None = None  # why it was dropped
     paragraphs: tuple[str, ...] = ()
-    fingerprint: int = 0  # of the text without whitespace
-    signature: bytes = b""  # MinHash; empty: near duplicates are not searched
-    origin: Origin | None = None  # of a person's row; a long one gives several documents
+    fingerprint: int = 0  # hash of the text without whitespace
+    signature: bytes = b""  # MinHash; empty: no near-duplicate search
+    origin: Origin | None = None  # for rows of user files; a long row yields several documents
 
 
 @dataclass(frozen=True, kw_only=True)
 class SuppliedText:
-    """A text of a person's files or of the hub, before it is cleaned."""
+    """A text from the user's files or the hub, before cleaning."""
 
-    part: str  # that it belongs to
+    part: str
     split: str
     record: Text
     origin: Origin | None = None
-    foreign: bool = False  # of the hub, with a licence of its author's
+    foreign: bool = False  # from the hub, under its author's license
 
 
 class Dropped(Exception):
@@ -63,7 +63,7 @@ class Dropped(Exception):
 
 
 def python_file(file: Found, config: DataConfig, *, code: bool, prose: bool) -> list[Document]:
-    """Read a Python file: its code, the prose of its docstrings, or both. Each is one Document."""
+    """Read a Python file: its code, its docstring prose, or both, one Document each."""
     raw = _read_bytes(file, config)
     documents = []
     try:
@@ -124,13 +124,13 @@ def shell_file(file: Found, config: DataConfig) -> Document:
 
 
 def own_record(row: SuppliedText, kind: str, config: DataConfig) -> Document:
-    """Clean a record of the user's files or of the hub. Text goes through encoding, size and secrets, code through all
-    checks, syntax only for `.py`.
+    """Clean a record from the user's files or the hub. Text gets the encoding, size and secret checks; code gets all
+    checks, with syntax only for `.py`.
     """
     record = row.record
     num_bytes = len(record.text.encode("utf-8", "surrogatepass"))
     try:
-        # What a user brings is the user's to train on; the hub's rows carry their authors' licences.
+        # Users may train on their own data; hub rows carry their authors' licenses.
         if row.foreign and config.licences == "permissive" and not sources.is_permissive(record.licence):
             raise Dropped("licence")
         text = normalise(record.text)
@@ -151,17 +151,17 @@ def own_record(row: SuppliedText, kind: str, config: DataConfig) -> Document:
 
 
 def made_record(record: Text, part: str, split: str) -> Document:
-    """A record of one of our generators: clean by construction, similar by intention: only equal ones leave later."""
+    """A generated record: clean by construction and similar on purpose, so only exact duplicates are dropped later."""
     return _clean_document(part, split, record, len(record.text.encode()), near=False)
 
 
 def capped_file(file: Found, part: str) -> Document:
-    """A file whose package has reached its cap: counted, not read."""
+    """A file whose package has reached its cap: counted but not read."""
     return _dropped_document(part, file, "cap", "cap")
 
 
 def _read_bytes(file: Found, config: DataConfig) -> bytes | str:
-    """The file's bytes, or the reason why it was not read."""
+    """The file's bytes, or the reason it was not read."""
     if config.licences == "permissive" and not sources.is_permissive(file.licence):
         return "licence"
     try:
@@ -218,7 +218,7 @@ LETTERS_AND_DIGITS = bytes(b for b in range(256) if b >= 128 or chr(b).isalnum()
 
 
 def decode(raw: bytes) -> str:
-    """UTF-8 without BOM, `\\n` line ends. Raises Dropped("encoding") for other encodings and for NUL."""
+    """Decode UTF-8, strip the BOM, use `\\n` line endings. Raises Dropped("encoding") for other encodings and NUL."""
     try:
         return normalise(raw.decode("utf-8"))
     except UnicodeDecodeError:
@@ -226,7 +226,7 @@ def decode(raw: bytes) -> str:
 
 
 def normalise(text: str) -> str:
-    """A text without BOM, with `\\n` line ends. Raises Dropped("encoding") for NUL and lone surrogates."""
+    """Strip the BOM and use `\\n` line endings. Raises Dropped("encoding") for NUL and lone surrogates."""
     text = text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
     if "\0" in text or (not text.isascii() and SURROGATE.search(text)):
         raise Dropped("encoding")
@@ -240,7 +240,7 @@ def check_size(text: str, config: DataConfig) -> None:
 
 
 def check_lines(text: str) -> None:
-    """Raise Dropped for data rather than writing: long lines, few letters and digits, tables of `\\x` escapes."""
+    """Raise Dropped for what looks like data: long lines, few letters and digits, tables of `\\x` escapes."""
     raw = text.encode()
     lines = raw.rstrip(b"\n").split(b"\n")
     if max(map(len, lines)) > MAX_LINE or len(raw) > MAX_MEAN_LINE * len(lines):
@@ -252,14 +252,14 @@ def check_lines(text: str) -> None:
 
 
 def check_generated(text: str) -> None:
-    """Raise Dropped("generated") when one of the first 15 lines states that a program wrote the file."""
+    """Raise Dropped("generated") if one of the first 15 lines marks the file as generated."""
     head = "\n".join(text.split("\n", HEAD_LINES)[:HEAD_LINES]).lower()
     if any(mark in head for mark in GENERATED_MARKS):
         raise Dropped("generated")
 
 
 def parse(text: str) -> ast.Module:
-    """The syntax tree. Raises Dropped("syntax") where this Python cannot parse the text."""
+    """The syntax tree. Raises Dropped("syntax") if this Python version cannot parse the text."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -271,12 +271,12 @@ def parse(text: str) -> ast.Module:
 # --- secrets ---------------------------------------------------------------------------------------------------------
 
 
-# Each pattern with a literal that every match contains: looking for the literal first is a hundred times faster.
+# Each pattern comes with a literal that every match contains: checking for it first is a hundred times faster.
 SECRETS = tuple(
     (literal, re.compile(pattern))
     for literal, pattern in (
         ("PRIVATE KEY", r"-----BEGIN (?:[A-Z0-9]+ )*PRIVATE KEY(?: BLOCK)?-----"),
-        ("AKIA", r"\bAKIA[0-9A-Z]{16}\b"),  # AWS: the key's id, long-lived or not, and below the key
+        ("AKIA", r"\bAKIA[0-9A-Z]{16}\b"),  # AWS: key id, long-lived or temporary; below: the key
         ("ASIA", r"\bASIA[0-9A-Z]{16}\b"),
         ("ecret", r"(?i:aws_?secret(?:_?access)?_?key)\W{1,6}[A-Za-z0-9/+]{40}(?![A-Za-z0-9/+])"),
         ("ECRET", r"AWS_?SECRET(?:_?ACCESS)?_?KEY\W{1,6}[A-Za-z0-9/+]{40}(?![A-Za-z0-9/+])"),
@@ -297,7 +297,7 @@ SECRETS = tuple(
 URL_PASSWORD = re.compile(
     r"""\b([a-z][a-z0-9+.-]{1,20}://)[^\s/:@"'<>{}$%()\[\],]+:[^\s/@"'<>{}$%()\[\],]+@""", re.IGNORECASE
 )
-# Python multiplies matrices with @: `q@k.to(x)` is no address. So only known endings, and no call or attribute after.
+# Python multiplies matrices with @: `q@k.to(x)` is not an address. So only known TLDs, with no call or attribute after.
 EMAIL = re.compile(
     r"\b(?!git@)[A-Za-z0-9][A-Za-z0-9._%+-]*@(?:[A-Za-z0-9-]+\.)+"
     r"(?:com|org|net|edu|gov|mil|int|info|biz|name|dev|[a-z]{2})"
@@ -307,7 +307,7 @@ URL_FIXED, EMAIL_FIXED = r"\1user:password@", "user@example.com"
 
 
 def without_secrets(text: str) -> str:
-    """The text with fixed e-mail addresses and URL passwords. Raises Dropped("secret") for keys and tokens."""
+    """Replace email addresses and URL passwords by placeholders. Raises Dropped("secret") for keys and tokens."""
     if any(literal in text and pattern.search(text) for literal, pattern in SECRETS):
         raise Dropped("secret")
     if "@" not in text:
@@ -335,7 +335,7 @@ FENCE = re.compile(r"^\s*(?:```|~~~)")
 
 
 def paragraphs(text: str) -> tuple[str, ...]:
-    """The paragraphs of prose, each on one line: English sentences, no code, tables, directives, HTML or lists."""
+    """The prose paragraphs, one line each: English sentences, no code, tables, directives, HTML or lists."""
     prose, block, fenced = [], [], False
     for line in [*text.expandtabs(4).split("\n"), ""]:
         if FENCE.match(line):
@@ -352,10 +352,10 @@ def paragraphs(text: str) -> tuple[str, ...]:
 
 
 def is_prose(lines: list[str]) -> bool:
-    """At least 8 words, 80% letters and spaces, 18% function words; a sentence's end; one indentation throughout."""
+    """At least 8 words, 80% letters and spaces, 18% function words, sentence-final punctuation, uniform indentation."""
     if lines[-1].rstrip()[-1] not in ".!?:":
         return False
-    # A deeper second line is a definition list ("x : int\n    The ..."), a bare "Args:" is its heading.
+    # A deeper second line means a definition list ("x : int\n    The ..."); a bare "Args:" is its heading.
     indent = len(lines[0]) - len(lines[0].lstrip())
     if any(len(line) - len(line.lstrip()) != indent or BULLET.match(line) for line in lines):
         return False
@@ -372,7 +372,7 @@ def is_prose(lines: list[str]) -> bool:
 
 
 def docstrings(body: list[ast.stmt]) -> list[str]:
-    """The docstrings of all functions and classes in a list of statements, in the order of the source."""
+    """The docstrings of all functions and classes in a list of statements, in source order."""
     texts = []
     for statement in body:
         if isinstance(statement, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):

@@ -1,12 +1,11 @@
-"""Conversations in the dialects of public data sets -> the message lists of `records`.
+"""Convert conversations from the formats of public datasets to the message lists of `records`.
 
-In: lists of role/content or from/value, and whole transcripts (Glaive's, hh-rlhf's). Out: messages of the roles system,
-user, assistant, tool. Calls are `tool_calls` numbered from call_0, their arguments JSON text. Each result belongs to
-the call whose id it names, else to the first call without a result; a JSON list as long as the open calls is one result
-for each. Text and a call that follow one another become one turn of the assistant. What cannot be read raises
-`RowError`.
+In: lists of role/content or from/value, and whole transcripts (Glaive, hh-rlhf). Out: messages with the roles system,
+user, assistant, tool. Calls become `tool_calls` numbered from call_0, with arguments as JSON text. A result goes to the
+call whose id it names, else to the first call without a result; a JSON list with one entry per open call is split among
+them. Consecutive assistant text and calls are merged into one turn. Unreadable input raises `RowError`.
 
-Not promised: that every call has a result, or that user and assistant take turns.
+Not guaranteed: that every call has a result, or that user and assistant alternate.
 """
 
 import json
@@ -27,7 +26,7 @@ _ROLES = {
 
 
 class MessageBuilder:
-    """Builds a message list, and keeps the calls that have no result yet."""
+    """Builds a message list and tracks the calls that have no result yet."""
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
@@ -40,7 +39,7 @@ class MessageBuilder:
         self.messages.append({"role": role, "content": content})
 
     def add_calls(self, calls: Sequence[Call], field: str, ids: Sequence[str] = (), content: str = "") -> None:
-        """Add calls of the assistant, to its turn just before if there is one."""
+        """Add assistant calls, merged into the preceding assistant turn if there is one."""
         if not self.messages or self.messages[-1]["role"] != "assistant":
             self.messages.append({"role": "assistant", "content": ""})
             self._open_calls = []
@@ -57,9 +56,9 @@ class MessageBuilder:
             self._open_calls.append((ids[index] if index < len(ids) else "", entry))
 
     def add_result(self, content: str, field: str, source_id: str = "") -> None:
-        """Add the result of one open call, or of all of them when it is a JSON list of as many entries."""
+        """Add the result of one open call, or of all open calls if it is a JSON list with one entry per call."""
         if not self._open_calls:
-            raise RowError(field, "a result without a call before it")
+            raise RowError(field, "a result without a preceding call")
         if not source_id and len(self._open_calls) > 1 and content.lstrip().startswith("["):
             try:
                 entries = from_json(content, field)
@@ -79,32 +78,32 @@ class MessageBuilder:
 
 
 def check(messages: Sequence[Message], tool_list: Sequence[JsonObject]) -> None:
-    """Raise RowError unless the dialogue can be trained on: the assistant has a turn, has no empty turn, and calls only
-    tools that are listed.
+    """Raise RowError unless the dialogue is trainable: at least one assistant turn, no empty ones, and calls only to
+    listed tools.
     """
     if not any(message["role"] == "assistant" for message in messages):
-        raise RowError("messages", "no turn of the assistant")
+        raise RowError("messages", "no assistant turn")
     names = {tool["function"]["name"] for tool in tool_list}
     for index, message in enumerate(messages):
         for entry in message.get("tool_calls", ()):
             if entry["function"]["name"] not in names:
                 raise RowError(
-                    f"messages[{index}]", f"calls {entry['function']['name']!r}, which is not among the tools"
+                    f"messages[{index}]", f"calls {entry['function']['name']!r}, which is not in the tool list"
                 )
         if message["role"] == "assistant" and not message["content"].strip() and not message.get("tool_calls"):
-            raise RowError(f"messages[{index}].content", "the assistant says nothing")
+            raise RowError(f"messages[{index}].content", "the assistant turn is empty")
 
 
 def question(text: str, answer: str, system: str = "") -> list[Message]:
-    """The messages of one question and its answer."""
+    """The messages for one question and its answer."""
     first = [{"role": "system", "content": system}] if system else []
     return [*first, {"role": "user", "content": text}, {"role": "assistant", "content": answer}]
 
 
 def from_list(entries: Sequence[object], field: str) -> list[Message]:
-    """Messages as role/content (OpenAI) or from/value (ShareGPT), with calls and results in either form."""
+    """Parse role/content (OpenAI) or from/value (ShareGPT) messages, with calls and results in either form."""
     if not entries:
-        raise RowError(field, "no message")
+        raise RowError(field, "no messages")
     builder = MessageBuilder()
     for index, entry in enumerate(entries):
         _add_entry(builder, entry, f"{field}[{index}]")
@@ -141,21 +140,21 @@ def _role_and_content(entry: JsonObject, field: str) -> tuple[str, str]:
     role = _ROLES.get(word.strip().lower()) if isinstance(word, str) else None
     if role is None:
         raise RowError(f"{field}.{names[0]}", f"expected system, user, assistant or tool, found {word!r}"[:120])
-    if isinstance(content, list):  # OpenAI's parts: text can be read, pictures and sound cannot
+    if isinstance(content, list):  # OpenAI content parts: text only, no images or audio
         if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
-            raise RowError(f"{field}.{names[1]}", "expected parts of text only")
+            raise RowError(f"{field}.{names[1]}", "expected text parts only")
         content = "".join(part["text"] for part in content)
     if role in ("call", "tool") and isinstance(content, dict):
         content = to_json(content, f"{field}.{names[1]}")
     if content is None and role == "assistant":
         content = ""
     if not isinstance(content, str):
-        raise RowError(f"{field}.{names[1]}", f"expected a text, found {type(content).__name__}")
+        raise RowError(f"{field}.{names[1]}", f"expected a string, found {type(content).__name__}")
     return role, content
 
 
 def xlam(query: str, answers: object, field: str) -> list[Message]:
-    """xLAM: one question, its calls as JSON text; `[]` (no tool fits) is rejected, as it leaves nothing to train on."""
+    """xLAM: one question and its calls as JSON text. `[]` (no tool fits) is rejected: it leaves nothing to train on."""
     calls = json_calls(answers, field)
     if not calls:
         raise RowError(field, "no call and no answer")
@@ -217,13 +216,13 @@ _TODAY = re.compile(r"(?:Today is|The current (?:time|date)\b)[^\n]*?(?:\.(?=\s|
 
 
 def find_functions(system: str) -> int:
-    """Offset of the JSON list of functions in a system text; -1: there is none."""
+    """Offset of the JSON list of functions in a system prompt; -1 if there is none."""
     match = _FUNCTIONS.search(system)
     return match.start() if match else -1
 
 
 def toolace_system(system: str) -> tuple[str, list[JsonObject]]:
-    """(the date, the tools) of a system text. The rest of it, which describes ToolACE's call syntax, is dropped."""
+    """(date, tools) of a system prompt. The rest, which describes ToolACE's call syntax, is dropped."""
     start = find_functions(system)
     functions, end = _decode_at(system, start, "system")
     today = _TODAY.search(system[:start] + "\n" + system[end:])
@@ -231,9 +230,9 @@ def toolace_system(system: str) -> tuple[str, list[JsonObject]]:
 
 
 def toolace(entries: Sequence[object], field: str) -> list[Message]:
-    """ToolACE's turns: as ShareGPT, but a call is an assistant's text of the form `[Name(a=1), ...]`."""
+    """ToolACE turns: like ShareGPT, but calls are assistant text of the form `[Name(a=1), ...]`."""
     if not entries:
-        raise RowError(field, "no message")
+        raise RowError(field, "no messages")
     builder = MessageBuilder()
     for index, entry in enumerate(entries):
         turn_field = f"{field}[{index}]"
@@ -249,7 +248,7 @@ def toolace(entries: Sequence[object], field: str) -> list[Message]:
 
 
 def _bare_results(content: str) -> str:
-    """`[{"name": "f", "results": {...}}]` -> the results alone, because ToolACE's names repeat those of the calls."""
+    """`[{"name": "f", "results": {...}}]` -> the results alone, since the names only repeat those of the calls."""
     try:
         entries = json.loads(content)
     except (ValueError, RecursionError):
@@ -280,6 +279,6 @@ def transcript(text: str, field: str) -> list[Message]:
     messages: list[Message] = []
     for speaker, content in zip(pieces[1::2], pieces[2::2], strict=True):
         if not content.strip():
-            raise RowError(field, f"an empty turn of {speaker}")
+            raise RowError(field, f"empty turn: {speaker}")
         messages.append({"role": "user" if speaker == "Human" else "assistant", "content": content.strip()})
     return messages

@@ -1,26 +1,26 @@
-"""Duplicates: documents that equal or resemble each other, and test items in training text.
+"""Deduplication and decontamination: exact and near-duplicate documents, and test items in training text.
 
     text -> fingerprint (64 bits), signature (256 bytes)      stateless, in the workers
     signatures in order -> does an earlier one resemble it?   NearDuplicates, in the collecting process
 
-A fingerprint finds documents that are equal but for whitespace, a signature near duplicates: one-permutation MinHash
-(Li, Owen, Zhang 2012) of 5-token shingles in 256 bins, empty bins filled by rotation (Shrivastava & Li 2014), 8 bits of
-each minimum kept (Li & König 2010). 32 bands of 8 bins propose candidates: a pair of Jaccard similarity s is proposed
-with probability 1 - (1 - s^8)^32 (0.85 at 0.7, 0.996 at 0.8) and confirmed by the estimate over all 256 bins (standard
-error 0.03 at 0.7). Memory: 256 bytes of signature and 210 to 320 bytes of table a document, whatever its length; no
-text is kept.
+Fingerprints find documents that are equal up to whitespace. Signatures find near duplicates: one-permutation MinHash
+(Li, Owen, Zhang 2012) of 5-token shingles in 256 bins, empty bins filled by rotation (Shrivastava & Li 2014), keeping
+8 bits of each minimum (Li & König 2010). 32 bands of 8 bins propose candidates: a pair with Jaccard similarity s is
+proposed with probability 1 - (1 - s^8)^32 (0.85 at 0.7, 0.996 at 0.8) and confirmed by the estimate over all 256 bins
+(standard error 0.03 at 0.7). Memory per document, whatever its length: 256 bytes of signature and 210 to 320 bytes of
+table. No text is kept.
 
     data/benchmarks/* -> items (every string of every row) -> Index -> which items does this document contain?
     (name, text) items + data/raw corpora + training conversations -> found_in -> the names that were found
 
-Decontamination compares words after NFKC and lower case. A document hits an item when it shares 13 words in a row with
-it or, for an item of fewer words, contains all of them in a row (items of 40 characters or more; a shorter one is no
-evidence). Runs of words are compared as 64-bit hashes. `stage_corpus` drops training text that contains an
-item of a benchmark; `stage_tasks` drops its own test items that training text contains, not the text, so that no
-parameter of tasks retrains a model.
+Decontamination compares words after NFKC and lowercasing. A document hits an item if they share 13 consecutive words
+or, for shorter items, if it contains all of the item's words in a row (only items of at least 40 characters; a shorter
+match is no evidence). Word runs are compared as 64-bit hashes. `stage_corpus` drops training text that contains a
+benchmark item; `stage_tasks` drops its own test items found in training text rather than the text, so that no tasks
+parameter triggers retraining.
 
-Not promised: finding every near duplicate (see the probabilities), a document that only contains another one, a
-translation or a paraphrase, or a solution with other names.
+Not guaranteed: finding every near duplicate (see the probabilities), a document that merely contains another, a
+translation or paraphrase, or a solution with renamed variables.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from pipeline.run.errors import DataError
 from pipeline.run.processes import pool_map
 
 BINS, BANDS, SHINGLE = 256, 32, 5
-ROTATION = 157  # added for each bin that a value is moved, so that far and near neighbors differ
+ROTATION = 157  # added for each bin a value is moved, so that near and far donors differ
 CHANCE_AGREEMENT = 1 / 256  # probability that two unrelated minima agree in 8 bits
 MAX_LOAD, GROWTH, LONGEST_CHAIN = 0.6, 1.5, 64
 EMPTY = np.uint32(0xFFFFFFFF)
@@ -60,14 +60,14 @@ def fingerprint(text: str) -> int:
 
 
 def mix(values: Hashes) -> Hashes:
-    """splitmix64's finalizer: every input bit moves every output bit."""
+    """splitmix64's finalizer: every input bit affects every output bit."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
 
 
 def shingle_hashes(tokens: list[bytes], width: int) -> Hashes:
-    """A 64-bit hash of every run of `width` tokens, in order; empty when there are fewer tokens."""
+    """A 64-bit hash of every run of `width` tokens, in order; empty if there are fewer tokens."""
     count = len(tokens) - width + 1
     if count <= 0:
         return np.empty(0, np.uint64)
@@ -85,7 +85,7 @@ def signature(text: str) -> bytes:
     if not len(hashes):
         return bytes(BINS)
     hashes.sort()
-    # The top 8 bits name the bin, so in sorted order the first hash of a bin is its minimum.
+    # The top 8 bits select the bin, so in sorted order the first hash of a bin is its minimum.
     bins = (hashes >> np.uint64(56)).astype(np.int64)
     first = np.flatnonzero(np.r_[True, bins[1:] != bins[:-1]])
     filled, minima = bins[first], (hashes[first] & np.uint64(0xFF)).astype(np.int64)
@@ -96,15 +96,15 @@ def signature(text: str) -> bytes:
 
 
 def _estimate(stored: NDArray[np.uint8], query: NDArray[np.uint8]) -> NDArray[np.float64]:
-    """The estimated Jaccard similarity of shingle sets by their signatures: about 0 if unrelated, 1 if equal."""
+    """Estimate the Jaccard similarity of shingle sets from their signatures: about 0 if unrelated, 1 if equal."""
     return ((stored == query).mean(axis=-1) - CHANCE_AGREEMENT) / (1 - CHANCE_AGREEMENT)
 
 
 class NearDuplicates:
     """The signatures so far, and a hash table from each band of each signature to the signature's number.
 
-    The table contains numbers only: a slot is verified by reading the signature that it points to. Two bands of one
-    document may share a slot, because both find it there.
+    The table stores numbers only: a slot is verified against the signature it points to. Two bands of one document may
+    share a slot, since both find it there.
     """
 
     def __init__(self, threshold: float) -> None:
@@ -135,7 +135,7 @@ class NearDuplicates:
         """Add a signature and return its number."""
         number = self.count
         self.count += 1
-        if self.count > len(self._words):  # in place: the allocator moves pages, nothing is in memory twice
+        if self.count > len(self._words):  # in place: the allocator moves pages, so nothing is in memory twice
             self._words.resize((int(len(self._words) * GROWTH), BANDS), refcheck=False)
         self._words[number] = np.frombuffer(sketch, np.uint64)
         if self.count * BANDS > MAX_LOAD * len(self._table):
@@ -145,7 +145,7 @@ class NearDuplicates:
         return number
 
     def _slots(self, keys: Hashes) -> NDArray[np.int64]:
-        # The same 8 bytes in two bands would collide; that costs a comparison, never a wrong answer.
+        # The same 8 bytes in two bands collide; that costs a comparison but never gives a wrong answer.
         return ((mix(keys) >> np.uint64(32)) * np.uint64(len(self._table)) >> np.uint64(32)).astype(np.int64)
 
     def _insert(self, numbers: NDArray[np.int64]) -> None:
@@ -156,7 +156,7 @@ class NearDuplicates:
             free = self._table[slots] == EMPTY
             self._table[slots[free]] = owners[free]
             stored = self._table[slots]
-            # Boilerplate gives thousands of documents the same band; a chain of 64 proposes enough candidates.
+            # Boilerplate gives thousands of documents the same band; a chain of 64 yields enough candidates.
             num_alike += self._words[stored, bands] == keys
             unplaced = (stored != owners) & (num_alike < LONGEST_CHAIN)
             keys, bands, owners, num_alike = keys[unplaced], bands[unplaced], owners[unplaced], num_alike[unplaced]
@@ -178,16 +178,16 @@ READ_WHOLE = (".txt", ".md", ".rst", ".py", ".sh")
 
 
 def words(text: str) -> list[bytes]:
-    """The words of a text after NFKC and lower case, in UTF-8."""
+    """The words of a text after NFKC and lowercasing, in UTF-8."""
     plain = text if text.isascii() else unicodedata.normalize("NFKC", text)
     return [word.encode("utf-8", "replace") for word in WORD.findall(plain.lower())]
 
 
 class Index:
-    """The runs of words of a set of items."""
+    """An index of the word runs of a set of items."""
 
     def __init__(self, items: Iterable[tuple[str, str]]) -> None:
-        """Index (name, text) items; several texts in a row may have one name."""
+        """Index (name, text) items; consecutive texts may share a name."""
         self.names: list[str] = []
         runs: dict[int, list[NDArray[np.uint64]]] = {}
         owners: dict[int, list[NDArray[np.int32]]] = {}
@@ -209,11 +209,11 @@ class Index:
             self._runs[width] = hashes[order], numbers[order]
 
     def __len__(self) -> int:
-        """Number of items that are long enough to be found."""
+        """Number of items long enough to be found."""
         return len(self.names)
 
     def hits(self, text: str) -> list[str]:
-        """Names of the items that this text contains or shares 13 words in a row with, in the items' order."""
+        """Names of the items that this text contains or shares 13 consecutive words with, in the items' order."""
         if not self.names:
             return []
         text_words, numbers = words(text), set()
@@ -226,7 +226,7 @@ class Index:
 
 
 def benchmark_files(folder: Path) -> list[Path]:
-    """The files of data/benchmarks/ in a fixed order, without README.md and hidden ones."""
+    """The files of data/benchmarks/ in a fixed order, except README.md and hidden files."""
     if not folder.is_dir():
         return []
     files = (path for path in folder.rglob("*") if path.is_file())
@@ -237,7 +237,7 @@ def benchmark_files(folder: Path) -> list[Path]:
 
 
 def benchmark_items(folder: Path) -> Iterator[tuple[str, str]]:
-    """(file:row, text) of every string in the benchmark files. Raises DataError for one that cannot be read."""
+    """(file:row, text) of every string in the benchmark files. Raises DataError for an unreadable file."""
     for path in benchmark_files(folder):
         name = path.relative_to(folder).as_posix()
         for number, row in enumerate(_rows(path), start=1):
@@ -246,7 +246,7 @@ def benchmark_items(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def strings(value: object) -> Iterator[str]:
-    """Every string inside a JSON value, keys left out."""
+    """Every string inside a JSON value, except keys."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
@@ -262,14 +262,14 @@ def _rows(path: Path) -> Iterator[object]:
     if suffix == ".parquet":
         for number, row in ingest_files.rows(path, "utf-8"):
             if isinstance(row, RowError):
-                raise DataError(f"{path}:{number}: {row}; repair it or take it away")
+                raise DataError(f"{path}:{number}: {row}; fix or remove it")
             yield row
         return
     try:
         raw = ingest_files.unzipped(path) if path.suffix == ".gz" else path.read_bytes()
         text = raw.decode("utf-8-sig")
     except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: expected UTF-8 text, plain or gzip ({error}); convert it or take it away") from error
+        raise DataError(f"{path}: expected UTF-8 text, plain or gzip ({error}); convert or remove it") from error
     if suffix in READ_WHOLE:
         yield from [text, *re.split(r"\n\s*\n", text)]
     elif suffix in (".csv", ".tsv"):
@@ -279,8 +279,7 @@ def _rows(path: Path) -> Iterator[object]:
         yield from _json_rows(path, text)
     else:
         raise DataError(
-            f"{path}: expected .jsonl, .json, .csv, .tsv, .parquet (or .gz of these) or text; convert it or take it"
-            " away"
+            f"{path}: expected .jsonl, .json, .csv, .tsv, .parquet (or .gz of these) or text; convert or remove it"
         )
 
 
@@ -295,7 +294,7 @@ def _json_rows(path: Path, text: str) -> Iterator[object]:
                     yield json.loads(line)
                 except json.JSONDecodeError as error:
                     raise DataError(
-                        f"{path}:{number}: not JSON ({error.msg}); repair the line or take the file away"
+                        f"{path}:{number}: not JSON ({error.msg}); fix the line or remove the file"
                     ) from error
     else:
         yield from content if isinstance(content, list) else [content]
@@ -309,14 +308,14 @@ GENERATED = frozenset({"generated"})
 
 @dataclass(frozen=True)
 class CorpusSearch:
-    """A file and the items to search it for: all that a worker process needs."""
+    """A file and the items to search it for: everything a worker process needs."""
 
     path: Path
     items: Sequence[tuple[str, str]]
 
 
 def found_in(items: Sequence[tuple[str, str]], corpora: Iterable[Path], texts: Iterable[str], workers: int) -> set[str]:
-    """Names of the items that a training document of the corpora, or one of the texts, hits (see `Index.hits`)."""
+    """Names of the items hit by a training document of the corpora or by one of the texts (see `Index.hits`)."""
     index = Index(items)
     hits = {name for text in texts for name in index.hits(text)}
     files = [path for corpus in corpora for path in sorted(corpus.glob("train-*.parquet"))]

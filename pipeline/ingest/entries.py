@@ -1,21 +1,21 @@
 """Entries of a kind: where the text, code, dialogues, problems, preferences or labels of `data: files` come from.
 
-    dialogues:                                            one list for each kind; [] means no data of this kind
+    dialogues:                                            one list per kind; [] means no data of this kind
       - chats/*.jsonl                                     a glob below data/own/                      FileEntry
-      - packages                                          what `data: packages` gives of this kind    PackagesEntry
-      - files: support/*.csv                              a glob with options of its own              FileEntry
+      - packages                                          the `data: packages` records of this kind   PackagesEntry
+      - files: support/*.csv                              a glob with its own options                 FileEntry
         columns: {question: prompt, reply: completion}
         weight: 0.7
-      - source: hub                                       a set of the hub, with the keys of HubSet   HubEntry
+      - source: hub                                       a hub dataset, with the keys of HubSet      HubEntry
         id: owner/name
         weight: 0.3
       - repository: repos/mine                            a repository below data/own/                RepositoryEntry
 
-The keys of a mapping decide which of the four it is. Weights make a mixture (`ingest/mixture.py`): every entry of a
-kind has one, or none has.
+A mapping's keys determine which of the four it is. Weights define a mixture (`ingest/mixture.py`): either every entry
+of a kind has one or none does.
 
-Checked here is what needs no file. Whether a glob matches, whether an option has an effect on the files it matches, and
-whether the columns exist is checked where the files are read (`ingest/own_files.py`).
+This module checks what needs no file access. Whether a glob matches, whether an option affects the files it matches,
+and whether the columns exist is checked when the files are read (`ingest/own_files.py`).
 """
 
 from __future__ import annotations
@@ -29,117 +29,117 @@ from pipeline.ingest import shapes
 from pipeline.ingest.tool_calls import RowError
 
 COLUMNS = "columns"  # the shape that reads text_field
-PACKAGES = "packages"  # the entry that stands for our own generators and harvested packages
+PACKAGES = "packages"  # the entry for our own generators and harvested packages
 
 
 def check_weight(weight: float | None) -> None:
-    """Raise ValueError for a weight that is no positive number."""
+    """Raise ValueError unless the weight is a positive number."""
     if weight is not None and not (weight > 0 and math.isfinite(weight)):
-        raise ValueError(f"weight: expected more than 0, got {weight:g}; take the entry away to leave it out")
+        raise ValueError(f"weight: expected more than 0, got {weight:g}; to leave the entry out, remove it")
 
 
 @dataclass(frozen=True, kw_only=True)
 class FileEntry:
-    """Files below data/own/, and how to read them. None: as the key of that name says for all entries."""
+    """Files below data/own/ and how to read them. None: use the top-level key of the same name."""
 
     files: str
     """A glob."""
     columns: dict[str, str] = field(default_factory=dict)
-    """Of tables: the files' column -> ours."""
+    """Tables only: column in the files -> our column name."""
     shape: str | None = None
-    """Of tables: one of ingest/shapes.py."""
+    """Tables only: one of the shapes in ingest/shapes.py."""
     encoding: str | None = None
-    """Of what is neither UTF-8 nor marked as UTF-16."""
+    """Encoding of files that are neither UTF-8 nor marked as UTF-16."""
     text_field: list[str] | None = None
-    """Of tables: columns (ours) that make the text; in dialogues the last answers the rest."""
+    """Tables only: columns (our names) joined into the text; in dialogues, the last one is the answer."""
     weight: float | None = None
-    """Share of the training rows (of text and code: bytes), relative to the other entries."""
+    """Share of the training rows (bytes for text and code), relative to the other entries."""
 
     def __post_init__(self) -> None:
         check_weight(self.weight)
         if self.files == PACKAGES:
-            raise ValueError("files: packages is no glob; write `source: packages`, or `files: packages/*`")
+            raise ValueError("files: packages is not a glob; write `source: packages`, or `files: packages/*`")
         taken = [name for name in self.columns.values() if list(self.columns.values()).count(name) > 1]
         if taken:
             raise ValueError(f"columns: two columns cannot both become {taken[0]!r}")
         if idle := [name for name, ours in self.columns.items() if name == ours]:
-            raise ValueError(f"columns: {idle[0]!r} already has this name; take it away")
+            raise ValueError(f"columns: {idle[0]!r} already has this name; remove it")
 
     @property
     def name(self) -> str:
-        """The entry in tables and messages."""
+        """The entry's name in tables and messages."""
         return self.files
 
     @property
     def table_keys(self) -> list[str]:
-        """The keys set here that only a table can have."""
+        """The keys set here that apply to tables only."""
         given = {"columns": self.columns, "shape": self.shape, "text_field": self.text_field}
         return [key for key, value in given.items() if value]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackagesEntry:
-    """What `data: packages` gives of a kind: generated records; of text and code the harvested packages too."""
+    """The `data: packages` records of a kind: generated ones, plus harvested packages for text and code."""
 
     source: Literal["packages"]
     """packages."""
     weight: float | None = None
-    """As of files."""
+    """As for files."""
 
     def __post_init__(self) -> None:
         check_weight(self.weight)
 
     @property
     def name(self) -> str:
-        """The entry in tables and messages."""
+        """The entry's name in tables and messages."""
         return PACKAGES
 
 
 @dataclass(frozen=True, kw_only=True)
 class HubSet:
-    """One data set of the Hugging Face hub, for one kind of record."""
+    """One Hugging Face hub dataset, for one kind of record."""
 
     id: str
     """Owner/name."""
     config: str | None = None
-    """The data set's configuration, where it has several."""
+    """The dataset's configuration, if it has several."""
     data_dir: str | None = None
-    """Folder inside the data set."""
+    """Folder inside the dataset."""
     revision: str | None = None
     """40 hex digits; none: resolved once, printed and recorded."""
     train: str = "train"
-    """The split that is trained on."""
+    """The split to train on."""
     val: str | None = None
-    """The split that is held out; none: val_share of the rows."""
+    """The held-out split; none: val_share of the rows."""
     shape: str = "auto"
-    """One of ingest/shapes.py."""
+    """One of the shapes in ingest/shapes.py."""
     text_field: str | list[str] = "text"
-    """The column of the text; a list: columns that are joined, of which in dialogues the last answers the rest."""
+    """The text column, or a list of columns to join; in dialogues, the last one is the answer."""
     licence: str = "unknown"
-    """The licence of every row."""
+    """The license of every row."""
     licence_field: str | None = None
-    """The column that names the licence of each row, instead."""
+    """The column with each row's license, instead."""
     level: str | None = None
     """For AceCode: easy, medium, hard."""
     max_rows: int | None = None
-    """At most so many rows of each split."""
+    """Maximum number of rows per split."""
     enabled: bool = True
-    """Gated sets stand here switched off."""
+    """False skips the dataset; the listed gated ones are off by default."""
 
     @property
     def name(self) -> str:
-        """The data set in tables and messages."""
+        """The dataset's name in tables and messages."""
         return "/".join(part for part in (self.id, self.config, self.data_dir) if part)
 
 
 @dataclass(frozen=True, kw_only=True)
 class HubEntry(HubSet):
-    """A data set of the hub among the entries of a kind."""
+    """A hub dataset as an entry of a kind."""
 
     source: Literal["hub"]
     """hub."""
     weight: float | None = None
-    """As of files."""
+    """As for files."""
 
     def __post_init__(self) -> None:
         check_weight(self.weight)
@@ -147,39 +147,39 @@ class HubEntry(HubSet):
 
 @dataclass(frozen=True, kw_only=True)
 class RepositoryEntry:
-    """A repository (`ingest/repository.py`): of code its Python files, of problems its functions with tests, of
-    dialogues its commits.
+    """A repository (`ingest/repository.py`): its Python files for code, its tested functions for problems, its commits
+    for dialogues.
     """
 
     repository: str
     """A folder below data/own/."""
     held_out: list[str] = field(default_factory=list)
-    """Folders in it that are not trained on (".": all of it); []: some of its top folders, by a hash of their names."""
+    """Folders to hold out of training (".": all of it); []: some top-level folders, chosen by a hash of their names."""
     weight: float | None = None
-    """As of files."""
+    """As for files."""
 
     def __post_init__(self) -> None:
         check_weight(self.weight)
         for folder in (self.repository, *self.held_out):
             if not folder or folder.startswith("/") or ".." in folder.split("/"):
                 raise ValueError(
-                    f"repository, held_out: expected a path below data/own/ and folders in it, got {folder!r}; a "
-                    "repository that lies elsewhere is cloned or copied there, so that a change of it is noticed"
+                    f"repository, held_out: expected a path below data/own/ and folders in it, got {folder!r}; clone "
+                    "or copy the repository there, so that changes to it are noticed"
                 )
 
     @property
     def name(self) -> str:
-        """The entry in tables and messages."""
+        """The entry's name in tables and messages."""
         return self.repository
 
 
-Written = str | FileEntry | PackagesEntry | HubEntry | RepositoryEntry  # as conf/data/<name>.yaml has it
+Written = str | FileEntry | PackagesEntry | HubEntry | RepositoryEntry  # as written in conf/data/<name>.yaml
 Entry = FileEntry | PackagesEntry | HubSet | RepositoryEntry
 REPOSITORY_KINDS = ("code", "problems", "dialogues")
 
 
 def resolved(written: Sequence[Written]) -> list[Entry]:
-    """The entries that a list means, without those that are switched off: strings become entries without options."""
+    """Resolve a list to its enabled entries: strings become entries without options."""
     entries: list[Entry] = []
     for one in written:
         if one == PACKAGES:
@@ -192,36 +192,36 @@ def resolved(written: Sequence[Written]) -> list[Entry]:
 
 
 def weight_of(entry: Entry) -> float | None:
-    """The entry's weight; the sets of `data: hub` have none."""
+    """The entry's weight; datasets of `data: hub` have none."""
     return None if isinstance(entry, HubSet) and not isinstance(entry, HubEntry) else entry.weight
 
 
 def check_list(kind: str, written: Sequence[Written]) -> None:
-    """Raise ValueError where some entries have weights and others none, and where one stands twice."""
+    """Raise ValueError if only some entries have weights, or if an entry is listed twice."""
     entries = resolved(written)
     for entry in entries:
         if isinstance(entry, FileEntry):
             _check_reading(kind, entry)
         if isinstance(entry, RepositoryEntry) and kind not in REPOSITORY_KINDS:
-            raise ValueError(f"{kind}: {entry.name}: a repository gives {', '.join(REPOSITORY_KINDS)} alone")
+            raise ValueError(f"{kind}: {entry.name}: a repository provides only {', '.join(REPOSITORY_KINDS)}")
     names = [entry.name for entry in entries]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise ValueError(f"{kind}: {twice} stands there twice")
+        raise ValueError(f"{kind}: {twice} is listed twice")
     bare = [entry.name for entry in entries if weight_of(entry) is None]
     if bare and len(bare) < len(entries):
         raise ValueError(
-            f"{kind}: {bare[0]} has no weight and another entry has one; give every entry a weight, or none"
+            f"{kind}: {bare[0]} has no weight but another entry does; give a weight to all entries or to none"
         )
 
 
 def _check_reading(kind: str, entry: FileEntry) -> None:
-    """Raise ValueError for a shape that is none of the kind, and for a key that no shape of the kind reads."""
+    """Raise ValueError for a shape of another kind, and for a key that no shape of this kind uses."""
     where = f"{kind}: {entry.files}"
     try:
         shape = shapes.named(entry.shape or "auto", kind)
     except RowError as error:
         raise ValueError(f"{where}: {error}") from error
     if entry.shape not in (None, "auto") and shape is None:
-        raise ValueError(f"{where}: shape: {entry.shape} makes no {kind}; expected {', '.join(shapes.names(kind))}")
+        raise ValueError(f"{where}: shape: {entry.shape} produces no {kind}; expected {', '.join(shapes.names(kind))}")
     if entry.text_field and COLUMNS not in shapes.names(kind):
-        raise ValueError(f"{where}: text_field: is not read for {kind}; rename columns with `columns`")
+        raise ValueError(f"{where}: text_field: is not used for {kind}; rename columns with `columns`")

@@ -1,25 +1,23 @@
-"""Files -> rows: JSONL, JSON, CSV, parquet, and plain text, source code or a notebook: a file is one row
+"""Read files as rows: JSONL, JSON, CSV and parquet; plain text, source code or a notebook is one row
 `{"text": ...}`.
 
-Out: (line, row) in file order. A row that cannot be read is a `RowError` with the reason, so that one broken row costs
-one row (`datasets` stops at it without saying where). `line` counts from 1: the line on which the row begins, or the
-row's number in parquet. Encodings: UTF-8 with or without a mark, UTF-16 and UTF-32 by their mark, else `encoding`; the
-error for a byte that fits none names its offset in the file. A row over 64 MB is dropped while it is read, so it costs
-no memory.
+Out: (line, row) in file order. An unreadable row is a `RowError` with the reason, so a broken row costs only itself
+(`datasets` aborts without a location). `line` counts from 1: the line where the row begins, or the row number in
+parquet. Encodings: UTF-8 with or without BOM, UTF-16 and UTF-32 by their BOM, else `encoding`; the error for an invalid
+byte gives its offset in the file. A row over 64 MB is discarded while reading, so it takes no memory.
 
-The delimiter of a CSV file is the one of `,` `;` tab `|` that its header has most. Of a notebook only the cells are
-read: of one that is code, its code with the prose as comments; of one that is prose, the prose alone. Outputs are not
-read.
+The CSV delimiter is whichever of `,` `;` tab `|` occurs most in the header. Only the cells of a notebook are read: as
+code, the code with the prose as comments; as text, the prose alone. Outputs are skipped.
 
-Parquet is read in bounded memory, because a kilobyte of it can mean gigabytes: a text is stored once and repeated by
-number, zeros and nulls are stored as a count, and compression does the rest. So texts stay numbers into their
-dictionary until a single row is made of them, whose size is added up before; and a row group whose footer lists columns
-that expand like a bomb is not read at all.
+Parquet is read in bounded memory, because a kilobyte of it can expand to gigabytes: a text is stored once and repeated
+by index, zeros and nulls are stored as a count, and compression does the rest. So texts stay dictionary indices until
+a single row is materialized, after its size has been summed up; and a row group whose footer suggests a decompression
+bomb is not read at all.
 
-Not promised: little memory for `.json`, which is read whole and refused over 256 MB (use `.jsonl`); rows after the
+Not guaranteed: low memory for `.json`, which is read whole and rejected over 256 MB (use `.jsonl`); rows after the
 first error inside a `.json` list, in UTF-16 or UTF-32, or after 64 MB of CSV without the end of a row: these become one
-rejected row. For parquet, neither protection from a footer that lies about the sizes of pages (2 GB a page is the
-format's maximum), nor speed: texts through dictionaries are read at about 100 MB/s.
+rejected row. For parquet, neither protection from a footer that lies about page sizes (the format allows 2 GB a page)
+nor speed: dictionary-encoded texts are read at about 100 MB/s.
 """
 
 import codecs
@@ -40,17 +38,17 @@ from pipeline.run.errors import DataError
 Rows = Iterator[tuple[int, object]]  # (line, row)
 
 
-ROW_BYTES = 64 * 1024 * 1024  # a longer row is a mistake (a quote left open, a file without line feeds)
-DOCUMENT_BYTES = 32 * 1024 * 1024  # a longer plain text is read as several rows, cut where lines are blank
-JSON_BYTES = 256 * 1024 * 1024  # the longest file that is read whole: a list of rows, a notebook
+ROW_BYTES = 64 * 1024 * 1024  # a longer row is a mistake (an unclosed quote, a file without line feeds)
+DOCUMENT_BYTES = 32 * 1024 * 1024  # a longer plain text is split into rows at blank lines
+JSON_BYTES = 256 * 1024 * 1024  # the largest file that is read whole: a list of rows, a notebook
 CHUNK_BYTES = 1024 * 1024
 UNZIPPED_BYTES = 256 * 1024 * 1024  # the most that a gzip file may expand to
 
 TABLES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
-OBJECTS = (".jsonl", ".ndjson", ".json")  # each row has columns of its own
+OBJECTS = (".jsonl", ".ndjson", ".json")  # columns may differ from row to row
 NOTEBOOK = ".ipynb"
 DELIMITERS = ",;\t|"
-_MARKS = (  # UTF-32 before UTF-16: the mark of the one begins with the mark of the other
+_MARKS = (  # UTF-32 before UTF-16, whose BOM is a prefix of the UTF-32 one
     (codecs.BOM_UTF8, "utf-8"),
     (codecs.BOM_UTF32_LE, "utf-32-le"),
     (codecs.BOM_UTF32_BE, "utf-32-be"),
@@ -60,7 +58,7 @@ _MARKS = (  # UTF-32 before UTF-16: the mark of the one begins with the mark of 
 
 
 class BadByte(RowError):
-    """A line that cannot be decoded; `text` is the line read as Latin-1, so that its quotes can be counted."""
+    """A line that cannot be decoded; `text` is the line decoded as Latin-1, so that its quotes can be counted."""
 
     def __init__(self, reason: str, text: str) -> None:
         super().__init__("text", reason)
@@ -68,7 +66,7 @@ class BadByte(RowError):
 
 
 def rows(path: Path, encoding: str) -> Rows:
-    """The rows of a table, whose format is its suffix. Raises DataError for a bad header or an unknown encoding."""
+    """The rows of a table, in the format of its suffix. Raises DataError for a bad header or an unknown encoding."""
     suffix = path.suffix.lower()
     if suffix == ".parquet":
         return parquet_rows(path, ROW_BYTES)
@@ -80,8 +78,8 @@ def rows(path: Path, encoding: str) -> Rows:
 
 
 def document(path: Path, encoding: str) -> Iterator[tuple[int, dict[str, str] | RowError]]:
-    """A plain text as one row, or several where it is longer than 32 MB: cut at the next blank line, after 64 MB at any
-    line. Windows line ends become line feeds.
+    """A plain text as one row, or as several if it exceeds 32 MB: cut at the next blank line, after 64 MB at any line.
+    Windows line endings become line feeds.
     """
     first, size, parts = 1, 0, []
     failure: RowError | None = None
@@ -99,7 +97,7 @@ def document(path: Path, encoding: str) -> Iterator[tuple[int, dict[str, str] | 
 
 
 def notebook(path: Path, encoding: str, *, code: bool) -> tuple[int, dict[str, str] | RowError]:
-    """The cells of a Jupyter notebook (nbformat 4) as a row: code with prose as comments; or prose alone."""
+    """The cells of a Jupyter notebook (nbformat 4) as a row: code with the prose as comments, or the prose alone."""
     row = next((row for _, row in _json(path, encoding)), None)
     if isinstance(row, RowError):
         return 1, row
@@ -122,8 +120,8 @@ def notebook(path: Path, encoding: str, *, code: bool) -> tuple[int, dict[str, s
 
 
 def unzipped(path: Path) -> bytes:
-    """The content of a gzip file. Raises DataError for one that expands to more than 256 MB, and the errors of `gzip`
-    for a damaged one.
+    """The content of a gzip file. Raises DataError if it expands to more than 256 MB, and `gzip`'s errors if it is
+    damaged.
     """
     with gzip.open(path) as file:
         raw = file.read(UNZIPPED_BYTES + 1)
@@ -133,7 +131,7 @@ def unzipped(path: Path) -> bytes:
 
 
 def is_binary(path: Path) -> bool:
-    """Whether the first 8 kB hold a NUL, without the mark of UTF-16 or UTF-32: git's rule for what is not text."""
+    """Whether the first 8 kB contain a NUL and no UTF-16 or UTF-32 BOM: git's rule for binary files."""
     with path.open("rb") as file:
         head = file.read(8192)
     return b"\0" in head and not any(head.startswith(mark) for mark, _ in _MARKS)
@@ -165,7 +163,7 @@ def _detect_codec(path: Path, encoding: str) -> tuple[str, int]:
                 return codec, len(mark)
         if name == "utf-8":
             return name, 0
-        # Valid UTF-8 with letters beyond ASCII is hardly ever anything else; `encoding` is for the other files.
+        # Text with non-ASCII letters that decodes as UTF-8 almost always is UTF-8; `encoding` is for other files.
         decoder = codecs.getincrementaldecoder("utf-8")()
         file.seek(0)
         try:
@@ -200,8 +198,8 @@ def _byte_lines(file: BinaryIO, codec: str, offset: int) -> Iterator[tuple[int, 
 
 
 def _decoded_lines(file: BinaryIO, codec: str, offset: int) -> Iterator[tuple[int, str | RowError]]:
-    """Lines of a codec whose line feed is more than one byte: decodes first. An error ends the file, because the lines
-    after it are lost.
+    """Lines in a codec with multi-byte line feeds: decode first, then split. An error ends the file, because later
+    lines cannot be recovered.
     """
     decoder = codecs.getincrementaldecoder(codec)()
     number, pending, too_long = 1, "", False
@@ -254,9 +252,9 @@ def _parse_json(text: str) -> object:
 
 
 def _json(path: Path, encoding: str) -> Rows:
-    """A list of rows, one object, or a row on each line (as in many sets that are called .json)."""
+    """A list of rows, one object, or one row per line (as in many datasets named .json)."""
     if path.stat().st_size > JSON_BYTES:
-        yield 1, RowError("row", f"a file of over {JSON_BYTES >> 20} MB, which would be read whole; write it as .jsonl")
+        yield 1, RowError("row", f"file over {JSON_BYTES >> 20} MB, and .json is read whole; convert it to .jsonl")
         return
     codec, start = _detect_codec(path, encoding)
     raw = path.read_bytes()[start:]
@@ -308,7 +306,7 @@ def _skip_space(text: str, position: int) -> int:
 
 
 class _CsvLines:
-    """Lines for csv.reader, which takes as many as a row needs; keeps the first error among them."""
+    """Feeds csv.reader, which consumes as many lines as a row needs, and keeps the first error among them."""
 
     def __init__(self, path: Path, encoding: str) -> None:
         self.number = 0  # of the last line
@@ -331,7 +329,7 @@ class _CsvLines:
         if isinstance(text, BadByte):
             self.failure = self.failure or text
             text = text.text
-        elif isinstance(text, RowError):  # too long: it may or may not have held a quote
+        elif isinstance(text, RowError):  # too long: it may or may not have contained a quote
             self.failure, self.ended = text, True
             raise StopIteration
         self.size += len(text)
@@ -368,7 +366,7 @@ def _csv(path: Path, encoding: str) -> Rows:
 
 
 def _delimiter(path: Path, encoding: str) -> str:
-    """The delimiter that stands most often in the header, outside of quotes; a comma where none does."""
+    """The most frequent delimiter in the header, outside quotes; a comma if there is none."""
     header = next((text for _, text in lines(path, encoding) if isinstance(text, str) and text.strip()), "")
     bare = "".join(header.split('"')[::2])
     return max(DELIMITERS, key=bare.count) if any(map(bare.count, DELIMITERS)) else ","
@@ -378,20 +376,20 @@ def _delimiter(path: Path, encoding: str) -> str:
 
 
 BATCH_ROWS = 256
-MAX_EXPANSION = 200  # bytes of a large column for each stored byte; text compresses to a tenth
-MAX_VALUES = 1000  # of a list's column for each byte of its pages
-MAX_ROWS = 100  # of a file for each of its bytes; rows with content take more than one byte each
+MAX_EXPANSION = 200  # bytes of a large column per stored byte; text compresses to a tenth
+MAX_VALUES = 1000  # of a list column per byte of its pages
+MAX_ROWS = 100  # per byte of the file; rows with content take more than one byte each
 
 
 def parquet_rows(path: Path, max_bytes: int) -> Rows:
-    """The rows in order, numbered from 1. A row over `max_bytes`, and a row group that expands like a bomb, become a
-    RowError; a file that is no parquet is one rejected row.
+    """The rows in order, numbered from 1. A row over `max_bytes` or a decompression-bomb row group becomes a RowError;
+    a file that is not parquet is one rejected row.
     """
     number = 0
     try:
         metadata = pq.read_metadata(path)
         if metadata.num_rows > MAX_ROWS * path.stat().st_size:
-            fault = f"the footer tells of {metadata.num_rows} rows in {path.stat().st_size} bytes; not read"
+            fault = f"the footer claims {metadata.num_rows} rows in {path.stat().st_size} bytes; not read"
             yield 1, RowError("row", fault)
             return
         with pq.ParquetFile(path, read_dictionary=_text_columns(metadata), metadata=metadata) as file:
@@ -411,13 +409,13 @@ def parquet_rows(path: Path, max_bytes: int) -> Rows:
 
 
 def _text_columns(metadata: pq.FileMetaData) -> list[str]:
-    """Paths of the columns whose values are bytes of any length, also inside of lists and structs."""
+    """Paths of the variable-length byte columns, including those inside lists and structs."""
     columns = (metadata.schema.column(index) for index in range(metadata.num_columns))
     return [column.path for column in columns if column.physical_type == "BYTE_ARRAY"]
 
 
 def _expansion_fault(metadata: pq.FileMetaData, group: int, max_bytes: int) -> str:
-    """The reason not to read a row group, from its footer; empty if there is none."""
+    """The reason not to read a row group, from its footer metadata; empty if there is none."""
     for index in range(metadata.num_columns):
         column, chunk = metadata.schema.column(index), metadata.row_group(group).column(index)
         expanded, stored = chunk.total_uncompressed_size, chunk.total_compressed_size
@@ -430,7 +428,7 @@ def _expansion_fault(metadata: pq.FileMetaData, group: int, max_bytes: int) -> s
 
 
 def _convert_row(row: pa.RecordBatch, max_bytes: int | None) -> object:
-    """A row as a dict, or a RowError for one of more than `max_bytes` bytes. None: any size."""
+    """A row as a dict, or a RowError if it exceeds `max_bytes` bytes. None: no limit."""
     if max_bytes is not None and _num_bytes(row) > max_bytes:
         return RowError("row", f"over {max_bytes >> 20} MB")
     try:
@@ -444,7 +442,7 @@ def _num_bytes(batch: pa.RecordBatch) -> int:
 
 
 def _bytes_of(array: pa.Array) -> int:
-    """Bytes of an array after its dictionaries are written out."""
+    """Bytes of an array with its dictionaries expanded."""
     if isinstance(array, pa.DictionaryArray):
         lengths = pc.call_function("binary_length", [array.dictionary]).take(array.indices)
         return pc.call_function("sum", [lengths]).as_py() or 0

@@ -1,18 +1,18 @@
-"""The functions of a repository as programming tasks: what each is, what it needs, and wrong versions of it.
+"""Turn the functions of a repository into programming tasks: their code, their dependencies, and mutants.
 
     Source(files, name)
     .functions(path)            -> the top-level functions that could be tasks, and why the others could not
-    .context(path, function)    -> one program with all that the function needs, and without its body
+    .context(path, function)    -> one program with everything the function needs, minus its body
     mutants(function)           -> sources that differ from it in one place
 
-The context is a slice of the module: the statements that bind the names which the function reads, and those which they
-read, without docstrings and annotations of functions. Names of other modules of the repository are sliced alike; each
-such module is made in memory and stands in `sys.modules` before it is imported. So a candidate needs no file, and
-nothing of the function's body is where it runs. The function itself stands in its place as a stub, for a table that
-refers to it; a candidate that follows the context defines it again.
+The context is a slice of the module: the statements that bind the names the function reads, and transitively the names
+those read, without function docstrings and annotations. Names from other modules of the repository are sliced the same
+way; each such module is built in memory and registered in `sys.modules` before it is imported. So a candidate needs no
+file, and no part of the function's body is present where it runs. The function itself is replaced by a stub, for tables
+that refer to it; the candidate, appended to the context, redefines it.
 
-Not promised: that a slice does what the module does (names that are made by `globals()`, decorators with a memory,
-order of side effects). Whoever makes tasks of it runs the function's own body on it first.
+Not guaranteed: that a slice behaves like the module (names created through `globals()`, stateful decorators, order of
+side effects). Callers that build tasks must first run the function's own body on the slice.
 """
 
 import ast
@@ -26,7 +26,7 @@ from pipeline.ingest.repository import Import, Modules, imports_of
 from pipeline.run.errors import DataError
 
 MOST_MUTANTS = 12
-CACHES = ("cache", "lru_cache")  # decorators that change no result
+CACHES = ("cache", "lru_cache")  # decorators that do not change results
 Function = ast.FunctionDef
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 FUTURE = "from __future__ import annotations\n"  # a candidate's annotations are not evaluated
@@ -45,7 +45,7 @@ for _name, _source in {sources!r}:
 
 
 class Unsliceable(DataError):
-    """The context of a function cannot be found; the message says why."""
+    """A function's context cannot be determined; the message explains why."""
 
 
 @dataclass(frozen=True)
@@ -54,29 +54,29 @@ class Task:
 
     path: str
     name: str
-    signature: str  # `name(a, b=1)`, as it stands
+    signature: str  # `name(a, b=1)`, as written
     docstring: str
-    source: str  # of the function, as it stands
+    source: str  # of the function, as written
     node: Function
 
 
 @dataclass
 class _Module:
-    """A file and what its top level binds."""
+    """A file and its top-level bindings."""
 
     path: str
     tree: ast.Module
     text: str
     binds: dict[str, list[int]] = field(default_factory=dict)  # name -> statements
-    stars: list[str] = field(default_factory=list)  # files that are imported with *
-    imports: dict[str, list[tuple[Import, list[str]]]] = field(default_factory=dict)  # bound name -> where it is from
+    stars: list[str] = field(default_factory=list)  # files imported with *
+    imports: dict[str, list[tuple[Import, list[str]]]] = field(default_factory=dict)  # bound name -> its origin
 
 
 class Source:
     """The parsed files of a repository."""
 
     def __init__(self, files: Mapping[str, str], name: str) -> None:
-        """Path -> text. Files that do not parse are left out, and stand in `broken` with the reason."""
+        """`files`: path -> text. Files that do not parse are left out and listed in `broken` with the reason."""
         self.broken: dict[str, str] = {}
         self.modules = Modules(files, name)
         self._files: dict[str, _Module] = {}
@@ -101,7 +101,7 @@ class Source:
         return module
 
     def functions(self, path: str) -> tuple[list[Task], dict[str, str]]:
-        """The functions of a file that could be tasks; the others' names with the reason."""
+        """The functions of a file that could be tasks, and the names of the others with the reason."""
         tasks, others = [], dict[str, str]()
         module = self._files.get(path)
         for node in module.tree.body if module else []:
@@ -118,7 +118,7 @@ class Source:
         return tasks, others
 
     def context(self, path: str, name: str) -> str:
-        """The program that a candidate for the function follows. Raises Unsliceable."""
+        """The program that candidates for the function are appended to. Raises Unsliceable."""
         needed: dict[str, set[int]] = {}
         pending = deque([(path, read) for read in _read(self._function(path, name))])
         seen = {(path, name), *pending}
@@ -153,10 +153,10 @@ class Source:
         return _bare(found[-1])
 
     def _require(self, path: str, name: str, needed: dict[str, set[int]]) -> Iterator[tuple[str, str]]:
-        """Add the statements that bind a name of a file; yields the names that these read."""
+        """Add the statements that bind a name in a file; yield the names they read."""
         module = self._files.get(path)
         if module is None:
-            raise Unsliceable(f"needs {path}, which {self.broken.get(path, 'is not there')}")
+            raise Unsliceable(f"needs {path}, which {self.broken.get(path, 'does not exist')}")
         statements = needed.setdefault(path, set())
         found = module.binds.get(name, [])
         if not found:
@@ -179,12 +179,12 @@ class Source:
                             yield from self._targets(path, alias.asname or alias.name.split(".")[0])
 
     def _targets(self, path: str, bound: str) -> Iterator[tuple[str, str]]:
-        """The names of other files that a bound name means, if it is imported."""
+        """The names in other files that a bound name refers to, if it is imported."""
         module = self._files[path]
         for one, targets in module.imports.get(bound, []):
             for target in targets:
                 if target not in self._files:
-                    raise Unsliceable(f"needs {target}, which {self.broken.get(target, 'is not there')}")
+                    raise Unsliceable(f"needs {target}, which {self.broken.get(target, 'does not exist')}")
                 is_module = one.name is None or self.modules.name_of(target).endswith(f".{one.name}")
                 if one.name is not None and not (is_module and one.name not in self._files[target].binds):
                     yield target, one.name
@@ -192,7 +192,7 @@ class Source:
                 yield from ((target, attribute) for attribute in self._attributes(module, bound))
 
     def _attributes(self, module: _Module, bound: str) -> set[str]:
-        """What is read of a module that is imported whole."""
+        """The attributes read from a module that is imported as a whole."""
         found: set[str] = set()
         for node in ast.walk(module.tree):
             if isinstance(node, ast.Attribute):
@@ -206,7 +206,7 @@ class Source:
         return found
 
     def _in_order(self, needed: Mapping[str, set[int]]) -> list[str]:
-        """The other files, imported ones first as far as there is no cycle."""
+        """The other files, imported ones first except within cycles."""
         order: list[str] = []
 
         def visit(path: str, above: frozenset[str]) -> None:
@@ -224,7 +224,7 @@ class Source:
         return order
 
     def _sliced(self, path: str, statements: set[int], reads: set[str], stub: str | None = None) -> str:
-        """The statements as source, with imports of the repository by their full names, of the names in `reads`."""
+        """The statements as source; repository imports use full names and import only the names in `reads`."""
         module = self._files[path]
         numbers = set(statements)
         if stub is not None:
@@ -247,7 +247,7 @@ class Source:
 
 
 class _Absolute(ast.NodeTransformer):
-    """Imports of the repository by the names that its modules have in memory."""
+    """Rewrites the repository's imports to the names of its in-memory modules."""
 
     def __init__(self, modules: Modules, path: str) -> None:
         self.modules, self.path = modules, path
@@ -266,7 +266,7 @@ class _Absolute(ast.NodeTransformer):
 
 
 def _unfit(node: Function, module: _Module) -> str:
-    """Why a function is no task; "" if it could be."""
+    """Why a function cannot be a task; "" if it can."""
     if node.name.startswith("test"):
         return "is a test"
     if any(_name_of(one) not in CACHES for one in node.decorator_list):
@@ -284,7 +284,7 @@ def _unfit(node: Function, module: _Module) -> str:
 
 
 def _bound(node: ast.stmt) -> set[str]:
-    """The names that a top-level statement binds, in its branches too."""
+    """The names that a top-level statement binds, including in its branches."""
     if isinstance(node, Definition):
         return {node.name}
     if isinstance(node, ast.Import | ast.ImportFrom):
@@ -307,7 +307,7 @@ def _bound(node: ast.stmt) -> set[str]:
 
 
 def _read(node: ast.AST) -> set[str]:
-    """The names that are read in a node and not bound in the function that reads them."""
+    """The names read in a node that are not bound in the function reading them."""
     if isinstance(node, ast.Name):
         return {node.id} if isinstance(node.ctx, ast.Load) else set()
     if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
@@ -329,13 +329,13 @@ def _read(node: ast.AST) -> set[str]:
 
 
 def _outside(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> list[ast.expr]:
-    """The parts of a function that are evaluated where it is defined."""
+    """The parts of a function that are evaluated at definition time."""
     decorators = [] if isinstance(node, ast.Lambda) else node.decorator_list
     return [*node.args.defaults, *(one for one in node.args.kw_defaults if one is not None), *decorators]
 
 
 def _stored(node: ast.AST) -> set[str]:
-    """The names that a statement of a function binds in its scope."""
+    """The names that a statement binds in its function's scope."""
     if isinstance(node, Definition):
         return {node.name}
     if isinstance(node, ast.Import | ast.ImportFrom):
@@ -349,7 +349,7 @@ def _stored(node: ast.AST) -> set[str]:
 
 
 def _changes(node: ast.stmt) -> set[str]:
-    """The name whose value a top-level statement changes: `TABLE.append(x)`, `TABLE["a"] = x`, `f.attribute = x`."""
+    """The names mutated by a top-level statement: `TABLE.append(x)`, `TABLE["a"] = x`, `f.attribute = x`."""
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
         targets: list[ast.expr] = [node.value.func]
     elif isinstance(node, ast.Assign):
@@ -371,7 +371,7 @@ def _is_star(node: ast.stmt) -> bool:
 
 
 def _bare(node: Function) -> Function:
-    """The function without annotations and docstring."""
+    """The function without annotations, docstring and decorators."""
     lean = _lean(node)
     assert isinstance(lean, ast.FunctionDef)
     lean.decorator_list = []
@@ -385,7 +385,7 @@ def _name_of(decorator: ast.expr) -> str:
 
 
 def _lean(node: ast.stmt) -> ast.stmt:
-    """A copy without docstrings and annotations of functions."""
+    """A copy without docstrings and function annotations."""
     node = copy.deepcopy(node)
     for inner in ast.walk(node):
         if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -401,7 +401,7 @@ def _lean(node: ast.stmt) -> ast.stmt:
     return node
 
 
-# --- wrong versions --------------------------------------------------------------------------------------------------
+# --- mutants ---------------------------------------------------------------------------------------------------------
 
 COMPARED = {
     ast.Lt: ast.LtE,
@@ -428,7 +428,7 @@ COMPUTED = {
 
 
 def mutants(node: Function, most: int = MOST_MUTANTS) -> list[str]:
-    """Up to `most` sources of the function with one place changed, the places spread by a hash; none equals it."""
+    """Up to `most` versions of the function, each with one change at a place picked by hash; none equals it."""
     whole = _bare(node)
     original = ast.unparse(whole)
     count = sum(1 for _ in _changed(whole))
@@ -449,7 +449,7 @@ def mutants(node: Function, most: int = MOST_MUTANTS) -> list[str]:
 
 
 def _changed(node: Function) -> "Iterator[_Change]":
-    """Every single change of a function, to be made in place."""
+    """Every possible single change to a function, to be applied in place."""
     for one in ast.walk(node):
         if isinstance(one, ast.Compare) and type(one.ops[0]) in COMPARED:
             yield _Change(one.ops, 0, COMPARED[type(one.ops[0])]())
@@ -496,7 +496,7 @@ def _changed(node: Function) -> "Iterator[_Change]":
 
 @dataclass(frozen=True)
 class _Change:
-    """One change: an attribute of a node, or an element of a list, gets another value."""
+    """One change: a node attribute or list element gets another value."""
 
     owner: object
     place: str | int

@@ -1,16 +1,16 @@
-"""The commits of a repository in `data/own/` as dialogues: here is a change, write its message.
+"""Turn the commits of a repository in `data/own/` into dialogues: given a diff, write the commit message.
 
     RepositoryEntry of `dialogues` -> git log -> user: the diff, assistant: the message    (newest first)
 
-Bounded: MOST_COMMITS commits, LOG_BYTES of their log, SECONDS. A commit leaves with a reason, and is counted: a diff
-without text or of more than DIFF_BYTES, a message of fewer than FEWEST_WORDS words, a secret. E-mail addresses are
-replaced as in all sources. Merges are not read. A commit that changes a held-out folder (`repository.held_out`) is for
-validation and the test; where none is held out, `val_share` and `test_share` of the commits are.
+Limits: MOST_COMMITS commits, LOG_BYTES of log, SECONDS. Commits are dropped with a reason and counted: a diff without
+text or over DIFF_BYTES, a message shorter than FEWEST_WORDS words, a secret. Email addresses are replaced as in all
+sources. Merges are skipped. A commit that touches a held-out folder (`repository.held_out`) goes to validation and
+test; if no folder is held out, `val_share` and `test_share` of the commits do.
 
-The repository may be a stranger's, and git runs programs that a repository's own configuration names: external diffs,
-text conversion, signatures, hooks, file monitors and fetching of what is missing are switched off.
+The repository may be untrusted, and git runs programs named in a repository's own configuration. So external diffs,
+text conversion, signatures, hooks, file monitors and lazy fetching are disabled.
 
-Not promised: that DVC notices a commit that changes no file, because it leaves `.git` out.
+Not guaranteed: that DVC notices a commit that changes no file, because it ignores `.git`.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ LOG = (
 
 
 def read(own: Path, config: DataConfig, parts: Path, tally: RowCounts) -> Iterator[Accepted]:
-    """The commits of every repository among the entries of `dialogues`. Adds the numbers of commits to `tally`.
+    """The commits of every repository among the `dialogues` entries. Adds the commit counts to `tally`.
 
-    Raises DataError for a folder that is no git repository of its own, without git, and where no commit is left.
+    Raises DataError if a folder is not a git repository itself, git is missing, or no commit is left.
     """
     for number, entry in enumerate(config.entries("dialogues")):
         if isinstance(entry, RepositoryEntry):
@@ -75,12 +75,12 @@ def _read(
                     yield Accepted(number, entry.repository, line, intake.num_accepted, chosen, accepted)
         intake.add_to(tally)
         if not intake.num_accepted:
-            raise DataError(f"dialogues: {entry.repository}: of {intake.num_rows} commits none can be used; {rejected}")
+            raise DataError(f"dialogues: {entry.repository}: no usable commit among {intake.num_rows}; {rejected}")
     say(f"dialogues: {entry.repository}: {intake.num_accepted} commits, {intake.num_rejected} left out")
 
 
 def _dialogue(identity: str, message: str, diff: str) -> Dialogue:
-    """Raises RowError with the reason why a commit is left out."""
+    """Raises RowError with the reason a commit is left out."""
     if "\n@@ " not in f"\n{diff}":
         raise RowError("diff", "has no text")
     if len(diff.encode()) > DIFF_BYTES:
@@ -96,16 +96,16 @@ def _dialogue(identity: str, message: str, diff: str) -> Dialogue:
 
 
 def commits(root: Path) -> Iterator[tuple[str, str, str]]:
-    """(hash, message, diff) of each commit, newest first, as far as the bounds go. Raises DataError."""
+    """(hash, message, diff) of each commit within the limits, newest first. Raises DataError."""
     if not (root / ".git").exists():
-        raise DataError(f"dialogues: {root}: has no .git, and so no commits; clone it there, or take the entry away")
+        raise DataError(f"dialogues: {root}: has no .git, and so no commits; clone it there, or remove the entry")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     environment |= {"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull, "GIT_NO_LAZY_FETCH": "1"}
     environment |= {"GIT_TERMINAL_PROMPT": "0", "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C.UTF-8"}
     try:
         done = output_of([*GIT, "-C", str(root), *LOG], environment=environment, most_bytes=LOG_BYTES, seconds=SECONDS)
     except FileNotFoundError:
-        raise DataError("dialogues: the commits of a repository need git; install it, or take the entry away") from None
+        raise DataError("dialogues: reading commits needs git; install it, or remove the entry") from None
     if done.code:
         raise DataError(f"dialogues: {root}: git cannot read its commits: {done.errors.strip()[:500]}")
     for entry in done.output.split(b"\0\0")[1:]:

@@ -1,29 +1,29 @@
-"""Public data sets of the Hugging Face hub (`data=hub`) -> records. conf/data/hub.yaml names them.
+"""Read public Hugging Face hub datasets (`data=hub`) as records. They are listed in conf/data/hub.yaml.
 
-In: the data sets of one kind, and a folder that survives a kill. `datasets` streams each file of a data set into
-<set>/<split>/part-N.parquet.tmp (one column, the row as JSON), which is renamed when it is complete: a restart skips
-the complete parts and ends with the same bytes. Out: `Accepted` rows. `shapes` reads the rows, or the section on
-AceCode below; `intake.Intake` accepts and rejects them, and writes the rejected ones to <set>/rejected.jsonl.
+In: the datasets of one kind, and a folder that survives crashes. `datasets` streams each file of a dataset into
+<set>/<split>/part-N.parquet.tmp (one column, the row as JSON), which is renamed when complete: a restart skips the
+complete parts and produces the same bytes. Out: `Accepted` rows. Rows are parsed by `shapes`, or by the AceCode section
+below; `intake.Intake` accepts or rejects them, and writes rejected ones to <set>/rejected.jsonl.
 
-A revision is 40 hex digits; where none is given, `main` is resolved once, printed, and stored in <set>/revision.txt. A
-file whose download breaks off is tried again from its beginning, five times, besides the retries of huggingface_hub
-inside a file.
+A revision is 40 hex digits; if none is given, `main` is resolved once, printed, and stored in <set>/revision.txt. An
+interrupted file download is retried from its beginning, up to five times, on top of huggingface_hub's own retries
+within a file.
 
-TIGER-Lab/AceCode-89K gives problems of a chosen difficulty, as DiffuCoder's coupled-GRPO takes them. Rows are {id,
-question, test_cases: [assert, ...], inferences: [{model_name, completion, pass_rate}, ...]}. Difficulty comes from how
+TIGER-Lab/AceCode-89K provides problems of a chosen difficulty, as used by DiffuCoder's coupled-GRPO. Rows are {id,
+question, test_cases: [assert, ...], inferences: [{model_name, completion, pass_rate}, ...]}. Difficulty depends on how
 often two models solved a question (apple/ml-diffucoder, recipes/process_data.py): mean and standard deviation of
 `pass_rate` over `qwen_coder_2.5` and `llama3_instruct`.
 
     hard     mean <= 20th percentile, and standard deviation >= 40th percentile of the full set
-    medium   25th to 75th percentile of the mean, both ends in
+    medium   25th to 75th percentile of the mean, inclusive
     easy     mean >= 75th percentile
 
-A question that does not contain "you" and whose best completion begins with `def` gives a second problem: a signature
-with the question as its docstring. A question without a code block gets its first test, which is then visible.
+A question that does not contain "you" and whose best completion begins with `def` yields a second problem: a signature
+with the question as its docstring. A question without a code block gets its first test appended, which is then visible.
 
-Not promised: that a data set which changed under another revision still has the columns that its shape reads; that a
-best completion is right (it becomes the answer only where it passed every test). HF_ENDPOINT, HF_HOME and HF_TOKEN are
-those of huggingface_hub. The folder belongs to one configuration: other row caps need another folder.
+Not guaranteed: that a dataset still has the columns its shape needs at another revision; that a best completion is
+correct (it becomes the answer only if it passed every test). HF_ENDPOINT, HF_HOME and HF_TOKEN are passed through to
+huggingface_hub. The folder belongs to one configuration: other row caps need another folder.
 """
 
 import ast
@@ -62,7 +62,7 @@ Result = TypeVar("Result")
 
 
 class _Shards(Protocol):
-    """A split as `datasets` streams it, one shard for each file."""
+    """A split as streamed by `datasets`, one shard per file."""
 
     @property
     def num_shards(self) -> int: ...
@@ -70,33 +70,33 @@ class _Shards(Protocol):
 
 
 def read_hub(config: DataConfig, kind: str, parts: Path, tally: RowCounts | None = None) -> Iterator[Accepted]:
-    """The rows of every data set of `kind` that is enabled, in the order of the entries, fetched into `parts`.
+    """The rows of every enabled dataset of `kind`, in the order of the entries, fetched into `parts`.
 
-    Adds the numbers of rows to `tally`; rejected rows are in `rejected_files(...)`.
-    Raises DataError: a set that does not exist or is gated, a network that stays away, rows that no shape reads.
+    Adds the row counts to `tally`; rejected rows are in `rejected_files(...)`.
+    Raises DataError for a missing or gated dataset, a persistent network failure, or rows that fit no shape.
     """
     for number, entry in sets_of(config, kind).items():
         yield from _read_set(number, entry, config, kind, parts, tally or RowCounts())
 
 
 def sets_of(config: DataConfig, kind: str) -> dict[int, HubSet]:
-    """Number of the entry -> the data set, of the entries of a kind that name one."""
+    """Entry number -> dataset, for the entries of a kind that name one."""
     return {number: entry for number, entry in enumerate(config.entries(kind)) if isinstance(entry, HubSet)}
 
 
 def folder_of(entry: HubSet, kind: str, parts: Path) -> Path:
-    """The folder of a data set's parts."""
+    """The folder of a dataset's parts."""
     name = "-".join(part for part in (entry.id, entry.config, entry.data_dir) if part).replace("/", "--")
     return parts / kind / f"{name}@{entry.revision or 'main'}"
 
 
 def rejected_files(config: DataConfig, kind: str, parts: Path) -> list[Path]:
-    """The files of rejected rows of `kind`, in the order of the data sets."""
+    """The rejected-rows files of `kind`, in dataset order."""
     return [folder_of(entry, kind, parts) / REJECTED for entry in sets_of(config, kind).values()]
 
 
 def revisions(config: DataConfig, kind: str, parts: Path) -> dict[str, str]:
-    """Data set -> the revision that was read: 40 hex digits, for the manifest. Resolves what is not resolved yet."""
+    """Dataset -> the revision used (40 hex digits), for the manifest. Resolves it if necessary."""
     return {entry.id: _revision(entry, folder_of(entry, kind, parts)) for entry in sets_of(config, kind).values()}
 
 
@@ -104,7 +104,7 @@ def revisions(config: DataConfig, kind: str, parts: Path) -> dict[str, str]:
 
 
 def fetch(entry: HubSet, split: str, folder: Path) -> list[Path]:
-    """The parts of one split, fetched where they are missing. `split` is the data set's own name for it."""
+    """The parts of one split, fetching missing ones. `split` is the dataset's own name for it."""
     revision = _revision(entry, folder)
     folder = folder / split
     folder.mkdir(parents=True, exist_ok=True)
@@ -134,11 +134,11 @@ def _revision(entry: HubSet, folder: Path) -> str:
         return entry.revision
     revision_file = folder / "revision.txt"
     if not revision_file.exists():
-        from huggingface_hub import HfApi  # here and below: seconds to import, needed by data=hub alone
+        from huggingface_hub import HfApi  # here and below: takes seconds to import, only needed for data=hub
 
         revision = _retry(entry, lambda: HfApi().dataset_info(entry.id, revision="main").sha)
         if revision is None or not _REVISION.fullmatch(revision):
-            raise DataError(f"{entry.id}: the hub names no revision; write one in conf/data/hub.yaml")
+            raise DataError(f"{entry.id}: the hub returned no revision; set one in conf/data/hub.yaml")
         say(f"{entry.id}: revision {revision}")
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(revision_file, f"{revision}\n")
@@ -146,7 +146,7 @@ def _revision(entry: HubSet, folder: Path) -> str:
 
 
 def _open(entry: HubSet, split: str, revision: str) -> _Shards:
-    """The split as a stream with one shard for each file."""
+    """Open the split as a stream with one shard per file."""
     from datasets import load_dataset
 
     return load_dataset(
@@ -155,7 +155,7 @@ def _open(entry: HubSet, split: str, revision: str) -> _Shards:
 
 
 def _fetch_part(entry: HubSet, shards: _Shards, path: Path, max_rows: int | None) -> None:
-    """Stream one file of the data set to `path`, through a .tmp beside it that each attempt starts anew."""
+    """Stream one file of the dataset to `path`, via a .tmp next to it that each attempt rewrites."""
     index = int(path.stem.removeprefix("part-"))
     temporary = path.with_name(path.name + ".tmp")
 
@@ -189,7 +189,7 @@ def _batches(shard: Iterable[JsonObject], entry: HubSet, max_rows: int | None) -
 
 
 def _retry(entry: HubSet, action: Callable[[], Result]) -> Result:
-    """Run `action`, up to five times more when the network fails. A missing or gated data set raises at once."""
+    """Run `action`, retrying up to five times on network failures. A missing or gated dataset raises immediately."""
     from datasets.exceptions import DatasetsError, FileNotFoundDatasetsError
     from datasets.utils.file_utils import CONNECTION_ERRORS_TO_RETRY
     from huggingface_hub.errors import RemoteEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
@@ -200,19 +200,19 @@ def _retry(entry: HubSet, action: Callable[[], Result]) -> Result:
             return action()
         except missing as error:
             raise DataError(
-                f"{entry.id}: {_first_line(error)}. A gated set needs its terms accepted at "
-                f"https://huggingface.co/datasets/{entry.id} and HF_TOKEN set; or write `enabled: false`"
+                f"{entry.id}: {_first_line(error)}. If the dataset is gated, accept its terms at "
+                f"https://huggingface.co/datasets/{entry.id} and set HF_TOKEN; or set `enabled: false`"
             ) from error
         except (OSError, *CONNECTION_ERRORS_TO_RETRY) as error:
             if attempt == NUM_RETRIES:
                 raise DataError(
                     f"{entry.id}: gave up after {NUM_RETRIES} retries ({_first_line(error)}). Finished parts are kept: "
-                    "run again to go on"
+                    "rerun to resume"
                 ) from error
             wait = FIRST_WAIT * 2**attempt
             say(f"{entry.id}: {_first_line(error)}; retry {attempt + 1} of {NUM_RETRIES} in {wait:g} s")
             time.sleep(wait)
-        # No such split or configuration, or a file of another format than its name.
+        # No such split or configuration, or a file whose format does not match its name.
         except (DatasetsError, pa.ArrowException, ValueError) as error:
             raise DataError(f"{entry.id}: {_first_line(error)}") from error
     raise AssertionError("the last attempt returns or raises")
@@ -257,10 +257,10 @@ def _rows(path: Path) -> Iterator[JsonObject]:
 
 
 def _row_converter(entry: HubSet, kind: str, paths: list[Path]) -> Callable[[JsonObject], list[SourceRecord]]:
-    """The function that turns a row of this data set into records."""
+    """The function that turns a row of this dataset into records."""
     if entry.shape == "acecode":
         if kind != "problems":
-            raise RowError("shape", f"acecode makes problems, not {kind}")
+            raise RowError("shape", f"acecode produces problems, not {kind}")
         limits = thresholds(row["pass_rates"] for path in paths for row in _rows(path))
         return lambda row: [_with_set_name(problem, entry, row) for problem in problems(row, limits, entry.level)]
     named = entry.text_field if isinstance(entry.text_field, list) else [entry.text_field]
@@ -271,14 +271,14 @@ def _row_converter(entry: HubSet, kind: str, paths: list[Path]) -> Callable[[Jso
         shape = shapes.detect(sample, kind, columns)
         if shape is None:
             content = ", ".join(sample[0]) if sample else "no rows"
-            raise RowError("shape", f"none of {kind} ({', '.join(shapes.names(kind))}) fits the columns: {content}")
+            raise RowError("shape", f"no shape of {kind} ({', '.join(shapes.names(kind))}) fits the columns: {content}")
     row_shape = shape
     return lambda row: [_with_set_name(shapes.convert(row_shape, row, columns), entry, row)]
 
 
 def _with_set_name(record: SourceRecord, entry: HubSet, row: JsonObject) -> SourceRecord:
-    """The record with the data set's name in its ids, so that ids of two data sets never collide; a text also gets it
-    as its source, and a licence.
+    """Prefix the record's ids with the dataset name, so that ids never collide across datasets; a text also gets it as
+    its source, plus a license.
     """
     if isinstance(record, Text):
         licence = row.get(entry.licence_field) if entry.licence_field else None
@@ -301,7 +301,7 @@ LEVELS = {"easy": 1, "medium": 3, "hard": 5}  # difficulty -> level of a Problem
 
 @dataclass(frozen=True)
 class Thresholds:
-    """Limits of the difficulties: percentiles over the full set."""
+    """Difficulty thresholds: percentiles over the full set."""
 
     hard_mean: float  # 20th of the mean
     hard_std: float  # 40th of the standard deviation
@@ -324,7 +324,7 @@ class Thresholds:
 
 
 def reduce(row: JsonObject) -> JsonObject:
-    """The parts of a row that are stored: the best of some twenty completions, and the pass rates of MODELS."""
+    """The part of a row that is stored: the best of about twenty completions, and the pass rates of MODELS."""
     inferences = [i for i in row.get("inferences") or [] if isinstance(i, dict)]
     rated = [i for i in inferences if isinstance(i.get("pass_rate"), int | float)]
     best = max(rated, key=lambda inference: inference["pass_rate"], default={})
@@ -338,10 +338,10 @@ def reduce(row: JsonObject) -> JsonObject:
 
 
 def thresholds(all_pass_rates: Iterable[list[float]]) -> Thresholds:
-    """The limits over every question that one of the two models tried. Raises RowError when there is none."""
+    """The thresholds over every question that one of the two models tried. Raises RowError if there is none."""
     rated = [rates for rates in all_pass_rates if rates]
     if not rated:
-        raise RowError("inferences", f"no pass_rate of {' or '.join(MODELS)} in the whole set")
+        raise RowError("inferences", f"no pass_rate of {' or '.join(MODELS)} in the whole dataset")
     means = [float(np.mean(rates)) for rates in rated]
     stds = [float(np.std(rates)) for rates in rated]
     hard, medium, easy = (float(value) for value in np.percentile(means, (20, 25, 75)))
@@ -349,12 +349,12 @@ def thresholds(all_pass_rates: Iterable[list[float]]) -> Thresholds:
 
 
 def problems(row: JsonObject, limits: Thresholds, level: str | None) -> list[Problem]:
-    """The problems of one reduced row: none when its difficulty is another, else one or two of the same key."""
+    """The problems of one reduced row: none if its difficulty differs, else one or two with the same key."""
     if level is not None and not limits.takes(row["pass_rates"], level):
         return []
     question, cases = row["question"], row["test_cases"]
     if not isinstance(question, str) or not question.strip():
-        raise RowError("question", "expected a text")
+        raise RowError("question", "expected a string")
     if not isinstance(cases, list) or not cases:
         raise RowError("test_cases", "expected a list of asserts")
     tests = [shapes.parse_test(case, f"test_cases[{index}]") for index, case in enumerate(cases)]
@@ -389,7 +389,7 @@ def problems(row: JsonObject, limits: Thresholds, level: str | None) -> list[Pro
 
 
 def _signature(completion: str, entry_point: str) -> str:
-    """`def f(x: int) -> int:` of the function under test; empty when the completion does not parse or lacks it."""
+    """`def f(x: int) -> int:` of the function under test; empty if the completion does not parse or lacks it."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

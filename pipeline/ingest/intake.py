@@ -1,16 +1,16 @@
-"""What becomes of each row of a source: accepted, a duplicate, or rejected; its id, its split, the counts by file.
+"""Row intake: accept, deduplicate or reject each row of a source, assign its id and split, and count rows by file.
 
-`Intake` decides about each row, of the user's files and of the hub. Rejected rows go to a JSONL file (file, line,
-field, reason), and the first five are printed as `file:line: field: reason`. A row without an id gets the blake2b hash
-of its content as its id. The same id with the same content is a duplicate, with other content it is rejected. Where a
-source holds out nothing by name, `shares` of the rows are held out by blake2b(id), so that new rows move no others. A
-problem goes by its key, so that two versions of one problem stay together. A text over 1 MB is cut at blank lines.
+`Intake` handles each row of the user's files and of the hub. Rejected rows go to a JSONL file (file, line, field,
+reason), and the first five are printed as `file:line: field: reason`. A row without an id gets the blake2b hash of its
+content. A repeated id with the same content is a duplicate; with different content it is rejected. If a source has no
+named held-out files, `shares` of its rows are held out by blake2b(id), so that new rows do not move others. Problems
+are split by key, so that two versions of one problem stay together. A text over 1 MB is cut at blank lines.
 
-`RowCounts` holds the counts of a kind by file: accepted + duplicates + rejected + dropped are the rows that were read.
-Dropped are rows that were read well and left later: cleaned away in `stage_corpus`, test items that stand in the
-training data, problems of the hub whose own solution is wrong.
+`RowCounts` counts the rows of a kind by file: accepted + duplicates + rejected + dropped = rows read. Dropped rows were
+valid but removed later: by cleaning in `stage_corpus`, as test items found in the training data, or as hub problems
+whose own solution is wrong.
 
-Not promised: memory that does not grow. The id and a hash of every row are kept, about 200 bytes.
+Not guaranteed: constant memory. The id and a hash of every row are kept, about 200 bytes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from pipeline.run.tracking import say
 
 TEXT_BYTES = 1_000_000  # a longer text is cut at blank lines
 NUM_PRINTED = 5
-MOST_LINES = 40  # of a printed table; a folder of sources has a line for each file
+MOST_LINES = 40  # in a printed table; a folder of sources has one line per file
 COUNTS = ("accepted", "duplicates", "rejected", "dropped")
 _BLANK_LINES = re.compile(r"\n(?:[ \t]*\n)+")
 _LINE_FEED = re.compile(r"\n")
@@ -40,19 +40,19 @@ _LINE_FEED = re.compile(r"\n")
 
 @dataclass(frozen=True)
 class RowCounts:
-    """Numbers of rows of one kind by what became of them, and the bytes of those that were accepted when read."""
+    """Row counts of one kind by outcome, and the bytes of the rows accepted on reading."""
 
     totals: dict[str, int] = field(default_factory=dict)
     files: dict[str, dict[str, int]] = field(default_factory=dict)  # by file
 
     def drop(self, file: str, num_rows: int = 1) -> None:
-        """Move rows of a file from the accepted to the dropped ones."""
+        """Recount rows of a file from accepted to dropped."""
         for counts in (self.totals, self.files[file]):
             counts["accepted"] -= num_rows
             counts["dropped"] += num_rows
 
     def shown(self, title: str) -> str:
-        """A table with a line for each file, of very many for those with most rows, and one for all."""
+        """A table with one line per file (only the largest if there are very many) and a total."""
         sizes = {name: sum(counts[count] for count in COUNTS) for name, counts in self.files.items()}
         largest = set(sorted(sizes, key=lambda name: -sizes[name])[:MOST_LINES])
         rows = [(title, "rows", *COUNTS, "bytes")]
@@ -71,16 +71,16 @@ class RowCounts:
 
 
 class Intake:
-    """Accepts and rejects the rows of one source, and counts them.
+    """Accepts, rejects and counts the rows of one source.
 
-    A context manager: on leaving without an error it checks the counts, else it only closes the file of rejected rows.
+    A context manager: on a clean exit it checks the counts; after an error it only closes the rejected-rows file.
     """
 
     def __init__(
         self, rejected: Path, max_rejected: float | None, name: str, shares: tuple[float, float] = (0.0, 0.0)
     ) -> None:
-        """`rejected`: the JSONL file to write; `max_rejected`: share of all rows, None: any number, all of them too;
-        `name`: of the source, for messages; `shares` of the rows that go to val and test by their ids.
+        """`rejected`: the JSONL file to write; `max_rejected`: share of all rows (None: no limit, even all of them);
+        `name`: the source's name in messages; `shares`: of the rows that go to val and test, chosen by id.
         """
         self._shares = shares
         self.num_accepted = self.num_duplicates = self.num_rejected = 0
@@ -109,7 +109,7 @@ class Intake:
             self._check_counts()
 
     def add_to(self, tally: RowCounts) -> None:
-        """Add the numbers of accepted, duplicate and rejected rows."""
+        """Add the counts of accepted, duplicate and rejected rows."""
         for name in (*COUNTS, "bytes"):
             tally.totals.setdefault(name, 0)
         for file, counts in self._by_file.items():
@@ -118,9 +118,9 @@ class Intake:
                 tally.totals[name] += number
 
     def accept(self, record: SourceRecord, file: str, line: int, split: str | None) -> list[tuple[str, SourceRecord]]:
-        """(split, record), one per piece of a long text, or nothing for a duplicate. `split` None: by the id.
+        """(split, record), one per piece of a long text; empty for a duplicate. `split` None: chosen by id.
 
-        Raises RowError for an id that is taken and for what UTF-8 cannot encode.
+        Raises RowError if the id is taken or the row cannot be encoded as UTF-8.
         """
         content, num_bytes = _content_hash(record)
         identity = record.path if isinstance(record, Text) else record.id
@@ -130,7 +130,7 @@ class Intake:
             self._count(file, "duplicates")
             return []
         if earlier is not None:
-            raise RowError("id", f"{identity[:80]!r} stands at {earlier[1]}:{earlier[2]} with other content")
+            raise RowError("id", f"{identity[:80]!r} already exists at {earlier[1]}:{earlier[2]} with other content")
         self._seen[identity] = (content, file, line)
         self._count(file, "accepted")
         self._by_file[file]["bytes"] += num_bytes
@@ -151,14 +151,14 @@ class Intake:
 
     @contextlib.contextmanager
     def rejecting(self, file: str, line: int) -> Iterator[None]:
-        """Reject the row for a RowError in the block."""
+        """Reject the row if the block raises RowError."""
         try:
             yield
         except RowError as error:
             self.reject(file, line, error)
 
     def reject(self, file: str, line: int, error: RowError) -> None:
-        """Write the row to the file of rejected rows; the first five are printed too."""
+        """Write the row to the rejected-rows file; also print the first five."""
         self._count(file, "rejected")
         entry = {"file": file, "line": line, "field": error.field, "reason": error.reason}
         self._file.write(json.dumps(entry) + "\n")  # ASCII: a reason may quote half a surrogate pair
@@ -173,24 +173,24 @@ class Intake:
             return
         if self.num_rejected > self._max_rejected * self.num_rows:
             raise DataError(
-                f"{self._name}: {self.num_rejected} of {self.num_rows} rows are rejected, more than max_rejected = "
-                f"{self._max_rejected:g} of all. All of them: {self._path}. The first:\n  "
+                f"{self._name}: {self.num_rejected} of {self.num_rows} rows were rejected, more than max_rejected = "
+                f"{self._max_rejected:g} allows. Full list: {self._path}. The first:\n  "
                 + "\n  ".join(self._first_messages)
             )
         if not self.num_accepted:
-            raise DataError(f"{self._name}: nothing is left of {self.num_rows} rows, {self.num_rejected} rejected")
+            raise DataError(f"{self._name}: none of {self.num_rows} rows are left, {self.num_rejected} rejected")
 
 
 def split_of(identity: str, val: float, test: float) -> str:
-    """train, val or test, by the id alone: new rows do not move others between the splits."""
+    """train, val or test, by the id alone, so that new rows do not move others between splits."""
     digest = hashlib.blake2b(identity.encode("utf-8"), digest_size=8).digest()
     quotient, remainder = divmod(int.from_bytes(digest, "big"), 50)
-    number = (remainder + quotient % 1000 / 1000) / 50  # uniform in [0, 1); the first fiftieth was held out ever since
+    number = (remainder + quotient % 1000 / 1000) / 50  # uniform in [0, 1); the first fiftieth has always been held out
     return "val" if number < val else "test" if number < val + test else "train"
 
 
 def _content_hash(record: SourceRecord) -> tuple[bytes, int]:
-    """A hash of a record's content, without its id, and its bytes. Raises RowError for what UTF-8 cannot encode."""
+    """A hash of a record's content without its id, and its size. Raises RowError if UTF-8 cannot encode it."""
     if isinstance(record, Text):
         text, identity = record.text, record.path + record.source + record.licence
     else:
@@ -200,14 +200,14 @@ def _content_hash(record: SourceRecord) -> tuple[bytes, int]:
         content = text.encode("utf-8")
         return hashlib.blake2b(content, digest_size=16).digest(), len(content)
     except UnicodeEncodeError as error:
-        raise RowError("row", "holds half a surrogate pair, which UTF-8 cannot write") from error
+        raise RowError("row", "contains half a surrogate pair, which UTF-8 cannot encode") from error
 
 
 # --- long texts ------------------------------------------------------------------------------------------------------
 
 
 def cut(document: Text) -> list[Text]:
-    """A text over 1 MB as pieces of at most 1 MB, which join to the text; their paths end in `#1`, `#2`, ..."""
+    """Split a text over 1 MB into pieces of at most 1 MB that join to the text; their paths end in `#1`, `#2`, ..."""
     if _num_bytes(document.text) <= TEXT_BYTES:
         return [document]
     pieces: list[list[str]] = []
@@ -226,8 +226,8 @@ def cut(document: Text) -> list[Text]:
 
 
 def _text_parts(text: str) -> Iterator[str]:
-    """Paragraphs with the blank lines after them; too long a paragraph by lines, too long a line by characters (of 4
-    bytes at most).
+    """Paragraphs with their trailing blank lines; overlong paragraphs are split by lines, overlong lines by characters
+    (of at most 4 bytes).
     """
     for paragraph in _split_after(_BLANK_LINES, text):
         if _num_bytes(paragraph) <= TEXT_BYTES:

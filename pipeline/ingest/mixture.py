@@ -1,16 +1,17 @@
-"""The entries of a kind as one set of splits, in the proportion of their weights.
+"""Merge the entries of a kind into one set of splits, in proportion to their weights.
 
-    entries with weights w_i and training rows of N_i in all -> N = sum(N_i) rows, of which w_i / sum(w) are of entry i
+    entries with weights w_i and N_i training rows each -> N = sum(N_i) rows, a share of w_i / sum(w) from entry i
 
-An entry with more rows than its share gives a subset; one with fewer is repeated in whole passes and a rest. Subset and
-rest are the rows with the smallest keyed hash of their ids, so that new rows displace few. The order interleaves the
-entries evenly: each is spread over the whole. Of text and code the unit is a byte, not a row (`ingest/selection.py`).
+An entry with more rows than its share is subsampled; one with fewer is repeated in whole passes plus a remainder. The
+subset and the remainder are the rows with the smallest keyed hash of their ids, so that new rows displace few others.
+Entries are interleaved evenly, each spread over the whole. For text and code the unit is a byte, not a row
+(`ingest/selection.py`).
 
-A repeated record keeps its split, and its id gets the number of the pass (`#pass2`), so that ids stay unique. What is
-held out is neither weighted nor repeated. Without weights every row is there once.
+A repeated record keeps its split, and its id gets the pass number (`#pass2`), so that ids stay unique. Held-out rows
+are neither weighted nor repeated. Without weights, every row appears once.
 
-Not promised: that more passes teach more. Above about four, repeated tokens are worth much less than new ones
-(Muennighoff et al. 2023, arXiv:2305.16264); the table says how often each row is drawn.
+Not guaranteed: that more passes help. Beyond about four, repeated tokens are worth much less than new ones
+(Muennighoff et al. 2023, arXiv:2305.16264); the table shows how often each row is drawn.
 """
 
 from __future__ import annotations
@@ -37,30 +38,31 @@ R = TypeVar("R", Dialogue, Problem, Pair, Label)
 T = TypeVar("T")
 Splits = dict[str, list[R]]  # train, val, test (and rl) -> records
 DRAWN = ("train", "rl")  # the splits that weights apply to
-FEWEST = 20  # items below which a test says nothing
+FEWEST = 20  # a smaller test set is meaningless
 
 
 @dataclass
 class Lot(Generic[R]):
-    """The records of an entry, or of all entries of one source where there are no weights."""
+    """The records of an entry, or of all entries of one source if there are no weights."""
 
     name: str
     source: str  # files, hub, packages
     weight: float | None = None
     splits: Splits[R] = field(default_factory=lambda: {"train": [], "val": [], "test": []})
-    files: dict[str, str] = field(default_factory=dict)  # id -> the file that the record stands in
+    files: dict[str, str] = field(default_factory=dict)  # id -> the record's file
     entries: list[Entry] = field(default_factory=list)
+    lines: dict[str, int] = field(default_factory=dict)  # id -> the record's line in its file
 
 
-MADE = (PACKAGES, "repository")  # their records are made, not read
+MADE = (PACKAGES, "repository")  # sources with generated records
 
 
 def read_lots(
     kind: str, record_type: type[R], data: DataConfig, own: Path, parts: Path, tallies: dict[str, RowCounts]
 ) -> list[Lot[R]]:
-    """The lots of a kind in the order of the entries; those of MADE are empty, for the caller to fill.
+    """The lots of a kind in entry order; those of MADE are empty, for the caller to fill.
 
-    Where no row of the others is for the test, every second held-out row is. Adds the numbers of rows to `tallies`.
+    If a lot read here has no test rows, every second held-out row becomes one. Adds the row counts to `tallies`.
     """
     lots: dict[int | str, Lot[R]] = {}
     lot_of: list[Lot[R]] = []  # of each entry
@@ -84,18 +86,18 @@ def read_lots(
             assert isinstance(row.record, record_type)
             lot = lot_of[row.entry]
             lot.splits[row.split].append(row.record)
-            lot.files[row.record.id] = row.file
+            lot.files[row.record.id], lot.lines[row.record.id] = row.file, row.line
     for lot in lots.values():
-        if not lot.splits["test"]:  # the source has held-out rows of its own
+        if not lot.splits["test"]:  # the source has its own held-out rows
             held_out = lot.splits["val"]
             lot.splits["val"], lot.splits["test"] = held_out[::2], held_out[1::2]
     return list(lots.values())
 
 
 def hold_out(kind: str, lots: Sequence[Lot[R]], data: DataConfig) -> None:
-    """Move a row each from the training rows to `val` and `test` where these have none, as long as rows are left.
+    """Move one training row each to `val` and `test` if these are empty, as long as rows are left.
 
-    Of problems all versions of one key move. Nothing moves where a share of 0 asks for none.
+    For problems, all versions of one key move together. A share of 0 moves nothing.
     """
     supplied = [lot for lot in lots if lot.source != PACKAGES]
     if not supplied:
@@ -104,7 +106,7 @@ def hold_out(kind: str, lots: Sequence[Lot[R]], data: DataConfig) -> None:
         if share == 0 or any(lot.splits[split] or lot.source == PACKAGES for lot in lots):
             continue
         groups = {_group(record): lot for lot in supplied for record in lot.splits["train"]}
-        if len(groups) > 1:  # the one that moves is chosen by its id, so that most new rows leave it there
+        if len(groups) > 1:  # the moved one is chosen by id, so that new rows rarely change it
             group = min(groups, key=lambda name: (stable_hash("held out", name), name))
             records = groups[group].splits["train"]
             groups[group].splits[split] = [record for record in records if _group(record) == group]
@@ -112,16 +114,16 @@ def hold_out(kind: str, lots: Sequence[Lot[R]], data: DataConfig) -> None:
 
 
 def tell_small(kind: str, lots: Sequence[Lot[R]], num_test: int) -> None:
-    """Say so where a test of supplied rows alone is too small for a verdict."""
+    """Print a warning if a test set of supplied rows alone is too small to be meaningful."""
     if lots and num_test < FEWEST and all(lot.source != PACKAGES for lot in lots):
         say(
-            f"{kind}: the test has {num_test} of the rows: too few for a verdict, which takes {FEWEST}; "
-            "bring more rows, or raise test_share"
+            f"{kind}: the test set has only {num_test} rows; meaningful results need at least {FEWEST}: "
+            "add more rows, or raise test_share"
         )
 
 
 def _group(record: Dialogue | Problem | Pair | Label) -> str:
-    """What stays in one split: the versions of a problem, else the record."""
+    """The unit that stays in one split: all versions of a problem, else the record."""
     return record.key if isinstance(record, Problem) else record.id
 
 
@@ -134,10 +136,10 @@ def join(lots: Sequence[Lot[R]]) -> Splits[R]:
 def combine(
     kind: str, lots: Sequence[Lot[R]], seed: int, tallies: Mapping[str, RowCounts]
 ) -> tuple[Splits[R], list[JsonObject]]:
-    """The splits of a kind, the training rows in the proportion of the weights; and a row of the table for each entry.
+    """The splits of a kind, with training rows in proportion to the weights, and a table with one row per entry.
 
-    Rows that two entries have are counted as dropped in `tallies`.
-    Raises DataError for an entry with a weight and nothing to train on.
+    Rows shared by two entries are counted as dropped in `tallies`.
+    Raises DataError for a weighted entry with nothing to train on.
     """
     _make_unique(kind, lots, tallies)
     splits = join(lots)
@@ -168,15 +170,15 @@ def check_filled(kind: str, entries: Iterable[tuple[str, int]]) -> None:
     for name, count in entries:
         if not count:
             raise DataError(
-                f"{kind}: {name}: nothing to train on: all of it is empty, rejected, dropped or held out; a weight "
-                "needs rows, so bring some or take the entry away"
+                f"{kind}: {name}: nothing to train on: everything is empty, rejected, dropped or held out; a weighted "
+                "entry needs rows, so add some or remove the entry"
             )
 
 
 def _make_unique(kind: str, lots: Sequence[Lot[R]], tallies: Mapping[str, RowCounts]) -> None:
-    """Drop records that an earlier lot has; prefix ids that an earlier lot gives to other records with the lot's name.
+    """Drop records that also occur in an earlier lot; if an id is taken by another record, prefix it with the lot name.
 
-    Within a lot `Intake` and the generators see to that.
+    Within a lot, `Intake` and the generators ensure unique ids.
     """
     seen: dict[str, R] = {}
     for lot in lots:
@@ -194,7 +196,7 @@ def _make_unique(kind: str, lots: Sequence[Lot[R]], tallies: Mapping[str, RowCou
                 seen[kept[-1].id] = kept[-1]
             lot.splits[split] = kept
         if num_dropped:
-            say(f"{kind}: {num_dropped} rows of {lot.name} stand in an earlier entry too; they are left out")
+            say(f"{kind}: {num_dropped} rows of {lot.name} also occur in an earlier entry and are dropped")
 
 
 def _again(record: R, number: int) -> R:
@@ -202,7 +204,7 @@ def _again(record: R, number: int) -> R:
 
 
 def pass_mark(number: int) -> str:
-    """What is added to an id in the second pass and later."""
+    """The suffix of an id in the second and later passes."""
     return f"#pass{number}"
 
 
@@ -211,12 +213,12 @@ def pass_mark(number: int) -> str:
 
 @dataclass(frozen=True)
 class Stock:
-    """The rows that an entry has to give."""
+    """The rows available in an entry."""
 
     name: str
     weight: float
     sizes: NDArray[np.int64]  # (n,) 1 for rows, or bytes
-    keys: NDArray[np.uint64]  # (n,) hashes that decide which rows are drawn more often
+    keys: NDArray[np.uint64]  # (n,) hashes that determine which rows are drawn more often
 
     @property
     def total(self) -> int:
@@ -225,8 +227,8 @@ class Stock:
 
 
 def draw(stocks: Sequence[Stock]) -> list[NDArray[np.int64]]:
-    """How often each row is drawn, (n,) for each stock: sizes times that in the proportion of the weights, and as much
-    in all as there is. Rows are whole, so a share is off by half the largest row at most.
+    """How often each row is drawn, (n,) for each stock, so that the drawn sizes match the weights and the total stays
+    the same. Rows are not split, so a share is off by half the largest row at most.
     """
     total, weights = sum(stock.total for stock in stocks), sum(stock.weight for stock in stocks)
     targets = [stock.weight / weights * total for stock in stocks]
@@ -243,12 +245,12 @@ def _copies(stock: Stock, target: int) -> NDArray[np.int64]:
     order = np.argsort(stock.keys, kind="stable")
     ends = np.cumsum(stock.sizes[order])
     copies = np.full(len(stock.sizes), num_passes, np.int64)
-    copies[order[2 * ends - stock.sizes[order] <= 2 * rest - 1]] += 1  # a row of which more than half fits
+    copies[order[2 * ends - stock.sizes[order] <= 2 * rest - 1]] += 1  # rows that more than half fit
     return copies
 
 
 def summary(stocks: Sequence[Stock], copies: Sequence[NDArray[np.int64]]) -> list[JsonObject]:
-    """For each entry: rows, share wanted and drawn, how often a row is drawn on average, and rows that are not."""
+    """For each entry: rows, share wanted and drawn, average draws per row, and rows never drawn."""
     drawn = [int((stock.sizes * times).sum()) for stock, times in zip(stocks, copies, strict=True)]
     weights = sum(stock.weight for stock in stocks)
     return [
@@ -265,7 +267,7 @@ def summary(stocks: Sequence[Stock], copies: Sequence[NDArray[np.int64]]) -> lis
 
 
 def shown(kind: str, table: Sequence[Mapping[str, object]]) -> str:
-    """The table of a mixture as text."""
+    """Format the table of a mixture as text."""
     head = [f"mixture of {kind}", "rows", "wanted", "drawn", "times", "left out"]
     rows = [head]
     for row in table:
@@ -277,7 +279,7 @@ def shown(kind: str, table: Sequence[Mapping[str, object]]) -> str:
 
 
 def passes(rows: Sequence[T], copies: NDArray[np.int64], again: Callable[[T, int], T]) -> list[T]:
-    """The rows in order, pass by pass; `again` marks a row with the number of its pass, from 2 on."""
+    """The rows in order, pass by pass; `again` marks rows of pass 2 and later with the pass number."""
     drawn: list[T] = []
     for number in range(1, int(copies.max(initial=0)) + 1):
         chosen = (rows[index] for index in np.flatnonzero(copies >= number).tolist())
@@ -286,6 +288,6 @@ def passes(rows: Sequence[T], copies: NDArray[np.int64], again: Callable[[T, int
 
 
 def interleaved(lists: Sequence[Sequence[T]]) -> list[T]:
-    """All elements, each list in order and spread evenly over the whole."""
+    """All elements, with each list in order and spread evenly over the result."""
     positioned = [((n + 0.5) / len(rows), k, row) for k, rows in enumerate(lists) for n, row in enumerate(rows)]
     return [row for *_, row in sorted(positioned, key=lambda entry: entry[:2])]

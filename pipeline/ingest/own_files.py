@@ -1,24 +1,23 @@
-"""The user's own files (`data=files`) in `data/own/` -> records of text, code, dialogues, problems, pairs and labels.
+"""Read the user's files in `data/own/` (`data=files`) as text, code, dialogues, problems, pairs and labels.
 
-In: the entries of a kind that name files (`ingest/entries.py`), globs below a root folder. A `.jsonl`, `.json`, `.csv`
-or `.parquet` file is a table: `files` reads it and `shapes` turns its rows into records; its shape is the one that fits
-most of its first 100 rows, unless the entry names one. Any other file is one text. A folder that a glob matches is a
-folder of sources: every text file in it is one document, whatever its suffix. Out: an `Accepted` for each accepted row.
+In: the entries of a kind that name files (`ingest/entries.py`), as globs below a root folder. `.jsonl`, `.json`, `.csv`
+and `.parquet` files are tables: `files` reads them and `shapes` turns rows into records; the shape is the one that fits
+most of the first 100 rows, unless the entry names one. Any other file is one text. If a glob matches a folder, every
+text file in it is one document, whatever its suffix. Out: an `Accepted` for each accepted row.
 
-An option without effect is an error: `columns` of a file that is no table or that no row of the file has, an `encoding`
-of parquet. A file that two entries match is an error where one of them has options.
+Options without effect are errors: `columns` on a file that is not a table or that lacks those columns, `encoding` on
+parquet. So is a file matched by two entries if one of them has options.
 
-Hidden files and `__pycache__` are never read. A link is followed as long as it stays below the root; one that leaves it
-is an error, because a repository from elsewhere may link to anything on this machine. Links that lead nowhere or to a
-folder above them are left out, and so are binary files; a message gives their number. An empty file gets a warning; a
-glob that matches nothing is an error.
+Hidden files and `__pycache__` are never read. Links are followed within the root; a link that leaves it is an error,
+because a third-party repository may link to anything on this machine. Broken links, links to a parent folder and binary
+files are skipped and counted in a message. An empty file triggers a warning; a glob without a match is an error.
 
-`Intake` (`ingest/intake.py`) decides about each row. Held out are files with `val` or `test` in their names; where a
-kind has none, `val_share` and `test_share` of its rows. Text and code have no test split.
+`Intake` (`ingest/intake.py`) handles each row. Files with `val` or `test` in their names are held out; if a kind has
+none, `val_share` and `test_share` of its rows are. Text and code have no test split.
 
-`feedback` reads the preference pairs and the labels that people gave on the web page, and selects those to train on.
+`feedback` reads preference pairs and labels given on the web page, and selects the ones to train on.
 
-Not promised: cleaning. Secrets, generated files and near duplicates leave later, in `stage_corpus`.
+Not guaranteed: cleaning. Secrets, generated files and near duplicates are removed later, in `stage_corpus`.
 """
 
 from __future__ import annotations
@@ -45,8 +44,8 @@ from pipeline.run.errors import DataError
 from pipeline.run.tracking import say
 from pipeline.run.types import JsonObject
 
-MOST_COLUMNS = 20  # that a message lists
-OWN_LICENCE = "own"  # what a user brings without naming a licence
+MOST_COLUMNS = 20  # listed in a message
+OWN_LICENCE = "own"  # user data without a stated license
 _HELD_OUT = {
     "val": re.compile(r"(?:^|[-_.])(?:val|valid|validation)(?:[-_.]|$)"),
     "test": re.compile(r"(?:^|[-_.])test(?:[-_.]|$)"),
@@ -55,7 +54,7 @@ _HELD_OUT = {
 
 @dataclass(frozen=True)
 class TableReading:
-    """How the files of an entry are read."""
+    """How to read an entry's files."""
 
     encoding: str = "utf-8"
     shape: str = "auto"
@@ -71,19 +70,19 @@ class Source:
     name: str  # relative to the root, with "/"
     group: str  # the folder that a glob matched, or the file: the `source` of its texts
     is_table: bool
-    split: str | None  # val or test for a file so named; None: train, or by the id of each row
-    entry: int = 0  # number of the entry of the kind that names it
+    split: str | None  # val or test if its name contains it; None: train, or by the id of each row
+    entry: int = 0  # number of its entry within the kind
     reading: TableReading = field(default_factory=TableReading)
 
 
 @dataclass(frozen=True)
 class Accepted:
-    """A record, and where it comes from; a long text gives several."""
+    """A record and its origin; a long text yields several."""
 
     entry: int  # number among the entries of the kind
     file: str
     line: int
-    number: int  # of the row among the accepted ones of its file's source; a line may hold several rows
+    number: int  # of the row among its source's accepted rows; one line may contain several
     split: str
     record: SourceRecord
 
@@ -91,12 +90,12 @@ class Accepted:
 def read_files(
     root: Path, config: DataConfig, kind: str, rejected: Path, tally: RowCounts | None = None
 ) -> Iterator[Accepted]:
-    """Every accepted row of the files of `kind` below `root`, files in order of name, rows in order.
+    """Every accepted row of the files of `kind` below `root`, with files in name order and rows in file order.
 
-    kind: text, code (Text), dialogues (Dialogue), problems (Problem), preferences (Pair), labels
-    (Label). `rejected`: the JSONL file to write. Adds the numbers of rows to `tally`. No entry with files, no records.
-    Raises DataError: a glob without a match, an option without effect, columns that a file lacks, more rejected than
-    `max_rejected` of all rows, or no row left; the last two after the last record.
+    kind: text, code (Text), dialogues (Dialogue), problems (Problem), preferences (Pair), labels (Label). `rejected`:
+    the JSONL file to write. Adds the row counts to `tally`. Yields nothing if no entry names files.
+    Raises DataError for a glob without a match, an option without effect, missing columns, more than `max_rejected` of
+    all rows rejected, or no rows left; the last two after the last record.
     """
     entries = _file_entries(config, kind)
     if not entries:
@@ -115,17 +114,17 @@ def read_files(
 
 
 def test_share(config: DataConfig, kind: str) -> float:
-    """The share of rows that the test takes."""
+    """The share of rows that goes to the test split."""
     return 0.0 if kind in TEXT_KINDS else config.test_share
 
 
 def _file_entries(config: DataConfig, kind: str) -> dict[int, FileEntry]:
-    """Number of the entry -> the entry, of those that name files."""
+    """Entry number -> entry, for the entries that name files."""
     return {number: entry for number, entry in enumerate(config.entries(kind)) if isinstance(entry, FileEntry)}
 
 
 def reading_of(entry: FileEntry, config: DataConfig) -> TableReading:
-    """How an entry's files are read: as it says, else as the keys for all entries say."""
+    """How to read an entry's files: its own options, else the top-level keys."""
     return TableReading(
         encoding=entry.encoding or config.encoding,
         shape=entry.shape or config.shape,
@@ -138,8 +137,8 @@ def reading_of(entry: FileEntry, config: DataConfig) -> TableReading:
 
 
 def find_sources(root: Path, entries: Mapping[int, FileEntry], config: DataConfig, kind: str) -> list[Source]:
-    """The files that the globs match, each once, in order of name. Raises DataError for a glob that matches none, for
-    options without effect, and for a file of two entries of which one has options.
+    """The files matched by the globs, each once, in name order. Raises DataError for a glob without a match, for
+    options without effect, and for a file matched by two entries if one of them has options.
     """
     sources: dict[str, Source] = {}
     links = _Links(root)
@@ -155,13 +154,13 @@ def find_sources(root: Path, entries: Mapping[int, FileEntry], config: DataConfi
                 earlier = sources.get(inner_name)
                 if earlier is not None:
                     _check_owner(inner_name, entries[earlier.entry], entry, kind)
-                if earlier is None or not inner:  # by itself before in a folder: only so is it read as a table
+                if earlier is None or not inner:  # a direct match wins: only then is it read as a table
                     source = _make_source(file, inner_name, name, kind, direct=not inner)
                     sources[inner_name] = replace(source, entry=number, reading=reading)
     if links.skipped:
         say(
-            f"{kind}: {len(links.skipped)} links lead nowhere or to a folder above them, "
-            f"the first {min(links.skipped)}; they are not read"
+            f"{kind}: {len(links.skipped)} links are broken or point to a parent folder, "
+            f"the first {min(links.skipped)}; skipped"
         )
     binary = [name for name, source in sources.items() if not source.is_table and ingest_files.is_binary(source.path)]
     if binary:
@@ -176,33 +175,33 @@ def _check_owner(name: str, first: FileEntry, second: FileEntry, kind: str) -> N
     if first != second and (first != FileEntry(files=first.files) or second != FileEntry(files=second.files)):
         raise DataError(
             f"{kind}: {name} is matched by two entries, {first.files} and {second.files}, and one of them has options: "
-            "write globs that have no file in common"
+            "use globs that do not overlap"
         )
 
 
 def _check_options(kind: str, entry: FileEntry, sources: Sequence[Source]) -> None:
-    """Raise DataError for an option that the files of its entry cannot have."""
+    """Raise DataError for an option that does not apply to the entry's files."""
     plain = next((source.name for source in sources if not source.is_table), None)
     if entry.table_keys and plain is not None:
         raise DataError(
             f"{kind}: {entry.files}: {entry.table_keys[0]}: has no effect on {plain}, which is one text; only "
-            f"{', '.join(ingest_files.TABLES)} have rows: name those by a glob of their own"
+            f"{', '.join(ingest_files.TABLES)} have rows: use a separate glob for those"
         )
     if entry.encoding is not None and sources and all(s.path.suffix.lower() == ".parquet" for s in sources):
-        raise DataError(f"{kind}: {entry.files}: encoding: has no effect on parquet, which is UTF-8; take it away")
+        raise DataError(f"{kind}: {entry.files}: encoding: has no effect on parquet, which is UTF-8; remove it")
 
 
 def missing(root: Path, kind: str, pattern: str) -> str:
-    """What to do about a glob that matches nothing."""
+    """The message for a glob that matches nothing."""
     return (
-        f"no file matches {root / pattern}: put files there, or write `{kind}: []` in conf/data/files.yaml if you have "
-        f"none, or `{kind}: [packages]` for generated ones (of one experiment: "
+        f"no file matches {root / pattern}: put files there, or set `{kind}: []` in conf/data/files.yaml if you have "
+        f"none, or `{kind}: [packages]` for generated ones (for a single experiment: "
         f"dvc exp run -S 'conf/data/files.yaml:{kind}=[packages]')"
     )
 
 
 def missing_globs(root: Path, config: DataConfig, kinds: Sequence[str]) -> list[str]:
-    """A line for each glob of these kinds that matches nothing below `root`, before anything is read."""
+    """One line for each glob of these kinds that matches nothing below `root`, without reading any file."""
     links = _Links(root)
     return [
         missing(root, kind, entry.files)
@@ -219,7 +218,7 @@ def _match_glob(root: Path, pattern: str, links: _Links) -> list[Path]:
         raise DataError(f"{pattern!r} is not a glob below {root} ({error})") from error
     visible = [path for path in paths if not _is_hidden(path.relative_to(root)) and links.allow(path)]
     files = [path for path in visible if path.is_file()]
-    # `**/*` matches folders too; one whose files it matches as well is no folder of sources.
+    # `**/*` matches folders too; a folder whose files also match is not a folder of sources.
     parents = {parent for file in files for parent in file.parents}
     return [*files, *(path for path in visible if path.is_dir() and path not in parents and any(_walk(path, links)))]
 
@@ -230,19 +229,19 @@ def _walk(folder: Path, links: _Links) -> Iterator[Path]:
 
 
 class _Links:
-    """Decides which links below a root are followed: only where a path leads in the end matters, not its way there."""
+    """Decides which links below a root are followed, based only on their final target."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.real_root = Path(os.path.realpath(root))
-        self.skipped: set[Path] = set()  # links that lead nowhere, in a circle, or to a folder that they lie in
+        self.skipped: set[Path] = set()  # broken or circular links, and links to a parent folder
 
     def allow(self, path: Path) -> bool:
-        """Whether the path may be read. Raises DataError for one that leads out of the root."""
+        """Whether the path may be read. Raises DataError if it leads out of the root."""
         target = Path(os.path.realpath(path))
         if not target.is_relative_to(self.real_root):
             raise DataError(
-                f"{path}: is a link that leaves {self.root} or lies behind one; put a copy there, or take it away"
+                f"{path}: is a link out of {self.root}, or is reached through one; put a copy there, or remove it"
             )
         if path.is_symlink() and (not path.exists() or Path(os.path.realpath(path.parent)).is_relative_to(target)):
             self.skipped.add(path)
@@ -291,7 +290,7 @@ def _read_table(source: Source, kind: str, intake: Intake) -> Iterator[Accepted]
     rows = RenamedRows(source.name, reading.columns, ingest_files.rows(source.path, reading.encoding))
     head = list(itertools.islice(rows, shapes.SAMPLE_ROWS))
     if len(head) < shapes.SAMPLE_ROWS or source.path.suffix.lower() not in ingest_files.OBJECTS:
-        rows.check_columns()  # before any row is rejected for what it lacks
+        rows.check_columns()  # before any row is rejected for a missing column
     if shape is None:
         shape = shapes.detect([row for _, row in head if isinstance(row, dict)], kind, columns)
     for line, row in itertools.chain(head, rows):
@@ -312,7 +311,7 @@ def _accept(record: SourceRecord, source: Source, line: int, intake: Intake) -> 
 
 
 class RenamedRows:
-    """The rows of a table under our names for its columns; keeps the names that the table has."""
+    """The rows of a table with its columns renamed to ours; remembers the original names."""
 
     def __init__(self, name: str, columns: Mapping[str, str], rows: ingest_files.Rows) -> None:
         """`columns`: theirs -> ours, in the table of this name."""
@@ -327,12 +326,12 @@ class RenamedRows:
         if not self._columns or not isinstance(row, dict):
             return line, row
         self._found |= dict.fromkeys(row)
-        ours = {self._columns[name] for name in row if name in self._columns}  # who has the name already gives way
+        ours = {self._columns[name] for name in row if name in self._columns}  # renamed ones win
         kept = {name: value for name, value in row.items() if name in self._columns or name not in ours}
         return line, {self._columns.get(name, name): value for name, value in kept.items()}
 
     def check_columns(self) -> None:
-        """Raise DataError for a column that no row so far has."""
+        """Raise DataError for a column that no row has had so far."""
         absent = [name for name in self._columns if name not in self._found]
         if absent and self._found:
             shown = ", ".join(map(str, itertools.islice(self._found, MOST_COLUMNS)))
@@ -374,12 +373,12 @@ FEEDBACK = "feedback"  # the `source` of these records
 
 @dataclass(frozen=True, kw_only=True)
 class FeedbackConfig:
-    """`tasks.feedback`: how far what people gave on the web page is believed."""
+    """`tasks.feedback`: how far to trust feedback from the web page."""
 
     accept: str = "all"
-    """all; reviewed: only rows to which somebody has added `"reviewed": true`."""
+    """all, or reviewed: only rows to which somebody added `"reviewed": true`."""
     share: float = 0.2
-    """Of the training pairs that may come from there, and of the training labels."""
+    """Maximum share of feedback among the training pairs, and among the training labels."""
 
     def __post_init__(self) -> None:
         if self.accept not in ACCEPT:
@@ -402,15 +401,15 @@ class FeedbackRow(Generic[Given]):
 def feedback(
     path: Path, kind: type[Given], config: FeedbackConfig, others: int, rejected: Path
 ) -> tuple[list[Given], JsonObject]:
-    """The pairs or labels to train on beside `others` others, in the order of the file, and the counts of all rows.
+    """The pairs or labels to train on alongside `others` other records, in file order, and the counts of all rows.
 
-    Anybody who may ask the server may give them, so they are trusted only so far. A row that cannot be read is written
-    to the rejected rows and costs no other row. Of the others at most `share` of all training records are taken: those
-    that a person reviewed first, then one of each giver in turn, so that thousands of rows of one key leave room for
-    two of another. Hashes of the ids decide whose turn it is, and which of their rows: a new row displaces one at most.
-    Without API keys all rows are of one giver, and who has many keys has many turns.
+    Anyone with access to the server can submit feedback, so it is only partly trusted. An unreadable row is rejected
+    without affecting others. Of the rest, at most `share` of all training records are used: reviewed ones first, then
+    one per contributor in turn, so that thousands of rows from one API key leave room for two from another. Hashes of
+    the ids determine the turns and the rows: a new row displaces at most one. Without API keys, all rows count as one
+    contributor; a user with several keys gets several turns.
 
-    Without the file there are none. `rejected`: the JSONL file for what cannot be read (file, line, field, reason).
+    Empty if the file does not exist. `rejected`: the JSONL file for unreadable rows (file, line, field, reason).
     """
     counts: Counter[str] = Counter()
     rows = list(_read_feedback(path, kind, rejected, counts)) if path.is_file() and path.stat().st_size else []
@@ -428,15 +427,15 @@ def feedback(
     }
     if summary["rows"]:
         say(
-            f"{path.name}: {summary['kept']} of {summary['rows']} rows are trained on, of {len(by_giver)} givers; "
-            f"{summary['rejected']} cannot be read, {summary['not_reviewed']} are not reviewed, "
-            f"{summary['over_share']} are over {config.share:.0%} of the {kind.__name__.lower()}s"
+            f"{path.name}: training on {summary['kept']} of {summary['rows']} rows from {len(by_giver)} contributors; "
+            f"{summary['rejected']} unreadable, {summary['not_reviewed']} not reviewed, "
+            f"{summary['over_share']} over {config.share:.0%} of the {kind.__name__.lower()}s"
         )
     return selected, summary
 
 
 def _read_feedback(path: Path, kind: type[Given], rejected: Path, counts: Counter[str]) -> Iterable[FeedbackRow[Given]]:
-    """The rows that can be read; adds the numbers of the others to `counts`."""
+    """The readable rows; adds the counts of the others to `counts`."""
     (shape,) = (shape for shape in shapes.SHAPES if {Pair: "preferences", Label: "labels"}[kind] in shape.kinds)
     with Intake(rejected, None, f"{FEEDBACK} of {path}") as intake:
         for line, row in ingest_files.rows(path, "utf-8"):
@@ -452,7 +451,7 @@ def _read_feedback(path: Path, kind: type[Given], rejected: Path, counts: Counte
 
 
 def _select(rows: list[FeedbackRow[Given]], limit: int) -> list[Given]:
-    """At most `limit` records: reviewed ones first, then one of each giver in turn."""
+    """At most `limit` records: reviewed ones first, then one per contributor in turn."""
     if len(rows) <= limit:
         return [row.record for row in rows]
     turns: Counter[tuple[bool, str]] = Counter()

@@ -1,4 +1,4 @@
-"""The records that a data source gives, and their JSONL form. Nothing else crosses that border.
+"""The records produced by data sources, and their JSONL form. Nothing else crosses that boundary.
 
 `messages`, `prompt`, `chosen`, `rejected`, `answer` of a label are lists of messages in the OpenAI form:
 
@@ -7,9 +7,9 @@
                                                           "function": {"name": str, "arguments": JSON text}}]}
     {"role": "tool", "tool_call_id": "call_0", "name": str, "content": str}
 
-`tool_calls` is absent when there is none. `tools` holds `{"type": "function", "function": {name, description,
-parameters}}`. A test of a problem is `{"args": "[1, 2]", "expected": "3", "visible": bool}` (Python literals as text:
-`args` is the list of positional arguments) or `{"assert": "assert f(1) == 2", "visible": bool}`.
+`tool_calls` is omitted if empty. `tools` contains `{"type": "function", "function": {name, description, parameters}}`.
+A test of a problem is `{"args": "[1, 2]", "expected": "3", "visible": bool}` (Python literals as text: `args` is the
+list of positional arguments) or `{"assert": "assert f(1) == 2", "visible": bool}`.
 """
 
 import json
@@ -31,15 +31,15 @@ class Text:
     """One document of running text or code."""
 
     text: str
-    source: str  # package, family or data set
+    source: str  # package, family or dataset
     path: str  # unique within the source
     licence: str
-    context: str = ""  # what stands before it in its repository (text/repositories.py); it is not trained on
+    context: str = ""  # what precedes it in its repository (text/repositories.py); not trained on
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dialogue:
-    """One conversation, with the tools that the assistant may call."""
+    """One conversation, with the tools available to the assistant."""
 
     id: str
     kind: str  # "tools", "choice", "code", "story", "copy", "talk", "chat"
@@ -50,27 +50,27 @@ class Dialogue:
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One programming problem with tests; `answer` is None where only the tests are known (problems for RL)."""
+    """One programming problem with tests; `answer` is None if only the tests are known (problems for RL)."""
 
     id: str
     level: int  # 1 easy .. 5 hard
-    group: str  # results are reported under it: "easy", "medium", "hard", "phrasing", "told"
-    key: str  # equal for two versions of one problem; never in two splits
+    group: str  # for reporting results: "easy", "medium", "hard", "phrasing", "told"
+    key: str  # shared by all versions of one problem; never in two splits
     question: str
     entry_point: str
     signature: str
     tests: list[JsonObject]
     answer: str | None = None
-    context: str | None = None  # the program that every answer follows; absent in the file where there is none
+    context: str | None = None  # the program that answers are appended to; omitted in the file if None
 
     def program(self, source: str | None) -> str | None:
-        """A candidate's source as it is judged."""
+        """The candidate source as judged, context included."""
         return source if source is None or self.context is None else self.context + source
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """Two answers to one prompt; `gold_*` in [0, 1] is the true score, `flipped`: label noise swapped them."""
+    """Two answers to one prompt; `gold_*` in [0, 1] is the true score; `flipped`: swapped by label noise."""
 
     id: str
     source: str
@@ -82,16 +82,16 @@ class Pair:
     gold_chosen: float | None = None
     gold_rejected: float | None = None
     flipped: bool = False
-    margin: float | None = None  # by which the reward of the chosen answer should exceed that of the other
-    # Scores any answer to the prompt: {"entry_point", "tests"} of a problem, {"right": message} of a tool turn, {} of a
-    # story; None where it is unknown.
+    margin: float | None = None  # by which the chosen answer's reward should exceed the other's
+    # For scoring any answer to the prompt: {"entry_point", "tests"} for a problem, {"right": message} for a tool turn,
+    # {} for a story; None if unknown.
     truth: JsonObject | None = None
-    given_by: str | None = None  # the owner of the API key that sent it from the web page
+    given_by: str | None = None  # owner of the API key used on the web page
 
 
 @dataclass(frozen=True, kw_only=True)
 class Label:
-    """An answer that somebody found good or bad, without another one to compare it with."""
+    """An answer that somebody rated good or bad, with nothing to compare it to."""
 
     id: str
     source: str
@@ -105,21 +105,21 @@ class Label:
 
 @dataclass(frozen=True, kw_only=True)
 class Fact:
-    """A question whose answer must be known by heart, with the answer."""
+    """A question to be answered from memory, with its answer."""
 
     id: str
-    service: str  # that the question is about
-    attribute: str  # of the service; results are reported under it
+    service: str  # the subject of the question
+    attribute: str  # of the service; for reporting results
     question: str
     answer: str
 
 
-SourceRecord = Text | Dialogue | Problem | Pair | Label  # the records that rows of files and data sets become
+SourceRecord = Text | Dialogue | Problem | Pair | Label  # what rows of files and datasets become
 Record = TypeVar("Record", Text, Dialogue, Problem, Pair, Label, Fact)
 
 
 def unpaired(pairs: Iterable[Pair]) -> Iterator[Label]:
-    """Two labels of each pair, side by side: its chosen answer is good, its rejected one is bad."""
+    """Two consecutive labels per pair: the chosen answer is good, the rejected one is bad."""
     for pair in pairs:
         for side, answer, desirable in (("chosen", pair.chosen, True), ("rejected", pair.rejected, False)):
             yield Label(
@@ -135,13 +135,13 @@ def unpaired(pairs: Iterable[Pair]) -> Iterator[Label]:
 
 
 def dumps(record: SourceRecord | Fact) -> str:
-    """One line of JSON without the line feed; key order is the dataclass's, so equal records give equal bytes."""
+    """One line of JSON without the line feed, keys in dataclass order, so equal records give equal bytes."""
     return json.dumps(fields_of(record), ensure_ascii=False)
 
 
 def fields_of(record: SourceRecord | Fact) -> JsonObject:
-    """The fields of a record as they are written and hashed: a context only where there is one, so that the bytes and
-    ids of all others are older than this field.
+    """The fields of a record as written and hashed. An empty context is omitted, so that records without one keep the
+    bytes and ids they had before the field existed.
     """
     row = dict(vars(record))
     if not row.get("context", True):
@@ -150,7 +150,7 @@ def fields_of(record: SourceRecord | Fact) -> JsonObject:
 
 
 def is_empty(path: Path) -> bool:
-    """Whether a file of records is there and has none."""
+    """Whether the records file exists and is empty."""
     return path.is_file() and not path.stat().st_size
 
 
@@ -187,7 +187,7 @@ def read(path: Path, shape: type[Record]) -> Iterator[Record]:
 
 
 def _fits(value: object, kind: type | UnionType) -> bool:
-    """Whether a value read from JSON has a field's type; elements of lists are checked, values of objects are not."""
+    """Whether a JSON value matches a field's type; list elements are checked, object values are not."""
     if kind is float:
         return isinstance(value, int | float) and not isinstance(value, bool)
     if kind is int:

@@ -1,24 +1,24 @@
-"""A repository of the user's in `data/own/`, read safely: its Python files, and which of them imports which.
+"""Safely read a user's repository in `data/own/`: its Python files and their import graph.
 
     find(data/own, "repos/mine")  -> the folder, checked         read(folder, max_bytes) -> Repository
     held_out(entry, repository, val_share) -> folders            splits(repository, folders) -> path -> train, val
     imports_of(tree)              -> Import, ...                 Modules(paths, name).targets(path, one) -> paths
-    import_graph({path: imports}) -> path -> the paths that it imports, in the order of its source
+    import_graph({path: imports}) -> path -> the paths it imports, in source order
     import_order(graph, at_import)  -> every path once, imports before their users
 
-A repository lies in `data/own/`, because that folder is a dependency of the stages in DVC: a changed file is noticed.
-DVC leaves `.git` out, so a commit that changes no file is not.
+Repositories must be in `data/own/`, because that folder is a DVC dependency of the stages: changed files are noticed.
+DVC ignores `.git`, so a commit that changes no file is not noticed.
 
 Never read: hidden files and folders (`.git`), installed packages (`site-packages`, `node_modules`, virtual
-environments), links. A link that leads out of the repository is an error, because a repository from elsewhere may link
-to anything on this machine. Files that are too large, binary or not UTF-8 are skipped, and the reason is kept. The walk
-is bounded in entries, files and bytes; whoever has more names a folder of it.
+environments), links. A link out of the repository is an error, because a third-party repository may link to anything on
+this machine. Files that are too large, binary or not UTF-8 are skipped, and the reason is recorded. The walk is limited
+in entries, files and bytes; for larger repositories, name a subfolder.
 
-A cycle of imports is broken in one way only: files of a cycle stand in the order in which Python would run them if the
-first by name were imported first, by what is imported outside functions.
+Import cycles are broken deterministically: the files of a cycle are ordered as Python would run them if the first by
+name were imported first, considering only imports outside functions.
 
-Not promised: imports by `importlib` or through `sys.path` changed at run time; stubs (`.pyi`) and C extensions, whose
-modules count as modules of elsewhere.
+Not supported: imports through `importlib` or a `sys.path` changed at run time; stubs (`.pyi`) and C extensions, which
+count as external modules.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from pipeline.ingest.entries import RepositoryEntry
 from pipeline.ingest.sources import digest
 from pipeline.run.errors import DataError
 
-MOST_ENTRIES = 200_000  # of folders, together: a walk takes about a second
+MOST_ENTRIES = 200_000  # over all folders: a walk takes about a second
 MOST_FILES = 20_000  # of Python
-MOST_BYTES = 100_000_000  # of Python: what is held in memory
+MOST_BYTES = 100_000_000  # of Python, held in memory
 INSTALLED = ("__pycache__", "node_modules", "site-packages", "dist-packages")
 VIRTUAL_ENVIRONMENT = "pyvenv.cfg"
 PACKAGE = "__init__.py"
@@ -49,7 +49,7 @@ class SourceFile:
     """One Python file."""
 
     path: str  # in the repository, with "/"
-    text: str  # decoded, with `\\n` line ends; it need not parse
+    text: str  # decoded, with `\\n` line endings; may not parse
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Skipped:
 
 @dataclass(frozen=True)
 class Repository:
-    """The Python files of a folder, in order of path."""
+    """The Python files of a folder, in path order."""
 
     name: str
     root: Path
@@ -71,28 +71,28 @@ class Repository:
 
 
 def find(own: Path, folder: str) -> Path:
-    """The folder of a repository below `own`. Raises DataError where there is none, and for a path that leaves it."""
+    """The folder of a repository below `own`. Raises DataError if it does not exist or its path leaves `own`."""
     path = own / folder
     if PurePosixPath(folder).is_absolute() or ".." in PurePosixPath(folder).parts:
         raise DataError(
-            f"repository: {folder}: expected a folder in {own}, so that a change of its files is noticed; "
+            f"repository: {folder}: expected a folder in {own}, so that changes to its files are noticed; "
             f"copy or clone it there: git clone {folder} {own}/NAME"
         )
     if not path.is_dir():
         raise DataError(f"repository: {path}: expected a folder, found {'a file' if path.exists() else 'nothing'}")
     if not path.resolve().is_relative_to(own.resolve()):
-        raise DataError(f"repository: {path}: is a link that leaves {own}; put a copy there")
+        raise DataError(f"repository: {path}: is a link out of {own}; put a copy there")
     return path
 
 
 def read(root: Path, max_bytes: int) -> Repository:
-    """The Python files of at most `max_bytes` below a folder.
+    """The Python files of up to `max_bytes` each below a folder.
 
-    Raises DataError: no Python file, a link that leads out, or more than the limits above.
+    Raises DataError if there is no Python file, a link leads out, or a limit above is exceeded.
     """
     files: list[SourceFile] = []
     skipped: list[Skipped] = []
-    entries = list(itertools.islice(_walk(root), MOST_FILES + 1))  # counted before one is read
+    entries = list(itertools.islice(_walk(root), MOST_FILES + 1))  # counted before any is read
     if len(entries) > MOST_FILES:
         raise _too_large(root, f"{MOST_FILES:,} Python files")
     num_bytes = 0
@@ -110,21 +110,21 @@ def read(root: Path, max_bytes: int) -> Repository:
         else:
             skipped.append(Skipped(path, found))
     if not entries:
-        raise DataError(f"repository: {root}: has no Python file ({SUFFIX}); take the entry away")
+        raise DataError(f"repository: {root}: has no Python file ({SUFFIX}); remove the entry")
     return Repository(root.resolve().name, root, tuple(sorted(files, key=lambda file: file.path)), tuple(skipped))
 
 
 def _too_large(root: Path, limit: str) -> DataError:
-    return DataError(f"repository: {root}: has more than {limit}; name a folder of it as the repository")
+    return DataError(f"repository: {root}: has more than {limit}; name one of its subfolders instead")
 
 
 def _text(entry: os.DirEntry[str], max_bytes: int) -> bytes | str:
-    """The bytes of a file, or why it is not read."""
+    """The bytes of a file, or why it was not read."""
     try:
         entry.name.encode()
         if entry.is_symlink():
             return "link"
-        if not entry.is_file():  # a pipe or a socket would be waited for
+        if not entry.is_file():  # a pipe or socket would block
             return "unreadable"
         with Path(entry.path).open("rb") as file:
             raw = file.read(max_bytes + 1)
@@ -136,7 +136,7 @@ def _text(entry: os.DirEntry[str], max_bytes: int) -> bytes | str:
 
 
 def _walk(root: Path) -> Iterator[os.DirEntry[str]]:
-    """The Python files below a folder, and links of their name; links to folders are not followed."""
+    """The Python files below a folder, and links named like one; links to folders are not followed."""
     real_root = os.path.realpath(root)
     num_entries, pending = 0, [str(root)]
     while pending:
@@ -155,7 +155,7 @@ def _walk(root: Path) -> Iterator[os.DirEntry[str]]:
             if entry.name.startswith(".") or entry.name in INSTALLED:
                 continue
             if entry.is_symlink() and not Path(os.path.realpath(entry.path)).is_relative_to(real_root):
-                raise DataError(f"repository: {entry.path}: is a link that leaves {root}; take it away")
+                raise DataError(f"repository: {entry.path}: is a link out of {root}; remove it")
             if entry.is_dir(follow_symlinks=False):
                 pending.append(entry.path)
             elif entry.name.endswith(SUFFIX):
@@ -166,11 +166,11 @@ def _walk(root: Path) -> Iterator[os.DirEntry[str]]:
 
 
 def held_out(entry: RepositoryEntry, found: Repository, val_share: float) -> list[str]:
-    """The folders of a repository that are not trained on: those that the entry names, else top folders by a hash of
-    their names until `val_share` of the bytes is held out.
+    """The held-out folders of a repository: those named in the entry, else top-level folders chosen by a hash of their
+    names until `val_share` of the bytes is held out.
 
-    A folder with more than half of the bytes counts as its own folders; files right in it stay in training. Raises
-    DataError for a folder that the entry names and that has no Python file.
+    A folder with more than half of the bytes is replaced by its subfolders; files directly in it stay in training.
+    Raises DataError if a named folder has no Python file.
     """
     sizes = {file.path: len(file.text.encode()) for file in found.files}
     folders = [PurePosixPath(folder).as_posix() for folder in entry.held_out]
@@ -188,19 +188,19 @@ def held_out(entry: RepositoryEntry, found: Repository, val_share: float) -> lis
 
 
 def splits(found: Repository, folders: Sequence[str]) -> dict[str, str]:
-    """Path -> val in one of the folders, else train."""
+    """Path -> val if it is in one of the folders, else train."""
     return {
         file.path: "val" if any(is_inside(file.path, folder) for folder in folders) else "train" for file in found.files
     }
 
 
 def is_inside(path: str, folder: str) -> bool:
-    """Whether a path lies in a folder; everything lies in "."."""
+    """Whether a path is inside a folder; everything is inside "."."""
     return folder == "." or path.startswith(f"{folder}/")
 
 
 def _units(sizes: Mapping[str, int]) -> list[str]:
-    """The folders that are held out as a whole: each with at most half of the bytes, or without folders in it."""
+    """The folders that can be held out as a whole: at most half of the bytes, or without subfolders."""
     units, pending, half = [], ["."], sum(sizes.values()) / 2
     while pending:
         folder = pending.pop()
@@ -221,15 +221,15 @@ def _units(sizes: Mapping[str, int]) -> list[str]:
 class Import:
     """One name that a file imports."""
 
-    module: str  # as written, without the dots before it
-    level: int  # number of those dots
+    module: str  # as written, without leading dots
+    level: int  # number of leading dots
     name: str | None  # after `from module import`; None: `import module`
     bound: str  # the name in the importing file; `*` for all
     at_import: bool  # runs when the file is imported: not in a function, not under TYPE_CHECKING
 
 
 def imports_of(tree: ast.Module) -> list[Import]:
-    """The imports of a file, in the order of its source, those in functions too."""
+    """The imports of a file in source order, including those in functions."""
     found: list[tuple[int, int, Import]] = []
     pending: list[tuple[ast.AST, bool]] = [(tree, True)]
     while pending:
@@ -253,13 +253,13 @@ def imports_of(tree: ast.Module) -> list[Import]:
 
 
 class Modules:
-    """Which file of a repository a module's name means."""
+    """Resolves module names to files of a repository."""
 
     def __init__(self, paths: Iterable[str], name: str = "") -> None:
-        """`name`: of the repository, under which its files import each other where it is itself a package."""
+        """`name`: of the repository, used in its imports if it is itself a package."""
         self._paths = frozenset(paths)
         self._name = name if PACKAGE in self._paths else None
-        self._roots: dict[str, list[str]] = {}  # first part of a module's name -> folders that such a package lies in
+        self._roots: dict[str, list[str]] = {}  # first part of a module name -> parent folders of such packages
         for path in self._paths:
             if path.endswith(PACKAGE):
                 root = self.root_of(path)
@@ -271,21 +271,21 @@ class Modules:
             roots.sort(key=lambda root: (len(PurePosixPath(root).parts), root))
 
     def root_of(self, path: str) -> str:
-        """The folder from which Python finds a file: the first one above it that is no package; "." for the top."""
+        """The import root of a file: the nearest parent folder that is not a package; "." for the top."""
         folder = PurePosixPath(path).parent
         while folder.name and (folder / PACKAGE).as_posix() in self._paths:
             folder = folder.parent
         return folder.as_posix()
 
     def name_of(self, path: str) -> str:
-        """A file's module name, seen from `root_of`."""
+        """A file's module name, relative to `root_of`."""
         parts = PurePosixPath(path).relative_to(self.root_of(path)).with_suffix("").parts
         return ".".join(parts[: len(parts) - 1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
 
     def targets(self, path: str, one: Import) -> list[str]:
-        """The files that an import in `path` means: the submodule of that name if there is one, else the module.
+        """The files an import in `path` refers to: the submodule of that name if there is one, else the module.
 
-        Empty for modules of elsewhere.
+        Empty for external modules.
         """
         module = self._find(path, one.module, one.level)
         if one.name is None or one.name == "*":
@@ -317,7 +317,7 @@ class Modules:
 def import_graph(
     imports: Mapping[str, Sequence[Import]], modules: Modules | None = None, *, at_import: bool = False
 ) -> dict[str, tuple[str, ...]]:
-    """Path -> the paths that it imports, each once, in the order of its source; `at_import`: only what runs then."""
+    """Path -> the paths it imports, each once, in source order; `at_import`: only imports that run at import time."""
     modules = modules or Modules(imports)
     graph: dict[str, tuple[str, ...]] = {}
     for path in sorted(imports):
@@ -330,7 +330,7 @@ def import_graph(
 def import_order(graph: Mapping[str, Sequence[str]], at_import: Mapping[str, Sequence[str]]) -> list[str]:
     """Every path once, imports before their users.
 
-    `at_import`: the part of the graph that breaks a cycle: there a file stands after what it imports at once.
+    `at_import`: the subgraph that breaks cycles: within a cycle, a file comes after its import-time imports.
     """
     order: list[str] = []
     for group in _components(graph):
@@ -340,7 +340,7 @@ def import_order(graph: Mapping[str, Sequence[str]], at_import: Mapping[str, Seq
 
 
 def _depth_first(graph: Mapping[str, Sequence[str]]) -> list[str]:
-    """Each node after those that it points to, as far as there is no cycle."""
+    """Each node after those it points to, except within cycles."""
     order: list[str] = []
     seen: set[str] = set()
     for start in graph:
@@ -359,7 +359,7 @@ def _depth_first(graph: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 def _components(graph: Mapping[str, Sequence[str]]) -> list[set[str]]:
-    """Strongly connected components, each after those that it points to (Tarjan 1972), without recursion."""
+    """Strongly connected components, each after those it points to (Tarjan 1972), without recursion."""
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     open_nodes: list[str] = []

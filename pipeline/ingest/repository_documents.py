@@ -1,22 +1,22 @@
-"""A repository's files as documents for training: each part of a file once, after what it needs from other files.
+"""Turn a repository's files into training documents: each part of a file once, preceded by what it needs from others.
 
-    RepositoryEntry -> read_files -> a text for each Python file, with its split; cleaned and compared as all others
+    RepositoryEntry -> read_files -> one text per Python file, with its split; cleaned and deduplicated like all others
     the files that were kept -> documents -> Text with a `context`, for each part of a file
 
-Parts. A file of more than half of `document_bytes` is cut between statements, at the outermost that lies in the second
-half of the room. Its parts join to the file, so a file's own text is trained on once in an epoch.
+Parts. A file larger than half of `document_bytes` is cut between statements, at the outermost boundary in the second
+half of the room. Its parts join to the file, so a file's own text is trained on once per epoch.
 
-Context fills the rest of `document_bytes`, and no loss is taken on it: it may stand before many parts. First come the
-heads of what the file imports by name from the repository, those that the part uses first; then outlines (a class with
-its fields and the heads of its methods), then the same in full, then whole files that it imports, at once or through
-others; last the file's own text before the part. Names are followed through the packages that pass them on. Files stand
-in the order of import (`ingest/repository.py`).
+Context fills the rest of `document_bytes` and gets no loss, because it may precede many parts. Priorities: the
+signatures of what the file imports by name from the repository, starting with those the part uses; then outlines (a
+class with its fields and method signatures), then full definitions, then whole files that it imports directly or
+transitively; last the file's own text before the part. Names are followed through re-exporting packages. Files appear
+in import order (`ingest/repository.py`).
 
-Splits go by folder, never by file (`repository.held_out`). Context of a training document is never from a held-out
-file. A held-out part's context is chosen without looking at the part, because it is what a model is measured on: there
-the names come first that the file has imported and not used before the part, as they must be used some time.
+Splits are by folder, never by file (`repository.held_out`). The context of a training document never includes a
+held-out file. For held-out parts, which measure the model, the context is chosen without looking at the part: names
+that are imported but not used before the part come first, as they must be used eventually.
 
-Not promised: that a small repository has folders to hold out (stage_corpus says so); names that are found at run time.
+Not guaranteed: that a small repository has folders to hold out (stage_corpus reports it); names resolved at run time.
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ from pipeline.text.repositories import Context
 
 LINE = re.compile(r"[^\n]*\n|[^\n]+")
 CHAIN = re.compile(r"(?<![\w.])[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*", re.ASCII)  # a name and its attributes
-# where each name stands once before it is used
+# where each name occurs once before it is used
 IMPORTS = re.compile(r"^[ \t]*(?:from\s+\S+\s+)?import\s+(?:\([^)]*\)|.*)$", re.MULTILINE)
-OTHERS = 2 / 3  # of a context's bytes: other files at most; the file's own text before the part has the rest
-MOST_STEPS = 5  # of packages through which a name is followed
+OTHERS = 2 / 3  # of a context's bytes at most for other files; the file's own text before the part gets the rest
+MOST_STEPS = 5  # of re-exports through which a name is followed
 MOST_OUTLINE = 12  # lines of an outline
-MOST_FILES = 24  # imported at once or through others, that are looked at for one part
+MOST_FILES = 24  # direct and transitive imports considered for one part
 
 
 def entries_of(config: DataConfig, kind: str) -> dict[int, RepositoryEntry]:
-    """Number of the entry -> the entry, of those that name a repository."""
+    """Entry number -> entry, for the entries that name a repository."""
     return {n: entry for n, entry in enumerate(config.entries(kind)) if isinstance(entry, RepositoryEntry)}
 
 
 def missing(own: Path, config: DataConfig) -> list[str]:
-    """A line for each repository of `code` that is no folder below `own`."""
+    """One line for each `code` repository that is not a folder below `own`."""
     lines = []
     for entry in entries_of(config, "code").values():
         try:
@@ -71,19 +71,19 @@ def missing(own: Path, config: DataConfig) -> list[str]:
 
 
 def rejected_file(parts: Path, number: int) -> Path:
-    """The JSONL file of what was not read of an entry's repository."""
+    """The JSONL file of skipped files in an entry's repository."""
     return parts / f"repository-{number}-rejected.jsonl"
 
 
 def most_bytes(config: DataConfig) -> int:
-    """Of a file that is read: no longer one is kept, and none is cut as a long text is."""
+    """The largest file to read: larger ones are not kept, and none is cut like a long text."""
     return min(config.max_bytes, TEXT_BYTES)
 
 
 def read_files(own: Path, config: DataConfig, parts: Path, tally: RowCounts) -> Iterator[Accepted]:
-    """Every Python file of the repositories of `code`, with its split. Adds the numbers of files to `tally`.
+    """Every Python file of the `code` repositories, with its split. Adds the file counts to `tally`.
 
-    Raises DataError as `repository.find` and `read`, and for a `held_out` without a file.
+    Raises DataError like `repository.find` and `read`, and for a `held_out` folder without files.
     """
     for number, entry in entries_of(config, "code").items():
         found = repository.read(repository.find(own, entry.repository), most_bytes(config))
@@ -113,12 +113,12 @@ def read_files(own: Path, config: DataConfig, parts: Path, tally: RowCounts) -> 
 
 
 def lines_of(text: str) -> list[str]:
-    """The lines with their line feeds, as Python counts them: other separators end none."""
+    """The lines with their line feeds, as Python counts them: no other separator ends a line."""
     return LINE.findall(text)
 
 
 def parts_of(text: str, most: int) -> list[tuple[int, int]]:
-    """The parts of a file, each at most `most` bytes where no line is longer: (first line, end line), from 0."""
+    """The parts of a file, each at most `most` bytes unless a line is longer: (first line, end line), from 0."""
     lines = lines_of(text)
     sizes = [len(line.encode()) for line in lines]
     if sum(sizes) <= most:
@@ -141,8 +141,8 @@ def parts_of(text: str, most: int) -> list[tuple[int, int]]:
 
 
 def _statement_lines(text: str, lines: Sequence[str]) -> dict[int, int]:
-    """Line at which a statement begins, with its decorators and comments -> how deep it lies; none if it cannot be
-    parsed.
+    """First line of each statement, including decorators and comments -> nesting depth; empty if the text does not
+    parse.
     """
     depths: dict[int, int] = {}
     try:
@@ -164,7 +164,7 @@ def _statement_lines(text: str, lines: Sequence[str]) -> dict[int, int]:
 
 
 def _first_line(node: ast.stmt) -> int:
-    """The line, from 0, at which a statement begins, with its decorators."""
+    """The first line of a statement, counted from 0, including its decorators."""
     decorators = getattr(node, "decorator_list", [])
     return min([node.lineno, *(decorator.lineno for decorator in decorators)]) - 1
 
@@ -174,16 +174,16 @@ def _first_line(node: ast.stmt) -> int:
 
 @dataclass(frozen=True)
 class Definition:
-    """A name of a file's top level."""
+    """A name defined at the top level of a file."""
 
     line: int
-    head: str  # of a function or class: what stands before its body; an assignment's first line
-    outline: str  # of a class: its head, its fields and the heads of its methods; else the head
+    head: str  # function or class: everything before its body; assignment: its first line
+    outline: str  # class: its head, fields and method heads; else the head
     source: str
 
 
 def definitions(text: str) -> dict[str, Definition]:
-    """The functions, classes and assigned names of a file; none of one that does not parse."""
+    """The functions, classes and assigned names of a file; empty if it does not parse."""
     lines = lines_of(text)
     found: dict[str, Definition] = {}
     try:
@@ -227,17 +227,17 @@ def _head(node: ast.stmt, lines: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Name:
-    """A definition: the file that has it, and its name there."""
+    """A definition: its file and its name there."""
 
     path: str
     name: str
 
 
 class Library:
-    """The files of a repository: what each defines and imports, and what may be read before a part of one."""
+    """The files of a repository: what each defines and imports, and the context for a part of one."""
 
     def __init__(self, found: Repository, kept: Mapping[str, Text]) -> None:
-        """`kept`: path -> the cleaned text; what was dropped passes names on, and is never shown."""
+        """`kept`: path -> cleaned text; dropped files still re-export names but are never shown."""
         self.name = found.name
         self.texts = {path: text.text for path, text in kept.items()}
         self._imports: dict[str, list[Import]] = {}
@@ -253,23 +253,23 @@ class Library:
 
     @cached_property
     def graph(self) -> dict[str, tuple[str, ...]]:
-        """Path -> the paths that it imports."""
+        """Path -> the paths it imports."""
         return repository.import_graph(self._imports, self._modules)
 
     @cached_property
     def order(self) -> dict[str, int]:
-        """Path -> its place in the order of import."""
+        """Path -> its position in import order."""
         at_import = repository.import_graph(self._imports, self._modules, at_import=True)
         return {path: place for place, path in enumerate(repository.import_order(self.graph, at_import))}
 
     def defined(self, path: str) -> dict[str, Definition]:
-        """The definitions of a file; none of one that was dropped."""
+        """The definitions of a file; empty if it was dropped."""
         if path not in self._definitions:
             self._definitions[path] = definitions(self.texts[path]) if path in self.texts else {}
         return self._definitions[path]
 
     def find(self, path: str, name: str, steps: int = MOST_STEPS) -> Name | None:
-        """Where a name is defined that `path` has at its top level; None for names of elsewhere."""
+        """The definition of a name at the top level of `path`; None for external names."""
         if name in self.defined(path):
             return Name(path, name)
         key = (path, name, steps)
@@ -287,9 +287,9 @@ class Library:
         return None
 
     def imported(self, path: str) -> dict[str, Name]:
-        """How a file writes it -> what it is, of all that a file can use of others; the nearest import first.
+        """Name as written -> its definition, for everything a file can use from others, nearest import first.
 
-        Of a module that is imported as such, `module.name` for each of its names, after all others.
+        For a module imported as a whole, `module.name` for each of its names, after all others.
         """
         if path not in self._imported:
             names: dict[str, Name] = {}
@@ -311,13 +311,13 @@ class Library:
         return self._imported[path]
 
     def names(self, path: str, readable: frozenset[str]) -> list[str]:
-        """What a file can use of `readable` others, as it is written."""
+        """The names from `readable` files that a file can use, as written in it."""
         return sorted(written for written, name in self.imported(path).items() if name.path in readable)
 
     def context(self, path: str, room: int, readable: frozenset[str], first: frozenset[str]) -> Context:
-        """What stands before a part of `path`: at most about `room` bytes of other files that are `readable`.
+        """The context of a part of `path`: at most about `room` bytes of other `readable` files.
 
-        first: the names, as the file writes them, that come before others.
+        first: names with priority, as written in the file.
         """
         candidates = [(written, name) for written, name in self.imported(path).items() if name.path in readable]
         candidates.sort(key=lambda one: one[0] not in first)
@@ -344,7 +344,7 @@ class Library:
         return Context(self.name, files, path)
 
     def _reached(self, path: str, nearest: Sequence[str]) -> list[str]:
-        """What a file imports, at once and through others, the nearest first."""
+        """The direct and transitive imports of a file, nearest first."""
         reached = dict.fromkeys([*nearest, *reversed(self.graph[path])])
         for target in self._breadth_first(path):
             if len(reached) >= MOST_FILES:
@@ -364,17 +364,17 @@ class Library:
 
 @dataclass(frozen=True)
 class KeptFiles:
-    """A repository, and those of its files that the corpus keeps: split -> path -> the file."""
+    """A repository, and the files the corpus keeps: split -> path -> file."""
 
     found: Repository
     files: dict[str, dict[str, Text]]
 
 
 def rewrite(parts: Parts, own: Path, config: DataConfig, part_of: Mapping[int, str], document_bytes: int) -> Parts:
-    """The parts of a corpus, with documents in place of the files of its repositories.
+    """The parts of a corpus, with repository files replaced by documents.
 
-    part_of: number of an entry -> its part. A part of a training file that equals a held-out document is left out.
-    Raises DataError where nothing of a repository is left, and where nothing of the corpus is held out.
+    part_of: entry number -> its part. Parts of training files that equal a held-out document are left out.
+    Raises DataError if nothing of a repository is left, or nothing of the corpus is held out.
     """
     entries = entries_of(config, "code")
     kept: dict[int, KeptFiles] = {}
@@ -382,12 +382,12 @@ def rewrite(parts: Parts, own: Path, config: DataConfig, part_of: Mapping[int, s
         files = {split: _in_part(parts[split], part_of[number]) for split in SPLITS}
         texts = {split: {text.path: text for path in files[split] for text in read_part(path)} for split in SPLITS}
         if not any(texts.values()):
-            raise DataError(f"code: {entry.repository}: no Python file of it is left; dropped.jsonl has the reasons")
+            raise DataError(f"code: {entry.repository}: no Python file is left; see dropped.jsonl for the reasons")
         kept[number] = KeptFiles(repository.read(repository.find(own, entry.repository), most_bytes(config)), texts)
     if not any(size.documents for size in parts["val"].values()):
         raise DataError(
-            "code: nothing is held out: no repository has a second folder, and no file is held out alone; name folders "
-            'in `held_out`, or add a second repository with held_out: ["."], or an entry with other files'
+            "code: nothing is held out: no repository has a second folder, and single files are not held out; list "
+            'folders in `held_out`, or add a second repository with held_out: ["."], or an entry with other files'
         )
     theirs = {path for number in entries for split in SPLITS for path in _in_part(parts[split], part_of[number])}
     held_out = {fingerprint(text.text) for path in parts["val"] if path not in theirs for text in read_part(path)}
@@ -411,7 +411,7 @@ def rewrite(parts: Parts, own: Path, config: DataConfig, part_of: Mapping[int, s
             writer.close()
             rewritten[split][writer.path] = writer.size
         sizes = {split: writer.size.documents for split, writer in writers.items()}
-        say(f"code: {entries[number].repository}: documents {sizes}, {num_equal} left out that equal a held-out one")
+        say(f"code: {entries[number].repository}: documents {sizes}, {num_equal} dropped as equal to a held-out one")
     return rewritten
 
 
@@ -422,10 +422,10 @@ def _in_part(files: Mapping[Path, object], part: str) -> list[Path]:
 def documents(
     found: Repository, kept: Mapping[str, Mapping[str, Text]], document_bytes: int
 ) -> Iterator[tuple[str, Text]]:
-    """(split, a part of a file with its context), file by file in the order of import.
+    """(split, a part of a file with its context), file by file in import order.
 
-    kept: split -> path -> the file. Every line of a file is in one part; a part with its context has about
-    `document_bytes` at most.
+    kept: split -> path -> file. Every line of a file is in exactly one part; a part with its context has at most about
+    `document_bytes`.
     """
     library = Library(found, {path: text for files in kept.values() for path, text in files.items()})
     readable = {"train": frozenset(kept["train"]), "val": frozenset([*kept["train"], *kept["val"]])}
@@ -451,14 +451,14 @@ def documents(
 
 
 def _used(names: Sequence[str], text: str) -> frozenset[str]:
-    """Which of the names a text has."""
+    """The names that occur in a text."""
     present = frozenset(CHAIN.findall(text))
     parts = frozenset(part for chain in present for part in itertools.accumulate(chain.split("."), "{}.{}".format))
     return frozenset(name for name in names if name in parts)
 
 
 def _before(lines: Sequence[str], room: int) -> str:
-    """The last of the lines that fit."""
+    """The last lines that fit."""
     start = len(lines)
     while start and len(lines[start - 1].encode()) <= room:
         start -= 1

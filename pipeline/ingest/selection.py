@@ -1,22 +1,21 @@
-"""Selects the documents of a text corpus and writes it: duplicates, caps, test items, quotas, split, and all counts.
+"""Select and write the documents of a text corpus: duplicates, caps, test items, quotas, split, and all counts.
 
-    files of this machine, until the quotas are met   -> FileBatch   ┐
-    records of the user's files or of the hub         -> RecordBatch ┴-> clean, in worker processes -> Documents
+    files on this machine, until the quotas are met   -> FileBatch   ┐
+    records from the user's files or the hub          -> RecordBatch ┴-> clean, in worker processes -> Documents
     Documents in a fixed order -> Selection -> a PartWriter for each part and split; counts by part, source, licence,
                                                drop reason
     mix: the parts of a corpus -> data/raw/<corpus>/{train,val}-NNNNN.parquet (text, source, path, licence)
 
-`Selection` decides on one document after the other, in order, so the number of workers that cleaned them changes
-nothing. It keeps hashes and signatures, never texts. Every document offered while its part is open is found; it is kept
-or leaves by one reason: found = kept + dropped.
+`Selection` processes documents one by one in order, so the number of cleaning workers does not affect the result. It
+keeps hashes and signatures, never texts. Every document offered while its part is open counts as found, and is either
+kept or dropped for one reason: found = kept + dropped.
 
-The batches may run a little ahead of what `Selection` has taken in, by an amount that depends on the number of workers.
-That never shows: a document after a full quota is not counted, and a document after a full package is dropped as `cap`
-whether it was read or not.
+Batches may run slightly ahead of `Selection`, depending on the number of workers. This is never visible: documents past
+a full quota are not counted, and documents past a full package are dropped as `cap` whether read or not.
 
-`mix` spreads every part (stories, python, ...) evenly over the whole, because a reader that takes only the beginning
-(an evaluation, a sample) should see all of it. Memory is one row group per part, whatever the size of the corpus. Equal
-documents give equal bytes (with one version of pyarrow).
+`mix` spreads every part (stories, python, ...) evenly over the whole, so that readers of the beginning alone (an
+evaluation, a sample) see all of it. Memory is one row group per part, whatever the corpus size. Equal documents give
+equal bytes (for a given pyarrow version).
 """
 
 from __future__ import annotations
@@ -46,13 +45,13 @@ from pipeline.run.types import JsonObject
 from pipeline.run.workdir import sha256
 
 SCHEMA = pa.schema([(name, pa.string()) for name in ("text", "source", "path", "licence")])
-CONTEXT = SCHEMA.append(pa.field("context", pa.string()))  # of a corpus with repositories
-GROUP_BYTES = 1_000_000  # of text in a row group: what a reader has in memory
-FILE_BYTES = 4_000_000  # of text in a file: what one process of `stage_encode` takes at a time
+CONTEXT = SCHEMA.append(pa.field("context", pa.string()))  # for a corpus with repositories
+GROUP_BYTES = 1_000_000  # of text in a row group: what a reader keeps in memory
+FILE_BYTES = 4_000_000  # of text in a file: the work unit of one `stage_encode` process
 GROUP_ROWS = 4096
 SPLITS = ("train", "val")
-VAL_EVERY = 50  # of a corpus so small that no document fell into val
-BATCH_FILES, BATCH_BYTES = 24, 250_000  # in one FileBatch, in one RecordBatch
+VAL_EVERY = 50  # for a corpus so small that no document fell into val
+BATCH_FILES, BATCH_BYTES = 24, 250_000  # per FileBatch, per RecordBatch
 
 
 class Tally:
@@ -66,12 +65,12 @@ class Tally:
         self.num_bytes += num_bytes
 
     def entry(self) -> dict[str, int]:
-        """The counts as the manifest stores them."""
+        """The counts as stored in the manifest."""
         return {"files": self.files, "bytes": self.num_bytes}
 
 
 class Selection:
-    """Decides which documents a corpus keeps. Close it before its parts are read."""
+    """Decides which documents a corpus keeps. Close it before reading its parts."""
 
     def __init__(
         self,
@@ -83,10 +82,10 @@ class Selection:
         benchmarks: Index,
         folder: Path,
     ) -> None:
-        """`quotas`: bytes to keep of each part (inf: all of it); `caps`: of one package in a part;
-        `threshold`: estimated similarity from which a later document is dropped; `folder`: for the parts."""
+        """`quotas`: bytes to keep of each part (inf: all of it); `caps`: bytes of one package in a part;
+        `threshold`: estimated similarity at which a later document is dropped; `folder`: for the parts."""
         self.quotas, self.caps, self.min_bytes, self.benchmarks = quotas, caps, min_bytes, benchmarks
-        self.full: set[tuple[str, str]] = set()  # (part, package) whose cap is reached
+        self.full: set[tuple[str, str]] = set()  # (part, package) pairs that have reached their cap
         self.found: dict[str, Tally] = {part: Tally() for part in quotas}
         self.kept: dict[str, dict[str, Tally]] = {part: {split: Tally() for split in SPLITS} for part in quotas}
         self.dropped: dict[str, dict[str, Tally]] = {part: {} for part in quotas}
@@ -99,20 +98,20 @@ class Selection:
         self._package_bytes: dict[tuple[str, str], int] = {}
         self._writers: dict[tuple[str, str], PartWriter] = {}
         self._folder = folder
-        self.dropped_file = folder / "dropped.jsonl"  # path, source, reason, bytes, file and line of each of a person's
+        self.dropped_file = folder / "dropped.jsonl"  # path, source, reason, bytes, file, line; user data only
         self._dropped_writer: TextIO | None = None
-        self.dropped_rows: Counter[str] = Counter()  # file of a person's -> rows of which no document was kept
+        self.dropped_rows: Counter[str] = Counter()  # user file -> rows of which no document was kept
         self._row: Origin | None = None  # the row whose documents are being offered
         self._row_kept = False
 
     def is_open(self, part: str) -> bool:
-        """Whether the part belongs to the corpus and may take more."""
+        """Whether the part belongs to the corpus and has room."""
         if part not in self.quotas:
             return False
         return sum(tally.num_bytes for tally in self.kept[part].values()) < self.quotas[part]
 
     def offer(self, document: Document) -> int:
-        """Keep or drop the next document and return the bytes kept; a document of a full part is not counted at all."""
+        """Keep or drop the next document and return the bytes kept; documents of a full part are not counted at all."""
         if not self.is_open(document.part):
             return 0
         self.found[document.part].add(document.num_bytes)
@@ -136,7 +135,7 @@ class Selection:
         return num_bytes
 
     def _count_row(self, origin: Origin | None, *, kept: bool) -> None:
-        """Count the row before, of which all documents are known when the next begins, if none of them was kept."""
+        """When a new row begins, count the previous one as dropped if none of its documents was kept."""
         if origin != self._row:
             if self._row is not None and not self._row_kept:
                 self.dropped_rows[self._row.file] += 1
@@ -155,7 +154,7 @@ class Selection:
 
     def _decide(self, document: Document) -> tuple[str | None, Document]:
         """The drop reason or None, and the document as it would be kept."""
-        # A full package comes first: its files need not be read, and whether one was read must not show.
+        # Check full packages first: their files need not be read, and whether one was read must not matter.
         package = (document.part, document.record.source)
         if package in self.full:
             return "cap", document
@@ -185,7 +184,7 @@ class Selection:
         return None, document
 
     def _join_new_paragraphs(self, document: Document) -> Document:
-        """A document of prose, reduced to its paragraphs that no earlier document had."""
+        """Reduce a prose document to the paragraphs that no earlier document had."""
         new_paragraphs = []
         for paragraph in document.paragraphs:
             paragraph_hash = fingerprint(paragraph)
@@ -202,7 +201,7 @@ class Selection:
         )
 
     def close(self) -> dict[str, dict[Path, Size]]:
-        """Close the parts; returns for each split its files and their sizes, in the order of the quotas."""
+        """Close the parts; return the files of each split and their sizes, in quota order."""
         self._count_row(None, kept=False)
         for writer in self._writers.values():
             writer.close()
@@ -246,17 +245,17 @@ class Selection:
 
 @dataclass(frozen=True, kw_only=True)
 class FileBatch:
-    """Files to read: Python for its code or its prose, METADATA for its prose, or shell."""
+    """Files to read: Python for its code or prose, METADATA for its prose, or shell."""
 
     files: tuple[Found, ...]
-    parts: tuple[str, ...]  # python, prose, shell: the parts that each file may give
+    parts: tuple[str, ...]  # python, prose, shell: the parts each file may contribute to
     full: frozenset[tuple[str, str]]  # (part, package) that have reached their cap
     data: DataConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecordBatch:
-    """Texts of the user's files or of the hub."""
+    """Texts from the user's files or the hub."""
 
     records: tuple[SuppliedText, ...]
     kind: str  # text, code
@@ -264,7 +263,7 @@ class RecordBatch:
 
 
 def clean(batch: FileBatch | RecordBatch) -> list[Document]:
-    """Every document of a batch, cleaned or with its drop reason, in the batch's order."""
+    """Every document of a batch, cleaned or with its drop reason, in batch order."""
     if isinstance(batch, FileBatch):
         return [document for file in batch.files for document in _clean_file(file, batch)]
     return [cleaning.own_record(row, batch.kind, batch.data) for row in batch.records]
@@ -284,7 +283,7 @@ def _clean_file(file: Found, batch: FileBatch) -> list[Document]:
 
 
 def file_batches(files: list[Found], wanted: dict[str, Selection], data: DataConfig) -> Iterator[FileBatch]:
-    """Files in their order, as long as one of the wanted parts (part -> the selection of its corpus) is open."""
+    """Batch the files in order, as long as one of the wanted parts (part -> its corpus's selection) is open."""
     for start in range(0, len(files), BATCH_FILES):
         parts = tuple(part for part, selection in wanted.items() if selection.is_open(part))
         if not parts:
@@ -294,7 +293,7 @@ def file_batches(files: list[Found], wanted: dict[str, Selection], data: DataCon
 
 
 def record_batches(rows: Iterable[SuppliedText], kind: str, data: DataConfig) -> Iterator[RecordBatch]:
-    """Texts of one kind in their order, about 250,000 characters at a time."""
+    """Batch the texts of one kind in order, about 250,000 characters at a time."""
     batch: list[SuppliedText] = []
     num_characters = 0
     for row in rows:
@@ -353,19 +352,19 @@ class PartWriter:
 
 @dataclass(frozen=True)
 class Copies:
-    """How often each document of a part is written, and what they come to."""
+    """How often each document of a part is written, and the total size."""
 
     copies: NDArray[np.int64]
     size: Size
 
 
 Parts = dict[str, dict[Path, Size]]  # split -> file of a part -> its size
-Draws = dict[str, dict[Path, Copies]]  # split -> file of a part -> how often; a file that is absent: once
+Draws = dict[str, dict[Path, Copies]]  # split -> file of a part -> how often; absent: once
 
 
 @dataclass(frozen=True)
 class WeightedParts:
-    """An entry of a corpus: its weight, and the parts that its documents went to."""
+    """An entry of a corpus: its weight, and the parts its documents went to."""
 
     name: str
     weight: float
@@ -373,10 +372,10 @@ class WeightedParts:
 
 
 def drawn(corpus: str, parts: Parts, entries: Sequence[WeightedParts], seed: int) -> tuple[Draws, list[JsonObject]]:
-    """The training bytes of each entry in the proportion of its weight (`ingest/mixture.py`): how often each document
-    of a part is written, and the table.
+    """Weight the training bytes of each entry (`ingest/mixture.py`): how often to write each document of a part, and
+    the table.
 
-    A corpus without val documents gives every 50th to val first, by a hash of its name, so that no text is in both.
+    A corpus without val documents first moves every 50th to val, by a hash of its name, so that no text is in both.
     Raises DataError for an entry with nothing to train on.
     """
     train = parts["train"]
@@ -411,7 +410,7 @@ def drawn(corpus: str, parts: Parts, entries: Sequence[WeightedParts], seed: int
 
 
 def _held_out(parts: Parts, names: dict[Path, NDArray[np.uint64]]) -> dict[Path, NDArray[np.bool_]]:
-    """Which training documents of each part move to val: those with the smallest hashes, where nothing else is held
+    """The training documents of each part that move to val: those with the smallest hashes, if nothing else is held
     out.
     """
     keys = np.sort(np.concatenate([np.empty(0, np.uint64), *names.values()]))
@@ -429,18 +428,17 @@ def _draw_of(copies: NDArray[np.int64], sizes: NDArray[np.int64]) -> Copies:
 
 
 def mix(parts: Parts, out: Path, draws: Draws | None = None, *, contexts: bool = False) -> dict[str, list[JsonObject]]:
-    """Spread the parts of each split evenly over files of about 4 MB; returns for each split its files for the
-    manifest.
+    """Spread the parts of each split evenly over files of about 4 MB; return each split's files for the manifest.
 
-    `draws`: how often each document of a part is written (`drawn`); None: once. `contexts`: with that column. If a
-    corpus has no val document, every 50th moves to val, at least the last, so that it can be measured. Raises DataError
-    when the corpus has fewer than two documents.
+    `draws`: how often to write each document of a part (`drawn`); None: once. `contexts`: include that column. If a
+    corpus has no val document, every 50th moves to val (at least the last), so that it can be evaluated. Raises
+    DataError if the corpus has fewer than two documents.
     """
     draws = draws or {split: {} for split in SPLITS}
     sizes = {split: parts[split] | {path: draw.size for path, draw in draws[split].items()} for split in SPLITS}
     total = sum(size.documents for split in SPLITS for size in sizes[split].values())
     if total < 2:
-        raise DataError(f"{out.name}: expected at least two documents to train and to validate on, {total} left")
+        raise DataError(f"{out.name}: expected at least two documents for training and validation, {total} left")
     out.mkdir(parents=True)
     num_documents = {split: sum(size.documents for size in sizes[split].values()) for split in SPLITS}
     files = {split: _NumberedFiles(out, split, contexts=contexts) for split in SPLITS}
@@ -453,13 +451,13 @@ def mix(parts: Parts, out: Path, draws: Draws | None = None, *, contexts: bool =
 
 
 def write_empty(out: Path) -> dict[str, list[JsonObject]]:
-    """A corpus without documents: a file without rows for each split."""
+    """Write a corpus without documents: an empty file for each split."""
     out.mkdir(parents=True)
     return {split: _NumberedFiles(out, split).close() for split in SPLITS}
 
 
 def _interleaved(parts: dict[Path, Size], draws: Mapping[Path, Copies]) -> Iterator[Text]:
-    """All documents; the next is always from the part of which the smallest share of bytes was given."""
+    """All documents; the next one always comes from the part with the smallest share of its bytes emitted."""
     readers = [_PartReader(size, _drawnread_part(path, draws)) for path, size in parts.items() if size.documents]
     while readers:
         reader = min(readers, key=lambda reader: reader.share)
@@ -476,8 +474,8 @@ def _interleaved(parts: dict[Path, Size], draws: Mapping[Path, Copies]) -> Itera
 class _PartReader:
     size: Size
     documents: Iterator[Text]
-    num_bytes: int = 0  # given so far, and one for each document
-    share: float = 0.0  # of the part, given so far
+    num_bytes: int = 0  # emitted so far, plus one per document
+    share: float = 0.0  # of the part, emitted so far
 
 
 def read_part(path: Path) -> Iterator[Text]:
@@ -489,7 +487,7 @@ def read_part(path: Path) -> Iterator[Text]:
 
 
 def _drawnread_part(path: Path, draws: Mapping[Path, Copies]) -> Iterator[Text]:
-    """The documents of a part as often as they are drawn, pass by pass."""
+    """The documents of a part, each as often as drawn, pass by pass."""
     if path not in draws:
         yield from read_part(path)
         return
@@ -517,7 +515,7 @@ class _NumberedFiles:
         self.writer.add(document)
 
     def close(self) -> list[JsonObject]:
-        if self.writer is None and not self.done:  # readers expect a file of each split
+        if self.writer is None and not self.done:  # readers expect a file for each split
             self.writer = self._writer_of(0)
         self._close_file()
         return self.done

@@ -1,4 +1,4 @@
-"""Rows as people and public data sets write them -> the records of `pipeline.ingest.records`.
+"""Convert rows in the formats of users and public datasets to the records of `pipeline.ingest.records`.
 
     {text}                                       Text
     {messages} {conversations}                   Dialogue   role/content or from/value; tools as a list or JSON text
@@ -16,19 +16,19 @@
     {instruction, input, output, kto_tag}           Label   LLaMA-Factory, Alpaca's form
 
 A row becomes one record, or a `RowError` that names the field. Ids are the row's `id` or empty: `intake.Intake`
-fills those in. Dialogues are put into the OpenAI form of `records`: call ids count from call_0, arguments are JSON
+fills in missing ones. Dialogues use the OpenAI form of `records`: call ids count from call_0, arguments are JSON
 text, results follow their calls.
 
-The tests of a problem may be `"assert f(1) == 2"`, `{"assert": ...}`, `{"args": "[1]", "expected": "2"}` with Python
+Tests of a problem may be `"assert f(1) == 2"`, `{"assert": ...}`, `{"args": "[1]", "expected": "2"}` with Python
 literals as text, or the same with JSON values. They become `{"assert", "visible"}` or `{"args", "expected",
-"visible"}`. Tests are parsed, never run: running belongs to `pipeline.sandbox`.
+"visible"}`. Tests are only parsed here; `pipeline.sandbox` runs them.
 
-`read` parses Python literals of strangers, here and in the sandbox: what `ast.literal_eval` reads, but it hashes
-nothing, so it builds no set and no dict. A row of 500 KB can hold a set of integers that all have the same hash;
+`read` parses untrusted Python literals, here and in the sandbox. It accepts what `ast.literal_eval` does but hashes
+nothing, so it builds no sets or dicts: a 500 KB row can contain a set of integers that all share one hash, and
 building that set takes seconds. The caller's functions get the elements of sets and the pairs of dicts as lists.
 
-Not promised: that a dialogue is sensible, that the arguments of a call fit the tool's schema, that a test passes for
-any program, or that two equal elements of a set become one (that is up to the caller).
+Not guaranteed: that a dialogue makes sense, that call arguments match the tool's schema, that a test passes for any
+program, or that equal elements of a set are merged (that is up to the caller).
 """
 
 import ast
@@ -47,26 +47,26 @@ from pipeline.run.types import JsonObject
 from pipeline.text import literals
 
 Row = Mapping[str, object]
-SAMPLE_ROWS = 100  # rows that decide the shape of a file
+SAMPLE_ROWS = 100  # rows used to detect a file's shape
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Columns that the configuration names (`text_field`): a text joins them, a dialogue takes the last as the answer
-    to the rest.
+    """Columns named in the configuration (`text_field`): joined for a text; in a dialogue, the last is the answer to
+    the rest.
     """
 
     names: Sequence[str] = ()
 
     def filled(self, row: Row) -> list[str]:
-        """The texts of the named columns that are not empty, in order."""
+        """The non-empty texts of the named columns, in order."""
         values = [row.get(name) for name in self.names]
         return [value for value in values if isinstance(value, str) and value.strip()]
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One way to write a row: whether a row `fits` it, and how to `convert` the row to a record."""
+    """One row format: whether a row `fits` it, and how to `convert` the row to a record."""
 
     name: str
     kinds: tuple[str, ...]
@@ -75,7 +75,7 @@ class Shape:
 
 
 def detect(rows: Sequence[Row], kind: str, columns: Columns) -> Shape | None:
-    """The shape of `kind` that fits most of the rows; at a tie, the first in SHAPES. None: no shape fits."""
+    """The shape of `kind` that fits the most rows; ties go to the first in SHAPES. None: no shape fits."""
     candidates = [shape for shape in SHAPES if kind in shape.kinds]
     counts = [sum(shape.fits(row, columns) for row in rows) for shape in candidates]
     best = max(range(len(candidates)), key=lambda index: (counts[index], -index))
@@ -83,9 +83,9 @@ def detect(rows: Sequence[Row], kind: str, columns: Columns) -> Shape | None:
 
 
 def named(name: str, kind: str) -> Shape | None:
-    """The shape called `name` if it makes records of `kind`, else None: `detect` chooses.
+    """The shape called `name` if it produces records of `kind`, else None: use `detect`.
 
-    Raises RowError for a name that no shape has.
+    Raises RowError for an unknown name.
     """
     if name == "auto":
         return None
@@ -97,12 +97,12 @@ def named(name: str, kind: str) -> Shape | None:
 
 
 def names(kind: str) -> list[str]:
-    """The shapes that make records of `kind`."""
+    """The shapes that produce records of `kind`."""
     return [shape.name for shape in SHAPES if kind in shape.kinds]
 
 
 def convert(shape: Shape, row: object, columns: Columns) -> SourceRecord:
-    """One row as a record. Raises RowError, and nothing else."""
+    """Convert one row to a record. Raises RowError and nothing else."""
     if not isinstance(row, Mapping):
         raise RowError("row", f"expected an object, found {type(row).__name__}")
     try:
@@ -112,18 +112,18 @@ def convert(shape: Shape, row: object, columns: Columns) -> SourceRecord:
 
 
 def row_id(row: Row) -> str:
-    """The `id` of a row as text; empty where there is none."""
+    """The `id` of a row as text; empty if there is none."""
     value = row.get("id")
     return str(value) if isinstance(value, int | str) and not isinstance(value, bool) else ""
 
 
 def _string(row: Row, *names: str) -> str:
-    """The first of these fields that is present; it must be a text that is not blank."""
+    """The first of these fields that is present; it must be a non-blank string."""
     for name in names:
         if row.get(name) is not None:
             value = row[name]
             if not isinstance(value, str):
-                raise RowError(name, f"expected a text, found {type(value).__name__}")
+                raise RowError(name, f"expected a string, found {type(value).__name__}")
             if not value.strip():
                 raise RowError(name, "is empty")
             return value
@@ -136,7 +136,7 @@ def _optional(row: Row, name: str, default: str = "") -> str:
 
 
 def _list(value: object, field: str) -> list[object]:
-    """A list, or its JSON text (as in CSV and some parquet sets)."""
+    """A list, or its JSON text (as in CSV and some parquet datasets)."""
     if isinstance(value, str):
         value = from_json(value, field)
     if not isinstance(value, list):
@@ -172,7 +172,7 @@ def _document(row: Row, text: str) -> Text:
 
 def _dialogue(row: Row, shape: str, messages: list[Message], tool_list: list[JsonObject]) -> Dialogue:
     if (name := next((name for name in VERDICTS if isinstance(row.get(name), bool)), None)) is not None:
-        reason = "a row with a label is feedback, and a bad answer is none to learn from: name its file under `labels`"
+        reason = "a row with a label is feedback, and its answer may be bad: list its file under `labels`"
         raise RowError(name, reason)
     default = "tools" if tool_list else "chat"
     conversations.check(messages, tool_list)
@@ -189,7 +189,7 @@ def _columns_dialogue(row: Row, columns: Columns) -> Dialogue:
     parts = columns.filled(row)
     if len(columns.names) < 2 or len(parts) < 2 or not _optional(row, columns.names[-1]):
         raise RowError(
-            ",".join(columns.names) or "text_field", "expected a question and, in the last column, its answer"
+            ",".join(columns.names) or "text_field", "expected a question, with its answer in the last column"
         )
     return _dialogue(row, "columns", conversations.question("\n\n".join(parts[:-1]), parts[-1]), [])
 
@@ -213,7 +213,7 @@ def _is_toolace(row: Row, columns: Columns) -> bool:
 
 def _toolace(row: Row, columns: Columns) -> Dialogue:
     if not _is_toolace(row, columns):
-        raise RowError("system", "expected a text that holds a JSON list of functions")
+        raise RowError("system", "expected a string with a JSON list of functions")
     system, tool_list = conversations.toolace_system(_string(row, "system"))
     messages = conversations.toolace(_list(row.get("conversations"), "conversations"), "conversations")
     if system:
@@ -253,7 +253,7 @@ QUESTIONS = (
 
 def _question(row: Row, columns: Columns) -> Dialogue:
     if row.get("tests") is not None or row.get("test_cases") is not None:
-        raise RowError("tests", "a row with tests is a problem: name its file under `problems`")
+        raise RowError("tests", "a row with tests is a problem: list its file under `problems`")
     names = next((pair for pair in QUESTIONS if _has(*pair)(row, columns)), QUESTIONS[0])
     question, answer = (_answer(row.get(name), name) for name in names)
     if isinstance(question, str) and isinstance(answer, str):
@@ -267,7 +267,7 @@ def _is_question(row: Row, columns: Columns) -> bool:
 
 
 def _as_messages(side: str | list[Message], role: str) -> list[Message]:
-    """TRL writes a side as a text or as messages."""
+    """In TRL, a side may be a string or a list of messages."""
     return side if isinstance(side, list) else conversations.from_list([{"role": role, "content": side}], role)
 
 
@@ -278,13 +278,13 @@ def _problem(row: Row, columns: Columns) -> Problem:
     name = "tests" if row.get("tests") is not None else "test_cases"
     tests = [parse_test(test, f"{name}[{index}]") for index, test in enumerate(_list(row.get(name), name))]
     if not tests:
-        raise RowError(name, "no test")
+        raise RowError(name, "no tests")
     entry_point = _optional(row, "entry_point") or most_called([test.get("assert", "") for test in tests])
     if not entry_point.isidentifier():
         raise RowError("entry_point", f"expected the name of the function under test, found {entry_point!r}")
     level = row.get("level")
     if level is not None and (isinstance(level, bool) or not isinstance(level, int) or not 1 <= level <= 5):
-        raise RowError("level", f"expected a whole number from 1 to 5, found {level!r}")
+        raise RowError("level", f"expected an integer from 1 to 5, found {level!r}")
     return Problem(
         id=row_id(row),
         level=3 if level is None else level,
@@ -327,11 +327,11 @@ def _pair(row: Row, columns: Columns) -> Pair:
         conversations.from_list([{"role": "assistant", "content": s}], "chosen") if isinstance(s, str) else s
         for s in (chosen, rejected)
     ]
-    if not prompt:  # both sides hold the whole conversation (TRL's implicit prompt)
+    if not prompt:  # both sides contain the whole conversation (TRL's implicit prompt)
         prompt = _common_prefix(*sides)
     sides = [side[len(prompt) :] if side[: len(prompt)] == prompt else side for side in sides]
     if not any(message["role"] == "user" for message in prompt):
-        raise RowError("prompt", "no turn of the user, and no common beginning of `chosen` and `rejected` that has one")
+        raise RowError("prompt", "no user turn, and no common prefix of `chosen` and `rejected` that contains one")
     for name, side in zip(("chosen", "rejected"), sides, strict=True):
         if not side or side[0]["role"] != "assistant":
             raise RowError(name, "expected the assistant's answer after the prompt")
@@ -357,7 +357,7 @@ def _pair(row: Row, columns: Columns) -> Pair:
 
 
 def _answer(value: object, field: str) -> str | list[Message]:
-    """A side of a pair: a text, a message list (also as JSON text, in CSV), or one message."""
+    """A side of a pair: a string, a message list (as JSON text in CSV), or one message."""
     if isinstance(value, str) and value.lstrip().startswith('[{"'):
         value = from_json(value, field)
     if isinstance(value, Mapping):
@@ -367,7 +367,7 @@ def _answer(value: object, field: str) -> str | list[Message]:
     if isinstance(value, str) and value.strip():
         return value
     empty = isinstance(value, str)
-    raise RowError(field, "is empty" if empty else f"expected a text or messages, found {type(value).__name__}")
+    raise RowError(field, "is empty" if empty else f"expected a string or messages, found {type(value).__name__}")
 
 
 def _common_prefix(chosen: list[Message], rejected: list[Message]) -> list[Message]:
@@ -380,13 +380,13 @@ def _common_prefix(chosen: list[Message], rejected: list[Message]) -> list[Messa
 
 
 def _common_transcript(chosen: str, rejected: str) -> tuple[list[Message], list[Message], list[Message]]:
-    """hh-rlhf: two transcripts `Human: ... Assistant: ...`. The prompt is what they share, up to the last
+    """hh-rlhf: two transcripts `Human: ... Assistant: ...`. The prompt is their common prefix up to the last
     `Assistant:`.
     """
-    shared = os.path.commonprefix([chosen, rejected])  # noqa: RUF071  (characters are what is compared)
+    shared = os.path.commonprefix([chosen, rejected])  # noqa: RUF071  (compares characters on purpose)
     borders = [match.end() for match in re.finditer(r"(?:^|\n\n)Assistant:", shared)]
     if not borders:
-        raise RowError("chosen", "expected `prompt`, or transcripts that share a beginning up to `Assistant:`")
+        raise RowError("chosen", "expected `prompt`, or transcripts with a common prefix up to `Assistant:`")
     prompt = conversations.transcript(shared[: borders[-1]].removesuffix("Assistant:"), "chosen")
     sides = [
         conversations.transcript("Assistant:" + text[borders[-1] :], name)
@@ -427,7 +427,7 @@ def _label(row: Row, columns: Columns) -> Label:
         answer = _as_messages(_answer(row.get(field), field), "assistant")
         answer = answer[len(prompt) :] if answer[: len(prompt)] == prompt else answer
     if not any(message["role"] == "user" for message in prompt):
-        raise RowError("prompt" if history is None else field, "no turn of the user before the answer")
+        raise RowError("prompt" if history is None else field, "no user turn before the answer")
     if not answer or answer[0]["role"] != "assistant":
         raise RowError(field, "expected the assistant's answer after the prompt")
     if not any(message["content"].strip() or message.get("tool_calls") for message in answer):
@@ -445,7 +445,7 @@ def _label(row: Row, columns: Columns) -> Label:
 
 
 def _verdict(row: Row) -> bool:
-    """Whether the answer is good: true or false, in CSV as a word."""
+    """Whether the answer is good: true or false (as a word in CSV)."""
     name = next((name for name in VERDICTS if row.get(name) is not None), VERDICTS[1])
     value = row.get(name)
     value = WORDS.get(value.strip().lower(), value) if isinstance(value, str) else value
@@ -467,12 +467,12 @@ def _label_prompt(row: Row) -> list[Message]:
 
 
 def _is_label(row: Row, columns: Columns) -> bool:
-    """A verdict, and something that it may be about."""
+    """Whether the row has a verdict and something it may refer to."""
     judged = any(row.get(name) is not None for name in VERDICTS)
     return judged and any(row.get(name) is not None for name in ("messages", "conversations", *ANSWERS))
 
 
-# In order of precedence: a row that fits two shapes is read as the first of them.
+# In order of precedence: a row that fits two shapes is read as the first.
 SHAPES = (
     Shape("columns", ("text", "code"), lambda row, columns: bool(columns.filled(row)), _columns_text),
     Shape("text", ("text", "code"), _has("text"), _text),
@@ -498,8 +498,8 @@ SHAPES = (
 
 
 def parse_test(test: object, field: str) -> JsonObject:
-    """One test from `"assert ..."`, `{"assert": ...}` or `{"args", "expected"}`, whose values may be Python literals as
-    text or JSON.
+    """One test from `"assert ..."`, `{"assert": ...}` or `{"args", "expected"}`, with values as JSON or as Python
+    literals in text.
     """
     if isinstance(test, str):
         test = {"assert": test}
@@ -521,7 +521,7 @@ def parse_test(test: object, field: str) -> JsonObject:
 
 
 def most_called(sources: Sequence[str]) -> str:
-    """The name that most asserts call: the first at a tie, a builtin only where nothing else is called."""
+    """The name that most asserts call: ties go to the first; a builtin only if nothing else is called."""
     calls: Counter[str] = Counter()
     for source in sources:
         nodes = [node for node in ast.walk(_parse_python(source, "tests")) if isinstance(node, ast.Call)]
@@ -535,7 +535,7 @@ def _literal(value: object, field: str) -> str:
     text = value.strip() if isinstance(value, str) else repr(value)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # "\d" in a foreign string is no business of ours
+            warnings.simplefilter("ignore")  # "\d" in a foreign string is not our concern
             literals.read(text)
     except (ValueError, SyntaxError, MemoryError, RecursionError) as error:
         reason = f"expected a Python literal as text (a string is \"'abc'\"), found {text[:40]!r}"

@@ -1,14 +1,14 @@
-"""From corpus files to token shards: reads parquet, samples for the tokenizer, encodes, joins.
+"""From corpus files to token shards: read parquet, sample for the tokenizer, encode, join.
 
     data/raw/<corpus>/{train,val}-*.parquet (text, source, path, licence)
       -> <split>.bin     little-endian uint16 (uint32 above 65,536 ids), end of text after each document
          <split>.idx     n + 1 uint64: where each document begins, and the end
-         <split>.ctx     n uint64: tokens at its beginning that are context (text/repositories.py); of a corpus that has
+         <split>.ctx     n uint64: leading context tokens of each document (text/repositories.py), if there are any
          meta.json       tokenizer hash, counts, bytes, sha256
 
-A parquet file is one piece of work: one process encodes it in batches (memory does not grow with the file) into a part
-that a restart after a kill finds again. Parts are joined in the order of the files, so the number of workers changes
-nothing. Documents without text are left out and counted.
+Each parquet file is one work unit: one process encodes it in batches (memory does not grow with the file) into a part
+that is reused after a crash. Parts are joined in file order, so the number of workers does not affect the result.
+Documents without text are left out and counted.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ SUFFIXES = (".bin", ".idx", ".ctx")
 
 
 def files(folder: Path, split: str) -> list[Path]:
-    """The split's parquet files in name order. Raises DataError when there is none."""
+    """The split's parquet files in name order. Raises DataError if there are none."""
     paths = sorted(folder.glob(f"{split}-*.parquet"))
     if not paths:
         raise DataError(f"{folder}: expected {split}-*.parquet, found none; run dvc repro stage_corpus")
@@ -54,12 +54,12 @@ def _batches(path: Path, columns: list[str]) -> Iterator[pa.RecordBatch]:
 
 
 def has_contexts(folder: Path) -> bool:
-    """Whether the documents of a corpus have contexts. Raises DataError as `files`."""
+    """Whether the documents of a corpus have contexts. Raises DataError like `files`."""
     return any("context" in pq.read_schema(path).names for split in SPLITS for path in files(folder, split))
 
 
 def check_apart(folder: Path) -> None:
-    """Raise GateError when a document is in both splits: the measurement would be of what was learned by heart."""
+    """Raise GateError if a document is in both splits: the evaluation would measure memorization."""
 
     def documents(split: str) -> Iterator[tuple[bytes, str]]:
         for path in files(folder, split):
@@ -72,7 +72,7 @@ def check_apart(folder: Path) -> None:
     for key, name in documents("train"):
         if key in held_out:
             raise GateError(
-                f"{folder}: the document {name} stands in the val split too ({held_out[key]}); take it out of one of"
+                f"{folder}: the document {name} is also in the val split ({held_out[key]}); remove it from one of"
                 " them, or let stage_corpus split the data"
             )
 
@@ -80,8 +80,8 @@ def check_apart(folder: Path) -> None:
 def texts(folder: Path, split: str, num_bytes: int, characters: int) -> Iterator[str]:
     """An even sample of a split: about `num_bytes` of UTF-8, at most the first `characters` of each document.
 
-    Documents are chosen by a hash of their source and path, so the sample is spread over the corpus and does not change
-    with the files' layout. A split with no more bytes than that is given whole.
+    Documents are chosen by a hash of their source and path, so the sample is spread over the corpus and does not depend
+    on the file layout. A split with no more bytes than that is returned whole.
     """
     total_bytes = 0
     for path in files(folder, split):
@@ -108,7 +108,7 @@ class EncodeTask:
 
     @property
     def part(self) -> Path:
-        """The path of the part without its suffix: `.bin`, `.idx`, `.ctx`, `.json`."""
+        """The path of the part without its suffix (`.bin`, `.idx`, `.ctx`, `.json`)."""
         return self.parts / self.parquet.stem
 
 
@@ -123,16 +123,16 @@ class Counts:
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """The smallest little-endian type that holds every id."""
+    """The smallest little-endian type that fits every id."""
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
 
 
 def encode_file(task: EncodeTask) -> Counts:
-    """Encode one parquet file into a part and count it; a complete part is only counted. Runs in a worker process."""
+    """Encode one parquet file into a part and return its counts; complete parts are reused. Runs in a worker."""
     marker = task.part.with_name(task.part.name + ".json")
     if marker.is_file():
         return Counts(**json.loads(marker.read_text()))
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # for an adopted tokenizer: the processes share the cores already
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # for an adopted tokenizer: the processes already share the cores
     tokenizer = Tokenizer.load(task.tokenizer)
     dtype = token_dtype(tokenizer.vocab_size)
     end = np.array([tokenizer.end_of_text], dtype=dtype)
@@ -165,12 +165,12 @@ def encode_file(task: EncodeTask) -> Counts:
     counts = Counts(documents, tokens, num_bytes, empty)
     temporary = marker.with_suffix(".tmp")
     temporary.write_text(json.dumps(asdict(counts)))
-    temporary.replace(marker)  # last, so that a part with a marker is whole
+    temporary.replace(marker)  # last, so that a part with a marker is complete
     return counts
 
 
 def _leads(tokenizer: Tokenizer, contexts: list[str]) -> list[list[int]]:
-    """The ids of each context; none of an empty one."""
+    """The ids of each context; [] for an empty one."""
     given = [number for number, context in enumerate(contexts) if context]
     ids = repositories.encode(tokenizer, [repositories.Context.from_json(contexts[number]) for number in given])
     leads: list[list[int]] = [[] for _ in contexts]
@@ -214,7 +214,7 @@ def _chunks(file: BinaryIO) -> Iterator[bytes]:
 
 
 def write_meta(out: Path, tokenizer: Tokenizer, splits: dict[str, JsonObject]) -> None:
-    """Write meta.json beside the joined shards; it comes last."""
+    """Write meta.json next to the joined shards, as the last file."""
     dtype = token_dtype(tokenizer.vocab_size).name
     meta = {"tokenizer": tokenizer.hash, "vocab_size": tokenizer.vocab_size, "dtype": dtype, "splits": splits}
     (out / "meta.json").write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")

@@ -1,28 +1,27 @@
-"""Where the data comes from: the `data` group (`DataConfig`), and the files that this machine has, with their licences.
+"""Data sources: the `data` config group (`DataConfig`), and the harvestable files on this machine with their licenses.
 
     pyproject.toml -> the closure of its run-time requirements -> their files by RECORD, their READMEs
-    the standard library, shell scripts below /usr, /etc, /opt           -> Found: a file, its package, its licence
+    the standard library, shell scripts below /usr, /etc, /opt           -> Found: a file, its package, its license
 
-Only names and metadata are read here; `cleaning` reads the files. A list of files is ordered by (rank of blake2b(path)
-in its package, blake2b(package)): every package gives its first file before any gives its second. So a quota that is
-met early gets a little of everything, and the same files have the same order on every machine that has them.
+Only names and metadata are read here; `cleaning` reads the files. File lists are ordered by (rank of blake2b(path) in
+its package, blake2b(package)): every package contributes its first file before any contributes its second. So a quota
+that fills early gets a bit of everything, and the same files have the same order on every machine.
 
-Licences are what a package states about itself:
+Licenses are what a package states about itself:
 
     distribution metadata -> License-Expression, else classifiers, else License, else "unknown"
-    Debian's /usr/share/doc/<package>/copyright -> its License fields, else the common licence it points at
+    Debian's /usr/share/doc/<package>/copyright -> its License fields, else the common license it refers to
 
-Never harvested: extras, development tools, the project itself. Not promised: equal lists on two machines with different
-packages installed (the manifest of `stage_corpus` records the versions); legal advice; or that a package's own
+Never harvested: extras, development tools, the project itself. Not guaranteed: equal lists on machines with different
+packages installed (`stage_corpus` records the versions in its manifest); legal advice; or that a package's own
 statement is true for each of its files.
 
-The same harvest on every machine (`data=packages`) takes named packages, of the versions in requirements.lock:
+For the same harvest on every machine, `data=packages` takes named packages at the versions in requirements.lock:
 
     conf/data/packages.yaml (names) + requirements.lock (versions) + RECORD (sha256 of each file) -> Found
 
-They are pure Python, so that every platform installs the same wheel, byte for byte, and permissively licensed. A
-version that differs from the lock's, a file that differs from its RECORD, and a package that is not installed are
-errors that name it.
+They are pure Python, so that every platform installs the same wheel byte for byte, and permissively licensed. A version
+that differs from the lock, a file that differs from its RECORD, or a missing package is an error that names it.
 """
 
 from __future__ import annotations
@@ -63,13 +62,13 @@ class DataConfig:
     source: str
     """packages, machine, files, hub."""
     licences: str = "any"
-    """any, or permissive: MIT, BSD, ISC, Apache, PSF, Zlib, CC0 (drops most shell)."""
+    """any, or permissive: MIT, BSD, ISC, Apache, PSF, Zlib, CC0 (drops most shell scripts)."""
     min_bytes: int = 200
-    """A shorter document of text or code is dropped."""
+    """Shorter text and code documents are dropped."""
     max_bytes: int = 1_000_000
-    """A longer one too."""
+    """Longer text and code documents are dropped."""
     packages: list[str] = field(default_factory=list)
-    """packages: of requirements.lock, pure Python, permissively licensed."""
+    """packages: names from requirements.lock; pure Python, permissively licensed."""
     text: list[Written] = field(default_factory=list)
     """files: entries (ingest/entries.py), one list per kind; [] means no data of this kind."""
     code: list[Written] = field(default_factory=list)
@@ -81,27 +80,27 @@ class DataConfig:
     preferences: list[Written] = field(default_factory=list)
     """Files."""
     labels: list[Written] = field(default_factory=list)
-    """Files: good and bad answers; packages: the preference pairs, taken apart."""
+    """Files: good and bad answers; packages: the preference pairs, split into single answers."""
     shape: str = "auto"
-    """files: the shape of the rows, where an entry says nothing else; auto takes what fits the first 100."""
+    """files: default row shape; auto picks the best fit for the first 100 rows."""
     encoding: str = "utf-8"
-    """files: of what is neither UTF-8 nor marked as UTF-16, where an entry says nothing else."""
+    """files: default encoding of files that are neither UTF-8 nor marked as UTF-16."""
     text_field: list[str] = field(default_factory=list)
-    """files: columns that make the text, joined by blank lines, where an entry says nothing else."""
+    """files: default columns that make up the text, joined by blank lines."""
     max_rejected: float = 0.01
     """files: share of rejected rows above which the stage fails."""
     val_share: float = 0.02
-    """files, hub: share of the rows that is held out for validation, where a source has none by name."""
+    """files, hub: share of rows held out for validation if a source has no named val split."""
     test_share: float = 0.05
-    """And for the test, of dialogues, problems, preferences and labels."""
+    """The same for the test split, for dialogues, problems, preferences and labels."""
     hub: dict[str, list[HubSet]] = field(default_factory=dict)
-    """hub: kind -> data sets."""
+    """hub: kind -> datasets."""
 
     def __post_init__(self) -> None:
         if self.source not in SOURCES:
             raise ValueError(f"source: expected {', '.join(SOURCES)}, got {self.source!r}")
         if (self.source == "packages") != bool(self.packages):
-            raise ValueError("packages: expected names of packages with source: packages, and with no other source")
+            raise ValueError("packages: expected package names with source: packages, and only then")
         if self.licences not in LICENCES:
             raise ValueError(f"licences: expected {' or '.join(LICENCES)}, got {self.licences!r}")
         if not 0 <= self.min_bytes < self.max_bytes:
@@ -110,7 +109,7 @@ class DataConfig:
             raise ValueError(f"max_rejected: expected a share in [0, 1], got {self.max_rejected}")
         if min(self.val_share, self.test_share) < 0 or self.val_share + self.test_share > 0.9:
             raise ValueError(
-                f"val_share, test_share: expected at least 0, and 0.9 together at most, got {self.val_share} and "
+                f"val_share, test_share: expected at least 0 each and at most 0.9 in total, got {self.val_share} and "
                 f"{self.test_share}"
             )
         kinds = ("text", "code", "dialogues", "problems", "preferences", "labels")
@@ -119,19 +118,17 @@ class DataConfig:
                 raise ValueError(f"hub: expected the kinds {', '.join(kinds)}, got {kind!r}")
         unread = [*(kind for kind in kinds if getattr(self, kind)), *(["text_field"] if self.text_field else [])]
         if self.source != "files" and unread:
-            raise ValueError(
-                f"{unread[0]}: is read with source: files alone, found source: {self.source}; take it away"
-            )
+            raise ValueError(f"{unread[0]}: is only used with source: files, found source: {self.source}; remove it")
         if self.source != "hub" and self.hub:
-            raise ValueError(f"hub: is read with source: hub alone, found source: {self.source}; take it away")
+            raise ValueError(f"hub: is only used with source: hub, found source: {self.source}; remove it")
         for kind in kinds:
             check_list(kind, getattr(self, kind))
 
     def entries(self, kind: str) -> list[Entry]:
-        """Where the records of a kind come from, in order; none: there are none.
+        """The sources of a kind's records, in order; empty if there are none.
 
-        `packages` and `machine` generate or harvest every kind; `hub` gives the kinds it names, and of all but text and
-        code the generated ones otherwise.
+        `packages` and `machine` generate or harvest every kind; `hub` provides the kinds it names, and falls back to
+        generated records for all others except text and code.
         """
         if self.source == "files":
             return resolved(getattr(self, kind))
@@ -143,34 +140,34 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Package:
-    """An installed distribution; its metadata is read once, because reading takes milliseconds."""
+    """An installed distribution; its metadata is read only once, because reading takes milliseconds."""
 
     name: str  # normalized as in PEP 503
     version: str
     licence: str
-    base: Path  # the folder that the files of RECORD are relative to
+    base: Path  # the folder that RECORD paths are relative to
     files: tuple[str, ...]
     requirements: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """One file of this machine, not yet read."""
+    """One file on this machine, not yet read."""
 
     file: Path
-    package: str  # decides order, cap and split: a distribution, `python/<top module>`, `shell/<Debian package>`
+    package: str  # determines order, cap and split: a distribution, `python/<top module>`, `shell/<Debian package>`
     path: str  # within the package; the same on every machine that has the package
     licence: str
-    sha256: str | None = None  # as in RECORD, where the file must be the installed one
+    sha256: str | None = None  # from RECORD, if the file must be unmodified
 
 
 def digest(text: str) -> int:
-    """64 bits of blake2b: decides the order and the split of everything harvested."""
+    """64 bits of blake2b: determines the order and split of everything harvested."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
 def split_of(name: str, one_in: int = 20) -> str:
-    """val for one name in `one_in`, else train: a package is wholly in one split, whatever else is installed."""
+    """val for one name in `one_in`, else train: a package is entirely in one split, whatever else is installed."""
     return "val" if digest(name) % one_in == 0 else "train"
 
 
@@ -194,10 +191,10 @@ def canonical(name: str) -> str:
 
 
 def closure(pyproject: Path) -> list[Package]:
-    """The installed packages that `[project].dependencies` needs at run time, sorted by name, without the project.
+    """The installed run-time dependencies of `[project].dependencies`, sorted by name, without the project itself.
 
-    Extras that a requirement line names (`fsspec[http]`) are followed, others are not. Raises DataError when the file
-    is missing or a direct requirement is not installed; a missing indirect one is left out.
+    Extras named in a requirement line (`fsspec[http]`) are followed, others are not. Raises DataError if the file is
+    missing or a direct requirement is not installed; missing indirect ones are skipped.
     """
     try:
         project = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]
@@ -248,7 +245,7 @@ def package_of(name: str) -> Package:
 
 
 def package_files(packages: list[Package]) -> list[Found]:
-    """Every `.py` of the packages that is no test."""
+    """Every non-test `.py` file of the packages."""
     return [
         Found(file=file_at(package.base, path), package=package.name, path=path, licence=package.licence)
         for package in packages
@@ -258,9 +255,9 @@ def package_files(packages: list[Package]) -> list[Found]:
 
 
 def python_files(packages: list[Package], standard_library: Path | None = None) -> list[Found]:
-    """The files of `package_files`, and every `.py` of the standard library that is no test.
+    """The files of `package_files`, and every non-test `.py` file of the standard library.
 
-    `standard_library` None: the library of the running interpreter.
+    `standard_library` None: that of the running interpreter.
     """
     files = package_files(packages)
     library = standard_library or Path(sysconfig.get_paths()["stdlib"])
@@ -272,7 +269,7 @@ def python_files(packages: list[Package], standard_library: Path | None = None) 
 
 
 def readmes(packages: list[Package]) -> list[Found]:
-    """The METADATA files: their body is the README that the package shows on the index."""
+    """The METADATA files: their body is the README shown on the package index."""
     return [
         Found(file=file_at(package.base, path), package=package.name, path=path, licence=package.licence)
         for package in packages
@@ -282,7 +279,7 @@ def readmes(packages: list[Package]) -> list[Found]:
 
 
 def is_test(path: str) -> bool:
-    """Whether a Python path is a test by its folders or its name."""
+    """Whether a Python path is a test, by its folders or name."""
     *folders, name = path.split("/")
     if {"test", "tests", "_test", "_tests", "idle_test"} & set(folders) or ".." in folders:
         return True
@@ -290,13 +287,13 @@ def is_test(path: str) -> bool:
 
 
 def file_at(base: Path, path: str) -> Path:
-    """The file of a UTF-8 path below a folder, whatever encoding the locale has for file names."""
+    """The file at a UTF-8 path below a folder, whatever the locale's file name encoding."""
     return base / os.fsdecode(path.encode())
 
 
 def _below(root: Path, skip: tuple[str, ...]) -> list[str]:
-    """Relative paths, with slashes, of the regular files below a folder; links are not followed, and names that are not
-    UTF-8 are left out.
+    """Relative paths, with slashes, of the regular files below a folder; links are not followed, and non-UTF-8 names
+    are skipped.
     """
     skipped, base = {os.fsencode(s) for s in skip}, os.fsencode(root)
     paths, pending = [], [base]
@@ -315,14 +312,14 @@ def _scan(folder: bytes) -> list[os.DirEntry[bytes]]:
     try:
         with os.scandir(folder) as entries:
             return list(entries)
-    except (PermissionError, FileNotFoundError):  # not ours to read, or gone since
+    except (PermissionError, FileNotFoundError):  # no permission, or deleted meanwhile
         return []
 
 
 def shell_scripts(project: Path, roots: tuple[Path, ...] = SHELL_ROOTS) -> list[Found]:
-    """Shell scripts below the roots, by suffix or `#!`; the licence from the packager's copyright file.
+    """Shell scripts below the roots, by suffix or `#!`; the license comes from the packager's copyright file.
 
-    A file is opened only when its name has no suffix of letters: opening all files of a machine takes minutes.
+    Only files without an alphabetic suffix are opened: opening every file on a machine takes minutes.
     """
     paths = []
     for root in roots:
@@ -352,7 +349,7 @@ def _has_shebang(file: Path) -> bool:
 
 
 def _owners(paths: set[str]) -> dict[str, str]:
-    """path -> Debian package, from dpkg's lists, under both spellings of a merged /usr; empty without dpkg."""
+    """path -> Debian package, from dpkg's lists, with both spellings of a merged /usr; empty without dpkg."""
     owners: dict[str, str] = {}
     for listing in sorted(DPKG_LISTS.glob("*.list")):
         package = listing.stem.split(":")[0]
@@ -371,11 +368,11 @@ def _debian_licence(package: str) -> str:
         return UNKNOWN
 
 
-# --- licences ---------------------------------------------------------------------------------------------------------
+# --- licenses ---------------------------------------------------------------------------------------------------------
 
 
 UNKNOWN = "unknown"
-MAX_LICENCE = 80  # characters; a License field may hold the whole text, of which only the first line can be a name
+MAX_LICENCE = 80  # characters; a License field may contain the full text, and only its first line can be a name
 PERMISSIVE = re.compile(
     r"^(?:the )?(?:mit(?:-\w+)?\b|x11\b|expat\b|0?bsd\b|(?:[0-9]-clause |new |modified |simplified )bsd\b|isc\b"
     r"|apache\b|asl 2|psf\b|python-2\.0\b|python software foundation|zlib\b|cc0\b)",
@@ -387,7 +384,7 @@ OPERATOR = re.compile(r"\(|\)|\bAND\b|\bOR\b|\bWITH\b")
 
 
 def distribution_licence(metadata: PackageMetadata) -> str:
-    """The licence in a Python distribution's METADATA; AND joins several classifiers."""
+    """The license in a Python distribution's METADATA; several classifiers are joined by AND."""
     expression = metadata["License-Expression"].strip() if "License-Expression" in metadata else ""
     if expression:
         return expression
@@ -403,7 +400,7 @@ def distribution_licence(metadata: PackageMetadata) -> str:
 
 
 def of_debian(copyright_text: str) -> str:
-    """The licence in a Debian copyright file: its first License field (of `Files: *`), else the common licences."""
+    """The license in a Debian copyright file: its first License field (of `Files: *`), else the common licenses."""
     fields = [line.partition(":")[2].strip() for line in copyright_text.splitlines() if line.startswith("License:")]
     names = [name for name in fields if name]
     if names:
@@ -413,10 +410,10 @@ def of_debian(copyright_text: str) -> str:
 
 
 def is_permissive(licence: str) -> bool:
-    """Whether MIT, BSD, ISC, Apache, PSF, Zlib or CC0 suffices: for all operands of an AND, for one operand of an OR.
+    """Whether a license is MIT, BSD, ISC, Apache, PSF, Zlib or CC0: all operands of an AND, one operand of an OR.
 
-    AND binds more tightly than OR, parentheses group, and the exception after WITH only permits more (SPDX 2.3,
-    annex D). What cannot be parsed that way is not permissive.
+    AND binds more tightly than OR, parentheses group, and the exception after WITH only grants more (SPDX 2.3,
+    annex D). Anything that cannot be parsed this way counts as not permissive.
     """
     tokens = _split_expression(licence)
     value, rest = _parse_or(tokens, 0)
@@ -469,54 +466,52 @@ REMEDY = "Install what the lock has: python -m pip install -r requirements.lock 
 
 
 def versions(lock: Path = LOCK) -> dict[str, str]:
-    """name -> version of every line of the lock. Raises DataError for a file that is missing or has no versions."""
+    """name -> version for every line of the lock. Raises DataError if the file is missing or has no versions."""
     try:
         lines = lock.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise DataError(
-            f"{lock}: cannot be read ({error}); restore it with git checkout, or make it with make update"
+            f"{lock}: cannot be read ({error}); restore it with git checkout, or create it with make update"
         ) from error
     locked = {}
     for line in lines:
         if match := re.match(r"([A-Za-z0-9][A-Za-z0-9._-]*)==([^\s;]+)", line):
             locked[canonical(match[1])] = match[2]
     if not locked:
-        raise DataError(f"{lock}: expected lines such as numpy==2.4.6, found none; make it anew with make update")
+        raise DataError(f"{lock}: expected lines such as numpy==2.4.6, found none; recreate it with make update")
     return locked
 
 
 def packages(names: list[str], lock: Path = LOCK) -> list[Package]:
-    """The installed packages of these names, checked against the lock. Raises DataError naming the first wrong one."""
+    """The installed packages with these names, checked against the lock. Raises DataError naming the first mismatch."""
     expected = versions(lock)
     installed = []
     for name in names:
         if name not in expected:
-            raise DataError(
-                f"conf/data/packages.yaml: {name}: not in {lock}; expected the name of a package of the lock"
-            )
+            raise DataError(f"conf/data/packages.yaml: {name}: not in {lock}; expected the name of a locked package")
         try:
             package = package_of(name)
         except PackageNotFoundError:
             raise DataError(f"data: packages: {name} is not installed; expected {expected[name]}. {REMEDY}") from None
         if package.version != expected[name]:
             raise DataError(
-                f"data: packages: {name}: expected version {expected[name]}, as {lock} has it, found {package.version}."
+                f"data: packages: {name}: expected version {expected[name]} as in {lock}, found {package.version}."
                 f" {REMEDY}"
             )
         if not is_permissive(package.licence):
-            raise DataError(f"conf/data/packages.yaml: {name}: expected a permissive licence, found {package.licence}")
+            raise DataError(f"conf/data/packages.yaml: {name}: expected a permissive license, found {package.licence}")
         installed.append(package)
     return installed
 
 
 def checked(files: list[Found]) -> list[Found]:
-    """The files with the sha256 in their package's RECORD, for `verify`. Raises DataError where it has none."""
+    """The files with the sha256 from their package's RECORD, for `verify`. Raises DataError if there is none."""
     checksums: dict[str, dict[str, str]] = {}
     for file in files:
         if file.package not in checksums:
             checksums[file.package] = _record_checksums(file.package)
         if file.path not in checksums[file.package]:
-            raise DataError(f"data: packages: {file.package}: RECORD has no sha256 of {file.path}. {REMEDY}")
+            raise DataError(f"data: packages: {file.package}: RECORD has no sha256 for {file.path}. {REMEDY}")
     return [replace(file, sha256=checksums[file.package][file.path]) for file in files]
 
 
@@ -528,13 +523,13 @@ def _record_checksums(package: str) -> dict[str, str]:
 
 
 def verify(file: Found, raw: bytes) -> None:
-    """Raise DataError where a file differs from the installed one."""
+    """Raise DataError if a file differs from the installed one."""
     if file.sha256 is None:
         return
     actual = base64.urlsafe_b64encode(hashlib.sha256(raw).digest()).rstrip(b"=").decode()
     if actual != file.sha256:
         raise DataError(
-            f"data: packages: {file.file}: expected sha256 {file.sha256}, as the package {file.package} was"
-            f" installed, found {actual}: the file was changed. Install it again: python -m pip install"
+            f"data: packages: {file.file}: expected sha256 {file.sha256}, as in the package {file.package},"
+            f" found {actual}: the file was modified. Reinstall it: python -m pip install"
             f" --force-reinstall --no-deps {file.package}=={distribution(file.package).version}"
         )

@@ -1,12 +1,12 @@
-"""Tools and tool calls in the dialects of public data sets -> the OpenAI form of `records`.
+"""Convert tools and tool calls from the formats of public datasets to the OpenAI form of `records`.
 
 In: tool lists (OpenAI, bare functions, xLAM's flat `{"city": {"type": "str, optional"}}`, BFCL's `"type": "dict"`), and
-calls written as JSON, as Glaive's `{"name": "f", "arguments": '{"a": 1}'}` (an object in single quotes), or as
-ToolACE's `[Name of it(a=1, b=[True]), g()]`. Out: JSON Schema and (name, arguments) pairs. Python is read as a syntax
-tree only, never run. What cannot be read raises `RowError`, which names the field.
+calls as JSON, as Glaive's `{"name": "f", "arguments": '{"a": 1}'}` (an object in single quotes), or as ToolACE's
+`[Name of it(a=1, b=[True]), g()]`. Out: JSON Schema and (name, arguments) pairs. Python is only parsed, never run.
+Unreadable input raises `RowError`, which names the field.
 
-Not promised: that arguments fit the tool's schema. Public sets often break their own schemas; a caller that needs valid
-arguments has to check them.
+Not guaranteed: that arguments match the tool's schema. Public datasets often violate their own schemas; a caller that
+needs valid arguments must check them.
 """
 
 import ast
@@ -22,7 +22,7 @@ from pipeline.run.types import JsonObject
 
 
 class RowError(DataError):
-    """One row cannot be read: `field` is where, `reason` what was expected and what was found."""
+    """A row that cannot be read: `field` is the location, `reason` what was expected and found."""
 
     def __init__(self, field: str, reason: str) -> None:
         super().__init__(f"{field}: {reason}")
@@ -39,7 +39,7 @@ class Call:
 
 
 def from_json(text: str, field: str) -> object:
-    """Parse strict JSON: no NaN and no Infinity, which other parsers refuse."""
+    """Parse strict JSON: no NaN or Infinity, which other parsers reject."""
     try:
         return json.loads(text, parse_constant=refuse_constant)
     except RecursionError as error:
@@ -49,7 +49,7 @@ def from_json(text: str, field: str) -> object:
 
 
 def to_json(value: object, field: str) -> str:
-    """JSON text as the chat format writes it: `", "`, `": "`, no ASCII escapes."""
+    """JSON text in the chat format's style: `", "`, `": "`, no ASCII escapes."""
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
@@ -113,8 +113,8 @@ def object_schema(parameters: JsonObject) -> JsonObject:
     is_schema = isinstance(parameters.get("properties"), dict) or isinstance(parameters.get("type"), str)
     if is_schema or not parameters:
         return {**_schema(parameters), "type": "object", "properties": _properties(parameters.get("properties"))}
-    # xLAM: parameter -> {type: "str, optional", description, default}; a default makes a parameter optional as well,
-    # because the answers of the set leave such parameters out.
+    # xLAM: parameter -> {type: "str, optional", description, default}; a default also makes a parameter optional,
+    # because the dataset's answers omit such parameters.
     properties: JsonObject = {}
     required: list[str] = []
     for name, parameter in parameters.items():
@@ -152,7 +152,7 @@ def _schema(schema: JsonObject) -> JsonObject:
             clean[key] = _schema(value)
         elif key in ("anyOf", "oneOf", "allOf") and isinstance(value, list):
             clean[key] = [_schema(option) for option in value if isinstance(option, dict)]
-        elif key == "required":  # data sets also have null, true, and lists of other things
+        elif key == "required":  # datasets also use null, true, and lists of other things
             if isinstance(value, list) and value and all(isinstance(name, str) for name in value):
                 clean[key] = value
         elif value is not None:
@@ -208,7 +208,7 @@ def _type_schema(node: ast.expr) -> JsonObject:
 
 
 def _union(options: list[JsonObject]) -> JsonObject:
-    """One schema for whatever fits any of the options; integer is left out beside number."""
+    """One schema that accepts any of the options; integer is omitted if number is present."""
     if any(not option for option in options):
         return {}
     distinct = [option for index, option in enumerate(options) if option not in options[:index]]
@@ -223,7 +223,7 @@ def _union(options: list[JsonObject]) -> JsonObject:
 
 
 def json_calls(value: object, field: str) -> list[Call]:
-    """One call or a list, as JSON text or values: `{"name", "arguments" | "parameters"}`, OpenAI's wrapping allowed."""
+    """One call or a list, as JSON text or values: `{"name", "arguments" | "parameters"}`, optionally OpenAI-wrapped."""
     if isinstance(value, str):
         value = from_json(value, field)
     entries = value if isinstance(value, list) else [value]
@@ -259,7 +259,7 @@ def glaive_call(text: str, field: str) -> Call:
     arguments = match.group(2)
     try:
         value = from_json(arguments, f"{field}.arguments")
-    except RowError:  # an apostrophe inside was escaped for the quotes around: \'
+    except RowError:  # an inner apostrophe was escaped for the outer quotes: \'
         value = from_json(arguments.replace("\\'", "'"), f"{field}.arguments")
     return _json_call({"name": match.group(1), "arguments": value}, field)
 
@@ -268,7 +268,7 @@ _BRACKETED = re.compile(r"""\[\s*[^\[\](){}'"=,]+\(.*\)\s*\]""", re.DOTALL)
 
 
 def bracket_calls(text: str, field: str) -> list[Call]:
-    """ToolACE's `[f(a=1), Market Trends API(x="y")]`; [] when the text is not of this form. Names may hold spaces."""
+    """ToolACE's `[f(a=1), Market Trends API(x="y")]`; [] if the text has another form. Names may contain spaces."""
     text = text.strip()
     if not _BRACKETED.fullmatch(text):
         return []
@@ -303,11 +303,11 @@ def _arguments(text: str, start: int, field: str) -> tuple[JsonObject, int]:
             piece_start = position + 1
         if depth < 0:
             return arguments, position + 1
-    raise RowError(field, "a call is not closed: `)` is missing")
+    raise RowError(field, "unclosed call: `)` is missing")
 
 
 def _top_level(text: str, start: int) -> Iterator[tuple[int, str, int]]:
-    """Each character outside quotes with the bracket depth after it; a closing bracket too many has depth -1."""
+    """Each character outside quotes with the bracket depth after it; an unmatched closing bracket has depth -1."""
     depth, quote, position = 0, "", start
     while position < len(text):
         character = text[position]
@@ -325,7 +325,7 @@ def _top_level(text: str, start: int) -> Iterator[tuple[int, str, int]]:
 
 
 def python_value(text: str, field: str) -> object:
-    """A Python literal as a JSON value; accepts `true`, `false`, `null` too; tuples and sets become lists."""
+    """A Python literal as a JSON value; also accepts `true`, `false`, `null`; tuples and sets become lists."""
     return _json_value(_expression(text.strip()), field)
 
 
@@ -348,7 +348,7 @@ def _json_value(node: ast.expr, field: str) -> object:
 def _expression(text: str) -> ast.expr:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # "\d" in a foreign string is no business of ours
+            warnings.simplefilter("ignore")  # "\d" in a foreign string is not our concern
             return ast.parse(text, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise RowError("value", f"expected a Python literal, found {text[:40]!r}") from error

@@ -1,15 +1,15 @@
-"""Distillation: a student learns from the probabilities that a teacher gives to each token.
+"""Distillation: a student is trained on a teacher's token probabilities.
 
     beta 0        KL(teacher || student)      forward: Hinton et al. 2015, arXiv:1503.02531
     0 < beta < 1  beta KL(teacher || m) + (1 - beta) KL(student || m), m = beta teacher + (1 - beta) student:
                                               generalized Jensen-Shannon (GKD): Agarwal et al. 2024, arXiv:2306.13649
     beta 1        KL(student || teacher)      reverse (MiniLLM): Gu et al. 2024, arXiv:2306.08543
 
-Both distributions are at the temperature of sampling. A teacher is at hand (`Whole`: its states and its head) or was
-written down before (`Kept`: its k most likely tokens; what is left is one more outcome, on both sides). Kept, the
-divergence is that of coarser outcomes, which is never greater, and equal where k is the vocabulary.
+Both distributions use the sampling temperature. The teacher is either live (`Whole`: its states and its head) or
+precomputed (`Kept`: its top k tokens, with the remaining mass as one more outcome on both sides). With `Kept` the
+divergence is over coarser outcomes: never greater, and equal when k is the vocabulary size.
 
-Logits are computed in parts and again in the backward pass, so that at most 2^23 of each model exist at once.
+Logits are computed in chunks and recomputed in the backward pass, so at most 2^23 per model exist at once.
 """
 
 from dataclasses import dataclass
@@ -22,23 +22,23 @@ from torch.utils.checkpoint import checkpoint
 
 from pipeline.learning.losses import EVEN_ROWS, MOST_LOGITS
 
-LEAST_REST = 1e-7  # probability of the tokens beside the k kept ones: sums of float32 reach 1 before they should
+LEAST_REST = 1e-7  # minimum probability of the tokens outside the top k: float32 sums reach 1 too early
 
 
 class Teacher(Protocol):
     """Compares a student with a teacher at the N trained positions of a batch."""
 
     def both(self, student: Tensor, rows: slice, temperature: float) -> tuple[Tensor, Tensor]:
-        """Log-probabilities of the same outcomes, of the student and of the teacher, (n, K) each.
+        """Log-probabilities of the same outcomes under the student and the teacher, (n, K) each.
 
-        `student` (n, V) are its log-probabilities at the positions `rows`.
+        `student` (n, V): the student's log-probabilities at the positions `rows`.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Whole:
-    """A teacher at hand."""
+    """A live teacher."""
 
     hidden: Tensor  # (N, D) at the trained positions
     table: Tensor  # (V, D), the head's matrix
@@ -50,7 +50,7 @@ class Whole:
 
 @dataclass(frozen=True)
 class Kept:
-    """What a teacher said before: the k most likely tokens at each position, at the temperature of this run."""
+    """Precomputed teacher outputs: the top k tokens at each position, at this run's temperature."""
 
     ids: Tensor  # (N, k) int64
     logprobs: Tensor  # (N, k) float32, nats
@@ -69,13 +69,13 @@ def _rest(logprobs: Tensor) -> Tensor:
 
 
 def log_probabilities(hidden: Tensor, table: Tensor, temperature: float) -> Tensor:
-    """log softmax(hidden table^T / T), (n, D) x (V, D) -> (n, V): the product as autocast says, all else in float32."""
+    """log softmax(hidden table^T / T), (n, D) x (V, D) -> (n, V): matmul under autocast, the rest in float32."""
     logits = torch.nn.functional.linear(hidden, table)
     return (logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature).log_softmax(1)
 
 
 def jensen_shannon(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
-    """The divergence of each row, in nats: log-probabilities (n, K), (n, K) -> (n,)."""
+    """Divergence per row, in nats: log-probabilities (n, K), (n, K) -> (n,)."""
     if beta == 0:
         return _divergence(teacher, student)
     if beta == 1:
@@ -94,7 +94,7 @@ def compared(
 ) -> tuple[Tensor, Tensor]:
     """Divergences from the teacher and log-probabilities of the targets at the N trained positions, (N,) each.
 
-    `hidden` (N, D) and `table` (V, D) are the student's. Both results have a gradient.
+    `hidden` (N, D) and `table` (V, D) are the student's. Both results carry gradients.
     """
 
     def part(states: Tensor, head: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
@@ -115,8 +115,8 @@ def compared(
 
 
 def advantages(student: np.ndarray, teacher: np.ndarray, gamma: float) -> np.ndarray:
-    """MiniLLM's advantages (L,) of the tokens of one answer from their log-probabilities when sampled (Gu et al. 2024,
-    section 2.2, with length normalization as in TRL): the mean of what follows, discounted.
+    """MiniLLM's per-token advantages (L,) for one answer, from the log-probabilities at sampling time (Gu et al. 2024,
+    section 2.2, with length normalization as in TRL): the discounted mean of the rewards that follow.
 
         A_t = sum_{i >= t} gamma^(i - t) (log p_i - log q_i) / sum_{i >= t} gamma^(i - t)
     """

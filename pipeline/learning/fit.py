@@ -1,17 +1,17 @@
-"""The training loop of all stages: a stream of batches and a loss go in, and the model ends with trained weights.
+"""The training loop shared by all stages.
 
-    fit(model, stream, loss, config, job)       trains in place; the model ends with the published weights
+    fit(model, stream, loss, config, job)       trains in place; the model ends up with the published weights
 
-One step: all ranks agree on stop, save and the counts that losses are divided by; each micro-batch is seeded and runs
-forward and backward; then the global gradient norm, a check for spikes and non-finite numbers, clipping and the update.
-A batch is a pure function of (seed, step). So a saved state is weights, moments, one integer and the curve, and a
-killed run ends with the bits of an uninterrupted one (CPU, same threads and world size).
+In each step, all ranks first agree on stop, save and the loss denominators. Each micro-batch is seeded and runs forward
+and backward. Then come the global gradient norm, a check for spikes and non-finite values, clipping and the update.
+A batch is a pure function of (seed, step), so a checkpoint is just weights, moments, one integer and the curve, and a
+killed and resumed run is bitwise identical to an uninterrupted one (CPU, same threads and world size).
 
-Around it: `update.py` decides whether an update is made, `states.py` saves and resumes, `processes.py` is the
-communication between ranks. `performance.py` has what makes no update: the micro-batch, compilation, profile, speed,
-the learning-rate finder.
+Related modules: `update.py` decides whether to apply an update, `states.py` saves and resumes, `processes.py` handles
+communication between ranks, and `performance.py` covers everything else: micro-batch size, compilation, profiling,
+speed, the learning-rate finder.
 
-Not promised: equal bits across world sizes or devices (the data order is the same, the loss within 1e-6).
+Not guaranteed: bitwise equality across world sizes or devices (the data order is the same, the loss within 1e-6).
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ from pipeline.run.workdir import Job, remove
 
 @dataclass(frozen=True, kw_only=True)
 class Watchers:
-    """A stage's own measurements and checks during training. Each may raise GateError."""
+    """A stage's measurement and check callbacks during training. Each may raise GateError."""
 
-    step: Callable[[int], None] | None = None  # before each step: how many have been made
-    # (model, this rank's micro-batches, ranks) before their passes -> the same with what a loss needs of the whole step
+    step: Callable[[int], None] | None = None  # before each step, with the number of steps so far
+    # (model, this rank's micro-batches, ranks) before the passes -> the same, with values the loss needs per whole step
     complete: Callable[..., Sequence[Batch]] | None = None
-    first: Callable[[dict[str, float]], None] | None = None  # of the first fill, loss and metrics, before an update
+    first: Callable[[dict[str, float]], None] | None = None  # loss and metrics of the first fill, before any update
     evaluate: Callable[[int], dict[str, float]] | None = None  # at step 0, every eval_steps, and at the end
     logged: Callable[[list[JsonObject]], None] | None = None  # the curve, after each new row
-    micro: Callable[[int, bool], None] | None = None  # before each micro-batch: its number, and whether it counts
-    save: Callable[[Path], None] | None = None  # write the model as it is now: for runtime.keep_models
-    new_level_at: int | None = None  # the batch from which the data are others: losses before it are no measure
-    gradients_at: int | None = 0  # the step whose gradients must reach every group; a zero head lets none through at 0
+    micro: Callable[[int, bool], None] | None = None  # before each micro-batch: its index, and whether it counts
+    save: Callable[[Path], None] | None = None  # write the current model, for runtime.keep_models
+    new_level_at: int | None = None  # the batch where the data changes: earlier losses are not comparable
+    gradients_at: int | None = 0  # the step at which every group must get a gradient; a zero head blocks them at 0
 
 
 def fit(
@@ -71,10 +71,10 @@ def fit(
     watchers: Watchers | None = None,
     last: bool = True,
 ) -> None:
-    """Train `model` in place. It ends with the best (or last) weights.
+    """Train `model` in place, ending with the best (or last) weights.
 
-    After the `last` run of a stage only rank 0 returns. Raises ConfigError for a batch that cannot be formed or read,
-    GateError when a health gate fails, SystemExit(128 + signal) after a stop request (a state is saved first),
+    After a stage's `last` run only rank 0 returns. Raises ConfigError for a batch that cannot be formed or read,
+    GateError when a health gate fails, SystemExit(128 + signal) after a stop request (a checkpoint is saved first),
     SystemExit(0) after the learning-rate finder (`runtime.find_lr`).
     """
     run = Run(model, stream, loss, config, job, from_scratch, watchers or Watchers())
@@ -120,8 +120,8 @@ class Run:
         self.course, self.window = Course(), LoggingWindow()
         self.last_save = time.monotonic()
         self.save_due, self.saved_step = False, 0
-        self.seen = 0  # positions that this call of fit has trained on, over all ranks
-        self.postponed = False  # the gate on the first gradients waits, because of an overflow in fp16
+        self.seen = 0  # positions trained on in this call of fit, over all ranks
+        self.postponed = False  # the first-gradient gate is deferred because of an fp16 overflow
         self.unfilled: JsonObject | None = None  # the rolling stream's state before a fill, until its first update
         self.pin = device.pins(job.runtime.pin_memory, self.hardware.device)
         self.instruments = Instruments(self)
@@ -144,15 +144,15 @@ class Run:
         )
         self.keeper.free = self.free if job.family else 0
         if job.runtime.keep_models and (watchers.save is None or self.ranks.sharding):
-            why = "has cut its model (FSDP2)" if self.ranks.sharding else "makes a model at its end alone"
-            say(f"warning: runtime.keep_models: none is kept, because stage_{job.stage} {why}")
+            why = "shards its model (FSDP2)" if self.ranks.sharding else "writes a model only at the end"
+            say(f"warning: runtime.keep_models is ignored because stage_{job.stage} {why}")
         elif late := [step for step in job.runtime.keep_models if step > self.steps]:
             say(
                 f"warning: runtime.keep_models: stage_{job.stage} has {self.steps} steps, so {late[0]} is never reached"
             )
 
     def go(self, *, last: bool = True) -> None:
-        """Resume or start, train to the end, load the weights to publish."""
+        """Resume or start, train to the end, and load the weights to publish."""
         self._resume()
         if self.course.step == 0 and not self.course.done:
             self._check_start()
@@ -170,7 +170,7 @@ class Run:
                 if self.job.tracker.rows:
                     row = self.job.tracker.rows[-1]
                     shown = [f"{k} {row[k]:.3f}" for k in ("loss", "val/loss", "reward") if k in row]
-                    if rate := self.job.tracker.tokens_per_second:
+                    if rate := self.instruments.tokens_per_second:
                         shown.append(f"{rate:,.0f} tokens/s")
                     bar.note(", ".join(shown))
         self.keeper.wait()
@@ -180,7 +180,7 @@ class Run:
         self.ranks.finish(self.plain, self.hardware.device, last=last)
 
     def _check_start(self) -> None:
-        if not self.rolling:  # a stream that the policy fills is checked when it is full
+        if not self.rolling:  # a stream filled by the policy is checked once it is full
             gates.repeated(self._epochs(self.steps), self.plain, self.job.name)
             rows = self.stream.rows(0, self.config.row_length)
             self.ranks.check_different_rows(rows[self.ranks.rank :: self.ranks.world])
@@ -192,7 +192,7 @@ class Run:
     # -- one step ------------------------------------------------------------------------------------------------------
 
     def batches(self, step: int, index: int) -> tuple[np.ndarray, list[Batch]]:
-        """The rows of global batch number `index`, and this rank's micro-batches of them at the context of `step`."""
+        """The rows of global batch `index`, and this rank's micro-batches of them at the context length of `step`."""
         length = self.config.context_at(step)
         rows = self.stream.rows(index, length)
         mine = rows[self.ranks.rank :: self.ranks.world]
@@ -205,7 +205,7 @@ class Run:
         course = self.course
         if self.watchers.step:
             self.watchers.step(course.step)
-        # 1. this rank's micro-batches, and what all ranks agree on before the forward pass
+        # 1. take this rank's micro-batches; all ranks agree on stop, save and counts
         fill_metrics: dict[str, float] = {}
         if self.rolling and course.step % self.rolling.steps_per_rollout == 0:
             if stop := self.ranks.control(self.job.stop.signal, False, {})[0]:
@@ -213,7 +213,7 @@ class Run:
             self.unfilled = copy.deepcopy(self.rolling.state())
             try:
                 fill_metrics = self.rolling.fill(course.step)
-            except SamplerError:  # of all ranks alike
+            except SamplerError:  # raised on all ranks alike
                 self._save()
                 self.keeper.wait()
                 raise
@@ -272,7 +272,7 @@ class Run:
         device.seed_step(self.job.seed, self.course.index, micro, self.ranks.rank)
 
     def _check_step(self, totals: Totals, norm: float, fill_metrics: dict[str, float]) -> None:
-        """The gates of the first steps, before their update. The first iterations of a policy may have no terms."""
+        """Run the first-step gates before the update. A policy's first iterations may have no terms."""
         overflow = self.hardware.precision == "fp16" and not math.isfinite(norm)  # the scale still adapts
         if self.course.step == 0 and len(totals.terms) == 1:  # a sum of several terms need not start at ln V
             gates.first_loss(totals.values()["loss"], self.plain, from_scratch=self.from_scratch)
@@ -284,7 +284,7 @@ class Run:
             self.watchers.first(fill_metrics | totals.values())
 
     def _update(self, totals: Totals, norm: float, rows: np.ndarray, batches: list[Batch]) -> bool:
-        """Apply the gradients of the step, or handle a faulty one as configured. Returns False after a rollback."""
+        """Apply the step's gradients, or handle a faulty step as configured. Returns False after a rollback."""
         course, value = self.course, totals.value
         if self.watchers.new_level_at is not None and course.index >= self.watchers.new_level_at:
             update.new_level(course)
@@ -307,7 +307,7 @@ class Run:
         if self.scaler.update() and not math.isfinite(norm):  # fp16 overflowed: the next scale is smaller
             self.optimizers.zero_grad()
             return True
-        origin = f" Not finite first: {self._first_not_finite(batches)}." if fault == update.NOT_FINITE else ""
+        origin = f" First non-finite value: {self._first_not_finite(batches)}." if fault == update.NOT_FINITE else ""
         self.optimizers.zero_grad()
         if target is not None and may_roll_back:
             self._roll_back(target, fault)
@@ -320,14 +320,14 @@ class Run:
         return True
 
     def _failure(self, loss: float, norm: float, reason: str, rows: np.ndarray, origin: str = "") -> GateError:
-        """The error of a run that must end."""
+        """The error that ends the run."""
         return GateError(
             f"step {self.course.step}: loss {loss}, gradient norm {norm}: {reason}; rows {rows[:8].tolist()}.{origin} "
-            f"Lower {self.job.stage}.learning_rate or lengthen the warm-up; the newest state is in {self.job.folder}"
+            f"Lower {self.job.stage}.learning_rate or use a longer warmup; latest checkpoint: {self.job.folder}"
         )
 
     def _first_not_finite(self, batches: list[Batch]) -> str:
-        """The first module output, or else gradient, of this step that is not finite, on the first rank with one."""
+        """The first non-finite module output of this step, or else gradient, on the first rank that has one."""
 
         def forward() -> None:
             for micro, (batch, _) in enumerate(self.ranks.evened(batches)):
@@ -339,9 +339,9 @@ class Run:
         return next((name for name in culprits if name != update.NOTHING), culprits[0])
 
     def _roll_back(self, target: int, fault: str) -> None:
-        """Resume from the state after `target` steps, and skip the batches from there to here."""
+        """Resume from the checkpoint at step `target` and skip the batches since then."""
         step, index, name = self.course.step, self.course.index, self.job.name
-        say(f"{name}: step {step}: {fault}; back to step {target}, without the batches from there to here")
+        say(f"{name}: step {step}: {fault}; rolling back to step {target} and skipping the batches since then")
         self.course, self.window, _ = self.keeper.load(target)
         update.give_up(self.course, step, index)
         self.keeper.forget_after(target)
@@ -362,7 +362,7 @@ class Run:
             self.job.tracker.beat(self.instruments.live(course.step))
 
     def _finish_step(self, *, evaluate: bool) -> None:
-        """Evaluate and save. After a signal during the evaluation the resumed run repeats it."""
+        """Evaluate and save. If a signal interrupts the evaluation, the resumed run repeats it."""
         course = self.course
         if evaluate:
             course.owes_evaluation = True
@@ -396,7 +396,7 @@ class Run:
             values |= {f"lr/{group}": rate * factor for group, rate in self.optimizers.rates.items()}
         if self.hardware.precision == "fp16":
             values["loss_scale"] = self.scaler.scale_now
-        if self.config.context_at(0) < self.config.row_length:  # they grow
+        if self.config.context_at(0) < self.config.row_length:  # the context grows
             values["context"] = self.config.context_at(course.step - 1)
         self.job.tracker.log(course.step, values)
         if course.step >= self.steps // 10 > 20 and self.from_scratch:  # a continued model may be near its floor
@@ -406,13 +406,13 @@ class Run:
             self.watchers.logged(self.job.tracker.rows)
 
     def _epochs(self, batches: int) -> float:
-        """How many times so many batches read the data."""
+        """The number of epochs in `batches` batches."""
         return batches * self.config.rows * self.config.row_length / self.stream.tokens_per_epoch
 
     def _evaluate(self) -> None:
-        """Take the validation loss over a fixed slice, which moves `best` and the anchor, and the stage's own numbers.
+        """Compute the validation loss on a fixed slice, which updates `best` and the anchor, and the stage's metrics.
 
-        Evaluates the averaged weights where there are some. Exits when all ranks agree on a signal between two batches.
+        Evaluates the averaged weights if there are any. Exits when all ranks agree on a signal between two batches.
         """
         self.model.train(False)
         with torch.no_grad(), self.averages.in_place() if self.averages else contextlib.nullcontext():
@@ -428,7 +428,7 @@ class Run:
             self.job.tracker.log(self.course.step, {f"val/{name}": value for name, value in values.items()})
 
     def _held_out(self) -> tuple[Totals, int]:
-        """The sums over the validation slice and all ranks, and the signal that interrupted it (0: none)."""
+        """The sums over the validation slice and all ranks, and the signal that interrupted them (0: none)."""
         totals = Totals({})
         for batch, mine in self.ranks.dealt(self.stream.evaluation(self.config.validated.eval_tokens)):
             if stop := self.ranks.control(self.job.stop.signal, False, {})[0]:
@@ -453,7 +453,7 @@ class Run:
         self.keeper.save(self.course, self.window, {"stream": stream, "scaler": self.scaler.state()})
 
     def _keep_model(self) -> None:
-        """Write the model after this step beside the stage's own, with its averaged weights where there are some."""
+        """Write the model at this step next to the stage's own, with averaged weights if there are any."""
         if self.ranks.rank == 0 and self.watchers.save:
             name = f"{self.job.name.replace('@', '_')}-{self.course.step}"
             target = self.job.folder / "out/models" / name
@@ -463,7 +463,7 @@ class Run:
                 self.watchers.save(part)
             remove(target)
             part.rename(target)
-            say(f"{self.job.name}: models/{name} is kept")
+            say(f"{self.job.name}: saved models/{name}")
         self.ranks.barrier()
 
     def _resume(self) -> None:
@@ -482,8 +482,8 @@ class Run:
             self._save()
         self.keeper.wait()
         say(
-            f"{self.job.name}: stopped by signal {number} at step {self.course.step}; the same command resumes at step"
-            f" {self.saved_step}"
+            f"{self.job.name}: stopped by signal {number} at step {self.course.step}; rerun the same command to resume"
+            f" at step {self.saved_step}"
         )
         raise SystemExit(128 + number)
 

@@ -1,31 +1,31 @@
-"""The memory plan: bytes of a training step on one device, computed from shapes.
+"""Memory planner: the bytes a training step needs on one device, computed from shapes.
 
     weights + gradients + optimizer + copies + activations + logits + update + sampling = total
 
 It models this code, not a textbook, and is checked against measured peaks (tests/test_footprint.py):
 
-- Trained weights, gradients and moments are float32: 4 + 4 + 8 bytes a parameter with AdamW, 4 + 4 + 4 with Muon. An
-  EMA takes 4. Frozen weights as they are stored (learning/reference.py). `copies`: half-precision ones, 2 bytes a
-  parameter of a matrix product, until the backward pass.
-- Activations per token and layer: what `Block` saves for the backward pass (`layer_bytes`), and one more layer, the one
-  at work. A checkpointed layer keeps only its input, 4d bytes: the residual stream is float32 also under autocast.
-- Logits of `losses.next_token`: those that exist at once, the gradient of the hidden states, and tensors of the size of
-  the head's matrix (`head_bytes`). Log-probabilities of answers: V probabilities at each position (`answer_bytes`).
-- A masked-diffusion model's log-probabilities: its head without the banned ids, and logits in parts (`masked_bytes`).
-- Update: what Muon stacks and multiplies besides its momentum. AdamW needs nothing.
-- Sampling: keys and values of the rows that are decoded together, and each adapted matrix with its adapter added.
+- Trained weights, gradients and moments are float32: 4 + 4 + 8 bytes per parameter with AdamW, 4 + 4 + 4 with Muon. An
+  EMA takes 4. Frozen weights count as stored (learning/reference.py). `copies`: half-precision ones, 2 bytes per
+  matmul parameter, until the backward pass.
+- Activations per token and layer: what `Block` saves for the backward pass (`layer_bytes`), plus one more layer, the
+  one being computed. A checkpointed layer keeps only its input, 4d bytes: the residual stream stays float32 under
+  autocast.
+- Logits of `losses.next_token`: those alive at once, the gradient of the hidden states, and tensors the size of the
+  head matrix (`head_bytes`). Log-probabilities of answers: V probabilities at each position (`answer_bytes`).
+- Log-probabilities of a masked-diffusion model: its head without the banned ids, and logits in chunks (`masked_bytes`).
+- Update: Muon's temporary stacks and products besides its momentum. AdamW needs none.
+- Sampling: the KV cache of the rows decoded together, and each adapted matrix with its adapter merged.
 
-An update starts when a pass is over, and a pass when sampling is, so the total has the greatest of a pass (copies,
-activations, logits), the update and sampling. Gradients that one pass makes take the places of half-precision
-activations on a CPU (measured with AMX); else they count beside them, since glibc is told to keep freed memory
-(device.keep_freed_memory), and it reuses an aligned block only when its neighbors are free too, so on a CPU hardly any
-block is used again for another size. There the heap grows by a margin, of which a quarter is touched at its peak.
-Muon's stacks of different shapes and the head's several gradients add up. A recomputed layer reuses only a part of the
-place of the layer before it (LOST, measured), and temporaries of adapters leave holes between what stays (LEFT,
-measured).
+Sampling, a pass and an update never overlap, so the total uses the largest of a pass (copies, activations, logits), the
+update and sampling. On a CPU, gradients of a single pass reuse the memory of half-precision activations (measured with
+AMX). Otherwise they are added: glibc is configured to keep freed memory (device.keep_freed_memory) and reuses an
+aligned block only if its neighbors are free too, so blocks are rarely reused for another size. There the heap grows by
+a margin, a quarter of which is touched at the peak. Muon's stacks of different shapes and the head's several gradients
+add up. A recomputed layer reuses only part of the previous layer's memory (LOST, measured), and adapter temporaries
+fragment the heap (LEFT, measured).
 
-A hook counts (`hook_bytes`), within a fifth on a CPU. Not counted: the interpreter and its libraries (0.3
-to 0.5 GB), CUDA's context. Not measured: CUDA.
+Hooks are counted (`hook_bytes`), to within a fifth on a CPU. Not counted: the interpreter and its libraries (0.3 to
+0.5 GB), the CUDA context. Not measured: CUDA.
 """
 
 import math
@@ -50,9 +50,9 @@ from pipeline.run import device
 ATTENTION, MLP = TARGETS[:4], TARGETS[4:]
 MOST_MASKED_LOGITS = 2**26  # of `diffusion/model.py`, which the core does not import
 SHARE = 0.8  # of a GPU's total memory that a plan may fill
-CPU_SHARE = 0.3  # of a machine's: other programs run there, and more rows at once are no faster
-# Measured on a CPU: the share of recomputed tensors that finds no freed place; and the bytes per number of its result
-# that an adapted projection leaves in places too small for the next tensor.
+CPU_SHARE = 0.3  # of a machine's: other programs run there, and larger micro-batches are no faster
+# Measured on a CPU: the share of recomputed tensors that cannot reuse freed memory, and the bytes per output element
+# that an adapted projection leaves in fragments too small for the next tensor.
 LOST = {"fp32": 0.4, "bf16": 0.15, "fp16": 0.15}
 LEFT = {"fp32": 4, "bf16": 3, "fp16": 3}  # bf16: none on Zen 5, 6 with AMX
 Shape = tuple[int, int]  # rows, columns of a matrix
@@ -60,20 +60,20 @@ Shape = tuple[int, int]  # rows, columns of a matrix
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """How a model is trained, as far as it matters for memory."""
+    """The training settings that affect memory."""
 
-    row: int  # tokens of a row of the batch
-    context: int  # tokens that a model reads at once: a row, or one answer of a pair
-    selected: int  # of a row, those whose logits are computed
+    row: int  # tokens per row of the batch
+    context: int  # tokens per sequence: a row, or one answer of a pair
+    selected: int  # tokens per row that need logits
     kind: str = "cuda"  # of device: cuda, cpu, mps
     precision: str = "bf16"  # fp32, bf16, fp16
     optimizer: str = "adamw"  # or muon
     checkpointing: str = "none"  # none, full, every_2, selective
-    accumulates: bool = True  # an update takes more than one micro-batch, so gradients stand while another pass runs
-    packed: bool = True  # a row holds several documents, of any length: on a GPU each layer keeps a mask
-    # the loss needs log-probabilities of answers (pairs, rollouts): all logits exist, and answers may share a beginning
+    accumulates: bool = True  # several micro-batches per update, so gradients persist across passes
+    packed: bool = True  # a row contains several documents of any length: on a GPU each layer keeps a mask
+    # the loss needs log-probabilities of answers (pairs, rollouts): all logits exist, and answers may share a prefix
     answers: bool = False
-    masked: bool = False  # a masked-diffusion model's: log-probabilities of `selected` masked tokens, in parts
+    masked: bool = False  # masked diffusion: log-probabilities of `selected` masked tokens, in chunks
     adapted: frozenset[str] | None = None  # the projections with adapters on a frozen base; None: all weights train
     dropped: bool = False  # adapters have dropout
     dora: bool = False  # adapters have magnitudes
@@ -87,10 +87,10 @@ class Weights:
     trained: int  # parameters
     frozen: int = 0  # bytes
     cast: int = 0  # parameters that autocast copies
-    narrow: int = 0  # parameters stored in bf16, which the CPU's operators copy with their norm
-    tied: int = 0  # parameters of a tied embedding, whose gradient comes from two places
-    head: int = 0  # parameters of the head's matrix, where it gets a gradient
-    hidden: Counter[Shape] = field(default_factory=Counter)  # how many trained matrices of each shape Muon may take
+    narrow: int = 0  # parameters stored in bf16, which the CPU operators copy with their norm
+    tied: int = 0  # parameters of a tied embedding, which gets two gradients
+    head: int = 0  # parameters of the head matrix, if it gets a gradient
+    hidden: Counter[Shape] = field(default_factory=Counter)  # number of trained matrices per shape eligible for Muon
 
     def __add__(self, other: "Weights") -> "Weights":
         return Weights(
@@ -122,13 +122,13 @@ class Footprint:
     def total(self) -> float:
         """The peak."""
         states, work = self.weights + self.gradients + self.optimizer, self.copies + self.activations + self.logits
-        if self.margin:  # a heap does not use the cache's blocks again
+        if self.margin:  # a heap does not reuse the cache's blocks
             return states + max(work + self.sampling, self.update) + self.margin
         return states + max(work, self.update, self.sampling)
 
 
 def footprint(weights: Weights, configs: Sequence[ModelConfig], work: Work, micro_batch: int) -> Footprint:
-    """The footprint of one process that trains these weights, `micro_batch` rows at a time."""
+    """The footprint of one process training these weights, `micro_batch` rows at a time."""
     copies, activations, logits = pass_bytes(configs, weights, work, micro_batch)
     gradients = 4.0 * weights.trained
     if work.kind == "cpu" and work.precision != "fp32" and not work.accumulates:
@@ -147,12 +147,12 @@ def footprint(weights: Weights, configs: Sequence[ModelConfig], work: Work, micr
 
 
 def data_parallel(single: Footprint, weights: Weights) -> Footprint:
-    """With DistributedDataParallel, whose buckets are a second copy of the gradients and stand during the pass."""
+    """With DistributedDataParallel: its buckets are a second copy of the gradients that persists during the pass."""
     return replace(single, gradients=8.0 * weights.trained)
 
 
 def sharded(single: Footprint, config: ModelConfig, work: Work, processes: int) -> Footprint:
-    """With FSDP2, which divides the states. Whole are the block at work, embedding and head, and what Muon gathers."""
+    """With FSDP2, which shards the states. Unsharded: the active block, embedding and head, and what Muon gathers."""
     block = sum(r * c * n for (r, c), n in matrices(config).items()) / config.layers
     table = config.vocab_size * config.width * (1 if config.tied else 2)
     whole = block + table
@@ -166,7 +166,7 @@ def sharded(single: Footprint, config: ModelConfig, work: Work, processes: int) 
 
 
 def largest(limit: float, total: Callable[[int], float], most: int) -> int:
-    """All `most` rows, or the largest power of two, whose `total` is within `limit` bytes; 0 if one row is too many."""
+    """`most` rows if their `total` fits in `limit` bytes, else the largest power of two that fits; 0 if none does."""
     if total(most) <= limit:
         return most
     rows = 0
@@ -179,7 +179,7 @@ def largest(limit: float, total: Callable[[int], float], most: int) -> int:
 
 
 def full(config: ModelConfig, *, head: bool = True) -> Weights:
-    """The weights of a model that trains whole. `head` false: a reward model's trunk with its one row."""
+    """The weights of a fully trained model. `head` false: a reward model's trunk with its single row."""
     table = config.vocab_size * config.width
     missing = 0 if head or config.tied else table
     cast = config.matmul_parameters - (0 if head else table)
@@ -196,10 +196,10 @@ def hook_weights(config: ModelConfig) -> Weights:
 
 
 def frozen(config: ModelConfig, *, head: bool = True, narrow: bool) -> Weights:
-    """The weights of a model that only computes. `narrow`: matrices are stored in bf16, as autocast would cast them."""
+    """The weights of an inference-only model. `narrow`: matrices are stored in bf16, as autocast would cast them."""
     whole = full(config, head=head)
     table = config.vocab_size * config.width
-    matmul = whole.cast - (table if config.tied and head else 0)  # an embedding that is looked up stays float32
+    matmul = whole.cast - (table if config.tied and head else 0)  # a lookup embedding stays float32
     size = 4 * whole.trained - (2 * matmul if narrow else 0)
     moved = matmul if narrow else 0
     return Weights(trained=0, frozen=size, cast=whole.cast - moved, narrow=moved)
@@ -229,7 +229,7 @@ def matrices(config: ModelConfig) -> Counter[Shape]:
 
 
 def weights_of(model: nn.Module) -> Weights:
-    """The weights of an existing model, as `full`, `frozen` and `adapted` compute them from a config."""
+    """The weights of an existing model, as `full`, `frozen` and `adapted` derive them from a config."""
     members = groups(model)
     by_muon = (p for group in BY_MUON for p in members.get(group, {}).values() if p.ndim == 2)
     hidden = Counter((p.shape[0], p.shape[1]) for p in by_muon)
@@ -239,7 +239,7 @@ def weights_of(model: nn.Module) -> Weights:
         tied = lookup and getattr(getattr(model, "config", None), "tied", False)
         if parameter.requires_grad:
             trained, tied_size = trained + size, tied_size + (size if tied else 0)
-            if (tied and hasattr(model, "logits")) or "lm_head" in name:  # a few trained rows make a gradient of all
+            if (tied and hasattr(model, "logits")) or "lm_head" in name:  # a few trained rows produce a full gradient
                 head = model.get_parameter(name.replace("lora_rows", "weight")).numel()
         else:
             stored += size * parameter.element_size()
@@ -263,7 +263,7 @@ def adapters_of(model: nn.Module) -> tuple[frozenset[str] | None, bool]:
 def pass_bytes(
     configs: Sequence[ModelConfig], weights: Weights, work: Work, micro_batch: int
 ) -> tuple[float, float, float]:
-    """Bytes of (copies, activations, logits) of a micro-batch. Of an actor and its critic the first has a head."""
+    """Bytes of (copies, activations, logits) for a micro-batch. For an actor and critic, only the first has a head."""
     tokens, chosen, first = micro_batch * work.row, micro_batch * work.selected, configs[0]
     half, rows = work.precision != "fp32", max(EVEN_ROWS, MOST_LOGITS // first.vocab_size)
     activations = sum(tokens * token_bytes(config, work) + hook_bytes(config, work, tokens) for config in configs)
@@ -275,17 +275,17 @@ def pass_bytes(
         copies = 2.0 * (cast if chosen else weights.cast) * half + folded_bytes(first, work)
         of_tokens = masked_bytes if work.masked else answer_bytes
         return copies, activations + tied, of_tokens(first, weights, work, chosen) if chosen else 0.0
-    if _uses_cpu_operators(first, work, ATTENTION):  # a layer's copies go with it
+    if _uses_cpu_operators(first, work, ATTENTION):  # a layer's copies are freed with it
         cast *= min(1.0, (first.layers - recomputed_layers(first, work) + 1) / first.layers)
-    size = (2 if work.kind == "cpu" else 6) if half else 4  # a CPU widens few at a time
+    size = (2 if work.kind == "cpu" else 6) if half else 4  # a CPU upcasts few at a time
     logits = size * first.vocab_size * min(rows, chosen) + (6.0 if half else 4.0) * first.width * chosen
     copies = 2.0 * cast * half + folded_bytes(first, work)
     return copies, activations, logits + head_bytes(weights, work, chosen > rows)
 
 
 def answer_bytes(config: ModelConfig, weights: Weights, work: Work, chosen: int) -> float:
-    """Bytes of the log-probabilities of `chosen` tokens: the head as autocast casts it, all probabilities, in the
-    backward pass the gradient of a part of them and that of the head (`losses.token_logprobs`).
+    """Bytes of the log-probabilities of `chosen` tokens: the head as autocast casts it, all probabilities, and in the
+    backward pass the gradients of one chunk of them and of the head (`losses.token_logprobs`).
     """
     table, size = config.vocab_size * config.width, 2.0 if work.precision != "fp32" else 4.0
     part = min(chosen, max(EVEN_ROWS, MOST_LOGITS // config.vocab_size))
@@ -294,8 +294,8 @@ def answer_bytes(config: ModelConfig, weights: Weights, work: Work, chosen: int)
 
 
 def masked_bytes(config: ModelConfig, weights: Weights, work: Work, chosen: int) -> float:
-    """Bytes of the log-probabilities of `chosen` masked tokens: the rows of the head that may be predicted, in float32
-    and as autocast casts them, the logits of a part, and in the backward pass their gradient (`diffusion/model.py`).
+    """Bytes of the log-probabilities of `chosen` masked tokens: the head's predictable rows, in float32 and as autocast
+    casts them, the logits of a chunk, and in the backward pass their gradient (`diffusion/model.py`).
     """
     table, half = config.vocab_size * config.width, work.precision != "fp32"
     rows = min(chosen, max(1, MOST_MASKED_LOGITS // config.vocab_size))
@@ -304,23 +304,23 @@ def masked_bytes(config: ModelConfig, weights: Weights, work: Work, chosen: int)
 
 
 def head_bytes(weights: Weights, work: Work, several: bool) -> float:
-    """Bytes of the tensors in `next_token` as large as the head, beside its gradient. `several` parts of logits."""
-    accumulated = 4 if work.accumulates else 0  # the sum of earlier micro-batches is not the new gradient
+    """Bytes of the head-sized tensors in `next_token`, besides its gradient. `several` chunks of logits."""
+    accumulated = 4 if work.accumulates else 0  # the running sum of earlier micro-batches is a separate tensor
     if work.kind != "cpu":  # the gradient, and its product in the backward pass
         return (4.0 + accumulated) * weights.head
-    # no memory is reused: the gradient; in bf16 the head, a part and that in float32; a further part; the embedding's
+    # no memory is reused: the gradient; in bf16 the head, a chunk and its float32 copy; another chunk; the embedding's
     # gradient
     added = (8 if work.precision == "fp32" else 12) + (4 if several else 0)
     return float(added + accumulated) * weights.head
 
 
 def layer_bytes(config: ModelConfig, work: Work) -> float:
-    """Bytes that one layer keeps per token for its backward pass."""
+    """Bytes one layer saves per token for its backward pass."""
     return attention_bytes(config, work) + mlp_bytes(config, work)
 
 
 def attention_bytes(config: ModelConfig, work: Work) -> float:
-    """Norm and attention. d is the width, q and k are the widths of all queries and keys."""
+    """Norm and attention. d is the model width, q and k the total widths of queries and keys."""
     d, q, k = config.width, config.heads * config.head_dim, config.kv_heads * config.head_dim
     half, cpu = work.precision != "fp32", work.kind == "cpu"
     if _uses_cpu_operators(config, work, ATTENTION):
@@ -333,7 +333,7 @@ def attention_bytes(config: ModelConfig, work: Work) -> float:
     if not cpu:
         mask = 0 if not work.packed else (2 if half else 4) * work.context
         return saved + ((8 * q + 8 * k) if half else (12 * q + 12 * k)) + mask
-    # inputs of the head norms, then q, k, v, out: float32 also under autocast
+    # inputs of the head norms, then q, k, v, out: float32 even under autocast
     return saved + 12 * q + 12 * k + score_bytes(config, work)
 
 
@@ -353,8 +353,8 @@ def _uses_cpu_operators(config: ModelConfig, work: Work, names: Sequence[str]) -
 
 
 def folded_bytes(config: ModelConfig, work: Work) -> float:
-    """Bytes of the matrices with their adapters added, in float32: twice, since a heap does not use the places of the
-    last pass again (measured).
+    """Bytes of the matrices with their adapters merged, in float32: twice, since the heap does not reuse the last
+    pass's memory (measured).
     """
     shapes = projections(config)
     names = [name for part in (ATTENTION, MLP) if _uses_cpu_operators(config, work, part) for name in part]
@@ -362,7 +362,7 @@ def folded_bytes(config: ModelConfig, work: Work) -> float:
 
 
 def input_bytes(config: ModelConfig, work: Work, names: Sequence[str]) -> float:
-    """Bytes of inputs that projections keep, if they train or have an adapter."""
+    """Bytes of inputs saved by projections that train or have an adapter."""
     cpu, size = work.kind == "cpu", 4 if work.precision == "fp32" else 2
     saved = 0
     for index, name in enumerate(names if work.adapted is None else [x for x in names if x in work.adapted]):
@@ -379,7 +379,7 @@ def input_bytes(config: ModelConfig, work: Work, names: Sequence[str]) -> float:
 
 
 def reaches(work: Work) -> tuple[float, float]:
-    """The mean numbers of tiles whose keys, and whose probabilities, a tile keeps (model/cpu/attention.py)."""
+    """The mean number of tiles for which a tile keeps keys, and probabilities (model/cpu/attention.py)."""
     tiles = -(-work.context // TILE)
     if work.packed and tiles > KEPT_REACH:  # the shorter documents that keep the most
         return (tiles + 1) / 2, (KEPT_REACH + 1) / 2
@@ -388,7 +388,7 @@ def reaches(work: Work) -> tuple[float, float]:
 
 
 def score_bytes(config: ModelConfig, work: Work) -> float:
-    """Bytes of attention on a CPU besides q, k, v, result: probabilities of short documents, repeated keys of long."""
+    """Bytes of CPU attention besides q, k, v, output: probabilities for short documents, repeated keys for long."""
     seen = min(work.context, KEPT_PROBABILITIES)
     short = 4 * config.heads * (seen + min(seen, QUERY_BLOCK)) / 2
     if work.context <= KEPT_PROBABILITIES:
@@ -398,13 +398,13 @@ def score_bytes(config: ModelConfig, work: Work) -> float:
 
 
 def recomputed_layers(config: ModelConfig, work: Work) -> int:
-    """The number of layers that the backward pass computes again."""
+    """The number of layers recomputed in the backward pass."""
     layers = config.layers
     return {"none": 0, "full": layers, "every_2": -(-layers // 2), "selective": layers}[work.checkpointing]
 
 
 def token_bytes(config: ModelConfig, work: Work) -> float:
-    """Bytes per token of all layers, of embedding and last norm, and of the layer at work."""
+    """Bytes per token of all layers, embedding and last norm, and the layer being computed."""
     saved, layer_input, num_recomputed = layer_bytes(config, work), 4 * config.width, recomputed_layers(config, work)
     products = product_bytes(config, work) if work.checkpointing == "selective" else 0
     lost = LOST[work.precision] * num_recomputed * max(0, saved - products) if work.kind == "cpu" else 0
@@ -413,23 +413,23 @@ def token_bytes(config: ModelConfig, work: Work) -> float:
 
 
 def hook_bytes(config: ModelConfig, work: Work, tokens: int) -> float:
-    """Bytes that the model's hook keeps in a pass of `tokens`."""
+    """Bytes saved by the model's hook in a pass over `tokens`."""
     return sum(offer(config, work.kind, work.precision, tokens) for offer in wings.each("hook_bytes"))
 
 
 def product_bytes(config: ModelConfig, work: Work) -> float:
-    """Bytes per token and layer of selective checkpointing: the matrix products and, on a GPU, attention's result."""
+    """Bytes per token and layer of selective checkpointing: the matmuls and, on a GPU, the attention output."""
     q, k = config.heads * config.head_dim, config.kv_heads * config.head_dim
     numbers = q + 2 * k + 2 * config.width + 2 * config.d_ff + (0 if work.kind == "cpu" else q)
     return (4 if work.precision == "fp32" else 2) * numbers
 
 
 def update_bytes(hidden: Counter[Shape], work: Work) -> float:
-    """Bytes of Muon's update besides its states: the stacked directions of all matrices of a shape, and products."""
+    """Bytes of Muon's update besides its states: stacked directions of all same-shape matrices, and products."""
     if work.optimizer != "muon":
         return 0.0
-    # bf16: the updates and their stack 4 bytes each, then x and the next x 2 each; two Gram matrices. fp32 (on CPUs):
-    # all 4, of which a part reuses freed memory: between 14 and 24 bytes were measured where 16 + 8 exist at once
+    # bf16: the updates and their stack, 4 bytes each; x and the next x, 2 each; two Gram matrices. fp32 (on CPUs): all
+    # 4 bytes, partly in reused memory: between 14 and 24 bytes measured where 16 + 8 exist at once
     fixed, gram = (14, 6) if work.precision == "fp32" else (12, 4)
     at_once = {(r, c): min(n, max(1, MOST_GATHERED // (r * c))) for (r, c), n in hidden.items()}
     stacks = [r * c * n * (fixed + gram * min(r, c) / max(r, c)) for (r, c), n in at_once.items()]

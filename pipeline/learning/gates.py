@@ -1,8 +1,8 @@
-"""Health gates: cheap checks that stop a run which would go wrong, and name the likely cause.
+"""Health gates: cheap checks that stop a doomed run early and name the likely cause.
 
-Each gate compares a number with the value that the mathematics gives before anything is learned, at the start or in the
-first step before its update. A miss raises GateError (exit 3), with what was expected, what was found and the likely
-cause. What is only suspicious gets a warning. The second part has the gates of fine-tuning and alignment.
+Each gate compares a number with its theoretical value before any learning, at the start or in the first step before its
+update. A mismatch raises GateError (exit 3) with the expected value, the actual value and the likely cause. Merely
+suspicious values get a warning. The second half has the gates for fine-tuning and alignment.
 """
 
 import math
@@ -27,25 +27,25 @@ def trainable_tokens(num_targets: int, name: str) -> None:
     """Raise GateError unless the first batch trains at least one token."""
     if num_targets == 0:
         raise GateError(
-            f"{name}: the first batch holds no token to train on; look at the data's trained-on masks, and whether the "
-            "answers lie within `context` tokens"
+            f"{name}: the first batch has no tokens to train on; check the loss masks of the data, and whether the "
+            "answers fit in `context` tokens"
         )
 
 
 def finite(model: nn.Module) -> None:
-    """Raise GateError naming the first weight with values that are not finite."""
+    """Raise GateError naming the first weight with non-finite values."""
     for name, weight in model.named_parameters():
         if num_wrong := int((~weight.isfinite()).sum()):
             raise GateError(
-                f"the weights that training starts from are damaged: {name} has {num_wrong} of {weight.numel()} values"
-                " that are not finite; build or download that model again"
+                f"the initial weights are damaged: {name} has {num_wrong} of {weight.numel()} values that are not"
+                " finite; rebuild the model or download it again"
             )
 
 
 @torch.no_grad()
 def causal(model: nn.Module, longest: int = 24) -> None:
-    """Raise GateError if changing the last token changes a bit of an earlier logit of a causal model, or if its weights
-    are not finite.
+    """Raise GateError if changing the last token changes any bit of an earlier logit of a causal model, or if its
+    weights are not finite.
     """
     config: ModelConfig | None = getattr(model, "config", None)
     if config is None or config.attention != "causal":
@@ -61,34 +61,34 @@ def causal(model: nn.Module, longest: int = 24) -> None:
     if not torch.equal(first[0, : length - 1], second[0, : length - 1]):
         finite(model)
         raise GateError(
-            "a later token changes earlier logits: the attention mask leaks the future; look at"
+            "a later token changes earlier logits: the attention mask leaks future tokens; check"
             " pipeline/model/layers.py"
         )
 
 
 def repeated(passes: float, model: nn.Module, name: str) -> None:
-    """Warn when a causal model repeats its data more than four times (Muennighoff et al. 2023, arXiv:2305.16264).
+    """Warn when a causal model trains for more than four epochs (Muennighoff et al. 2023, arXiv:2305.16264).
 
-    Masked diffusion gains from many more passes (Prabhudesai et al. 2025, arXiv:2507.15857).
+    Masked diffusion benefits from many more (Prabhudesai et al. 2025, arXiv:2507.15857).
     """
     config: ModelConfig | None = getattr(model, "config", None)
     if passes > MOST_PASSES and (config is None or config.attention != "bidirectional"):
         say(
-            f"warning: {name}: the run reads its data {passes:.1f} times; beyond {MOST_PASSES} times repeated text"
-            " gains little: add data, or take fewer steps"
+            f"warning: {name}: the run makes {passes:.1f} passes over its data; beyond {MOST_PASSES}, repetition"
+            " helps little: add data or use fewer steps"
         )
 
 
 def first_loss(nats: float, model: nn.Module, *, from_scratch: bool) -> None:
-    """From scratch the first loss must be ln V within 0.5. A continued model above ln V gets a warning."""
+    """From scratch, the first loss must be within 0.5 of ln V. A pretrained model above ln V gets a warning."""
     config: ModelConfig | None = getattr(model, "config", None)
     if config is None:
         return
     uniform = math.log(config.vocab_size)
     if from_scratch and abs(nats - uniform) > 0.5:
         raise GateError(
-            f"the first loss is {nats:.3f}; an untrained model of {config.vocab_size} tokens must start at "
-            f"ln V = {uniform:.3f} within 0.5: the initialisation or the targets are wrong"
+            f"the first loss is {nats:.3f}; an untrained model with {config.vocab_size} tokens must start within 0.5 "
+            f"of ln V = {uniform:.3f}: the initialization or the targets are wrong"
         )
     if not from_scratch and config.attention == "causal" and nats > uniform:
         say(
@@ -97,22 +97,22 @@ def first_loss(nats: float, model: nn.Module, *, from_scratch: bool) -> None:
 
 
 def gradients(members: dict[str, dict[str, nn.Parameter]], model: nn.Module) -> None:
-    """Raise GateError unless each group has a finite, non-zero first gradient and frozen weights have none."""
+    """Raise GateError unless each group has a finite, nonzero first gradient and frozen weights have none."""
     totals = {}
     for group, parameters in members.items():
         norms = [processes.full(p.grad.norm()) for p in parameters.values() if p.grad is not None]
         totals[group] = float(torch.stack(norms).norm()) if norms else 0.0
-    for group, total in totals.items():  # before the zeros: clipping by an infinite norm makes zeros of the others
+    for group, total in totals.items():  # before the zero check: clipping by an infinite norm zeroes the others
         if not math.isfinite(total):
             raise GateError(
-                f"group {group}: the first gradient is not finite; try runtime.precision=fp32, and look at the weights "
-                "that the run starts from"
+                f"group {group}: the first gradient is not finite; try runtime.precision=fp32, and check the initial "
+                "weights"
             )
     for group, total in totals.items():
         if total == 0.0:
             raise GateError(
-                f"group {group}: no gradient arrives at {next(iter(members[group]))}; it would never train. Use it in"
-                " the loss, or freeze it (requires_grad_(False))"
+                f"group {group}: no gradient reaches {next(iter(members[group]))}; it would never train. Use it in the"
+                " loss, or freeze it (requires_grad_(False))"
             )
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad and parameter.grad is not None:
@@ -120,25 +120,25 @@ def gradients(members: dict[str, dict[str, nn.Parameter]], model: nn.Module) -> 
 
 
 def falling(rows: list[JsonObject], steps: int, name: str) -> None:
-    """Warn once, at a tenth of the run, when the loss fell by less than 2%."""
+    """Warn once, after a tenth of the run, if the loss fell by less than 2%."""
     losses = [(row["step"], row["loss"]) for row in rows if "loss" in row]
     step, loss = losses[-1]
     before = losses[-2][0] if len(losses) > 1 else 0
     if before < steps // 10 <= step and loss > 0.98 * losses[0][1]:
         say(
-            f"warning: {name}: the loss fell by under 2% in the first tenth of the run; look for another"
-            " learning_rate: the same command with runtime.find_lr=true"
+            f"warning: {name}: the loss fell by less than 2% in the first tenth of the run; try another learning_rate"
+            " (rerun with runtime.find_lr=true)"
         )
 
 
 # -- fine-tuning and alignment -----------------------------------------------------------------------------------------
 
 
-KL = ("objective/kl", "kl/rollout")  # divergence of the first answers from the reference: PPO's, the group methods'
+KL = ("objective/kl", "kl/rollout")  # divergence of the first answers from the reference: PPO, group methods
 
 
 def value(values: dict[str, float], name: str, expected: float, tolerance: float, cause: str) -> None:
-    """Raise GateError unless a number of the first step has its expected value. `cause` is the likely fault."""
+    """Raise GateError unless a first-step number has its expected value. `cause` is the likely fault."""
     number = values.get(name)
     if number is None or not abs(number - expected) <= tolerance:
         shown = "nothing" if number is None else f"{number:.8g}"
@@ -148,9 +148,9 @@ def value(values: dict[str, float], name: str, expected: float, tolerance: float
 
 
 def first_mask(batch: Tokens, tokenizer: Tokenizer) -> None:
-    """Raise GateError unless a batch of conversations trains the assistant's text and the ends of its turns, no more.
+    """Raise GateError unless a batch of conversations trains only on the assistant's text and end-of-turn tokens.
 
-    The expected mask is computed from the ids alone, so that the check is independent of the code that made the mask.
+    The expected mask is computed from the ids alone, so the check is independent of the code that made the mask.
     """
     for ids, targets in zip(batch.input_ids.tolist(), batch.targets.tolist(), strict=True):
         following = [*ids[1:], targets[-1] if targets[-1] >= 0 else tokenizer.pad]
@@ -161,39 +161,39 @@ def first_mask(batch: Tokens, tokenizer: Tokenizer) -> None:
             )
             actual = tokenizer.decode([token for token in targets if token >= 0], skip_special=False)
             raise GateError(
-                f"gate mask: expected the first batch to train what the assistant says: {expected!r:.200}; found"
-                f" {actual!r:.200}. Likely cause: the trained-on mask of text/chat.py, or the shift of batches/batch.py"
+                f"gate mask: expected the first batch to train on the assistant's text: {expected!r:.200}; found"
+                f" {actual!r:.200}. Likely cause: the loss mask of text/chat.py, or the shift of batches/batch.py"
             )
 
 
 def first_reward(expected: float) -> Callable[[dict[str, float]], None]:
-    """A check that the first ranking loss is `expected`: a fresh head gives 0 to all, so ln 2 (less with margins)."""
+    """Check that the first ranking loss is `expected`: a fresh head outputs 0, so ln 2 (less with margins)."""
 
     def check(values: dict[str, float]) -> None:
         name = "ranking" if "ranking" in values else "loss"
-        value(values, name, expected, 1e-5, "the reward head does not start at zero, or the margins are read wrongly")
+        value(values, name, expected, 1e-5, "the reward head does not start at zero, or the margins are wrong")
 
     return check
 
 
-# nats by which the sums of a batch's answers may differ on average in half precision; another model differs by more
-# than one
+# mean difference in nats allowed between a batch's answer log-probabilities in half precision; a different model is off
+# by more than one
 ROUNDED = 0.2
 
 
 def first_dpo(expected: float | None, precision: str, beta: float) -> Callable[[dict[str, float]], None]:
-    """A check that the policy equals its reference: the loss is known, and all rewards are 0.
+    """Check that the policy equals its reference: the loss is known, and all rewards are 0.
 
-    In half precision a pass that keeps gradients rounds differently from one that does not, and the sum of an answer
-    has many terms: 0.04 nats were measured in a batch of 16 pairs. Rewards are `beta` times these, and the loss differs
-    by a reward, or by its own size.
+    In half precision a pass with gradients rounds differently from one without, and an answer's sum has many terms:
+    0.04 nats measured in a batch of 16 pairs. Rewards are `beta` times that, and the loss differs by a reward, or in
+    proportion to its own size.
     """
     tolerance = 1e-4 if precision == "fp32" else ROUNDED * beta
 
     def check(values: dict[str, float]) -> None:
         if expected is None:
             return
-        cause = "policy and reference differ: other weights, dropout, another dtype, or stale precomputed sums"
+        cause = "policy and reference differ: different weights, dropout, dtype, or stale precomputed sums"
         loss_tolerance = tolerance if precision == "fp32" else tolerance + 0.05 * abs(expected)
         value(values, "preference" if "preference" in values else "loss", expected, loss_tolerance, cause)
         for name in ("rewards/chosen", "rewards/rejected"):
@@ -203,27 +203,27 @@ def first_dpo(expected: float | None, precision: str, beta: float) -> Callable[[
 
 
 def first_kto(expected: float, precision: str, beta: float) -> Callable[[dict[str, float]], None]:
-    """A check that the policy equals its reference: `first_dpo` for labels, where the estimated divergence is 0 too.
+    """Check that the policy equals its reference: `first_dpo` for labels, where the estimated divergence is also 0.
 
-    A batch may have one kind of answers alone. Good and bad answers in equal numbers have the same loss at any
-    divergence, so the loss alone would not show a wrong one.
+    A batch may contain only good or only bad answers. With equal numbers of both, the loss is the same at any
+    divergence, so the loss alone would not reveal a wrong one.
     """
     rewards = ("rewards/chosen", "rewards/rejected")
     of_pairs = first_dpo(expected, precision, beta)
 
     def check(values: dict[str, float]) -> None:
         of_pairs(dict.fromkeys(rewards, 0.0) | values)
-        cause = "policy and reference differ on mismatched answers: other weights, dropout, another dtype"
+        cause = "policy and reference differ on mismatched answers: different weights, dropout, dtype"
         value(values, "kl", 0.0, 1e-3 if precision == "fp32" else ROUNDED, cause)
 
     return check
 
 
 def first_policy(ratio: str, divergence: str, clipped: str, precision: str) -> Callable[[dict[str, float]], None]:
-    """A check that nothing has moved since the rollout: ratio 1, no divergence, no clipping, equal log-probabilities.
+    """Check that nothing has changed since the rollout: ratio 1, no divergence, no clipping, equal log-probabilities.
 
-    `ratio`, `divergence` and `clipped` are the names of the method's metrics. In float32 the divergence from a
-    reference is 0 too.
+    `ratio`, `divergence` and `clipped` are the method's metric names. In float32 the divergence from a reference is
+    also 0.
     """
     exact = precision == "fp32"
 
@@ -234,9 +234,9 @@ def first_policy(ratio: str, divergence: str, clipped: str, precision: str) -> C
         value(values, ratio, 1.0, 1e-4 if exact else 5e-2, cause)
         value(values, divergence, 0.0, 1e-6 if exact else 1e-2, cause)
         value(values, clipped, 0.0, 0.0 if exact else 1e-1, cause)
-        for name in KL:  # sampled against teacher-forced, summed over an answer: too coarse a number in half precision
+        for name in KL:  # sampled against teacher-forced, summed over an answer: too coarse in half precision
             if exact and name in values:
-                value(values, name, 0.0, 1e-3, "the reference is not what the policy starts from, or scores otherwise")
+                value(values, name, 0.0, 1e-3, "the reference is not the initial policy, or scores answers differently")
 
     return check
 
@@ -245,6 +245,6 @@ def unmoved(before: str, after: str, what: str) -> None:
     """Raise GateError when frozen weights changed during the run."""
     if before != after:
         raise GateError(
-            f"{what}: its weights had the hash {before[:16]} at the start and {after[:16]} now; it must stay frozen: "
+            f"{what} must stay frozen, but the hash of its weights changed from {before[:16]} to {after[:16]}: "
             "something trains or overwrites it"
         )

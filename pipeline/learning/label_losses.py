@@ -1,18 +1,18 @@
-"""The loss of good and bad answers without pairs: KTO, and APO-zero for unpaired answers.
+"""Losses for unpaired good and bad answers: KTO and APO-zero.
 
-Symbols of Ethayarajh et al. 2024 (KTO, arXiv:2402.01306): r = log pi(y) - log ref(y) of a whole answer (beta stands
+Notation of Ethayarajh et al. 2024 (KTO, arXiv:2402.01306): r = log pi(y) - log ref(y) of a whole answer (beta is kept
 outside, as in TRL), z0 the reference point, an estimate of KL(pi, ref) in nats:
 
     good answer   lambda_D (1 - sigmoid(beta (r - z0)))          eq. 7
     bad answer    lambda_U (1 - sigmoid(beta (z0 - r)))
     z0 = max(0, mean of r over mismatched answers)               without a gradient; 0 for apo_zero_unpaired
 
-The mean is over the whole step, all micro-batches and ranks (`with_divergence`): z0 stands inside of the sigmoid, so
-estimates of parts would not add up to the gradient of the whole. Each answer weighs 1 before lambda; the loop divides
-by the number of answers of the whole step.
+The mean is over the whole step, across all micro-batches and ranks (`with_divergence`): z0 is inside the sigmoid, so
+partial estimates would not add up to the full gradient. Each answer has weight 1 before lambda; the loop divides by
+the number of answers in the whole step.
 
-Not promised: that z0 is the divergence. The mismatched answers are not the policy's own, so it is a biased estimate
-that only says whether the policy raises or lowers all answers alike (section 4.1 of the paper).
+Not guaranteed: that z0 is the true divergence. The mismatched answers are not sampled from the policy, so z0 is a
+biased estimate that only shows whether the policy raises or lowers all answers alike (section 4.1 of the paper).
 """
 
 from collections.abc import Sequence
@@ -36,13 +36,13 @@ class LabelLoss:
     """The loss and its constants. Raises ValueError."""
 
     loss: str = "kto"
-    """kto, or apo_zero_unpaired: the reference point is 0 (D'Oosterlinck et al. 2024, arXiv:2408.06266)."""
+    """kto, or apo_zero_unpaired: reference point fixed at 0 (D'Oosterlinck et al. 2024, arXiv:2408.06266)."""
     beta: float = 0.1
-    """Larger stays closer to the reference."""
+    """KL strength: larger values stay closer to the reference."""
     desirable_weight: float = 1.0
-    """Of good answers: lambda_D."""
+    """Weight of good answers (lambda_D)."""
     undesirable_weight: float = 1.0
-    """Of bad answers: lambda_U."""
+    """Weight of bad answers (lambda_U)."""
 
     def __post_init__(self) -> None:
         if self.loss not in LOSSES:
@@ -59,15 +59,15 @@ class LabelLoss:
         return self.loss == "kto"
 
     def weights(self, desirable: Tensor) -> Tensor:
-        """The weight of each answer, float32 of the shape of `desirable`."""
+        """The weight of each answer, float32 with the shape of `desirable`."""
         return torch.where(desirable, self.desirable_weight, self.undesirable_weight)
 
     def at_start(self, desirable: Tensor) -> float:
-        """The mean loss of a batch of labels (B,) where the policy equals its reference: half of each weight."""
+        """The mean loss of a batch of labels (B,) when the policy equals its reference: half of each weight."""
         return float(self.weights(desirable).double().mean() / 2)
 
     def unbalanced(self, num_good: int, num_bad: int) -> str:
-        """What to change where one kind of answers has far more weight than the other; empty where none has."""
+        """What to change if good and bad answers are weighted too unequally; empty if they are balanced."""
         ratio = self.desirable_weight * num_good / (self.undesirable_weight * num_bad)
         low, high = BALANCED
         if low <= ratio <= high:
@@ -85,13 +85,13 @@ class AnswerLogprobs:
     """Log-probabilities (nats) of whole answers under the policy."""
 
     sums: Tensor  # (B,) float32
-    metrics: dict[str, tuple[Tensor, int]] = field(default_factory=dict)  # of single tokens, name -> (sum, count)
+    metrics: dict[str, tuple[Tensor, int]] = field(default_factory=dict)  # per token: name -> (sum, count)
 
 
 def kto(policy: AnswerLogprobs, reference: Tensor, desirable: Tensor, divergence: float, config: LabelLoss) -> Loss:
     """The configured loss over answers, and TRL's metrics: `chosen` are the good answers, `rejected` the bad ones.
 
-    reference (B,) log-probabilities, desirable (B,) bool, divergence z0 >= 0 in nats (0 where the loss reads none).
+    reference (B,) log-probabilities, desirable (B,) bool, divergence z0 >= 0 in nats (0 if the loss does not use it).
     """
     assert config.uses_divergence or divergence == 0.0, "apo_zero_unpaired has its reference point at 0"
     ratios = policy.sums - reference  # r
@@ -109,7 +109,7 @@ def kto(policy: AnswerLogprobs, reference: Tensor, desirable: Tensor, divergence
 
 
 def answer_logprobs(model: nn.Module, batch: LabelBatch) -> AnswerLogprobs:
-    """Log-probabilities of the answers, with TRL's metrics over tokens: mean logits of both kinds, entropy."""
+    """Log-probabilities of the answers, with TRL's token metrics: mean logits of both kinds, entropy."""
     logits, targets = trained_logits(model, batch.matched)
     logprobs, entropy = target_logprobs(logits, targets)
     said = batch.matched.targets >= 0  # (B, T)
@@ -128,21 +128,21 @@ def likelihoods(model: nn.Module, batch: Tokens) -> Tensor:
 
 
 def mismatched_ratios(policy: nn.Module, reference: Reference, batch: LabelBatch) -> Tensor:
-    """r of the mismatched answers (B,), on the device of the batch."""
-    of_policy = likelihoods(policy, batch.mismatched)  # first: below an adapter the reference is the policy itself
+    """r of the mismatched answers (B,), on the batch's device."""
+    of_policy = likelihoods(policy, batch.mismatched)  # first: with an adapter, the reference is the policy itself
     with reference.model(batch.desirable.device) as frozen:
         return of_policy - likelihoods(frozen, batch.mismatched)
 
 
 def divergence_of(policy: nn.Module, reference: Reference, batch: LabelBatch) -> float:
-    """z0 of this batch alone, for evaluation."""
+    """z0 of a single batch, for evaluation."""
     return max(0.0, float(mismatched_ratios(policy, reference, batch).double().mean()))
 
 
 def with_divergence(
     policy: nn.Module, batches: Sequence[LabelBatch], ranks: Ranks, *, reference: Reference, where: torch.device
 ) -> list[LabelBatch]:
-    """A step's micro-batches of this rank with z0 of the whole step, over all ranks. A collective of all ranks."""
+    """This rank's micro-batches with z0 of the whole step, over all ranks. Collective: every rank must call it."""
     total, count = 0.0, 0
     for batch, counted in ranks.evened(list(batches)):
         ratios = mismatched_ratios(policy, reference, batch.to(where))

@@ -1,14 +1,13 @@
-"""What a loss is to the training loop, cross-entropy, and exact log-probabilities of autoregressive models.
+"""The loss interface of the training loop, cross-entropy, and exact log-probabilities of autoregressive models.
 
-A loss is a list of terms c_k * S_k / G_k, with sums S and counts G over all micro-batches and ranks, so that
-accumulation and ragged ranks change nothing. A loss returns sums; the loop divides once. `per` names the count, which
-the batch has before the forward pass (`counts`). A term with G = 0 drops out.
+A loss is a list of terms c_k * S_k / G_k, with sums S and counts G over all micro-batches and ranks, so gradient
+accumulation and uneven ranks do not change it. A loss returns sums; the loop divides once. `per` names the count, which
+is available before the forward pass (`counts`). A term with G = 0 drops out.
 
-Log-probabilities are of a text under the model, token by token. The head runs only over the selected positions: with a
-vocabulary of 4,096 and a width of 192 it is a third of all multiplications, and in tool dialogues two thirds of the
-positions are prompt.
+Log-probabilities are per token. The head runs only on the selected positions: with a vocabulary of 4,096 and a width of
+192 it accounts for a third of all multiplications, and in tool dialogues two thirds of the positions are prompt.
 
-`pair_losses.py` has reward models and the DPO family, `policy_losses.py` clipped policy gradients.
+See `pair_losses.py` for reward models and the DPO family, `policy_losses.py` for clipped policy gradients.
 """
 
 from collections.abc import Callable
@@ -24,9 +23,9 @@ from torch.nn.functional import pad
 from pipeline.batches.batch import Tokens
 from pipeline.model.cpu.primitives import exponentials, outer, softmax
 
-R = TypeVar("R")  # what is made of hidden states: a loss, or several
-EVEN_ROWS = 128  # rows of a product in half precision are a multiple of it
-MOST_LOGITS = 2**23  # that exist at once between two products
+R = TypeVar("R")  # the result computed from hidden states: one loss or several
+EVEN_ROWS = 128  # half-precision matmuls have a multiple of this many rows
+MOST_LOGITS = 2**23  # alive at once between two matmuls
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class Term:
 
     name: str
     sum: Tensor  # scalar, with a gradient
-    per: str = "tokens"  # the count of the batch that the sum is divided by
+    per: str = "tokens"  # the batch count that divides the sum
     coefficient: float = 1.0
 
 
@@ -45,23 +44,23 @@ class Loss:
 
     terms: list[Term]
     metrics: dict[str, tuple[Tensor, int]] = field(default_factory=dict)  # name -> (sum, count)
-    extremes: dict[str, Tensor] = field(default_factory=dict)  # the least where the name has "min", else the greatest
+    extremes: dict[str, Tensor] = field(default_factory=dict)  # minimum if the name has "min", else maximum
     limits: dict[str, float] = field(default_factory=dict)  # metric -> upper limit of its mean over the whole step
 
 
 def next_token(hidden: Tensor, table: Tensor, targets: Tensor) -> Tensor:
     """Cross-entropy in nats of softmax(hidden table^T), summed over the N trained positions: a scalar in float32.
 
-    hidden (N, D), the head's matrix `table` (V, D), targets (N,). The products run in the precision of autocast, all
-    else in float32: with a large vocabulary the softmax of bf16 logits loses the small probabilities. At most 2^23
-    logits exist at once (the idea of Wijmans et al. 2024, arXiv:2411.09009): their gradient is computed together with
-    the loss, so none are kept.
+    hidden (N, D), the head matrix `table` (V, D), targets (N,). Matmuls run in autocast precision, everything else in
+    float32: with a large vocabulary, the softmax of bf16 logits loses the small probabilities. At most 2^23 logits
+    exist at once (the idea of Wijmans et al. 2024, arXiv:2411.09009): their gradient is computed together with the
+    loss, so none are kept.
     """
     return _NextToken.apply(hidden, table, targets)  # pyright: ignore[reportReturnType]
 
 
 class _Context(Protocol):
-    """The context of the functions below: torch's, and the dtypes of the inputs."""
+    """Autograd context of the functions below: torch's, plus the input dtypes."""
 
     needs_input_grad: tuple[bool, ...]
     saved_tensors: tuple[Tensor, ...]
@@ -115,14 +114,14 @@ class _NextToken(Function):
 
 
 def _even_rows(x: Tensor) -> Tensor:
-    """Rows padded where they are in half precision on a CPU: oneDNN compiles a kernel for each new number of rows."""
+    """Pad half-precision rows on a CPU: oneDNN compiles a kernel for each new number of rows."""
     if x.device.type != "cpu" or x.dtype in (torch.float32, torch.float64):
         return x
     return pad(x, (0, 0, 0, -len(x) % EVEN_ROWS))
 
 
 def _precision(x: Tensor) -> torch.dtype:
-    """The dtype of the products: autocast's, where it is on."""
+    """The matmul dtype: autocast's, if enabled."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) and x.dtype != torch.float64 else x.dtype
 
@@ -138,10 +137,10 @@ def trained_logits(model: nn.Module, batch: Tokens) -> tuple[Tensor, Tensor]:
 
 
 def read_out(model: nn.Module, batch: Tokens, loss: Callable[[Tensor, Tensor, Tensor], R], reading: object = None) -> R:
-    """`loss` of the hidden states (N, D) at the N trained positions, the head's matrix (V, D) and the targets (N,).
+    """`loss` of the hidden states (N, D) at the N trained positions, the head matrix (V, D) and the targets (N,).
 
-    `reading` is handed to the model's hook (model/layers.py). The loss runs inside the model's forward pass, in
-    place of the head, so that a loss which computes logits part by part never has them all.
+    `reading` is passed to the model's hook (model/layers.py). The loss replaces the head inside the model's forward
+    pass, so a loss that computes logits in chunks never materializes all of them.
     """
     chosen = batch.targets >= 0
     targets = batch.targets[chosen]
@@ -156,9 +155,9 @@ def read_out(model: nn.Module, batch: Tokens, loss: Callable[[Tensor, Tensor, Te
 
 
 def token_logprobs(model: nn.Module, batch: Tokens, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Log-probabilities (N,) of the trained targets at `temperature`, with gradient, and the entropies (N,), without.
+    """Log-probabilities (N,) of the trained targets at `temperature`, with gradient, and entropies (N,), without.
 
-    float32, in nats, row by row: log softmax(z / T)[target]. Logits that several rows share are computed once.
+    float32, in nats, row by row: log softmax(z / T)[target]. Logits shared by several rows are computed once.
     """
     chosen = batch.targets >= 0
     head = _logprobs_head(batch.targets[chosen], temperature)
@@ -186,10 +185,10 @@ def _logprobs_head(
 
 
 class _TargetLogprobs(Function):
-    """With p = softmax(z / T): l = log p_t; dz = (dl at t - p sum dl) / T, where a state may have several targets.
+    """With p = softmax(z / T): l = log p_t; dz = (dl at t - p sum dl) / T. A state may have several targets.
 
-    The product runs in the precision of autocast, which p is stored in too; at the targets dz is computed in float32:
-    a sharp policy's p_t rounds to 1, and 1 - p_t is its gradient.
+    The matmul runs in autocast precision, and p is stored in it. At the targets dz is computed in float32: a sharp
+    policy's p_t rounds to 1, and its gradient is 1 - p_t.
     """
 
     @staticmethod
@@ -225,9 +224,9 @@ class _TargetLogprobs(Function):
         states, head, targets, index, logprobs, *kept = ctx.saved_tensors
         grad = grad / ctx.temperature
         sums = grad.new_zeros(len(states)).index_add_(0, index, grad)  # (U,) over the targets of a state
-        places, place_of = (index * len(head) + targets).unique(return_inverse=True)  # of the targets among the logits
+        places, place_of = (index * len(head) + targets).unique(return_inverse=True)  # of the targets in the logits
         of_targets = grad.new_zeros(len(places)).index_add_(0, place_of, grad)
-        of_targets[place_of] -= sums[index] * logprobs.exp()  # equal where targets are
+        of_targets[place_of] -= sums[index] * logprobs.exp()  # equal for equal targets
         size = len(kept[0]) if kept else 1
         bounds = torch.searchsorted(places, torch.arange(0, len(kept) + 1, device=places.device) * size * len(head))
         grad_states = torch.empty(states.shape, dtype=grad.dtype, device=grad.device)
@@ -260,5 +259,5 @@ def target_logprobs(logits: Tensor, targets: Tensor, temperature: float = 1.0) -
 
 
 def sum_by_row(values: Tensor, chosen: Tensor) -> Tensor:
-    """Sums (B,) of `values` (N,), which belong row by row to the True positions of `chosen` (B, T)."""
+    """Sums (B,) of `values` (N,), which fill the True positions of `chosen` (B, T) row by row."""
     return values.new_zeros(chosen.shape).masked_scatter(chosen, values).sum(1)

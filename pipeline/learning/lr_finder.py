@@ -1,16 +1,16 @@
-"""The learning-rate finder: `python -m stages.language runtime.find_lr=true`. It trains nothing.
+"""Learning-rate finder: `python -m stages.language runtime.find_lr=true`. It leaves the model untrained.
 
-    100 steps, the rates multiplied by factors from 1e-4 to 1e3, geometrically
+    100 steps, with the rates multiplied by factors from 1e-4 to 1e3, spaced geometrically
     (Smith 2017, arXiv:1506.01186; fastai's finder)
 
-The ratios between groups and the clipping stay as configured. The same 8 batches rotate, so that the loss changes with
-the rate and not with the data. The loss is averaged over ranks and smoothed (0.98, bias-corrected); the search ends at
-four times its minimum. Suggestions are the rate of the steepest fall (against the logarithm of the rate), the middle of
-the longest valley (fastai's), and a tenth of the rate of the minimum. `breaks_at` is where the unsmoothed loss began to
-grow for good: 2 / lambda for plain gradient descent on a quadratic of curvature lambda. Weights and moments are
-restored, which a hash verifies.
+Rate ratios between groups and gradient clipping stay as configured. The same 8 batches rotate, so the loss changes with
+the rate, not the data. The loss is averaged over ranks and smoothed (0.98, bias-corrected); the search ends at four
+times its minimum. Suggestions are the rate of steepest descent (against the log of the rate), the middle of the longest
+valley (fastai's), and a tenth of the rate at the minimum. `breaks_at` is where the unsmoothed loss starts to diverge:
+2 / lambda for plain gradient descent on a quadratic of curvature lambda. Weights and moments are restored and verified
+by a hash.
 
-Not promised: the best rate. One hundred steps show where training breaks; which rate ends lowest takes runs.
+Not guaranteed: the best rate. One hundred steps show where training diverges; finding the best final loss takes runs.
 """
 
 import csv
@@ -49,16 +49,16 @@ class Suggestion:
     steepest: float
     valley: float
     tenth_of_least: float
-    breaks_at: float | None  # None: it did not
+    breaks_at: float | None  # None: the loss never diverged
 
 
 def look(run: TrainingRun) -> NoReturn:
-    """Search with a run that has not begun. Writes csv, plot and suggestion into the work folder, and exits.
+    """Search with a run that has not started. Writes CSV, plot and suggestion to the work folder, then exits.
 
-    Raises SystemExit(0); GateError when the first loss is not finite.
+    Raises SystemExit(0); GateError if the first loss is not finite.
     """
     if run.rolling:
-        raise GateError("runtime.find_lr: a policy makes its own data; use dvc exp run -S with several rates")
+        raise GateError("runtime.find_lr: a policy generates its own data; use dvc exp run -S with several rates")
     before = fingerprint(run)
     weights = [p.detach().clone() for p in run.plain.parameters()]
     try:
@@ -72,7 +72,7 @@ def look(run: TrainingRun) -> NoReturn:
             optimizer.state.clear()
         run.optimizers.zero_grad()
     if fingerprint(run) != before:
-        raise GateError("the learning-rate finder left another state than it found; this is a defect")
+        raise GateError("the learning-rate finder did not restore the training state; this is a bug")
     if run.ranks.rank == 0:
         write(result, run.job.folder / "find_lr", run.job.stage)
     run.ranks.barrier()
@@ -82,7 +82,7 @@ def look(run: TrainingRun) -> NoReturn:
 
 
 def attempts(run: TrainingRun) -> Callable[[int, float], float]:
-    """The step function for `search`: one update at a factor of the rates. NaN where loss or norm is not finite."""
+    """The step function for `search`: one update at scaled rates. Returns NaN if loss or norm is not finite."""
     data = [run.batches(index, index)[1] for index in range(BATCHES)]
 
     def attempt(step: int, factor: float) -> float:
@@ -107,7 +107,7 @@ def attempts(run: TrainingRun) -> Callable[[int, float], float]:
 def search(attempt: Callable[[int, float], float], rate: float, name: str) -> Suggestion:
     """Run the search. `attempt(step, factor)` returns the loss before an update at `factor` times the rates.
 
-    Raises GateError when the loss breaks before ten steps.
+    Raises GateError if the loss diverges within ten steps.
     """
     trials: list[Trial] = []
     smoothed, least = 0.0, math.inf
@@ -126,12 +126,12 @@ def search(attempt: Callable[[int, float], float], rate: float, name: str) -> Su
             bar.update()
     if len(trials) < 10:
         highest = f"{trials[-1].rate:.1e}" if trials else "any rate"
-        raise GateError(f"{name}: the loss broke after {len(trials)} steps, at {highest}: lower learning_rate first")
+        raise GateError(f"{name}: the loss diverged after {len(trials)} steps, at {highest}: lower learning_rate first")
     return suggest(trials, broke=len(trials) < STEPS)
 
 
 def suggest(trials: list[Trial], *, broke: bool) -> Suggestion:
-    """Suggestions from a curve of losses against rates."""
+    """Suggest rates from a loss-versus-rate curve."""
     logs, losses = [math.log(t.rate) for t in trials], [t.loss for t in trials]
     slopes = [(b - a) / (y - x) for a, b, x, y in zip(losses, losses[1:], logs, logs[1:], strict=False)]
     first, last = _longest_fall(losses)
@@ -146,10 +146,10 @@ def suggest(trials: list[Trial], *, broke: bool) -> Suggestion:
 
 
 def _breaking_rate(rates: list[float], losses: list[float], *, broke: bool) -> float | None:
-    """The rate between two trials from which the loss grew at every step: the zero of log(next / loss) in log(rate).
+    """The interpolated rate beyond which the loss grew at every step: the zero of log(next / loss) in log(rate).
 
-    With noise the loss may not grow at each of the last steps: then the rate from which it stays above its first value;
-    None where it does not.
+    If noise interrupts the growth in the last steps: the rate beyond which the loss stays above its first value, or
+    None if there is none.
     """
 
     def growth(step: int) -> float:
@@ -202,8 +202,8 @@ def write(result: Suggestion, folder: Path, stage: str) -> None:
     plot(result, folder / "curve.svg")
     ends = f"{result.breaks_at:.2g}" if result.breaks_at else f"above {result.trials[-1].rate:.2g}"
     say(
-        f"learning rates from {result.trials[0].rate:.2g}: steepest fall at {result.steepest:.2g}, valley"
-        f" {result.valley:.2g}, a tenth of the least {result.tenth_of_least:.2g}, broken at {ends}\n  curve and plot:"
+        f"learning rates from {result.trials[0].rate:.2g}: steepest descent at {result.steepest:.2g}, valley"
+        f" {result.valley:.2g}, minimum / 10 {result.tenth_of_least:.2g}, divergence at {ends}\n  curve and plot:"
         f" {folder}\n  params.yaml:\n    {stage}:\n      learning_rate: {result.tenth_of_least:.1e}"
     )
 
@@ -224,7 +224,7 @@ def plot(result: Suggestion, path: Path) -> None:
         axes.axvline(rate, color="#b3541e", linestyle=style, label=f"{label}: {rate:.1e}")
     least, first = min(t.raw for t in result.trials), result.trials[0].raw
     axes.set(xscale="log", xlabel="learning rate", ylabel="loss", title="Learning-rate finder")
-    # a breaking loss leaves the plot at the top
+    # a diverging loss leaves the plot at the top
     axes.set_ylim(least - 0.1 * abs(first - least), first + 0.6 * abs(first - least))
     axes.legend()
     figure.tight_layout()

@@ -1,28 +1,30 @@
-"""Parameter groups by rule, and the optimizers: AdamW for all, or Muon for hidden matrices and AdamW for the rest.
+"""Parameter groups and optimizers: AdamW for everything, or Muon for hidden matrices and AdamW for the rest.
 
 The first match wins (`group_of`): `critic` (all of PPO's value model), `bank`, `router`, `memory` (of a
-memory-augmented model), `lora`, `embedding` (tied too; rows of it that an adapter trains), `head`, `norm_bias` (fewer
-than two dimensions), `hidden`. Beside adapters, or a memory that was added to a trained model, the trained weights of
-the base model are one group, `base`. `norm_bias`, `bank`, `router` and tensors with fewer than two dimensions have no
+memory-augmented model), `lora`, `embedding` (including tied ones and rows trained by an adapter), `head`, `norm_bias`
+(fewer than two dimensions), `hidden`. With adapters, or a memory added to a trained model, the trained weights of the
+base model form one group, `base`. `norm_bias`, `bank`, `router` and tensors with fewer than two dimensions get no
 weight decay.
 
-Layer l of L (from 1) has its rate times gamma^(L-l) (`layer_decay`), an untied embedding gamma^L, head and tied
-embedding 1 (ULMFiT's discriminative rates, Howard & Ruder 2018, arXiv:1801.06146, 3.2, with a geometric rule).
+The rate of layer l of L (from 1) is multiplied by gamma^(L-l) (`layer_decay`), an untied embedding's by gamma^L, head
+and tied embedding's by 1 (ULMFiT's discriminative rates, Howard & Ruder 2018, arXiv:1801.06146, 3.2, with a geometric
+rule).
 
-With `rate_width`, the width at which the rates were found, a model of another width has them times rate_width / width
-for the matrices of its layers under AdamW (Yang et al. 2022, muP, arXiv:2203.03466, table 8: a hidden matrix). Under
-Muon, whose updates have a spectral norm of 0.2 sqrt(width) times the rate, they are times sqrt(rate_width / width).
-Embedding, norms, head and adapters keep theirs. So a rate found on a small model serves a wide one
-(benchmarks/rate_transfer.py). Not muP's: initialization and multipliers, so a model stays a plain Hugging Face model.
+`rate_width` is the width at which the rates were tuned. For another width, AdamW multiplies the rates of the layers'
+matrices by rate_width / width (Yang et al. 2022, muP, arXiv:2203.03466, table 8: a hidden matrix). Muon's updates have
+a spectral norm of 0.2 sqrt(width) times the rate, so it multiplies them by sqrt(rate_width / width). Embedding, norms,
+head and adapters keep their rates. A rate tuned on a small model thus transfers to a wider one
+(benchmarks/rate_transfer.py). muP's initialization and multipliers are not used, so a model stays a plain Hugging Face
+model.
 
 Muon (Jordan 2024; Liu et al. 2025, arXiv:2502.16982) follows torch.optim.Muon with `match_rms_adamw`, so AdamW's rates
-apply. It takes the matrices of `hidden`, of adapters, and of a memory with its bank: with AdamW all rows of a bank
-would long move together, since each has a similar share of the first reads. Our Muon differs in two ways that keep the
-rule: it orthogonalizes matrices of one shape together, and iterates in fp32 where bf16 is emulated (50 times slower
-there).
+apply. It handles the matrices of `hidden`, of adapters, and of a memory with its bank: with AdamW, all rows of a bank
+would move together for a long time, since each gets a similar share of the first reads. This version gives the same
+updates, with two differences: it orthogonalizes same-shape matrices together, and iterates in fp32 where bf16 is
+emulated (50 times slower there).
 
-Under FSDP2 each matrix is gathered once per step, in the dtype of the iteration, which then runs on every rank as in a
-single process; torch's own Muon on DTensors communicates at every product. AdamW works on the local rows.
+Under FSDP2 each matrix is gathered once per step, in the iteration dtype, and every rank then iterates as in a single
+process; torch's Muon on DTensors communicates at every matmul. AdamW works on the local rows.
 """
 
 import inspect
@@ -38,18 +40,18 @@ from torch import Tensor, nn
 from pipeline.learning import processes
 from pipeline.run.errors import ConfigError
 
-MOST_GATHERED = 2**28  # numbers in the matrices that Muon orthogonalizes together: a gibibyte in float32
+MOST_GATHERED = 2**28  # elements that Muon orthogonalizes together: 1 GiB in float32
 GROUPS = ("critic", "bank", "router", "memory", "lora", "embedding", "head", "norm_bias", "hidden", "base")
 BY_MUON = ("hidden", "lora", "memory", "bank")
 NO_DECAY = ("norm_bias", "bank", "router")
-KEPT = ("bank", "router", "memory", "lora")  # groups whose rates do not depend on the width
+KEPT = ("bank", "router", "memory", "lora")  # groups with width-independent rates
 LAYER = re.compile(r"\blayers\.(\d+)\.")
 ParamGroup = dict[str, Any]  # torch's: "params", and options of any type
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """The optimizer's part of a TrainingConfig."""
+    """The optimizer settings of a TrainingConfig."""
 
     optimizer: str
     learning_rate: float
@@ -57,14 +59,14 @@ class OptimizerConfig:
     betas: tuple[float, ...]
     eps: float
     learning_rates: dict[str, float] = field(default_factory=dict)
-    """Of GROUPS; one that is not named has learning_rate, but bank and router have memory's."""
+    """Per-group rates; groups not listed use learning_rate, but bank and router default to memory's."""
     layer_decay: float = 1.0
-    """Layer l of L has its rate times this to the power L - l."""
+    """Layer-wise decay: the rate of layer l of L is multiplied by this to the power L - l."""
     rate_width: int | None = None
-    """The model width at which the rates were found; they are carried over to the model's. None: as they are."""
+    """The model width at which the rates were tuned; they are rescaled to this model's width. None: no rescaling."""
 
     def check_groups(self) -> None:
-        """Raise ValueError for a rate of a group that does not exist or below 0, or a layer decay outside (0, 1]."""
+        """Raise ValueError for an unknown group, a rate below 0, or a layer decay outside (0, 1]."""
         if not 0 < self.layer_decay <= 1:
             raise ValueError(f"layer_decay: expected more than 0 and at most 1, got {self.layer_decay}")
         if self.rate_width is not None and self.rate_width < 1:
@@ -75,7 +77,7 @@ class OptimizerConfig:
 
 
 def group_of(name: str, parameter: nn.Parameter) -> str:
-    """The group of a trainable parameter, by its name in the state dict. `groups` makes `base` of some."""
+    """The group of a trainable parameter, by its state-dict name. `groups` moves some to `base`."""
     parts = name.split(".")
     if parts[0] == "critic":
         return "critic"
@@ -106,7 +108,7 @@ def groups(model: nn.Module) -> dict[str, dict[str, nn.Parameter]]:
 
 
 def layer_factor(name: str, *, layers: int, tied: bool, gamma: float) -> float:
-    """The factor of layer decay for a parameter, by its name, in a model of `layers` layers."""
+    """The layer-decay factor of a parameter, by name, in a model with `layers` layers."""
     match = LAYER.search(name)
     if match is not None:
         return gamma ** (layers - 1 - int(match[1]))
@@ -114,14 +116,14 @@ def layer_factor(name: str, *, layers: int, tied: bool, gamma: float) -> float:
 
 
 def width_factor(name: str, parameter: nn.Parameter, *, by_muon: bool, found: int | None, width: int) -> float:
-    """The factor of a parameter's rate, by its name, in a model of `width` for a rate found at the width `found`."""
+    """The factor of a parameter's rate, by name, in a model of `width`, for a rate tuned at width `found`."""
     if found is None or LAYER.search(name) is None or parameter.ndim < 2 or group_of(name, parameter) in KEPT:
         return 1.0
     return (found / width) ** (0.5 if by_muon else 1.0)
 
 
 def orthogonalise(matrices: Tensor, *, steps: int, coefficients: tuple[float, float, float], eps: float) -> Tensor:
-    """Newton-Schulz iteration toward U V^T of each matrix of a stack (n, rows, columns), in the stack's dtype."""
+    """Newton-Schulz iteration toward U V^T for each matrix of a stack (n, rows, columns), in the stack's dtype."""
     a, b, c = coefficients
     tall = matrices.size(-2) > matrices.size(-1)
     x = matrices.mT if tall else matrices
@@ -133,7 +135,7 @@ def orthogonalise(matrices: Tensor, *, steps: int, coefficients: tuple[float, fl
 
 
 class Eager(torch.optim.Optimizer):
-    """Without torch.compile's guard, whose first call imports the compiler: 0.7 CPU s of each training stage."""
+    """Skips torch.compile's guard, which imports the compiler on its first call: 0.7 CPU s per training stage."""
 
     add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
 
@@ -141,11 +143,11 @@ class Eager(torch.optim.Optimizer):
 class AdamW(Eager, torch.optim.AdamW):
     """torch.optim.AdamW."""
 
-    step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))  # the guard of step again
+    step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))  # drops the guard of step too
 
 
 class Muon(Eager, torch.optim.Muon):
-    """torch.optim.Muon with batched iterations in a dtype of our choice."""
+    """torch.optim.Muon with batched iterations in a configurable dtype."""
 
     def __init__(self, params: Iterable[ParamGroup], *, lr: float, weight_decay: float, dtype: torch.dtype) -> None:
         super().__init__(params, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
@@ -196,7 +198,7 @@ def _rate_of(group: str, config: OptimizerConfig) -> float:
 
 
 class Optimizers:
-    """One or two torch optimizers that step together, with states by parameter name."""
+    """One or two torch optimizers that step together, with states keyed by parameter name."""
 
     def __init__(self, model: nn.Module, config: OptimizerConfig, *, fast_bf16: bool) -> None:
         if config.optimizer not in ("adamw", "muon"):
@@ -223,7 +225,7 @@ class Optimizers:
             self.optimizers.append(adam)
 
     def _param_groups(self, model: nn.Module, config: OptimizerConfig) -> tuple[list[ParamGroup], list[ParamGroup]]:
-        """torch's parameter groups for Muon and for AdamW: equal rate, equal decay."""
+        """torch's parameter groups for Muon and AdamW, one per rate and decay."""
         names = [name for name, _ in model.named_parameters()]
         layers = 1 + max((int(match[1]) for name in names if (match := LAYER.search(name))), default=-1)
         tied = not any("lm_head" in name for name in names)
@@ -247,7 +249,7 @@ class Optimizers:
         return muon, [param_group for (by_muon, *_), param_group in param_groups.items() if not by_muon]
 
     def iteration_flops(self) -> float:
-        """FLOPs of Muon's iterations in one update; 0 without Muon. Each is three products over the smaller side."""
+        """FLOPs of Muon's iterations per update; 0 without Muon. Each is three matmuls over the smaller side."""
         flops = 0.0
         for optimizer in self.optimizers:
             for group in optimizer.param_groups if isinstance(optimizer, Muon) else []:
@@ -280,12 +282,12 @@ class Optimizers:
         return tensors
 
     def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Load a `state_tensors()`. Raises ValueError for a parameter that is not trained here."""
+        """Load the result of `state_tensors()`. Raises ValueError for a parameter that is not trained here."""
         by_name = {name: p for members in self.members.values() for name, p in members.items()}
         owner = {id(p): o for o in self.optimizers for g in o.param_groups for p in g["params"]}
         for full_name, value in tensors.items():
             name, _, key = full_name.rpartition("/")
             if name not in by_name:
-                raise ValueError(f"the optimiser state holds {name!r}, which is not trained here")
+                raise ValueError(f"the optimizer state contains {name!r}, which is not trained here")
             parameter = by_name[name]
             owner[id(parameter)].state[parameter][key] = value.to(parameter.device).clone()

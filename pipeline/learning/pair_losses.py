@@ -1,11 +1,11 @@
-"""Losses of pairs, a better answer against a worse one: Bradley-Terry reward models and the DPO family.
+"""Pairwise losses, a better answer against a worse one: Bradley-Terry reward models and the DPO family.
 
-Symbols of the papers: beta scales the log-ratio, u = log pi(y) - log ref(y) of a whole answer, d = u_chosen -
-u_rejected, #c and #r are the token counts of the answers. Each pair weighs 1; the loop divides by the number of pairs
-of the whole step. `pair_logprobs` gives the log-probabilities of whole answers, as sums over exact token
+Notation of the papers: beta scales the log-ratio, u = log pi(y) - log ref(y) of a whole answer, d = u_chosen -
+u_rejected, #c and #r are the token counts of the answers. Each pair has weight 1; the loop divides by the number of
+pairs in the whole step. `pair_logprobs` returns the log-probabilities of whole answers, as sums of exact token
 log-probabilities.
 
-Not promised: losses that need more than two answers to a prompt.
+Not supported: losses that need more than two answers per prompt.
 """
 
 import math
@@ -27,20 +27,20 @@ LEAST_LIKELY = -5.0  # nats: rarer than one in 148
 
 @dataclass(frozen=True)
 class PairLogprobs:
-    """Log-probabilities (nats) of whole answers, and how many tokens each has."""
+    """Log-probabilities (nats) of whole answers, and their token counts."""
 
     chosen: Tensor  # (P,) float32
     rejected: Tensor  # (P,)
-    num_chosen: Tensor  # (P,) tokens, with the end of the turn
+    num_chosen: Tensor  # (P,) tokens, including the end of turn
     num_rejected: Tensor  # (P,)
-    metrics: dict[str, tuple[Tensor, int]] = field(default_factory=dict)  # of single tokens, name -> (sum, count)
+    metrics: dict[str, tuple[Tensor, int]] = field(default_factory=dict)  # per token: name -> (sum, count)
 
 
 def bradley_terry(chosen: Tensor, rejected: Tensor, *, margin: Tensor | None = None, centring: float = 0.01) -> Loss:
-    """-log sigmoid(r_c - r_r - m) + centring * (r_c + r_r)^2 of each pair.
+    """-log sigmoid(r_c - r_r - m) + centring * (r_c + r_r)^2 for each pair.
 
     Rewards and margins are (P,) float32. Margin: Touvron et al. 2023 (Llama 2, eq. 2); centring: Eisenstein et al. 2023
-    (arXiv:2312.09244, eq. 2), so that the mean reward stays near 0.
+    (arXiv:2312.09244, eq. 2), which keeps the mean reward near 0.
     """
     difference = chosen - rejected if margin is None else chosen - rejected - margin
     centred = (chosen + rejected).square()
@@ -57,35 +57,35 @@ def bradley_terry(chosen: Tensor, rejected: Tensor, *, margin: Tensor | None = N
 
 
 def with_likelihood(loss: Loss, guessed: Tensor, likelihoods: Tensor, *, weight: float) -> Loss:
-    """The loss and weight * the squared error of guessed log-probabilities (N,), a mean over the answers' tokens.
+    """The loss plus weight * the squared error of predicted log-probabilities (N,), averaged over the answers' tokens.
 
-    The true ones, `likelihoods` (N,), are in nats and clamped to at least -5: a less likely token is just a surprise.
+    The true ones, `likelihoods` (N,), are in nats and clamped to at least -5: beyond that a token is just a surprise.
     """
     error = (guessed - likelihoods.clamp(min=LEAST_LIKELY)).square().sum()
     return replace(loss, terms=[*loss.terms, Term("likelihood", error, "tokens", weight)])
 
 
 def untrained_loss(margins: Tensor) -> float:
-    """The mean loss of `bradley_terry` where all rewards are 0: ln 2 without margins (P,)."""
+    """The mean loss of `bradley_terry` when all rewards are 0: ln 2 without margins (P,)."""
     return float(-F.logsigmoid(-margins.double()).mean())
 
 
 @dataclass(frozen=True, kw_only=True)
 class PairLoss:
-    """The loss of the family and its constants. Raises ValueError for a constant that the loss does not use."""
+    """A loss of the family and its constants. Raises ValueError for a constant that the loss does not use."""
 
     loss: str = "sigmoid"
     """sigmoid, cdpo, robust, ipo, hinge, norm, simpo, apo_zero, apo_down."""
     beta: float = 0.1
-    """Larger stays closer to the reference."""
+    """KL strength: larger values stay closer to the reference."""
     label_smoothing: float = 0.0
-    """The share of labels taken for wrong: cdpo, robust."""
+    """Assumed share of wrong labels: cdpo, robust."""
     gamma: float = 0.0
-    """simpo: the margin that the means per token should have."""
+    """simpo: target margin between the per-token means."""
     reference_free: bool = False
-    """The reference counts as uniform: its terms are 0."""
+    """Assume a uniform reference: its terms are 0."""
     nll_weight: float = 0.0
-    """Of the chosen answer's mean negative log-likelihood, added to the loss."""
+    """Weight of the chosen answer's mean negative log-likelihood, added to the loss."""
 
     def __post_init__(self) -> None:
         if self.loss not in LOSSES:
@@ -101,7 +101,7 @@ class PairLoss:
         if self.reference_free and self.loss in ("ipo", "apo_zero", "apo_down"):
             raise ValueError(f"reference_free: {self.loss} is defined by its reference; choose another loss")
         if self.reference_free and self.loss == "simpo":
-            raise ValueError("reference_free: simpo never reads a reference; leave it false")
+            raise ValueError("reference_free: simpo never uses a reference; leave it false")
 
     @property
     def uses_reference(self) -> bool:
@@ -150,13 +150,13 @@ def _cdpo(x: _Ratios, c: PairLoss) -> Tensor:
 
 
 def _robust(x: _Ratios, c: PairLoss) -> Tensor:
-    """Unbiased under labels flipped with chance e (Chowdhury et al. 2024, arXiv:2403.00409, eq. 10)."""
+    """Unbiased under labels flipped with probability e (Chowdhury et al. 2024, arXiv:2403.00409, eq. 10)."""
     right, wrong = F.logsigmoid(c.beta * x.difference), F.logsigmoid(-c.beta * x.difference)
     return (-(1 - c.label_smoothing) * right + c.label_smoothing * wrong) / (1 - 2 * c.label_smoothing)
 
 
 def _ipo(x: _Ratios, c: PairLoss) -> Tensor:
-    """Azar et al. 2023 (arXiv:2310.12036), eq. 17, with means per token as its authors recommend."""
+    """Azar et al. 2023 (arXiv:2310.12036), eq. 17, with per-token means as its authors recommend."""
     return (x.difference_per_token - 1 / (2 * c.beta)).square()
 
 
@@ -166,12 +166,12 @@ def _hinge(x: _Ratios, c: PairLoss) -> Tensor:
 
 
 def _norm(x: _Ratios, c: PairLoss) -> Tensor:
-    """DPO on means per token (Lambert et al. 2024, Tulu 3, arXiv:2411.15124, eq. 6)."""
+    """DPO on per-token means (Lambert et al. 2024, Tulu 3, arXiv:2411.15124, eq. 6)."""
     return -F.logsigmoid(c.beta * x.difference_per_token)
 
 
 def _simpo(x: _Ratios, c: PairLoss) -> Tensor:
-    """Meng et al. 2024 (arXiv:2405.14734), eq. 6, its gamma / beta written as gamma."""
+    """Meng et al. 2024 (arXiv:2405.14734), eq. 6, with its gamma / beta written as gamma."""
     return -F.logsigmoid(c.beta * (x.mean_chosen - x.mean_rejected - c.gamma))
 
 
@@ -199,8 +199,8 @@ LOSSES: dict[str, Callable[[_Ratios, PairLoss], Tensor]] = {
 
 
 def dpo(policy: PairLogprobs, reference: PairLogprobs | None, config: PairLoss) -> Loss:
-    """The configured loss over pairs, and TRL's metrics. `reference` is None where the loss does not use one."""
-    assert (reference is not None) == config.uses_reference, "a reference is given exactly where the loss reads it"
+    """The configured loss over pairs, and TRL's metrics. `reference` is None if the loss does not use one."""
+    assert (reference is not None) == config.uses_reference, "pass a reference exactly when the loss uses one"
     zero = torch.zeros_like(policy.chosen)
     chosen = policy.chosen - (reference.chosen if reference else zero)
     rejected = policy.rejected - (reference.rejected if reference else zero)
@@ -234,9 +234,9 @@ def dpo(policy: PairLogprobs, reference: PairLogprobs | None, config: PairLoss) 
 
 
 def pair_logprobs(model: nn.Module, batch: Tokens) -> PairLogprobs:
-    """Log-probabilities of the answers of P pairs, whose rows are the P chosen, then the P rejected ones.
+    """Log-probabilities of the answers of P pairs: the rows are the P chosen answers, then the P rejected ones.
 
-    With TRL's metrics over tokens: mean logits and entropy of both sides, accuracy over the chosen answers.
+    With TRL's token metrics: mean logits and entropy of both sides, accuracy on the chosen answers.
     """
     logits, targets = trained_logits(model, batch)
     logprobs, entropy = target_logprobs(logits, targets)
@@ -254,16 +254,16 @@ def pair_logprobs(model: nn.Module, batch: Tokens) -> PairLogprobs:
 
 
 def pairs_of(sums: Tensor, chosen: Tensor) -> PairLogprobs:
-    """Sums (2P,) of the answers marked by `chosen` (2P, T) as pairs."""
+    """Turn the sums (2P,) of the answers marked by `chosen` (2P, T) into pairs."""
     (better, worse), (num_better, num_worse) = sums.chunk(2), chosen.sum(1).chunk(2)
     return PairLogprobs(better, worse, num_better, num_worse)
 
 
 @torch.no_grad()
 def reference_sums(model: nn.Module, stream: PairStream, where: torch.device) -> dict[str, np.ndarray]:
-    """Reference log-probabilities (n, 2) of the chosen and rejected answers of each split, in the order of its pairs.
+    """Reference log-probabilities (n, 2) of each split's chosen and rejected answers, in pair order.
 
-    Computed once, so that the reference can be released.
+    Computed once, so the reference can be released.
     """
     sums = {}
     with progress(total=len(stream.train.pairs) + len(stream.val.pairs), desc="reference", unit="pair") as bar:

@@ -1,46 +1,45 @@
-"""What stands around the training loop and makes no update: the micro-batch that fits, compiled layers, a profile of
-single steps, the throughput of a run, and the learning-rate finder.
+"""Training performance: micro-batch size, compiled layers, profiling, throughput, and the learning-rate finder.
 
     instruments = Instruments(run)      the micro-batch
-    with instruments.step(number): ...  a step: out of memory is explained, the profile counts
+    with instruments.step(number): ...  a step: explains out-of-memory errors, advances the profiler
     instruments.report(...)             at the end
 
-**Micro-batch** (`runtime.micro_batch: auto`): the rows in one forward pass. They change the order of sums, so they are
-part of a run.
+**Micro-batch** (`runtime.micro_batch: auto`): the rows in one forward pass. Its size changes the order of sums, so it
+is part of a run.
 
-    kept        that of the run's newest state: a resumed run stays exact
-    planned     else all rows, or the largest power of two that by the plan fits 80% of a GPU's memory, or 30% of a
-                machine's, which other programs need too
-    proved      on a GPU, a dry step of that size follows, a real forward and backward pass; out of memory: half of it
+    kept        the size from the run's newest checkpoint, so a resumed run stays exact
+    planned     else all rows, or the largest power of two planned to fit 80% of a GPU's memory, or 30% of a
+                machine's, since other programs need memory too
+    proved      on a GPU, a dry step of that size follows: a real forward and backward pass, halved on out-of-memory
 
-The limits are shares of the total memory, not of the free, so that equal runs choose alike. The dry step leaves
-weights, moments and generators unchanged. On a CPU the system kills a pass that exhausts the memory, instead of an
-exception, so there the plan alone decides; so it does where the batches do not exist yet (a rollout). Running out of
-memory later ends the run with a list of remedies.
+The limits are shares of total, not free, memory, so identical runs choose the same size. The dry step leaves weights,
+moments and generators unchanged. On a CPU the system kills a process that exhausts memory instead of raising, so there
+the plan alone decides. The same goes for batches that do not exist yet (rollouts). Running out of memory later ends
+the run with a list of remedies.
 
-**Compilation** (`compiled`). On a CPU in bf16, where the layers are written by hand, the operations between their
-matrix products, and attention where there is AMX, are compiled from C++ (`model/cpu`). That takes five seconds, so
-`auto` does it wherever there is a compiler. Anywhere else, and for layers with adapters or biases, it is torch.compile:
-each block in place (`layer.compile()`), so all layers share one compilation and no name in the state dict changes.
-There `auto` is a rule without a clock, so that equal runs choose alike: a run of more than 1e14 training FLOPs on a
-CPU, 5e16 on a GPU, in rows of one length. Pairs and a policy's own answers have another shape in every batch. Sampling
-never runs compiled layers, but decodes by the same operations (`load_operators`, model/decoding.py). Both are cached in
-`.work/compile` between runs. A compiled step rounds differently from an eager one, so a state records which it was.
+**Compilation** (`compiled`). On a CPU in bf16 with hand-written layers, the operations between matmuls, and attention
+with AMX, are compiled from C++ (`model/cpu`). This takes five seconds, so `auto` does it whenever a compiler is
+available. Everywhere else, and for layers with adapters or biases, torch.compile is used: each block in place
+(`layer.compile()`), so all layers share one compilation and state-dict names stay the same. There `auto` does not
+depend on timing, so identical runs decide alike: it compiles runs of more than 1e14 training FLOPs on a CPU, 5e16 on a
+GPU, with rows of equal length. Pairs and policy rollouts have a new shape in every batch. Sampling never runs compiled
+layers, but decodes with the same operations (`load_operators`, model/decoding.py). Both are cached in `.work/compile`
+between runs. Compiled and eager steps round differently, so a checkpoint records which was used.
 
 **Profile** (`runtime.profile: true`) records a few steps with torch.profiler:
 
     <work folder>/profile/trace-rank0.json      for chrome://tracing or ui.perfetto.dev
-    <work folder>/profile/top-rank0.txt         the twenty operations that take longest
+    <work folder>/profile/top-rank0.txt         the twenty slowest operations
 
-It skips the first steps of a run: they compile, allocate and warm up. Recording costs time, so the reported speed of
-such a run is not its own.
+It skips the first steps of a run, which compile, allocate and warm up. Profiling slows training, so ignore the reported
+speed of a profiled run.
 
-**Throughput** (`report`). These numbers go to MLflow and `speed.json` only: they are no result. `mfu` is model FLOPs
-utilization (Chowdhery et al. 2022, arXiv:2204.02311, appendix B): training FLOPs of the tokens, as
-`ModelConfig.flops_per_token` counts them, over the peak of the device's data sheet, where `device.DATA_SHEET` has it.
-`mfu_measured` is over the speed of a large matrix product in the run's precision, timed after the run.
+**Throughput** (`report`). These numbers go to MLflow and `speed.json` only: they are not results. `mfu` is model FLOPs
+utilization (Chowdhery et al. 2022, arXiv:2204.02311, appendix B): training FLOPs of the tokens, as counted by
+`ModelConfig.flops_per_token`, over the device's data-sheet peak, if listed in `device.DATA_SHEET`. `mfu_measured` is
+relative to the speed of a large matmul in the run's precision, timed after the run.
 
-Not promised: that torch.compile is faster than eager for every shape; `benchmarks/train_speed.py` measures it.
+Not guaranteed: that torch.compile is faster than eager for every shape; `benchmarks/train_speed.py` measures it.
 """
 
 import json
@@ -83,7 +82,8 @@ class Instruments:
         self._tried = micro_batches(run)
         self._profile = Profile(job.runtime.profile, job.folder, run.ranks.rank, run.hardware.device)
         self._began, self._first_step, self._first_tokens = 0.0, 0, 0
-        self._last = (0.0, 0, 0)  # time, step and tokens seen of the last `live`
+        self._last = (0.0, 0, 0)  # time, step and tokens seen at the last `live`
+        self.tokens_per_second = 0.0  # as of the last `live`
 
     @property
     def micro_batch(self) -> int:
@@ -91,18 +91,19 @@ class Instruments:
         return self._tried[-1]
 
     def begin(self, step: int, tokens: int) -> None:
-        """Print the headline before the step `step`, after `tokens` trained targets, and start the clock."""
+        """Print the headline before step `step`, after `tokens` trained targets, and start the clock."""
         say(headline(self._run))
         self._began, self._first_step, self._first_tokens = time.monotonic(), step, tokens
         self._last = (self._began, step, self._run.seen)
 
     def live(self, step: int) -> dict[str, float]:
-        """Speed since the last call or the beginning, and the memory that is held now. Evaluations count as time."""
+        """Speed since the last call or the start, and current memory use. Includes evaluation time."""
         run, now = self._run, time.monotonic()
         (before, first, seen), self._last = self._last, (now, step, run.seen)
         seconds, tokens, where = max(now - before, 1e-9), run.seen - seen, run.hardware.device
+        self.tokens_per_second = tokens / seconds
         values = {
-            "tokens_per_second": tokens / seconds,
+            "tokens_per_second": self.tokens_per_second,
             "samples_per_second": (step - first) * run.config.rows / seconds,
             "memory_gb": run_device.resident_memory() / 1e9,
         }
@@ -115,20 +116,20 @@ class Instruments:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """A step of the loop. Raises InputError with remedies where it runs out of a GPU's memory."""
+        """Run a step of the loop. Raises InputError with remedies when the GPU runs out of memory."""
         with explained(self._run.job, self._run.config, number, self._tried):
             yield
         self._profile.step()
 
     def end(self, step: int, tokens: int) -> None:
-        """End the profile and report speed, after `step` steps and `tokens` targets of the whole run."""
+        """End profiling and report speed, after `step` steps and `tokens` targets of the whole run."""
         self._profile.stop()
         seconds = time.monotonic() - self._began
         report(self._run, seconds, step - self._first_step, tokens - self._first_tokens)
 
 
 def find_learning_rate(run: TrainingRun) -> NoReturn:
-    """Look for a rate instead of training (lr_finder.py)."""
+    """Search for a learning rate instead of training (lr_finder.py)."""
     lr_finder.look(run)
 
 
@@ -138,14 +139,14 @@ def find_learning_rate(run: TrainingRun) -> NoReturn:
 def micro_batches(run: TrainingRun) -> list[int]:
     """The micro-batches tried for a run; the last one is used. Raises ConfigError for fewer rows than processes."""
     config, ranks = run.config, run.ranks
-    # A rank that ran out of memory inside a collective would leave the others waiting: no dry step of a sharded model.
+    # No dry step for a sharded model: a rank that ran out of memory inside a collective would leave the others waiting.
     provable = run.hardware.device.type == "cuda" and not run.rolling and not ranks.sharding
     rows = ranks.share_of(config.rows, run.job.stage)
     return chosen(run.plain, config, run.job, run.hardware, ranks, rows, partial(dry_step, run) if provable else None)
 
 
 def dry_step(run: TrainingRun, micro: int) -> None:
-    """Forward and backward of the first two micro-batches of this size. It leaves nothing but gradients."""
+    """Run forward and backward on the first two micro-batches of this size. Leaves only gradients behind."""
     length = run.config.row_length
     mine = run.stream.rows(0, length)[run.ranks.rank :: run.ranks.world]
     batches = [run.stream.batch(0, length, rows) for rows in (mine[:micro], mine[micro : 2 * micro]) if len(rows)]
@@ -163,9 +164,9 @@ def chosen(
     rows: int,
     dry: Callable[[int], object] | None,
 ) -> list[int]:
-    """The micro-batches tried for the `rows` of a step on this process. The last one is used, by all processes.
+    """The micro-batches tried for the `rows` of a step on this process. All processes use the last one.
 
-    `dry` runs forward and backward of so many rows; None: the plan alone decides. Raises InputError where none fits.
+    `dry` runs forward and backward on that many rows; None: the plan alone decides. Raises InputError if none fits.
     """
     setting, before = job.runtime.micro_batch, kept(job.folder, ranks.world)
     if setting != "auto" or before is not None:
@@ -181,27 +182,27 @@ def chosen(
 
 
 def kept(folder: Path, world: int) -> int | None:
-    """The micro-batch of the newest readable state, if as many processes trained it."""
+    """The micro-batch of the newest readable state, if trained by the same number of processes."""
     for path in sorted(folder.glob("step-????????/state.json"), reverse=True):
-        with suppress(OSError, ValueError, KeyError):  # a damaged state: the one before it has the same
+        with suppress(OSError, ValueError, KeyError):  # a damaged state: the previous one has the same size
             meta = json.loads(path.read_text())
             return int(meta["micro_batch"]) if meta["world"] == world else None
     return None
 
 
 def planned(plan: Callable[[int], footprint.Footprint], hardware: Hardware, rows: int) -> int:
-    """All `rows`, or the largest power of two that by the plan fits the usable share of the memory; at least 1.
+    """All `rows`, or the largest power of two planned to fit the usable share of memory; at least 1.
 
-    Raises InputError where by the plan one row needs more than all of the memory.
+    Raises InputError if a single row is planned to need more than the total memory.
     """
     total = run_device.total_memory(hardware.device)
-    others = max(0.0, run_device.held_memory(hardware.device) - plan(1).weights)  # a reward model that is there already
+    others = max(0.0, run_device.held_memory(hardware.device) - plan(1).weights)  # e.g. a reward model already loaded
     share = footprint.CPU_SHARE if hardware.device.type == "cpu" else footprint.SHARE
     micro_batch = footprint.largest(share * total - others, lambda size: plan(size).total, rows)
     if not micro_batch:
         needs = plan(1).total + others
         said = (
-            f"one row needs about {needs / 1e9:.1f} GB by the plan, and {hardware.device.type} has {total / 1e9:.1f};"
+            f"one row needs an estimated {needs / 1e9:.1f} GB, and {hardware.device.type} has {total / 1e9:.1f} GB;"
             " see python -m pipeline.tools.plan"
         )
         if needs > total:
@@ -219,7 +220,7 @@ def plan_of(
         return None
     weights = footprint.weights_of(model)
     adapted, dropped = footprint.adapters_of(model)
-    # a reward model has no head for tokens
+    # a reward model has no token head
     selected = config.trained_length if hasattr(_models(model)[0], "logits") else 0
     work = footprint.Work(
         row=config.row_length,
@@ -253,10 +254,10 @@ def _models(model: nn.Module) -> list[nn.Module]:
 def proved(
     model: nn.Module, where: torch.device, first: int, dry: Callable[[int], object], reserve: float
 ) -> list[int]:
-    """The micro-batches tried; for the last, `dry` (forward and backward of so many rows) had enough memory.
+    """The micro-batches tried; the last one fit in memory in `dry` (forward and backward on that many rows).
 
-    `reserve` bytes stand for the moments that the first update will allocate. Drops the gradients and restores the
-    generators. Raises torch.OutOfMemoryError where a single row does not fit.
+    `reserve` bytes are set aside for the moments that the first update allocates. Drops the gradients and restores the
+    generators. Raises torch.OutOfMemoryError if a single row does not fit.
     """
     tried = [first]
     while not _fits(model, where, tried[-1], dry, reserve):
@@ -267,7 +268,7 @@ def proved(
 
 
 def _fits(model: nn.Module, where: torch.device, rows: int, dry: Callable[[int], object], reserve: float) -> bool:
-    """Whether a dry step passes. The error must be freed before the next try: its frames keep the activations."""
+    """Whether a dry step fits. The error must be freed before the next try: its frames keep the activations alive."""
     with torch.random.fork_rng([where] if where.type == "cuda" else []):
         try:
             moments = torch.empty(int(reserve), dtype=torch.uint8, device=where)
@@ -286,17 +287,17 @@ def _fits(model: nn.Module, where: torch.device, rows: int, dry: Callable[[int],
 
 @contextmanager
 def explained(job: Job, config: TrainingConfig, step: int, tried: list[int]) -> Iterator[None]:
-    """Turn running out of a GPU's memory inside the block into an InputError with remedies."""
+    """Turn a GPU out-of-memory error inside the block into an InputError with remedies."""
     try:
         yield
     except torch.OutOfMemoryError as error:
-        first = str(error).splitlines()[0] if str(error) else "no more is known"
+        first = str(error).splitlines()[0] if str(error) else "no details"
         raise InputError(
-            f"{job.stage}: out of memory in step {step}, at rows of {config.row_length} tokens; micro-batches tried:"
-            f" {', '.join(map(str, tried))} ({first}). Recompute activations (runtime.gradient_checkpointing=full), ask"
-            f" for fewer rows at once (runtime.micro_batch={max(1, tried[-1] // 2)}), take a smaller model (model: a"
-            " file of conf/model/), or divide the states over processes (STAGECOACH_LAUNCH=conf/launch/fsdp2.yaml)."
-            " What fits: python -m pipeline.tools.plan"
+            f"{job.stage}: out of memory in step {step}, with rows of {config.row_length} tokens; micro-batches tried:"
+            f" {', '.join(map(str, tried))} ({first}). Recompute activations (runtime.gradient_checkpointing=full), use"
+            f" a smaller micro-batch (runtime.micro_batch={max(1, tried[-1] // 2)}), use a smaller model (model: a file"
+            " of conf/model/), or shard across processes (STAGECOACH_LAUNCH=conf/launch/fsdp2.yaml)."
+            " To see what fits: python -m pipeline.tools.plan"
         ) from error
 
 
@@ -308,7 +309,7 @@ SHAPES = 64  # compilations of a block: forward and backward, training and evalu
 
 
 def prepared(model: nn.Module, job: Job, config: TrainingConfig, steps: int, hardware: Hardware) -> bool:
-    """Apply the runtime's settings to a model that trains `steps` steps. Returns whether its layers are compiled."""
+    """Apply the runtime settings to a model that trains for `steps` steps. Returns whether its layers are compiled."""
     if hasattr(model, "checkpointing"):
         model.checkpointing = job.runtime.gradient_checkpointing  # type: ignore[assignment]
     per_token = flops_per_token(model) if config.even_rows else None
@@ -317,7 +318,7 @@ def prepared(model: nn.Module, job: Job, config: TrainingConfig, steps: int, har
 
 
 def compiled(model: nn.Module, asked: bool | str, *, flops: float, hardware: Hardware, name: str) -> bool:
-    """Compile the layers if `wanted`. Returns whether they were compiled. Raises ConfigError as `wanted`."""
+    """Compile the layers if `wanted`. Returns whether they were compiled. Raises ConfigError like `wanted`."""
     layers = _layers(model)
     hand_written = all(isinstance(layer, Block) and layer.self_attn.plain and layer.mlp.plain for layer in layers)
     loaded = load_operators(asked, hardware=hardware, name=name)
@@ -327,7 +328,7 @@ def compiled(model: nn.Module, asked: bool | str, *, flops: float, hardware: Har
         return False
     _prepare_inductor(name)
     if asked is not True and (failure := _compile_failure(hardware.device)):
-        say(f"{name}: goes on without torch.compile, which does not work here: {failure}")
+        say(f"{name}: continuing without torch.compile, which does not work here: {failure}")
         return False
     for layer in layers:
         layer.compile()
@@ -335,10 +336,10 @@ def compiled(model: nn.Module, asked: bool | str, *, flops: float, hardware: Har
 
 
 def load_operators(asked: bool | str, *, hardware: Hardware, name: str) -> bool:
-    """Compile and load the C++ operations, for training and decoding in bf16 on a CPU; elsewhere they are unloaded, for
-    an earlier run in this process may have loaded them. Returns whether they are loaded.
+    """Compile and load the C++ operations, for training and decoding in bf16 on a CPU. Elsewhere unload them, since an
+    earlier run in this process may have loaded them. Returns whether they are loaded.
 
-    Raises ConfigError for true where there is no compiler, or it fails.
+    Raises ConfigError for true if there is no compiler, or it fails.
     """
     native.unload()
     if hardware.device.type != "cpu" or hardware.precision != "bf16":
@@ -350,13 +351,13 @@ def load_operators(asked: bool | str, *, hardware: Hardware, name: str) -> bool:
     except ConfigError as error:
         if asked is True:
             raise
-        say(f"{name}: goes on with PyTorch's operators, which are slower: {error}")
+        say(f"{name}: falling back to PyTorch's operators, which are slower: {error}")
         return False
     return True
 
 
 def wanted(asked: bool | str, *, flops: float, device: torch.device) -> bool:
-    """Whether to compile: as configured, or by the rule for `auto`. Raises ConfigError for true where it cannot."""
+    """Whether to compile: as configured, or by the rule for `auto`. Raises ConfigError for true if it is impossible."""
     if asked is False:
         return False
     missing = lacking(device)
@@ -366,7 +367,7 @@ def wanted(asked: bool | str, *, flops: float, device: torch.device) -> bool:
 
 
 def lacking(device: torch.device) -> str:
-    """What torch.compile lacks on this machine; empty when it can work."""
+    """What torch.compile is missing on this machine; empty if nothing."""
     if device.type == "cpu" and native.compiler() is None:
         return "a C++ compiler (g++ or clang++)"
     if device.type == "cuda" and not any(shutil.which(name) for name in (os.environ.get("CC", "cc"), "gcc", "clang")):
@@ -382,22 +383,22 @@ def _layers(model: nn.Module) -> list[nn.Module]:
 
 
 def _compile_failure(device: torch.device) -> str:
-    """Why a trivial function cannot be compiled and run here (a missing header, for example); empty when it can."""
+    """Why a trivial function fails to compile and run here (a missing header, for example); empty if it works."""
     try:
         torch.compile(torch.sin, dynamic=False)(torch.ones(8, device=device))
-    except Exception as error:  # the backends raise many types, and the run can go on without them
+    except Exception as error:  # backends raise many types, and the run can continue without them
         return (str(error).splitlines() or [type(error).__name__])[0][:200]
     return ""
 
 
 def _prepare_inductor(name: str) -> None:
-    """Choose the cache of torch.compile, and announce the compilation, because the first step takes its time."""
+    """Choose the torch.compile cache, and announce the compilation, because the first step is slow."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # here: the import takes seconds
 
-    if os.environ.get("TORCHINDUCTOR_CACHE_DIR") in (None, default_cache_dir()):  # torch sets its own where nobody did
+    if os.environ.get("TORCHINDUCTOR_CACHE_DIR") in (None, default_cache_dir()):  # torch sets its own if unset
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(workdir.root() / "compile")
     torch._dynamo.config.recompile_limit = SHAPES
-    say(f"{name}: compiling the layers (torch.compile, kept in {os.environ['TORCHINDUCTOR_CACHE_DIR']})")
+    say(f"{name}: compiling the layers (torch.compile, cached in {os.environ['TORCHINDUCTOR_CACHE_DIR']})")
 
 
 # -- profile -----------------------------------------------------------------------------------------------------------
@@ -407,7 +408,7 @@ SKIPPED, WARM_UP, RECORDED = 2, 1, 3
 
 
 class Profile:
-    """Records steps 3 to 5 of this call of `fit`. Inactive, it does nothing."""
+    """Records steps 3 to 5 of this call of `fit`. Does nothing when inactive."""
 
     def __init__(self, active: bool, folder: Path, rank: int, device: torch.device) -> None:
         self.folder, self.rank, self.device = folder / "profile", rank, device
@@ -419,12 +420,12 @@ class Profile:
             self._profiler.start()
 
     def step(self) -> None:
-        """Count a training step that has ended."""
+        """Count a completed training step."""
         if self._profiler is not None:
             self._profiler.step()
 
     def stop(self) -> None:
-        """End the recording. Reports a run that was too short to record anything."""
+        """Stop recording. Prints a message if the run was too short to record anything."""
         if self._profiler is None:
             return
         self._profiler.stop()
@@ -445,12 +446,12 @@ class Profile:
 
 
 def flops_per_token(model: nn.Module) -> Callable[[int], float] | None:
-    """Training FLOPs of a token, as a function of the row length; None for a model without that count."""
+    """Training FLOPs per token, as a function of the row length; None for a model without that count."""
     return getattr(model, "flops_per_token", None)
 
 
 def headline(run: TrainingRun) -> str:
-    """The line before the first step: model, steps, rows, device, processes."""
+    """The line printed before the first step: model, steps, rows, device, processes."""
     size = sum(p.numel() for p in run.plain.parameters())
     precision = f"{run.hardware.device.type} {run.hardware.precision}"
     return (
@@ -461,30 +462,30 @@ def headline(run: TrainingRun) -> str:
 
 
 def _doubts(run: TrainingRun) -> list[str]:
-    """Settings that are allowed and seldom meant."""
+    """Settings that are valid but rarely intended."""
     doubts = []
     if run.hardware.device.type == "cpu" and run.hardware.precision == "fp16":
         doubts.append("fp16 is several times slower than bf16 and fp32 on a CPU; leave runtime.precision at auto")
     if (top := run.config.factor(run.steps - 1, run.steps)) < 1 and run.config.warmup_steps >= run.steps:
         doubts.append(
-            f"all {run.steps} steps are warm-up: the learning rate ends at {100 * top:.0f}% of learning_rate; lower"
+            f"all {run.steps} steps are warmup: the learning rate ends at {100 * top:.0f}% of learning_rate; lower"
             " warmup_steps"
         )
     return doubts
 
 
 def _muon_share(run: TrainingRun) -> str:
-    """What Muon's iterations add to the arithmetic of a step."""
+    """The share of a step's FLOPs added by Muon's iterations."""
     per_token = flops_per_token(run.plain)
     flops = run.optimizers.iteration_flops()
     if not flops or per_token is None:
         return ""
     share = flops / (run.config.rows * run.config.row_length * per_token(run.config.row_length))
-    return f"; Muon's iterations add {100 * share:.1f}% to the arithmetic of a step"
+    return f"; Muon's iterations add {100 * share:.1f}% to the FLOPs of a step"
 
 
 def report(run: TrainingRun, seconds: float, steps: int, targets: int) -> None:
-    """Tokens per second, utilization and memory of the `steps` that this call of fit has made."""
+    """Report tokens per second, utilization and memory for the `steps` made by this call of fit."""
     if not steps:
         return
     tokens, device = run.seen, run.hardware.device
@@ -501,14 +502,14 @@ def report(run: TrainingRun, seconds: float, steps: int, targets: int) -> None:
     used = utilization(flops / run.ranks.world, run.hardware)
     values |= used | run_device.describe(run.job.runtime.precision)
     run.job.tracker.speed.update(values)
-    share = f", {100 * used['mfu_measured']:.0f}% of a matrix product's" if "mfu_measured" in used else ""
+    share = f", {100 * used['mfu_measured']:.0f}% of peak matmul throughput" if "mfu_measured" in used else ""
     say(f"{run.job.name}: {tokens / seconds:,.0f} tokens/s, {flops / 1e9:,.0f} GFLOP/s{share}")
 
 
 def utilization(flops: float, hardware: Hardware) -> dict[str, float]:
-    """`mfu` where the data sheet is known, `mfu_measured`, and `gpu_utilisation` as the driver reports it.
+    """`mfu` if the data sheet is known, `mfu_measured`, and `gpu_utilisation` as reported by the driver.
 
-    `flops` are per second; empty without any.
+    `flops` are per second; empty if 0.
     """
     if not flops:
         return {}

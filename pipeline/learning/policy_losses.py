@@ -1,10 +1,10 @@
 """Policy gradients: PPO with a critic, and the group methods GRPO, Dr. GRPO, DAPO, GSPO, RLOO, REINFORCE++.
 
-Symbols: l, o, f are log-probabilities of a token under the policy, at rollout time, under the reference (nats, float32,
-all at the sampling temperature); m is 1 where the policy chose the token; A its advantage; rho = exp(l - o). Tensors
-are (B, T) with a mask where order matters (GAE), else (N,): the policy's tokens, row by row.
+Notation: l, o, f are a token's log-probabilities under the policy, at rollout time, and under the reference (nats,
+float32, all at the sampling temperature); m is 1 where the policy chose the token; A is its advantage; rho =
+exp(l - o). Tensors are (B, T) with a mask where order matters (GAE), else (N,): the policy's tokens, row by row.
 
-Not here: sampling (`generation/`), scores (`rl/rewards.py`). Not promised: off-policy data more than one rollout old.
+See `generation/` for sampling, `rl/rewards.py` for scores. Not supported: off-policy data more than one rollout old.
 """
 
 import math
@@ -15,10 +15,10 @@ from torch import Tensor
 
 from pipeline.learning.losses import Loss, Term
 
-MOST_LOG_RATIO = 20.0  # of log-ratios before exp, in nats
-MAX_RATIO = 10.0  # a step with a higher mean ratio makes no update
-MOST_IMPORTANCE = 2.0  # of an importance weight
-MASKED_IMPORTANCE = 3.0  # an answer with a higher ratio in all does not train the policy
+MOST_LOG_RATIO = 20.0  # log-ratios are clamped to this before exp, in nats
+MAX_RATIO = 10.0  # a step with a higher mean ratio is not applied
+MOST_IMPORTANCE = 2.0  # cap on importance weights
+MASKED_IMPORTANCE = 3.0  # an answer with a higher overall ratio does not train the policy
 
 
 # -- Kullback-Leibler divergence ---------------------------------------------------------------------------------------
@@ -30,16 +30,16 @@ def kl_k1(logprobs: Tensor, reference: Tensor) -> Tensor:
 
 
 def kl_k3(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """exp(q) - 1 - q with q = f - l: unbiased, never below 0, small variance (Schulman 2020, k3).
+    """exp(q) - 1 - q with q = f - l: unbiased, nonnegative, low variance (Schulman 2020, k3).
 
-    Its value estimates KL(policy || reference). As a loss its expected gradient is that of KL(reference || policy).
+    Its value estimates KL(policy || reference). As a loss, its expected gradient is that of KL(reference || policy).
     """
     q = (reference - logprobs).clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO)
     return torch.expm1(q) - q
 
 
 def adapted_beta(beta: float, kl: float, *, target: float, num: int, horizon: int) -> float:
-    """The next KL coefficient after `num` episodes of mean KL `kl` (Ziegler et al. 2019, arXiv:1909.08593, 2.2)."""
+    """The next KL coefficient after `num` episodes with mean KL `kl` (Ziegler et al. 2019, arXiv:1909.08593, 2.2)."""
     return beta * (1 + min(max(kl / target - 1, -0.2), 0.2) * num / horizon)
 
 
@@ -57,7 +57,7 @@ def whiten(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def ppo_rewards(old: Tensor, reference: Tensor, mask: Tensor, scores: Tensor, beta: float) -> Tensor:
-    """-beta * (o - f) at each policy token, plus the score at the last one: (B, T), with scores (B,)."""
+    """-beta * (o - f) at each policy token, plus the score at the last one: (B, T), from scores (B,)."""
     rewards = -beta * (old - reference) * mask
     column = torch.arange(mask.shape[1], device=mask.device)
     last = (column * mask).amax(1)  # (B,)
@@ -84,10 +84,10 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: flo
 
 
 def group_advantages(rewards: Tensor, valid: Tensor, *, scaled: bool) -> Tensor:
-    """R - mean of the group, over its standard deviation (unbiased) + 1e-4 where `scaled`. (P, G) -> (P, G).
+    """R - group mean, divided by the group's standard deviation (unbiased) + 1e-4 if `scaled`. (P, G) -> (P, G).
 
     Shao et al. 2024 (GRPO, arXiv:2402.03300), eq. 3; unscaled: Liu et al. 2025 (Dr. GRPO, arXiv:2503.20783). Answers
-    that are not `valid` (P, G) get 0 and do not enter mean and deviation.
+    that are not `valid` (P, G) get 0 and are excluded from mean and deviation.
     """
     num = valid.sum(1, keepdim=True)
     known = rewards.where(valid, 0.0)
@@ -100,9 +100,9 @@ def group_advantages(rewards: Tensor, valid: Tensor, *, scaled: bool) -> Tensor:
 
 
 def leave_one_out(rewards: Tensor, valid: Tensor) -> Tensor:
-    """R - mean of the group's others (Ahmadian et al. 2024, RLOO, arXiv:2402.14740, eq. 10). (P, G) -> (P, G).
+    """R - mean of the others in the group (Ahmadian et al. 2024, RLOO, arXiv:2402.14740, eq. 10). (P, G) -> (P, G).
 
-    Answers that are not `valid` get 0 and enter no mean. So does a valid one without others.
+    Answers that are not `valid` get 0 and are excluded from means. A valid answer without others also gets 0.
     """
     num = valid.sum(1, keepdim=True)
     known = rewards.where(valid, 0.0)
@@ -116,10 +116,11 @@ def rewards_to_go(rewards: Tensor, mask: Tensor) -> Tensor:
 
 
 def importance(logprobs: Tensor, sampled: Tensor, *, whole: bool) -> Tensor:
-    """Weights of an answer's tokens (L,) for having been sampled by an engine whose log-probabilities are not quite the
-    policy's: exp(l - s), at most MOST_IMPORTANCE (Yao et al. 2025, "Your efficient RL framework secretly brings you
-    off-policy RL training": truncated importance sampling). `whole`: the ratio of the whole answer, for methods with
-    one ratio an answer. All are 0 where that exceeds MASKED_IMPORTANCE (Liu et al. 2025, "When speed kills stability").
+    """Importance weights of an answer's tokens (L,), correcting for an inference engine whose log-probabilities differ
+    slightly from the policy's: exp(l - s), at most MOST_IMPORTANCE (Yao et al. 2025, "Your efficient RL framework
+    secretly brings you off-policy RL training": truncated importance sampling). `whole`: one ratio for the whole
+    answer, for sequence-level methods. All weights are 0 if the answer's ratio exceeds MASKED_IMPORTANCE (Liu et al.
+    2025, "When speed kills stability").
     """
     difference = logprobs - sampled
     ratio = difference.sum().exp()
@@ -134,7 +135,7 @@ def importance(logprobs: Tensor, sampled: Tensor, *, whole: bool) -> Tensor:
 
 @dataclass(frozen=True)
 class Clip:
-    """How far a ratio may move: 1 - low to 1 + high."""
+    """The clipping range of the ratio: 1 - low to 1 + high."""
 
     low: float
     high: float
@@ -188,13 +189,13 @@ class GroupMethod:
     """The differences between the group methods."""
 
     advantage: str  # scaled, centred, others, to_go
-    # sequences: own length, then sequences; max_tokens; tokens; ratio, mean_ratio: one ratio a sequence, of the whole
-    # answer or its geometric mean per token
+    # sequences: per-sequence length, then sequences; max_tokens; tokens; ratio, mean_ratio: one ratio per sequence, of
+    # the whole answer or its geometric mean per token
     normaliser: str
     clip: Clip
     beta: float  # weight of the KL divergence from the reference
     kl_in: str  # loss (k3), or reward (k1)
-    dynamic: bool = False  # groups whose scores are all equal are drawn again
+    dynamic: bool = False  # groups with all-equal scores are resampled
 
     def __post_init__(self) -> None:
         assert self.advantage in ("scaled", "centred", "others", "to_go"), self.advantage
@@ -232,15 +233,15 @@ def group_policy(
     method: GroupMethod,
     max_tokens: int,
 ) -> Loss:
-    """The loss of a group method over the policy's tokens (N,); `row_of` (N,) is the answer of each, of `num_rows`.
+    """The loss of a group method over the policy's tokens (N,); `row_of` (N,) maps tokens to the `num_rows` answers.
 
-    `reference` is f where the method's KL is in the loss, else None. Each sum goes with its count, so a batch may be
-    split anywhere between answers.
+    `reference` is f if the method's KL is in the loss, else None. Each sum has its own count, so a batch can be split
+    anywhere between answers.
     """
     num = len(logprobs)
     lengths = torch.bincount(row_of, minlength=num_rows)
-    if method.normaliser in ("ratio", "mean_ratio"):  # one ratio and one advantage a sequence
-        zero, nonempty = old.new_zeros(num_rows), lengths > 0  # a row of padding is no sequence
+    if method.normaliser in ("ratio", "mean_ratio"):  # one ratio and one advantage per sequence
+        zero, nonempty = old.new_zeros(num_rows), lengths > 0  # a padding row is not a sequence
         new_sums, old_sums, advantage = (zero.index_add(0, row_of, x)[nonempty] for x in (logprobs, old, advantages))
         advantage = advantage / lengths[nonempty]
         if method.normaliser == "mean_ratio":
@@ -268,7 +269,7 @@ def group_policy(
 
 
 def _clip_metrics(ratio: Tensor, signs: Tensor, clip: Clip) -> dict[str, tuple[Tensor, int]]:
-    """Shares of elements whose update the clip stops, and the mean ratio."""
+    """Fractions of elements with clipped updates, and the mean ratio."""
     low = (ratio < 1 - clip.low) & (signs < 0)
     high = (ratio > 1 + clip.high) & (signs > 0)
     num = len(ratio)
@@ -282,16 +283,16 @@ def _clip_metrics(ratio: Tensor, signs: Tensor, clip: Clip) -> dict[str, tuple[T
 
 
 def with_agreement(loss: Loss, logprobs: Tensor, old: Tensor) -> Loss:
-    """The loss with metrics of teacher forcing against sampling, for a policy that has not moved since it sampled."""
+    """Add metrics comparing teacher forcing with sampling, for a policy unchanged since it sampled."""
     difference = (logprobs.detach() - old).abs()
     name = "sampling/sampling_logp_difference"
     metrics = loss.metrics | {f"{name}/mean": (difference.sum(), len(difference))}
-    # a process may have nothing but padding
+    # a process may have only padding
     extremes = {f"{name}/max": difference.max() if len(difference) else difference.sum()}
     return replace(loss, metrics=metrics, extremes=loss.extremes | extremes)
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> float:
-    """1 - mean (R - V)^2 / Var(R), so a constant error of the critic explains less; 0 where all returns are equal."""
+    """1 - mean (R - V)^2 / Var(R), so a constant critic error lowers it; 0 if all returns are equal."""
     spread = float(returns.var()) if len(returns) > 1 else 0.0
     return 1 - float((returns - values).square().mean()) / spread if spread > 0 and math.isfinite(spread) else 0.0

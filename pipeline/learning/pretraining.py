@@ -1,21 +1,21 @@
-"""Next-token training (stream, loss and watchers of `fit` for running text), and stages that train in phases.
+"""Next-token training (stream, loss and watchers for `fit` on plain text), and stages that train in phases.
 
     next_tokens(model, stream, weights, job) -> stream, loss, watchers
 
-What a wing offers for a model with its hook (model/layers.py):
+A wing provides, for a model with its hook (model/layers.py):
 
-    loss_keys      () -> a dataclass of the weights of the losses that the hook adds, keys of the stages' blocks
-    next_tokens    as the function here; None for a model without the hook, ConfigError if weights are given for it
+    loss_keys      () -> a dataclass of weights for the hook's extra losses, used as keys of the stages' blocks
+    next_tokens    like the function here; None for a model without the hook, ConfigError if weights are given for it
 
-**Phases** are for a stage that trains more than once: each run of `fit` is a phase, with states and a curve of its own.
+**Phases** are for stages that train more than once: each run of `fit` is a phase with its own states and curve.
 
     phases = Phases(job)
     fit(model, ..., phases.begin("adapt"), last=False)      steps 0 .. n of the stage's curve
-    fit(model, ..., phases.begin("sft"))                    steps n .. of it
+    fit(model, ..., phases.begin("sft"))                    steps n .. onward
 
-A killed stage resumes in its last phase: `fit` loads the final state of a phase that has ended, with the published
-weights. The stage's curve has the phases one after another with continuous steps, so that they are one run in DVC and
-MLflow. A phase with a prefix logs under it (`control/loss`), beside the others.
+A killed stage resumes in its last phase: for a finished phase, `fit` loads its final state with the published weights.
+The stage's curve concatenates the phases with continuous steps, so they form one run in DVC and MLflow. A phase with a
+prefix logs under it (`control/loss`), alongside the others.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from pipeline.run.types import JsonObject
 from pipeline.run.workdir import Job
 
 KEYS = [offer() for offer in wings.each("loss_keys")]
-Training = tuple[TokenStream, Callable[[Transformer, Any], Loss], Watchers]  # a loss takes the batches of its stream
+Training = tuple[TokenStream, Callable[[Transformer, Any], Loss], Watchers]  # the loss takes batches from the stream
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossWeights(*KEYS):
-    """Weights of the losses that wings add, relative to the loss of the text."""
+    """Weights of the losses added by wings, relative to the text loss."""
 
     def __post_init__(self) -> None:
         for keys in KEYS:
@@ -48,7 +48,7 @@ class LossWeights(*KEYS):
 
 
 def next_tokens(model: Transformer, stream: TokenStream, weights: LossWeights, job: Job, *, tokens: int) -> Training:
-    """The stream, the loss and the watchers for `fit`. `tokens` are those of an evaluation. Raises ConfigError."""
+    """The stream, loss and watchers for `fit`. `tokens` is the evaluation size. Raises ConfigError."""
     for offer in wings.each("next_tokens"):
         if (training := offer(model, stream, weights, job, tokens=tokens)) is not None:
             return training
@@ -56,7 +56,7 @@ def next_tokens(model: Transformer, stream: TokenStream, weights: LossWeights, j
 
 
 def plain_loss(model: Transformer, batch: TokenBatch) -> Loss:
-    """Next-token cross-entropy alone."""
+    """Next-token cross-entropy only."""
     return Loss([Term("loss", losses.read_out(model, batch, losses.next_token))])
 
 
@@ -64,7 +64,7 @@ def plain_loss(model: Transformer, batch: TokenBatch) -> Loss:
 
 
 class Phases:
-    """The phases of one stage, in their order."""
+    """The phases of one stage, in order."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -82,22 +82,22 @@ class Phases:
 
 
 class PhaseTracker:
-    """A `Tracker` for `fit` with the rows of one phase. It adds them to the stage's curve, with the stage's steps."""
+    """A `Tracker` for one phase of `fit`. It appends the phase's rows to the stage's curve, with the stage's steps."""
 
     def __init__(self, stage: Tracker, name: str, offset: int, prefix: str) -> None:
         self._stage, self._name, self._offset, self._prefix = stage, name, offset, prefix
-        self._earlier_rows = list(stage.rows)  # of the phases before
+        self._earlier_rows = list(stage.rows)  # of earlier phases
         self.rows: list[dict[str, Number]] = []
-        self._reported_tokens = 0  # of this phase, within the stage's number
+        self._reported_tokens = 0  # this phase's share of the stage's total
         self.speed: JsonObject = stage.speed.setdefault(name, {})
 
     @property
     def end(self) -> int:
-        """The step of the stage at which this phase ended."""
+        """The stage step at which this phase ended."""
         return self._offset + int(self.rows[-1]["step"] if self.rows else 0)
 
     def log(self, step: int, values: Mapping[str, Number]) -> None:
-        """As `Tracker.log`, with the steps of the phase."""
+        """Like `Tracker.log`, with the phase's steps."""
         if self.rows and self.rows[-1]["step"] == step:
             self.rows[-1].update(values)
         else:
@@ -111,7 +111,7 @@ class PhaseTracker:
         self._update_stage()
 
     def _update_stage(self) -> None:
-        """Set the stage's curve: the phases before, then this one."""
+        """Set the stage's curve: earlier phases, then this one."""
         rows: list[dict[str, Number]] = [
             {"step": self._offset + int(row["step"]), "phase": self._name}
             | {self._prefix + name: value for name, value in row.items() if name != "step"}
@@ -124,9 +124,9 @@ class PhaseTracker:
         self._stage.rows = earlier + rows
 
     def report(self, **numbers: object) -> None:
-        """Report final numbers under the name of this phase.
+        """Report final numbers under this phase's name.
 
-        Phases without a prefix also make the stage's headlines: the best evaluation of the last, the tokens of all.
+        Phases without a prefix also set the stage's headline numbers: the last one's best evaluation, the total tokens.
         """
         own = self._stage.final.setdefault(self._name, {})
         own.update(numbers)
@@ -138,12 +138,12 @@ class PhaseTracker:
         self._stage.final |= tokens | ({"best": own["best"]} if "best" in own else {})
 
     def beat(self, measured: Mapping[str, float]) -> None:
-        """As `Tracker.beat`."""
+        """Like `Tracker.beat`."""
         self._stage.beat(measured)
 
     def flush(self) -> None:
         self._stage.flush()
 
     def back_to(self, step: int) -> None:
-        """As `Tracker.back_to`, with a step of the phase."""
+        """Like `Tracker.back_to`, with the phase's step."""
         self._stage.back_to(self._offset + step)

@@ -1,27 +1,27 @@
-"""The processes of one training run: their shares of the work and their communication. A single process needs none.
+"""Distributed training: how the processes of a run split the work and communicate. A no-op with a single process.
 
-`Ranks` is this process among `world`. Accelerate forms the process group. It wraps the model for averaged gradients
-(DDP), or `shard` shards it (FSDP2). Control values travel on a gloo side group, so that they never wait behind a GPU
-queue. A forward pass of a sharded model is a collective of all ranks. So all ranks make equally many passes (`evened`,
-`dealt`), and in the end only rank 0 has a whole model (`finish`).
+`Ranks` represents this process among `world`. Accelerate creates the process group and wraps the model to average
+gradients (DDP), or `shard` shards it (FSDP2). Control values use a gloo side group, so they never wait behind a GPU
+queue. A sharded model's forward pass is a collective, so all ranks make the same number of passes (`evened`, `dealt`),
+and in the end only rank 0 has the whole model (`finish`).
 
-FSDP2 shards every weight, gradient and moment by rows over the processes (Zhao et al. 2023, arXiv:2304.11277, version
-2), with one call of torch's `fully_shard` for CPU (gloo) and CUDA (NCCL):
+FSDP2 shards every weight, gradient and moment by rows across the processes (Zhao et al. 2023, arXiv:2304.11277, version
+2), with one call to torch's `fully_shard` for CPU (gloo) and CUDA (NCCL):
 
-    shard(model, ...)       in place: each block is a group, the rest is the root's; each pass gathers the weights
-    whole_again(...)        in place back to a plain model, on rank 0 alone, one tensor at a time
-    published(model)        its whole weights by name, one at a time: what `Copies` of a policy sample with
+    shard(model, ...)       in place: one group per block, the rest in the root; each pass gathers the weights
+    whole_again(...)        in place, back to a plain model on rank 0 only, one tensor at a time
+    published(model)        its whole weights by name, one at a time; `Copies` of a policy sample with them
     local, full, rows       of a weight: this rank's part, all of it, and the range of its rows
 
-Accelerate's environment variables configure it: `accelerate launch` sets them from conf/launch/fsdp2.yaml, and
-tools/launch.py for `STAGECOACH_LAUNCH=fsdp2:2`. The mathematics is that of one process: weights travel in float32 and
-autocast casts them as it would there. So there is no MixedPrecisionPolicy, with which norms and embeddings would
-compute in half precision. Frozen models of their own (a reference) are not sharded: each process has them whole.
+It is configured by Accelerate's environment variables: `accelerate launch` sets them from conf/launch/fsdp2.yaml, and
+tools/launch.py for `STAGECOACH_LAUNCH=fsdp2:2`. The math matches a single process: weights are communicated in float32
+and cast by autocast as usual. There is no MixedPrecisionPolicy, which would run norms and embeddings in half precision.
+Separate frozen models (a reference) are not sharded: each process has a full copy.
 
-A process that dies without a word ends the others, also where no collective notices (`watch_peers`). Not promised:
-that they notice a machine that loses its network before gloo or NCCL does. With FSDP2: fp16
-(the scaler is lost, huggingface/accelerate #4289: refused), models that run other methods than `forward`. Tested on a
-CPU with gloo; CUDA, NCCL and `fsdp_offload_params` are untested.
+If a process dies silently, the others exit too, even if no collective notices (`watch_peers`). Not guaranteed: that
+they notice a machine losing its network before gloo or NCCL does. Not supported with FSDP2: fp16 (the scaler is lost,
+huggingface/accelerate #4289: rejected), models that run methods other than `forward`. Tested on a CPU with gloo; CUDA,
+NCCL and `fsdp_offload_params` are untested.
 """
 
 import atexit
@@ -59,17 +59,17 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 M = TypeVar("M", bound=nn.Module)
 CONNECT_SECONDS = 10.0
-GRACE_SECONDS = 30.0  # between a death and the end of those that no collective has told of it
-ON_DEVICE = 0.5  # of a device's memory: a smaller whole model goes back there after training
+GRACE_SECONDS = 30.0  # from a peer's death until processes not notified by a collective exit
+ON_DEVICE = 0.5  # of a device's memory: a smaller whole model returns to the device after training
 
 
 class Ranks:
     """This process among `world`."""
 
-    is_watched: ClassVar[bool] = False  # once in a process, however many runs it has
+    is_watched: ClassVar[bool] = False  # once per process, regardless of the number of runs
 
     def __init__(self, precision: str, folder: str) -> None:
-        """`folder` is the keyed work folder. Raises ConfigError where the ranks do not agree on the key."""
+        """`folder` is the keyed work folder. Raises ConfigError if the ranks disagree on the key."""
         self.rank, self.world = run_device.rank(), run_device.world_size()
         self.accelerator: Accelerator | None = None
         self.side: dist.ProcessGroup | None = None
@@ -93,21 +93,21 @@ class Ranks:
             other = next(rank for rank, other_key in enumerate(keys) if other_key != key)
             raise ConfigError(
                 f"rank {self.rank} computes the key {key}, rank {other} {keys[other]}: expected the same parameters,"
-                " code and input files for all processes. On several machines use one checkout on a shared file"
-                " system, and start the others when the inputs of the stage are there"
+                " code and input files on all processes. With several machines, use one checkout on a shared file"
+                " system, and start the others once the inputs of the stage exist"
             )
 
     def share_of(self, rows: int, stage: str) -> int:
-        """The most rows of a step that a rank works on. Raises ConfigError where some rank would have none."""
+        """The maximum rows per step on a rank. Raises ConfigError if some rank would have none."""
         if rows < self.world:
-            raise ConfigError(f"{stage}: {rows} rows a step for {self.world} processes; make the batch larger")
+            raise ConfigError(f"{stage}: {rows} rows per step for {self.world} processes; use a larger batch")
         return -(-rows // self.world)
 
     def place(self, model: nn.Module, device: torch.device) -> nn.Module:
-        """The model on its device, all of it or this rank's share. Raises GateError as `check_equal_weights`."""
+        """Move the model, or this rank's shard, to its device. Raises GateError like `check_equal_weights`."""
         if self.sharding is None:
             return model.to(device)
-        self.check_equal_weights(model)  # afterwards the rows of unequal ranks would make one wrong model
+        self.check_equal_weights(model)  # once sharded, unequal ranks would silently form a wrong model
         self._backups = shard(model, self.sharding, device)
         return model
 
@@ -118,7 +118,7 @@ class Ranks:
     def no_sync(self, model: nn.Module, *, skip: bool) -> contextlib.AbstractContextManager[object]:
         """Keep gradients local for this micro-batch when `skip`."""
         if self.sharding:
-            from torch.distributed.fsdp import FSDPModule  # here and below: 0.4 s that only sharded runs need
+            from torch.distributed.fsdp import FSDPModule  # here and below: 0.4 s, only needed when sharding
 
             assert isinstance(model, FSDPModule)
             model.set_requires_gradient_sync(self.sharding.reduces_each_pass or not skip)
@@ -128,7 +128,7 @@ class Ranks:
         return self.accelerator.no_sync(model)
 
     def evened(self, batches: list[T]) -> list[tuple[T, bool]]:
-        """The micro-batches of a step, and whether each counts: a sharded model needs as many passes on every rank."""
+        """A step's micro-batches, and whether each counts: a sharded model needs equal passes on every rank."""
         counted = [(batch, True) for batch in batches]
         if self.sharding is None:
             return counted
@@ -136,10 +136,10 @@ class Ranks:
         return counted + [(batches[-1], False)] * missing
 
     def dealt(self, batches: Iterable[T]) -> Iterator[tuple[T | None, bool]]:
-        """An evaluation in rounds of `world` batches: this rank's batch of each, and whether it counts.
+        """Deal evaluation batches in rounds of `world`: this rank's batch per round, and whether it counts.
 
-        Where the last round has none for this rank, it is None, or for a sharded model the batch of another rank, for a
-        pass that does not count.
+        If the last round has none for this rank, it is None; for a sharded model it is another rank's batch, for a pass
+        that does not count.
         """
         remaining = iter(batches)
         while group := list(itertools.islice(remaining, self.world)):
@@ -147,7 +147,7 @@ class Ranks:
             yield group[self.rank] if mine else group[0] if self.sharding else None, mine
 
     def control(self, stop: int, save: bool, counts: dict[str, int]) -> tuple[int, bool, dict[str, int]]:
-        """Agree on (stop signal, save now, summed counts) before a step. Every rank passes the same names of counts."""
+        """Agree on (stop signal, save now, summed counts) before a step. Every rank passes the same count names."""
         names = sorted(counts)
         values = torch.tensor([int(save), *(counts[name] for name in names)], dtype=torch.int64)
         signal = torch.tensor([stop], dtype=torch.int64)
@@ -165,7 +165,7 @@ class Ranks:
         return float(tensor)
 
     def gather(self, value: T) -> list[T]:
-        """The values of all ranks, in order. Rollouts travel this way (ids and log-probabilities, no weights)."""
+        """The values of all ranks, in order. Also used for rollouts (ids and log-probabilities, no weights)."""
         values = [value] * self.world
         if self.world > 1:
             dist.all_gather_object(values, value, group=self.side)
@@ -182,13 +182,13 @@ class Ranks:
         return value if self.world == 1 else float(self.sum_tensor(torch.tensor(value, dtype=torch.float64)))
 
     def gradient_norm(self, model: nn.Module, limit: float) -> float:
-        """The global gradient norm; gradients are clipped to `limit` when it is above 0."""
+        """The global gradient norm; gradients are clipped to `limit` if it is above 0."""
         parameters = [p for p in model.parameters() if p.grad is not None]
         gradients = [p.grad for p in parameters if p.grad is not None]
         foreach = all(_device_has_foreach_support(gradient.device) for gradient in gradients)  # else torch raises
         total = nn.utils.get_total_norm(gradients, foreach=foreach)
         norm = float(full(total))
-        if limit > 0 and math.isfinite(norm):  # else one bad gradient would spoil all others
+        if limit > 0 and math.isfinite(norm):  # else one bad gradient would corrupt all others
             nn.utils.clip_grads_with_norm_(parameters, limit, total, foreach=foreach)
         return norm
 
@@ -198,7 +198,7 @@ class Ranks:
             dist.barrier(group=self.side)
 
     def check_equal_weights(self, model: nn.Module) -> None:
-        """Raise GateError when the ranks start from different weights. A sharded model was checked before (`place`)."""
+        """Raise GateError if the ranks start from different weights. Sharded models are checked earlier (`place`)."""
         if self.world == 1 or any(is_sharded(p) for p in model.parameters()):
             return
         mine = torch.stack([p.detach().double().sum().cpu() for p in model.parameters()])
@@ -206,25 +206,25 @@ class Ranks:
         dist.broadcast(first, src=0, group=self.side)
         if not torch.equal(first, mine):
             raise GateError(
-                f"rank {self.rank} starts from other weights than rank 0; check the model files of each node"
+                f"rank {self.rank} starts from different weights than rank 0; check the model files on each node"
             )
 
     def check_different_rows(self, mine: np.ndarray) -> None:
-        """Raise GateError when two ranks would train on the same row of the first step."""
+        """Raise GateError if two ranks would train on the same row in the first step."""
         seen: dict[int, int] = {}
         for rank, rows in enumerate(self.gather(mine.tolist())):
             for row in rows:
                 if seen.setdefault(row, rank) != rank:
                     raise GateError(
-                        f"ranks {seen[row]} and {rank} both read row {row}: was each process launched with a rank of"
-                        " its own?"
+                        f"ranks {seen[row]} and {rank} both read row {row}: was each process launched with its own"
+                        " rank?"
                     )
 
     def finish(self, model: nn.Module, device: torch.device, *, last: bool = True) -> None:
-        """End the processes but rank 0, which alone measures and writes outs, with a whole model.
+        """End all processes except rank 0, which alone evaluates and writes outputs, with a whole model.
 
-        A sharded model is gathered in rank 0's machine memory, and on its device where it takes less than half of that.
-        Before the `last` run of a stage all ranks continue, each with a whole model.
+        A sharded model is gathered in rank 0's host memory, and moved to its device if it takes less than half of it.
+        Before a stage's `last` run all ranks continue, each with a whole model.
         """
         if self.sharding:
             keep = self.rank == 0 or not last
@@ -238,7 +238,7 @@ class Ranks:
                 self.leave()
 
     def leave(self) -> None:
-        """Dissolve the process group. Raises SystemExit(0) on all ranks but the first."""
+        """Destroy the process group. Raises SystemExit(0) on all ranks but the first."""
         dist.destroy_process_group()
         if self.rank:
             raise SystemExit(0)
@@ -247,19 +247,19 @@ class Ranks:
 # -- peers that die ----------------------------------------------------------------------------------------------------
 
 
-_connections: list[socket.socket] = []  # the connections to other processes, open until this one ends
+_connections: list[socket.socket] = []  # connections to other processes, open until this one exits
 
 
 def watch_peers(ranks: Ranks) -> None:
-    """Have this process end with code 1 when another dies without a word. All ranks call it, once.
+    """Exit this process with code 1 if another dies silently. All ranks call it, once.
 
-    Each rank holds a connection to rank 0, and says on it that it ends in order; the system closes that of a process
-    that dies. The others then have GRACE_SECONDS to end by an error of a collective, which says more. Where a firewall
-    allows no connection, nothing is watched.
+    Each rank keeps a connection to rank 0 and announces a clean exit on it; the system closes the connection of a
+    process that dies. The others then have GRACE_SECONDS to fail with a collective's error, which is more informative.
+    If a firewall blocks connections, nothing is watched.
     """
     server, offer = None, (0, b"")
     if ranks.rank == 0:
-        with contextlib.suppress(OSError):  # the address may be one that other machines alone know
+        with contextlib.suppress(OSError):  # the address may only be valid on other machines
             server = socket.create_server((os.environ["MASTER_ADDR"], 0))
             offer = (server.getsockname()[1], secrets.token_bytes(16))
     port, token = ranks.gather(offer)[0]
@@ -271,7 +271,7 @@ def watch_peers(ranks: Ranks) -> None:
 
 
 def _accept_peers(server: socket.socket, token: bytes, count: int) -> None:
-    """Accept connections until `count` of them have shown the token."""
+    """Accept connections until `count` of them have presented the token."""
     with server:
         while count:
             connection, _ = server.accept()
@@ -302,10 +302,10 @@ def _wait_on(connection: socket.socket) -> None:
         time.sleep(GRACE_SECONDS)
         sys.stderr.write(
             f"another process of this run is gone: it closed its connection to rank {run_device.rank()}."
-            " The same command resumes\n"
+            " Rerun the same command to resume\n"
         )
         sys.stderr.flush()
-        os._exit(1)  # the main thread waits for the dead, and cannot be woken
+        os._exit(1)  # the main thread is blocked on the dead process
 
 
 def _say_farewell() -> None:
@@ -334,22 +334,22 @@ HOOKS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Sharding:
-    """How weights are sharded: `fsdp_config` of the launch file."""
+    """How weights are sharded: `fsdp_config` in the launch file."""
 
     # free a block's weights after its forward pass (ZeRO-3); false: keep them for the backward pass (ZeRO-2)
     reshard: bool
-    offload: bool  # shards and optimizer states lie in the machine's memory
+    offload: bool  # keep shards and optimizer states in host memory
 
     @property
     def reduces_each_pass(self) -> bool:
-        """Whether every micro-batch shards its gradients. Else they are summed whole, which takes memory, and sharded
-        once.
+        """Whether gradients are reduce-scattered after every micro-batch. Otherwise they accumulate unsharded, which
+        takes memory, and are sharded once.
         """
         return self.reshard
 
 
 def asked() -> Sharding | None:
-    """The sharding of Accelerate's environment variables, if any. Raises ConfigError for FSDP's first version."""
+    """The sharding set by Accelerate's environment variables, if any. Raises ConfigError for FSDP1."""
     if not _flag("ACCELERATE_USE_FSDP"):
         return None
     version = os.environ.get("FSDP_VERSION", "1")
@@ -364,7 +364,7 @@ def _flag(name: str, default: str = "false") -> bool:
 
 @dataclass(frozen=True)
 class ModuleBackup:
-    """A module before sharding: its class, its hooks, the names of its attributes."""
+    """A module before sharding: its class, hooks and attribute names."""
 
     module: nn.Module
     kind: type[nn.Module]
@@ -373,9 +373,9 @@ class ModuleBackup:
 
 
 def shard(model: nn.Module, settings: Sharding, device: torch.device) -> list[ModuleBackup]:
-    """Shard the weights of `model` in place, block by block, so that no device ever has all.
+    """Shard the weights of `model` in place, block by block, so no device ever has all of them.
 
-    Returns what `whole_again` needs.
+    Returns the backups for `whole_again`.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
@@ -384,7 +384,7 @@ def shard(model: nn.Module, settings: Sharding, device: torch.device) -> list[Mo
         raise ConfigError("runtime.base_weights: FSDP2 cannot shard weights in NF4; use bf16")
     owners = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     assert len(owners) == len(list(model.named_parameters())), (
-        "a weight under two names would be cut twice: tie by reading"
+        "a weight with two names would be sharded twice: tie it on read"
     )
     backups = [
         ModuleBackup(
@@ -394,7 +394,7 @@ def shard(model: nn.Module, settings: Sharding, device: torch.device) -> list[Mo
     ]
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     policy = CPUOffloadPolicy() if settings.offload and device.type != "cpu" else OffloadPolicy()
-    own = [model.actor, model.critic] if isinstance(model, ActorCritic) else []  # each also runs by itself
+    own = [model.actor, model.critic] if isinstance(model, ActorCritic) else []  # each also runs separately
     for module in [*(m for m in model.modules() if isinstance(m, Block)), *own, model]:
         fully_shard(module, mesh=mesh, reshard_after_forward=settings.reshard, offload_policy=policy)
     if not settings.reshard:
@@ -403,7 +403,7 @@ def shard(model: nn.Module, settings: Sharding, device: torch.device) -> list[Mo
 
 
 def _reshard_after_inference(model: nn.Module, _inputs: object, _output: object) -> None:
-    """Free the gathered weights of a pass without gradients: no backward pass does, and the next would use old ones."""
+    """Free the weights gathered for a no-grad pass: no backward pass frees them, and the next would use stale ones."""
     if not torch.is_grad_enabled():
         from torch.distributed.fsdp import FSDPModule
 
@@ -414,9 +414,9 @@ def _reshard_after_inference(model: nn.Module, _inputs: object, _output: object)
 
 @torch.no_grad()
 def whole_again(model: nn.Module, backups: list[ModuleBackup], *, keep: bool) -> None:
-    """Restore plain modules, with whole weights in the machine's memory where `keep`, else empty. All ranks call it.
+    """Restore plain modules, with whole weights in host memory if `keep`, else empty. All ranks call it.
 
-    Gathers one tensor at a time, so that no device ever has all. Modules stay the same objects.
+    Gathers one tensor at a time, so no device ever has all of them. Modules stay the same objects.
     """
     for backup in backups:
         module = backup.module
@@ -425,7 +425,7 @@ def whole_again(model: nn.Module, backups: list[ModuleBackup], *, keep: bool) ->
             gathered = full(parameter.detach())
             data = gathered.new_empty(gathered.shape if keep else 0, device="cpu")
             if keep:
-                data.copy_(gathered)  # which may be a part of a larger storage, with rows that fill the last rank's
+                data.copy_(gathered)  # may be a view of a larger storage, with padding rows for the last rank
             whole[name] = nn.Parameter(data, requires_grad=parameter.requires_grad)
         module.__class__ = backup.kind
         module.__dict__.update({name: copy.copy(hooks) for name, hooks in backup.hooks.items()})
@@ -436,14 +436,14 @@ def whole_again(model: nn.Module, backups: list[ModuleBackup], *, keep: bool) ->
 
 
 def published(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Each weight with its name, whole. Of a sharded model each is a collective, so all ranks go through all."""
+    """Yield each whole weight with its name. For a sharded model each is a collective: all ranks must iterate fully."""
     for name, parameter in model.named_parameters():
         yield name, full(parameter.detach())
 
 
 class Copies:
-    """Whole models on this process that follow the weights of models which FSDP2 shards: no pass of theirs is a
-    collective, so ranks may sample and score different numbers of rows. Without sharding they are those models.
+    """Whole local copies that track the weights of FSDP2-sharded models. Their passes are not collectives, so ranks may
+    sample and score different numbers of rows. Without sharding they are the models themselves.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -451,7 +451,7 @@ class Copies:
         self._pairs: list[tuple[nn.Module, nn.Module]] = []  # copy, trained
 
     def of(self, model: M, prepare: Callable[[M], M] = lambda copied: copied) -> M:
-        """The model that follows `model`, which is not sharded yet; `prepare` may change the dtypes of a copy."""
+        """The copy that tracks `model`, which is not sharded yet; `prepare` may change a copy's dtypes."""
         if not self._needed:
             return model
         whole = prepare(copy.deepcopy(model).requires_grad_(False))
@@ -460,7 +460,7 @@ class Copies:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Give the copies the weights as they are now. While the models are sharded, all ranks call it together."""
+        """Update the copies to the current weights. While the models are sharded, all ranks call it together."""
         for whole, trained in self._pairs:
             own = dict(whole.named_parameters())
             for name, weight in published(trained):
@@ -468,26 +468,26 @@ class Copies:
 
 
 def is_sharded(tensor: Tensor) -> "TypeGuard[DTensor]":
-    """Whether this rank has only some rows of it."""
+    """Whether this rank has only some of its rows."""
     if type(tensor) in (Tensor, nn.Parameter):
         return False
-    from torch.distributed.tensor import DTensor  # here and below: a second that only sharded runs need
+    from torch.distributed.tensor import DTensor  # here and below: a second, only needed when sharding
 
     return isinstance(tensor, DTensor)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part, sharing its memory; all of a plain tensor."""
+    """This rank's part, sharing memory; all of a plain tensor."""
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def full(tensor: Tensor) -> Tensor:
-    """All of a tensor. For a sharded one this is a collective, which all ranks must call."""
+    """The whole tensor. For a sharded one this is a collective, so all ranks must call it."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
 def rows(tensor: Tensor) -> tuple[int, int]:
-    """[first, last) of this rank's rows; of a plain tensor all."""
+    """[first, last) of this rank's rows; all rows of a plain tensor."""
     if not is_sharded(tensor):
         return 0, len(tensor) if tensor.ndim else 1
     share = -(-len(tensor) // tensor.device_mesh.size())  # like torch.chunk: the last ranks may have fewer, or none
@@ -498,7 +498,7 @@ def rows(tensor: Tensor) -> tuple[int, int]:
 
 
 def like(part: Tensor, parameter: Tensor) -> Tensor:
-    """`part`, this rank's rows of a tensor of the shape of `parameter`, sharded as `parameter` is."""
+    """Wrap `part`, this rank's rows of a tensor shaped like `parameter`, with the sharding of `parameter`."""
     if not is_sharded(parameter):
         return part
     from torch.distributed.tensor import DTensor

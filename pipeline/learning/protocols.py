@@ -1,11 +1,12 @@
-"""What the training loop asks of a batch, a stream and a loss, and what its helpers read of a run.
+"""The interfaces of batches, streams and losses in the training loop, and of a run for its helpers.
 
-    Batch         counts, and a move to a device; the loss reads the rest
-    Stream        batches of given data, as a pure function of (seed, step): batches/
-    Rolling       a stream that the policy fills with its own answers: rl/rollout.py
-    TrainingRun   the part of `fit.Run` that the learning-rate finder, the memory plan and the speed report use
+    Batch         counts, and a move to a device; only the loss uses the rest
+    Stream        batches of fixed data, as a pure function of (seed, step): batches/
+    Rolling       a stream filled with the policy's own answers: rl/rollout.py
+    TrainingRun   the part of `fit.Run` used by the learning-rate finder, the memory planner and the speed report
 
-The helpers stand below the loop, so they do not import it. Protocols check types alone: nothing inherits from them.
+The helpers are below the loop, so they do not import it. The protocols are for type checking only: nothing inherits
+from them.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,10 +29,10 @@ LossFunction = Callable[..., Loss]  # (model, batch) -> Loss; the stage knows th
 
 
 class Batch(Protocol):
-    """A micro-batch, as far as the loop reads it."""
+    """A micro-batch, as seen by the loop."""
 
     @property
-    def counts(self) -> dict[str, int]: ...  # what sums are divided by; always "tokens", the trained targets
+    def counts(self) -> dict[str, int]: ...  # loss denominators; always includes "tokens", the trained targets
     def to(self, device: torch.device) -> "Batch": ...
 
 
@@ -47,12 +48,12 @@ class Stream(Protocol):
 
 
 class Rolling(Stream, Protocol):
-    """A stream that the policy fills once every `steps_per_rollout` steps. States are saved between fills only."""
+    """A stream filled by the policy every `steps_per_rollout` steps. States are saved only between fills."""
 
     steps_per_rollout: int
 
     def fill(self, step: int) -> dict[str, float]:
-        """Sample and score the answers of the next `steps_per_rollout` steps. Returns numbers to log."""
+        """Sample and score the answers for the next `steps_per_rollout` steps. Returns metrics to log."""
         ...
 
     def state(self) -> JsonObject: ...
@@ -60,24 +61,24 @@ class Rolling(Stream, Protocol):
 
 
 class TrainingRun(Protocol):
-    """A run of `fit`, as its helpers read it."""
+    """A run of `fit`, as seen by its helpers."""
 
     job: Job
     config: TrainingConfig
     stream: Stream
-    rolling: Rolling | None  # the stream, where the policy fills it
+    rolling: Rolling | None  # the stream, if the policy fills it
     hardware: Hardware
     ranks: Ranks
-    model: nn.Module  # wrapped for averaged gradients
+    model: nn.Module  # wrapped to average gradients
     plain: nn.Module  # the same weights without the wrapper
     optimizers: Optimizers
     scaler: Scaler
     steps: int  # of the whole run
     micro_batch: int  # rows in one forward pass
-    seen: int  # positions that this call of fit has trained on, over all ranks
+    seen: int  # positions trained on in this call of fit, over all ranks
 
     def batches(self, step: int, index: int) -> tuple[np.ndarray, list[Batch]]:
-        """The rows of global batch number `index`, and this rank's micro-batches of them at the context of `step`."""
+        """The rows of global batch `index`, and this rank's micro-batches of them at the context length of `step`."""
         ...
 
     def backward(self, batches: list[Batch], counts: dict[str, int]) -> Totals:

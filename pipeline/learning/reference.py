@@ -1,19 +1,19 @@
-"""A policy to train and its reference: a frozen copy of the start, or the policy with its adapter off.
+"""A trainable policy and its reference: a frozen copy of the initial model, or the policy with its adapter disabled.
 
-    start = begin(base, adapter, seed)      start.policy trains, start.reference never moves
+    start = begin(base, adapter, seed)      start.policy trains, start.reference stays fixed
     finish(start, base)                     checks that the reference is unchanged, and merges an adapter under its gate
 
-The copy is made in memory from the loaded weights, and never read again by name.
+The copy is made in memory from the loaded weights; the files are not read again.
 
-Frozen matrices (of the reference, of the reward model, of the base below an adapter) take 2 bytes instead of 4 where
-`Hardware.base_weights` is bf16 (`runtime.base_weights`), and below an adapter half a byte where it is nf4: NormalFloat
-with double quantization (QLoRA; Dettmers et al. 2023, arXiv:2305.14314), by bitsandbytes. Under bf16 autocast every
-pass rounds the weight of a linear layer to bf16 anyhow, so bf16 changes no output of a frozen model; a pass outside
-autocast computes with the rounded weights. Weights that autocast does not round stay float32: embeddings (they are
-looked up, also where the head is tied to them), norms, the reward's row. An adapter is merged into the float32 base,
-read again from its files: no rounding is published.
+Frozen matrices (of the reference, the reward model, the base model under an adapter) take 2 bytes instead of 4 if
+`Hardware.base_weights` is bf16 (`runtime.base_weights`), and half a byte under an adapter if it is nf4: NormalFloat
+with double quantization (QLoRA; Dettmers et al. 2023, arXiv:2305.14314), via bitsandbytes. Under bf16 autocast every
+pass rounds linear weights to bf16 anyway, so bf16 storage does not change the output of a frozen model; a pass outside
+autocast uses the rounded weights. Weights that autocast does not round stay float32: embeddings (even if tied to the
+head, since they are looked up), norms, the reward row. An adapter is merged into the float32 base, reloaded from its
+files, so no rounding is published.
 
-Not promised: that a copy fits beside the policy; with an adapter there is none.
+Not guaranteed: that a copy fits in memory next to the policy; with an adapter there is none.
 """
 
 import copy
@@ -40,19 +40,19 @@ from pipeline.run.workdir import Job
 from pipeline.text.tokenizer import Tokenizer
 
 Model = TypeVar("Model", bound=nn.Module)
-UNROUNDED = "score"  # the reward model's row: computed in float32 also under autocast
-NF4_BLOCK = 64  # weights of one scale
-GATE_TOKENS = 32  # of each row of the merge gate
+UNROUNDED = "score"  # the reward model's row: computed in float32 even under autocast
+NF4_BLOCK = 64  # weights per scale
+GATE_TOKENS = 32  # per row of the merge gate
 
 
 class Reference:
-    """The frozen weights of the start. `model()` is a context that runs them, `release()` frees them.
+    """The frozen initial weights. `model()` is a context manager to run them, `release()` frees them.
 
-    `parked`: between uses they lie in the machine's memory, not on the device (for training that reads no reference).
+    `parked`: kept in host memory between uses, not on the device (for training that needs no reference).
     """
 
     def __init__(self, policy: Transformer, *, adapted: bool, hardware: device.Hardware | None = None) -> None:
-        """`hardware` runs the reference, always in its autocast. None: the copy keeps the policy's dtype."""
+        """`hardware` runs the reference, always under its autocast. None: the copy keeps the policy's dtype."""
         self.adapted, self.parked = adapted, False
         self._weights: Transformer | None = (
             policy if adapted else copy.deepcopy(policy).train(False).requires_grad_(False)
@@ -81,23 +81,23 @@ class Reference:
             model.to("cpu")
 
     def read_from(self, policy: Any) -> None:
-        """Take the base of this model, which has the weights of the policy: for one whose own the processes share."""
+        """Use this model's base, which has the policy's weights: for a policy sharded across processes."""
         if self.adapted:
             self._weights = policy
 
     @property
     def released(self) -> bool:
-        """Whether the copy was freed."""
+        """Whether the copy has been freed."""
         return self._weights is None
 
     def release(self) -> None:
-        """Check the weights a last time and free the copy. Raises GateError."""
+        """Check the weights one last time and free the copy. Raises GateError."""
         self.check()
         if not self.adapted:
             self._weights = None
 
     def check(self) -> None:
-        """Raise GateError when the weights have changed since the start."""
+        """Raise GateError if the weights have changed since the start."""
         if self._weights is not None:
             gates.unmoved(self._stored_digest, self._compute_digest(), "the reference")
 
@@ -124,8 +124,8 @@ def begin(base: Path, adapter: AdapterConfig | None, seed: int, hardware: device
     """
     if adapter is not None and adapter.dropout:
         raise ConfigError(
-            f"adapter.dropout: expected 0 where the policy is compared with its reference, got {adapter.dropout}; only "
-            "stage_lora trains with dropout"
+            f"adapter.dropout: expected 0 when the policy is compared with its reference, got {adapter.dropout}; only "
+            "stage_lora supports dropout"
         )
     policy, tokenizer = checkpoint.load(base)
     if adapter is not None:
@@ -134,7 +134,7 @@ def begin(base: Path, adapter: AdapterConfig | None, seed: int, hardware: device
 
 
 def finish(start: Start, base: Path) -> dict[str, float | str]:
-    """Check the reference and merge the adapter into the weights of `base`. Returns numbers to report.
+    """Check the reference and merge the adapter into the weights of `base`. Returns metrics to report.
 
     Raises GateError.
     """
@@ -146,10 +146,10 @@ def finish(start: Start, base: Path) -> dict[str, float | str]:
 
 
 def merge(policy: Transformer, base: Path) -> float:
-    """Merge the adapter into the float32 weights of `base`, which `policy` may hold in bf16. Returns the largest
-    difference of a logit. Raises GateError.
+    """Merge the adapter into the float32 weights of `base`, which `policy` may store in bf16. Returns the largest
+    logit difference. Raises GateError.
 
-    Weights that would take much of the device are merged on the CPU, where the policy then stays.
+    If the weights would fill much of the device, they are merged on the CPU and the policy stays there.
     """
     rounded = {name: p for name, p in policy.named_parameters() if p.dtype != torch.float32}
     if rounded:
@@ -172,7 +172,7 @@ def placeable(model: nn.Module, where: torch.device) -> bool:
 def save_merged(
     policy: Transformer, tokenizer: Tokenizer, job: Job, base: Path, folder: Path, precision: str = "fp32"
 ) -> None:
-    """Write the policy as it is now: for `Watchers.save`. An adapter is merged into a copy. Raises GateError."""
+    """Write the current policy, for `Watchers.save`. An adapter is merged into a copy. Raises GateError."""
     if lora.adapters(policy):
         policy = copy.deepcopy(policy)
         merge(policy, base)
@@ -190,15 +190,13 @@ def gate_rows(model: Transformer) -> torch.Tensor:
 
 
 def narrowed(model: Model, hardware: Hardware) -> Model:
-    """Freeze the model in place, with its linear layers in bf16 where the hardware stores them so. Returns the
-    model.
-    """
+    """Freeze the model in place, with linear layers in bf16 if the hardware stores them that way. Returns the model."""
     model.requires_grad_(False)
     return narrow(model) if hardware.base_weights != "fp32" else model
 
 
 def store(model: Transformer, hardware: Hardware) -> None:
-    """Store the base below the adapters of a model as `Hardware.base_weights` says. The head stays at least bf16."""
+    """Store a model's base under its adapters per `Hardware.base_weights`. The head stays at least bf16."""
     if hardware.base_weights == "nf4":
         quantise(model, hardware.device)
     if hardware.base_weights != "fp32":
@@ -206,8 +204,8 @@ def store(model: Transformer, hardware: Hardware) -> None:
 
 
 def quantise(model: nn.Module, where: torch.device) -> None:
-    """Convert the frozen layers of a model in place to NF4, on the device where they compute. Not its head, nor layers
-    whose rows are not whole blocks.
+    """Convert a model's frozen layers to NF4 in place, on their compute device. Skips the head and layers whose rows
+    are not whole blocks.
     """
     quantise_4bit = importlib.import_module("bitsandbytes.functional").quantize_4bit
     for name, layer in model.named_modules():
@@ -221,7 +219,7 @@ def quantise(model: nn.Module, where: torch.device) -> None:
 
 
 def narrow(model: Model) -> Model:
-    """Convert the frozen linear layers of a model in place to bf16, weights and biases. Returns the model."""
+    """Convert a model's frozen linear layers to bf16 in place, weights and biases. Returns the model."""
     for name, layer in model.named_modules():
         if isinstance(layer, nn.Linear | AdaptedLinear) and name.rpartition(".")[2] != UNROUNDED:
             for parameter in (layer.weight, layer.bias):

@@ -1,17 +1,17 @@
-"""The settings of a training run and its learning-rate schedule. The keys stand flat in a stage's params.yaml block.
+"""Training settings and the learning-rate schedule. The keys are flat in a stage's params.yaml block.
 
 TrainingConfig              optimizer, schedule, evaluation; each subclass defines its batch
 ├── FitConfig               rows of packed tokens or dialogues
-├── AnswerConfig            whole answers, under length limits
-│   ├── PairConfig          pairs of them: reward, dpo
-│   └── LabelConfig         good and bad ones: kto
-└── rl/rollout.RolloutConfig    answers of the policy itself: rlhf, grpo
+├── AnswerConfig            whole answers, with length limits
+│   ├── PairConfig          pairs of answers: reward, dpo
+│   └── LabelConfig         good and bad answers: kto
+└── rl/rollout.RolloutConfig    the policy's own answers: rlhf, grpo
 
 Validation                  validation loss, early stopping, averaged weights, what to publish: part of the first two
-FullTraining, Neftune       what else a stage may take that trains all weights, or dialogues
+FullTraining, Neftune       extra keys for stages that train all weights, or on dialogues
 
-The schedule is a pure function of the step, so there is nothing to save and nothing to advance. With S steps, W of
-warm-up, m = `min_ratio`, p = (s - W) / max(1, S - 1 - W), the factor is (s + 1) / W during warm-up, then by name:
+The schedule is a pure function of the step, so it has no state to save or advance. With S steps, W of warmup,
+m = `min_ratio`, p = (s - W) / max(1, S - 1 - W), the factor is (s + 1) / W during warmup, then by name:
 
     constant                1
     linear                  1 - (1 - m) p
@@ -48,42 +48,42 @@ LEAST = {
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig(OptimizerConfig):
-    """The settings of every training run. Subclasses define the batch of a step and the number of steps."""
+    """Settings shared by all training runs. Subclasses define the batch of a step and the number of steps."""
 
     optimizer: str = "adamw"
     """adamw, or muon: Muon for the hidden matrices, AdamW for the rest."""
     learning_rate: float
-    """At the top of the schedule."""
+    """Peak learning rate."""
     weight_decay: float = 0.1
-    """Of matrices, times the learning rate; none on norms, biases, bank and router."""
+    """For matrices, times the learning rate; none for norms, biases, bank and router."""
     betas: tuple[float, ...] = (0.9, 0.95)
-    """AdamW's."""
+    """AdamW betas."""
     eps: float = 1e-8
-    """AdamW's."""
+    """AdamW epsilon."""
     max_grad_norm: float = 1.0
-    """The global gradient norm is clipped to this; 0 is off."""
+    """Clip the global gradient norm to this; 0 disables."""
     schedule: str = "cosine"
     """constant, linear, cosine, cosine_with_restarts, wsd."""
     min_ratio: float = 0.1
-    """The last learning rate as a share of the first."""
+    """Final learning rate as a fraction of the peak."""
     cycles: int = 1
-    """Of cosine_with_restarts."""
+    """Number of cycles for cosine_with_restarts."""
     decay_ratio: float = 0.2
-    """wsd: the share of steps that decays."""
+    """wsd: fraction of steps spent decaying."""
     warmup_steps: int = 0
-    """At most one of these two."""
+    """Warmup steps; set at most one of warmup_steps and warmup_ratio."""
     warmup_ratio: float = 0.0
-    """The share of steps in which the rate rises to its top; warmup_steps: their number."""
+    """Fraction of steps spent warming up to the peak rate."""
     eval_steps: int = 500
-    """Evaluate every so many steps, and at the end."""
+    """Evaluate every this many steps, and at the end."""
     on_nonfinite: str = "skip"
-    """A loss or norm that is no number: skip the update, stop, or rollback (learning/update.py)."""
+    """If loss or gradient norm is not finite: skip the update, stop, or rollback (learning/update.py)."""
     on_spike: str = "skip"
-    """One far above the last 128 steps: skip, stop, rollback, or ignore."""
+    """If the loss spikes far above the last 128 steps: skip, stop, rollback, or ignore."""
 
-    length_keys: ClassVar[tuple[str, ...]] = ()  # that set nothing but the number of steps
+    length_keys: ClassVar[tuple[str, ...]] = ()  # keys that only set the number of steps
     length_key: ClassVar[str] = "context"  # the key that sets the longest row, for error messages
-    even_rows: ClassVar[bool] = False  # all rows have one length, so that every batch has the same shape
+    even_rows: ClassVar[bool] = False  # all rows have the same length, so every batch has the same shape
 
     def check(self) -> None:
         """Raise ValueError for invalid values. The `__post_init__` of subclasses call it."""
@@ -112,22 +112,22 @@ class TrainingConfig(OptimizerConfig):
 
     @property
     def validated(self) -> "Validation":
-        """How the run is validated. Without a validation loss it publishes its last weights."""
+        """Validation settings. Without a validation loss the last weights are published."""
         return Validation(eval_tokens=0, publish="last")
 
     @property
     def row_length(self) -> int:
-        """The most tokens of a row of the batch."""
+        """The maximum tokens per row of the batch."""
         raise NotImplementedError
 
     @property
     def longest(self) -> int:
-        """The most tokens that a model reads at once."""
+        """The maximum sequence length the model processes."""
         return self.row_length
 
     @property
     def trained_length(self) -> int:
-        """The most trained tokens of a row. The head computes logits for these alone."""
+        """The maximum trained tokens per row. The head computes logits only for these."""
         return self.row_length
 
     @property
@@ -136,36 +136,36 @@ class TrainingConfig(OptimizerConfig):
         raise NotImplementedError
 
     def context_at(self, step: int) -> int:
-        """Tokens of a row of the batch at `step`."""
+        """Tokens per row of the batch at `step`."""
         return self.row_length
 
     def check_context(self, model: nn.Module) -> None:
-        """Raise ConfigError when a row may be longer than the context of the model (or of an actor and its critic)."""
+        """Raise ConfigError if a row may exceed the context of the model (or of an actor and its critic)."""
         pair = [getattr(model, name) for name in ("actor", "critic") if hasattr(model, name)]
         for part in pair or [model]:
             shape = getattr(part, "config", None)
             if shape is not None and self.longest > shape.max_context:
                 raise ConfigError(
                     f"{self.length_key}: expected at most {shape.max_context}, the model's context, got {self.longest};"
-                    " make it smaller"
+                    " reduce it"
                 )
 
     def resolve_steps(self, tokens_per_epoch: int) -> int:
-        """The number of steps. `tokens_per_epoch` counts the positions of the data, with padding."""
+        """The number of steps. `tokens_per_epoch` counts positions in the data, including padding."""
         raise NotImplementedError
 
     def free_steps(self, steps: int) -> int:
-        """The number of first steps whose learning rates are the same in every longer run.
+        """The number of initial steps whose learning rates do not depend on the run length.
 
-        All under `constant`, those before the decay under `wsd`, none under another schedule or a `warmup_ratio`. A
-        longer run goes on from the state after them and ends with the bits that it would have had from the start.
+        All for `constant`, those before the decay for `wsd`, none for other schedules or with a `warmup_ratio`. A
+        longer run continues from the state after them, bitwise identical to a run from scratch.
         """
         if self.warmup_ratio or self.schedule not in ("constant", "wsd"):
             return 0
         return steps if self.schedule == "constant" else max(0, steps - decay_steps(steps, self.decay_ratio))
 
     def factor(self, step: int, steps: int) -> float:
-        """The schedule at `step` of `steps`."""
+        """The schedule factor at `step` of `steps`."""
         warmup = self.warmup_steps or round(self.warmup_ratio * steps)
         return factor(
             step,
@@ -180,18 +180,18 @@ class TrainingConfig(OptimizerConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Validation:
-    """A validation loss on held-out data, and what follows from it."""
+    """Validation loss on held-out data, and the decisions based on it."""
 
     eval_tokens: int = 262144
-    """Size of the fixed validation slice."""
+    """Size of the fixed validation slice, in tokens."""
     patience: int = 0
-    """Stop after so many evaluations without a gain."""
+    """Early stopping: stop after this many evaluations without improvement; 0 disables."""
     threshold: float = 0.0
-    """A gain, in nats per token."""
+    """Minimum improvement, in nats per token."""
     publish: str = "best"
-    """best (lowest validation loss), or last."""
+    """Which weights to publish: best (lowest validation loss), or last."""
     ema_decay: float = 0.0
-    """Averaged weights are evaluated and published; 0: none."""
+    """EMA of the weights, used for evaluation and publishing; 0 disables."""
 
     def __post_init__(self) -> None:
         for key in ("eval_tokens", "patience", "threshold"):
@@ -200,19 +200,19 @@ class Validation:
         if self.publish not in ("best", "last"):
             raise ValueError(f"publish: expected one of best, last, got {self.publish!r}")
         if not 0 <= self.ema_decay < 1:
-            raise ValueError(f"ema_decay: expected 0 (none) to below 1, got {self.ema_decay}")
+            raise ValueError(f"ema_decay: expected 0 (off) to below 1, got {self.ema_decay}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Curriculum:
-    """Growing row length (Li et al. 2022, arXiv:2108.06084), at a constant number of tokens a step."""
+    """Growing context length (Li et al. 2022, arXiv:2108.06084), at a constant number of tokens per step."""
 
     start: int = 128
-    """Tokens of a row at first; each further length is twice the one before."""
+    """Initial row length in tokens; it doubles at each stage."""
     end: int = 2048
-    """And in the end."""
+    """Final row length."""
     steps: int = 1000
-    """In which they grow."""
+    """Steps over which the length grows."""
 
     def __post_init__(self) -> None:
         ratio = self.end // max(1, self.start)
@@ -233,17 +233,17 @@ class FitConfig(TrainingConfig):
     """A run over packed rows. Exactly one of steps, tokens, epochs sets its length."""
 
     steps: int | None = None
-    """Batches."""
+    """Training length in steps (set exactly one)."""
     tokens: int | None = None
-    """or: trained on so many tokens."""
+    """or in tokens."""
     epochs: float | None = None
-    """or: so often over the data."""
+    """or in epochs."""
     tokens_per_step: int = 16384
-    """Of the global batch, whatever the number of processes."""
+    """Global batch size in tokens, regardless of the number of processes."""
     context: int = 2048
-    """Tokens in a row."""
+    """Tokens per row."""
     curriculum: Curriculum | None = None
-    """{start, end, steps}: rows grow."""
+    """{start, end, steps}: growing context length."""
     validation: Validation = field(default_factory=Validation)
     length_keys: ClassVar[tuple[str, ...]] = ("steps", "tokens", "epochs")
     even_rows: ClassVar[bool] = True
@@ -270,7 +270,7 @@ class FitConfig(TrainingConfig):
         return self.context
 
     def context_at(self, step: int) -> int:
-        """Tokens of a row at `step`. During a curriculum these are windows of the packed rows."""
+        """Tokens per row at `step`. During a curriculum, rows are windows of the packed rows."""
         return self.context if self.curriculum is None else self.curriculum.context_at(step)
 
     @property
@@ -278,7 +278,7 @@ class FitConfig(TrainingConfig):
         return self.tokens_per_step // self.context
 
     def resolve_steps(self, tokens_per_epoch: int) -> int:
-        """The number of steps, from whichever of steps, tokens, epochs is set."""
+        """The number of steps, derived from whichever of steps, tokens, epochs is set."""
         if self.steps is not None:
             return self.steps
         tokens = self.tokens if self.tokens is not None else (self.epochs or 0) * tokens_per_epoch
@@ -290,13 +290,13 @@ class AnswerConfig(TrainingConfig):
     """A run over whole answers. Exactly one of steps and epochs sets its length. Subclasses define the batch."""
 
     steps: int | None = None
-    """Batches."""
+    """Training length in steps (set exactly one)."""
     epochs: float | None = None
-    """or: so often over the data."""
+    """or in epochs."""
     max_prompt: int = 512
-    """Tokens; what has a longer prompt is dropped and counted."""
+    """Maximum prompt tokens; examples with longer prompts are dropped and counted."""
     max_length: int = 1024
-    """Tokens of prompt and answer; a cut answer would lose its end, so what is longer is dropped."""
+    """Maximum tokens of prompt plus answer; longer examples are dropped, not truncated."""
     validation: Validation = field(default_factory=Validation)
 
     length_keys: ClassVar[tuple[str, ...]] = ("steps", "epochs")
@@ -321,7 +321,7 @@ class AnswerConfig(TrainingConfig):
         return self.max_length
 
     def resolve_steps(self, tokens_per_epoch: int) -> int:
-        """The number of steps, from whichever of steps and epochs is set."""
+        """The number of steps, derived from whichever of steps and epochs is set."""
         if self.steps is not None:
             return self.steps
         return max(1, round((self.epochs or 0) * tokens_per_epoch / (self.rows * self.row_length)))
@@ -332,7 +332,7 @@ class PairConfig(AnswerConfig):
     """A run over pairs of answers."""
 
     pairs: int = 32
-    """Of a step, whatever the number of processes."""
+    """Pairs per step, regardless of the number of processes."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -341,7 +341,7 @@ class PairConfig(AnswerConfig):
 
     @property
     def row_length(self) -> int:
-        """Two answers make a row."""
+        """A row is two answers."""
         return 2 * self.max_length
 
     @property
@@ -354,7 +354,7 @@ class LabelConfig(AnswerConfig):
     """A run over good and bad answers."""
 
     answers: int = 64
-    """Of a step, whatever the number of processes; from 2, because each prompt also gets another one's answer."""
+    """Answers per step, regardless of the number of processes; at least 2: each prompt also gets another's answer."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -368,12 +368,12 @@ class LabelConfig(AnswerConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class FullTraining:
-    """More keys of a stage that trains all weights."""
+    """Extra keys for stages that train all weights."""
 
     dropout: float = 0.0
-    """Share of each layer's outputs dropped in training."""
+    """Dropout rate on each layer's outputs."""
     save_precision: str = "fp32"
-    """Of the published weights: fp32, bf16, fp16."""
+    """Precision of the published weights: fp32, bf16, fp16."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.dropout < 1:
@@ -384,10 +384,10 @@ class FullTraining:
 
 @dataclass(frozen=True, kw_only=True)
 class Neftune:
-    """Noise on the embeddings, in fine-tuning on dialogues."""
+    """Embedding noise for fine-tuning on dialogues."""
 
     neftune_alpha: float = 0.0
-    """Noise on the embeddings in training (arXiv:2310.05914: 5 to 15); 0: none."""
+    """NEFTune embedding noise during training (arXiv:2310.05914: 5 to 15); 0 disables."""
 
     def __post_init__(self) -> None:
         if self.neftune_alpha < 0:
@@ -395,10 +395,10 @@ class Neftune:
 
 
 def _exactly_one(**lengths: float | None) -> None:
-    """Raise ValueError unless exactly one of the lengths of a run is set, and above 0."""
+    """Raise ValueError unless exactly one of a run's lengths is set, and is above 0."""
     names = [name for name, value in lengths.items() if value is not None]
     if len(names) != 1:
-        remedy = f"; switch off what should not count, for example {names[-1]}=none" if names else ""
+        remedy = f"; unset the others, for example {names[-1]}=none" if names else ""
         raise ValueError(f"expected exactly one of {', '.join(lengths)}; got {', '.join(names) or 'none'}{remedy}")
     if (lengths[names[0]] or 0) <= 0:
         raise ValueError(f"{names[0]}: expected more than 0, got {lengths[names[0]]}")
@@ -408,14 +408,14 @@ def _exactly_one(**lengths: float | None) -> None:
 
 
 def decay_steps(steps: int, decay_ratio: float) -> int:
-    """The number of last steps in which `wsd` lowers the rate."""
+    """The number of final steps in which `wsd` decays the rate."""
     return max(1, round(decay_ratio * steps))
 
 
 def factor(
     step: int, *, name: str, steps: int, warmup: int, min_ratio: float, cycles: int = 1, decay_ratio: float = 0.2
 ) -> float:
-    """The factor of the learning rate at `step` (from 0). Raises ValueError for an unknown name."""
+    """The learning-rate factor at `step` (from 0). Raises ValueError for an unknown name."""
     if step < warmup:
         return (step + 1) / warmup
     p = (step - warmup) / max(1, steps - 1 - warmup)

@@ -1,26 +1,26 @@
-"""Resumable states of a training run: on disk a state is whole, or it is not there.
+"""Resumable training checkpoints ("states"), written atomically.
 
     <work folder>/step-00000400/
         weights.safetensors  optimizer.safetensors  state.json  curve.jsonl
-        manifest.json        sizes and sha256 of the others, written last
+        manifest.json        sizes and sha256 of the other files, written last
 
-`Keeper` saves and resumes a run: which states to retain, which one to resume from, which weights to publish. All ranks
-call its methods together. Rank 0 writes, or each rank its rows of a sharded model (FSDP2); rank 0 alone decides which
-state is the newest good one.
+`Keeper` saves and resumes a run: it decides which states to retain, which one to resume from, which weights to publish.
+All ranks call its methods together. Rank 0 writes, or with FSDP2 each rank its own rows; rank 0 alone picks the newest
+valid state.
 
-Files are written into `step-N.part`, each fsynced, the manifest last; then fsync of the folder, rename, fsync of the
-parent, and only then are older states dropped. `newest` returns the newest state whose every hash matches, so a damaged
-one costs the steps since the one before it.
+Files are written to `step-N.part` and fsynced, the manifest last. Then the folder is fsynced and renamed, its parent
+fsynced, and only then are older states deleted. `newest` returns the newest state with all hashes intact, so a damaged
+one only loses the steps since the previous state.
 
-Each process writes the rows that it has of each tensor, and any process reads the rows that it needs:
+Each process writes its own rows of each tensor, and any process can read the rows it needs:
 
-    weights.safetensors                     one process, or copies of one: whole tensors
+    weights.safetensors                     one process, or DDP: whole tensors
     weights-00001-of-00002.safetensors      FSDP2: rank 1's rows; the manifest has the first row of each tensor
 
-So a run of 2 processes resumes with 1, with 8, or sharded otherwise, and a plain model reads what 8 processes wrote. No
-process ever loads more than it needs.
+A 2-process run can thus resume with 1 or 8 processes, or with different sharding, and a plain model can load a
+checkpoint written by 8 processes. No process ever loads more than it needs.
 
-Not promised: survival of a disk that acknowledges fsync without writing.
+Not guaranteed: surviving a disk that acknowledges fsync without writing.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ from pipeline.run.workdir import (
     write_atomically,
 )
 
-AVERAGE = "average"  # `<parameter>/average` among the optimizer's states
-OLD = ".old"  # the ending of a state while another takes its place
+AVERAGE = "average"  # `<parameter>/average` in the optimizer states
+OLD = ".old"  # suffix of a state while it is being replaced
 Offsets = dict[str, int]  # tensor -> its first row in a file
-Files = dict[str, list[int | str | Offsets]]  # name -> [size, sha256], with the offsets for the rows of one rank
+Files = dict[str, list[int | str | Offsets]]  # name -> [size, sha256], plus offsets for one rank's rows
 
 
 class Keeper:
-    """The states of one run. `settings` are facts of this process that must not change for a bit-exact resume."""
+    """The states of one run. `settings` are properties of this process that must match for a bit-exact resume."""
 
     def __init__(
         self,
@@ -83,19 +83,19 @@ class Keeper:
     ) -> None:
         self.job, self.ranks, self.model, self.optimizers, self.averages = job, ranks, model, optimizers, averages
         self.fingerprint, self.settings, self.config = fingerprint, settings, config
-        self.free = 0  # the step up to which every longer run makes the same steps
+        self.free = 0  # steps up to here are the same in every longer run
         self.publishes_best = config.validated.publish == "best"
         self.rolls_back = "rollback" in (config.on_nonfinite, config.on_spike)
         if job.runtime.async_save and ranks.sharding:
             raise ConfigError(
-                "runtime.async_save: a model that is cut (FSDP2) is written by all its processes together; set it to"
-                " false"
+                "runtime.async_save is not supported for sharded models (FSDP2), which all processes write together;"
+                " set it to false"
             )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="state")
         self._writing: Future[None] | None = None
 
     def save(self, course: Course, window: LoggingWindow, extra: JsonObject) -> None:
-        """Write a state, then drop all but the `runtime.keep` newest, the best, and those that a rollback may load.
+        """Write a state, then delete all but the `runtime.keep` newest, the best, and rollback candidates.
 
         With `runtime.async_save` a thread writes a copy, one at a time: the next save, and the end, wait for it.
         """
@@ -118,7 +118,7 @@ class Keeper:
             )
 
     def _protected_steps(self, course: Course) -> list[int]:
-        """The steps whose states retention must not drop."""
+        """The steps whose states must not be deleted."""
         targets = [*(update.rollback_targets(course) if self.rolls_back else []), *([self.free] if self.free else [])]
         if not self.publishes_best:
             return targets
@@ -132,7 +132,7 @@ class Keeper:
         rows: list[JsonObject],
         protect: list[int],
     ) -> None:
-        """Write one state. In a thread rank 0 works alone, and no rank waits for another."""
+        """Write one state. In a thread only rank 0 works, and no rank waits for another."""
         ranks, folder = self.ranks, self.job.folder
         first, alone = ranks.rank == 0, self.job.runtime.async_save
         part = begin(folder, step, tensors) if first else _part_folder(folder, step)
@@ -150,7 +150,7 @@ class Keeper:
             ranks.barrier()
 
     def keep_for_longer_runs(self, course: Course) -> None:
-        """Name the states that a longer run goes on from, which then outlive this one."""
+        """Record the states from which a longer run can continue, so they are kept after this run."""
         if not self.free or course.step < self.free or self.ranks.rank:
             return
         best = update.best_before(course, self.free) if self.publishes_best else -1
@@ -158,12 +158,12 @@ class Keeper:
         write_atomically(self.job.folder / KEPT, json.dumps(names))
 
     def _go_on_from_a_relative(self) -> None:
-        """Take over the newest state of another run whose steps so far are this run's too, if this one has none."""
+        """If this run has no state, adopt the newest state of another run with identical steps so far."""
         folder, job = self.job.folder, self.job
         relatives = workdir.relatives(folder, job.family) if job.family else []
         if not relatives or job.runtime.fresh or next(folder.glob("step-????????"), None):
             return
-        with ExitStack() as locks:  # what another process trains is left alone
+        with ExitStack() as locks:  # leave runs of other processes alone
             free = [relative for relative in relatives if locks.enter_context(workdir.held(relative))]
             shared = [found for relative in free for found in self._shared_states(relative)]
             if shared:
@@ -172,29 +172,29 @@ class Keeper:
                     remove(folder / f"{name}.part")
                     shutil.copytree(path.with_name(name), folder / f"{name}.part", copy_function=link_or_copy)
                     (folder / f"{name}.part").rename(folder / name)
-                say(f"{job.name}: goes on from step {step} of run {path.parent.name}: so far the two are the same run")
+                say(f"{job.name}: continuing from step {step} of run {path.parent.name}, identical up to there")
                 return
         why = (
-            "its states are gone, or another process has them"
+            "its states are gone, or in use by another process"
             if self.free
-            else f"the rates of schedule {self.config.schedule} depend on the length; wsd and constant would go on"
+            else f"the rates of schedule {self.config.schedule} depend on the length (use wsd or constant to continue)"
         )
-        say(f"{job.name}: run {relatives[0].name} differs in its length alone, but this one starts at 0: {why}")
+        say(f"{job.name}: run {relatives[0].name} differs only in length, but this one starts at 0: {why}")
 
     def _shared_states(self, relative: Path) -> Iterator[tuple[int, Path, int]]:
-        """(step, state, its best step) of another run's states whose steps are this run's too."""
+        """(step, state, its best step) for another run's states whose steps are also this run's."""
         for path in relative.glob("step-????????"):
             meta = {} if fault(path) else read_state(path).meta
             if 0 < meta.get("step", 0) <= min(self.free, meta.get("free", 0)) and self._has_best(path, meta):
                 yield meta["step"], path, meta["best_step"]
 
     def _has_best(self, path: Path, meta: JsonObject) -> bool:
-        """Whether the best state that a state speaks of is there too, where it may be published."""
+        """Whether the best state named in `meta` also exists, if it may be published."""
         best = path.with_name(name_of(meta["best_step"])) if meta["best_step"] >= 0 else path
         return not self.publishes_best or not fault(best)
 
     def wait(self) -> None:
-        """Wait until the thread has written its state. Raises what the thread raised."""
+        """Wait until the thread has written its state. Reraises the thread's exception."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
@@ -203,13 +203,13 @@ class Keeper:
             self.ranks.barrier()
 
     def close(self) -> None:
-        """End the thread after its current state, also when the run has failed."""
+        """Stop the thread after its current state, even if the run has failed."""
         self._thread.shutdown(wait=True)
 
     def resume(self) -> tuple[Course, LoggingWindow, JsonObject] | None:
-        """Load the newest whole state into model, optimizers, averages and tracker. Returns the rest of it, if any.
+        """Load the newest valid state into model, optimizers, averages and tracker. Returns the rest of it, if any.
 
-        Raises ConfigError for a state of other data, or one that not all ranks see.
+        Raises ConfigError for a state trained on other data, or not visible to all ranks.
         """
         state = self._newest_state()
         if state is None:
@@ -222,13 +222,13 @@ class Keeper:
         return self._restore(state)
 
     def _newest_state(self) -> State | None:
-        """The newest good state, the same one on all ranks. Rank 0 alone checks the hashes."""
+        """The newest valid state, the same one on all ranks. Only rank 0 checks the hashes."""
         state = None
         if self.ranks.rank == 0:
             self._go_on_from_a_relative()
             state = newest(self.job.folder)
             last = state.step if state else -1
-            drop_after(self.job.folder, last)  # damaged ones: they would count as the newest
+            drop_after(self.job.folder, last)  # damaged ones would count as the newest
         step = self.ranks.gather(state and state.step)[0]
         if step is None or state is not None:
             return state
@@ -236,12 +236,12 @@ class Keeper:
             return read_state(self.job.folder / name_of(step))
         except OSError as error:
             raise ConfigError(
-                f"rank {self.ranks.rank} does not see {self.job.folder / name_of(step)}, which rank 0 goes on from: "
-                "expected the work directory (STAGECOACH_WORK) on a file system that all machines share"
+                f"rank {self.ranks.rank} does not see {self.job.folder / name_of(step)}, which rank 0 resumes from: "
+                "expected the work directory (STAGECOACH_WORK) on a file system shared by all machines"
             ) from error
 
     def load(self, step: int) -> tuple[Course, LoggingWindow, JsonObject]:
-        """As `resume`, from the state after `step` batches."""
+        """Like `resume`, from the state after `step` batches."""
         self.wait()
         self.job.tracker.back_to(step)
         return self._restore(at(self.job.folder, step))
@@ -257,7 +257,7 @@ class Keeper:
         return course, LoggingWindow.of(state.meta["window"]), state.meta
 
     def _optimizer_tensors(self, state: State) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The optimizer's states, and the averaged weights by name: of each the rows that this rank has."""
+        """The optimizer states, and the averaged weights by name: this rank's rows of each."""
         stored, parameters = state.optimizer(), dict(self.model.named_parameters())
         tensors = {name: stored.like(name, parameters[name.rpartition("/")[0]]) for name in sorted(stored.names())}
         suffix = f"/{AVERAGE}"
@@ -265,7 +265,7 @@ class Keeper:
         return {name: tensor for name, tensor in tensors.items() if not name.endswith(suffix)}, averages
 
     def forget_after(self, step: int) -> None:
-        """Drop the states of later steps, which a rollback has made void."""
+        """Delete the states of later steps, invalidated by a rollback."""
         self.wait()
         self.ranks.barrier()
         if self.ranks.rank == 0:
@@ -273,7 +273,7 @@ class Keeper:
         self.ranks.barrier()
 
     def load_weights(self, step: int) -> None:
-        """Load the weights of the state at `step` into the model, the averaged ones where there are some."""
+        """Load the weights of the state at `step` into the model, the averaged ones if there are any."""
         self.wait()
         state = at(
             self.job.folder,
@@ -291,13 +291,13 @@ class Keeper:
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters by name, each storage once (a tied head is the embedding)."""
+    """Parameters by name, one per storage (a tied head is the embedding)."""
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
 @torch.no_grad()
 def load_weights(model: nn.Module, weights: StoredTensors) -> None:
-    """Copy the weights of a state into the model, on each rank its own rows. Every name must match."""
+    """Copy the weights of a state into the model, each rank its own rows. All names must match."""
     parameters = dict(model.named_parameters())
     assert parameters.keys() == weights.names(), sorted(parameters.keys() ^ weights.names())
     for name, parameter in parameters.items():
@@ -309,7 +309,7 @@ def load_weights(model: nn.Module, weights: StoredTensors) -> None:
 
 @dataclass(frozen=True)
 class State:
-    """A state on disk, from which a run resumes."""
+    """A state on disk from which a run can resume."""
 
     step: int  # batches done
     folder: Path
@@ -339,7 +339,7 @@ def save(
     meta: JsonObject,
     curve: list[JsonObject],
 ) -> Path:
-    """Write a state that one process has whole. Raises StagecoachError as `begin`."""
+    """Write a state held entirely by one process. Raises StagecoachError like `begin`."""
     tensors = {"weights": weights, "optimizer": optimizer}
     part = begin(folder, step, tensors)
     return complete(part, step, write(part, tensors), meta=meta, curve=curve)
@@ -348,7 +348,7 @@ def save(
 def begin(folder: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]]) -> Path:
     """Create an empty folder for a state of these tensors, which may be sharded.
 
-    Raises StagecoachError when the disk has less than 1.2 times its size left.
+    Raises StagecoachError if free disk space is less than 1.2 times its size.
     """
     need = sum(t.numel() * t.element_size() for kind in tensors.values() for t in kind.values())
     need_space(folder, int(1.2 * need) + 1_000_000)
@@ -359,12 +359,12 @@ def begin(folder: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]]) 
 
 
 def _part_folder(folder: Path, step: int) -> Path:
-    """The folder of a state that is not whole yet."""
+    """The folder of an incomplete state."""
     return folder / f"{name_of(step)}.part"
 
 
 def write(part: Path, tensors: Mapping[str, Mapping[str, Tensor]], rank: int = 0, world: int = 1) -> Files:
-    """Write this rank's rows of the tensors of each kind. Returns the files."""
+    """Write this rank's rows of each kind of tensor. Returns the files."""
     sharded = any(processes.is_sharded(t) for kind in tensors.values() for t in kind.values())
     files: Files = {}
     for kind, named in tensors.items():
@@ -376,7 +376,7 @@ def write(part: Path, tensors: Mapping[str, Mapping[str, Tensor]], rank: int = 0
 
 
 def complete(part: Path, step: int, files: Files, *, meta: JsonObject, curve: list[JsonObject]) -> Path:
-    """Add the numbers and the manifest to a folder with the tensors of `files`, and move it to its final name."""
+    """Add metadata and the manifest to a folder with the tensors of `files`, and rename it to its final name."""
     (part / "state.json").write_text(json.dumps({"step": step, **meta}, sort_keys=True))
     (part / "curve.jsonl").write_text("".join(json.dumps(row) + "\n" for row in curve))
     for path in (part / "state.json", part / "curve.jsonl"):
@@ -388,7 +388,7 @@ def complete(part: Path, step: int, files: Files, *, meta: JsonObject, curve: li
     sync_folder(part)
     target = part.with_name(name_of(step))
     old = target.with_suffix(OLD)
-    if target.exists():  # a state of the same step, valid until the new one has its name
+    if target.exists():  # a state of the same step, valid until the new one is renamed
         remove(old)
         target.rename(old)
     part.rename(target)
@@ -403,11 +403,11 @@ def _sync_file(path: Path) -> None:
 
 
 def fault(folder: Path) -> str:
-    """The first fault of a state's files; empty when they match the manifest."""
+    """The first fault in a state's files; empty if they match the manifest."""
     try:
         manifest = json.loads((folder / "manifest.json").read_text())
     except (OSError, ValueError):
-        return "no readable manifest"
+        return "the manifest is unreadable"
     for name, (size, hash_, *_) in manifest.items():
         path = folder / name
         if not path.is_file():
@@ -415,28 +415,28 @@ def fault(folder: Path) -> str:
         if path.stat().st_size != size:
             return f"{name} has {path.stat().st_size} bytes, not {size}"
         if sha256(path) != hash_:
-            return f"{name} has another sha256"
+            return f"{name} has the wrong sha256"
     return ""
 
 
 def newest(folder: Path) -> State | None:
-    """The newest state whose files match its manifest. Reports the skipped ones with the reason."""
+    """The newest state whose files match its manifest. Prints why others were skipped."""
     for old in folder.glob(f"step-????????{OLD}"):  # killed between two renames
         remove(old) if old.with_suffix("").exists() else old.rename(old.with_suffix(""))
     for path in sorted(folder.glob("step-????????"), reverse=True):
         wrong = fault(path)
         if wrong:
             say(
-                f"{path.parent.parent.name}: state {path.name} is damaged ({wrong}); it is dropped, trying the one"
-                " before"
+                f"{path.parent.parent.name}: state {path.name} is damaged ({wrong}); discarding it and trying the"
+                " previous one"
             )
             continue
         return read_state(path)
     return None
 
 
-def at(folder: Path, step: int, *, remedy: str = "run again: the newest whole state serves") -> State:
-    """The state after `step` batches. Raises StagecoachError with the `remedy` when it is damaged."""
+def at(folder: Path, step: int, *, remedy: str = "rerun to use the newest valid state") -> State:
+    """The state after `step` batches. Raises StagecoachError with the `remedy` if it is damaged."""
     path = folder / name_of(step)
     if wrong := fault(path):
         raise StagecoachError(f"{path}: {wrong}; {remedy}")
@@ -444,7 +444,7 @@ def at(folder: Path, step: int, *, remedy: str = "run again: the newest whole st
 
 
 def read_state(path: Path) -> State:
-    """The state in a folder whose files are known to be good."""
+    """The state in a folder whose files have been verified."""
     meta = json.loads((path / "state.json").read_text())
     curve = [json.loads(line) for line in (path / "curve.jsonl").read_text().splitlines()]
     return State(meta["step"], path, meta, curve)
@@ -463,7 +463,7 @@ def weights_at(folder: Path, step: int) -> dict[str, Tensor]:
 
 
 def retain(folder: Path, *, keep: int, protect: Collection[int]) -> None:
-    """Drop all but the newest `keep` states and the protected steps (the best), and leftovers of killed saves."""
+    """Delete all but the newest `keep` states and the protected steps (the best), and leftovers of killed saves."""
     names = {name_of(step) for step in protect}
     for path in sorted(folder.glob("step-????????"))[:-keep]:
         if path.name not in names:
@@ -476,12 +476,12 @@ def retain(folder: Path, *, keep: int, protect: Collection[int]) -> None:
 
 
 def _file_name(kind: str, rank: int, world: int, *, sharded: bool) -> str:
-    """The file of a rank's tensors of a kind (`weights`, `optimizer`)."""
+    """The file name for a rank's tensors of a kind (`weights`, `optimizer`)."""
     return f"{kind}-{rank:05}-of-{world:05}.safetensors" if sharded else f"{kind}.safetensors"
 
 
 def _write_rows(path: Path, tensors: Mapping[str, Tensor], *, first: bool) -> Offsets:
-    """Write this rank's rows; tensors that all ranks have whole only where `first`. Returns the first rows."""
+    """Write this rank's rows; tensors replicated on all ranks only if `first`. Returns the first rows."""
     offsets: Offsets = {}
     parts: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
@@ -503,7 +503,7 @@ class RowRange:
 
 
 class StoredTensors:
-    """The tensors of one kind in a state's folder."""
+    """All tensors of one kind in a state's folder."""
 
     def __init__(self, folder: Path, kind: str) -> None:
         self._ranges: dict[str, list[RowRange]] = {}
@@ -535,12 +535,12 @@ class StoredTensors:
                 high = min(rows.last, rows.last if last is None else last) - rows.first
                 if low < high:
                     parts.append(file.get_slice(name)[low:high])
-                elif not parts:  # none of its rows, in its width and dtype
+                elif not parts:  # zero rows, with its width and dtype
                     parts.append(file.get_slice(name)[0:0])
         return torch.cat(parts)
 
     def like(self, name: str, parameter: Tensor) -> Tensor:
-        """A tensor of the shape of `parameter`, sharded as `parameter` is. A scalar is the same on all ranks."""
+        """A tensor with the shape and sharding of `parameter`. A scalar is the same on all ranks."""
         if self._ranges[name][0].scalar or not processes.is_sharded(parameter):
             return self.read(name)
         return processes.like(self.read(name, *processes.rows(parameter)), parameter)

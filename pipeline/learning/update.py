@@ -1,40 +1,39 @@
-"""From the gradients of a step to an update: where the run is, whether the update is made, sums, loss scale, averages.
+"""From gradients to an update: run position, update checks, sums, loss scaling, averaged weights.
 
-    Course            the position of a run: all that a resume needs besides weights and moments, as JSON
-    fault, risen      whether the update of a step may be made, and when a run must end
-    Totals, LoggingWindow    sums of one step (or evaluation), and of the steps since the last row of the curve
+    Course            the position of a run: everything needed to resume besides weights and moments, as JSON
+    fault, risen      whether to apply a step's update, and when to end the run
+    Totals, LoggingWindow    sums over one step (or evaluation), and over the steps since the last row of the curve
     Scaler            loss scaling for fp16
     Averages          exponential moving average of the weights
 
-**Checks.** Each step is applied, skipped, ends the run, or rolls it back. All ranks decide alike, because the numbers
+**Checks.** Each step is applied, is skipped, ends the run, or rolls it back. All ranks decide alike because the numbers
 are global. A spike is a loss above mean + 6 max(std, 1% of |mean|) of the last 128 applied steps, and at least 0.1
 nats above the mean (PaLM restarts before a spike and skips the batches around it: Chowdhery et al. 2022,
-arXiv:2204.02311, 5.1). A skipped step changes no weight and no moment. Spikes are rare: the third in a row, or the
-tenth in a thousand steps, is the new level of the run, and its update is made. So a spike never ends a run. A gradient
-norm alone is no reason to skip: clipping bounds it, and a model that has memorized its data has norms near 0 with rare
-jumps.
+arXiv:2204.02311, 5.1). A skipped step changes no weights or moments. Spikes should be rare: the third in a row, or the
+tenth in a thousand steps, is taken as the run's new level and applied, so spikes never end a run. The gradient norm
+alone never causes a skip: clipping bounds it, and a model that has memorized its data has norms near 0 with rare jumps.
 
-Two things end a run: numbers that are not finite, three steps in a row or ten in a thousand; and a loss that rises and
-stays, 100 steps in a row more than 1 nat above the lowest median of 128 steps so far. The loss of a policy is not
-measured in nats, so with `on_spike: ignore` only numbers that are not finite count. Where a stage changes its data on
-purpose, losses before are forgotten.
+Two things end a run: non-finite values in three consecutive steps or ten of a thousand; and a loss that rises and
+stays high, 100 consecutive steps more than 1 nat above the lowest median of 128 steps so far. A policy's loss is not in
+nats, so with `on_spike: ignore` only non-finite values count. When a stage changes its data on purpose, earlier losses
+are forgotten.
 
 A rollback loads the newest evaluated state that is at least 16 steps old, but never one before the last rollback, and
-never reads the batches from there to here again. Without such a state, or after three rollbacks, a spike is skipped;
-numbers that are not finite then end the run.
+skips the batches since that state. Without such a state, or after three rollbacks, a spike is skipped, and non-finite
+values end the run.
 
-**Sums.** `Totals` are made of `Loss` objects and the counts that the sums of the step are divided by. Totals and
-windows are plain numbers, so a window is saved with the state, and a resumed curve has no seam.
+**Sums.** `Totals` combine `Loss` objects with the denominators of the step. Totals and windows are plain numbers, so
+the window is saved with the state and a resumed curve is seamless.
 
-**Loss scaling** (Micikevicius et al. 2018, arXiv:1710.03740): small gradients would be zero in half precision. torch's
-GradScaler doubles the scale after 2,000 steps without overflow and halves it after one. An overflow costs an update and
-does not count as a skipped step while the scale can still fall.
+**Loss scaling** (Micikevicius et al. 2018, arXiv:1710.03740) keeps small gradients from underflowing in half precision.
+torch's GradScaler doubles the scale after 2,000 steps without overflow and halves it after one. An overflow costs an
+update but does not count as a skipped step while the scale can still fall.
 
-**Averages** are evaluated and published when `ema_decay` is on:
+**Averages** are evaluated and published if `ema_decay` is set:
 
     average <- d average + (1 - d) weights,   d = min(ema_decay, (1 + s) / (10 + s)) after s applied steps
 
-in float32, over the trained parameters (Polyak & Juditsky 1992; the warm-up of the decay as in TensorFlow's
+in float32, over the trained parameters (Polyak & Juditsky 1992; decay warmup as in TensorFlow's
 ExponentialMovingAverage).
 """
 
@@ -53,15 +52,15 @@ from pipeline.learning.losses import Loss, Term
 from pipeline.learning.processes import Ranks
 from pipeline.run.types import JsonObject
 
-MOST_NATS = 700.0  # whose exponential is still a number
-HISTORY = 128  # applied steps that a spike is compared with
+MOST_NATS = 700.0  # exp of this is still finite
+HISTORY = 128  # applied steps used to detect spikes
 DEVIATIONS = 6.0
 LEAST_SPREAD = 0.01  # of the mean
-LEAST_RISE = 0.1  # of a spike's loss, in nats
-FEWEST = 16  # applied steps before their median counts
-RISEN, STAYED = 1.0, 100  # nats above the lowest median, steps in a row
-IN_ROW, WITHIN, IN_ALL = 3, 1000, 10  # too many skipped steps: in a row; or within so many steps, in all
-BACK = 16  # least age of the state that a rollback loads, in steps
+LEAST_RISE = 0.1  # minimum rise of a spike's loss, in nats
+FEWEST = 16  # applied steps before the median counts
+RISEN, STAYED = 1.0, 100  # nats above the lowest median, consecutive steps
+IN_ROW, WITHIN, IN_ALL = 3, 1000, 10  # too many skipped steps: IN_ROW in a row, or IN_ALL in all within WITHIN steps
+BACK = 16  # minimum age of a rollback state, in steps
 ROLLBACKS = 3
 NOTHING = "the loss alone"
 NOT_FINITE = "not finite"
@@ -76,30 +75,30 @@ class Course:
 
     step: int = 0  # batches done
     tokens: int = 0  # trained targets so far
-    skipped: int = 0  # updates that were not made
-    spikes_at: list[int] = field(default_factory=list)  # of the last thousand steps, those skipped for a spike
-    broken_at: list[int] = field(default_factory=list)  # and those skipped as not finite, or vetoed
+    skipped: int = 0  # skipped updates
+    spikes_at: list[int] = field(default_factory=list)  # steps skipped for a spike, of the last thousand
+    broken_at: list[int] = field(default_factory=list)  # steps skipped as non-finite or vetoed
     applied: list[float] = field(default_factory=list)  # losses of the last applied steps
-    lowest: float = math.inf  # the lowest median of such losses so far
-    risen: int = 0  # steps in a row whose loss was far above it
+    lowest: float = math.inf  # the lowest median of those losses so far
+    risen: int = 0  # consecutive steps with a loss far above it
     moved: bool = False  # the data, and so the level of the loss, changed as planned
-    windows: list[list[int]] = field(default_factory=list)  # [step, count]: from this step on, skip so many batches
+    windows: list[list[int]] = field(default_factory=list)  # [step, count]: from this step on, skip `count` batches
     best: float = math.inf
     best_step: int = -1
-    bests: list[int] = field(default_factory=list)  # steps whose evaluation was the best so far
+    bests: list[int] = field(default_factory=list)  # steps with a new best evaluation
     anchor: float = math.inf  # early stopping: moves only on a gain above `threshold`
     stale: int = 0  # evaluations since the anchor moved
     evaluated: list[int] = field(default_factory=list)  # steps of the evaluations, oldest first
-    owes_evaluation: bool = False  # a signal cut the evaluation after this step
+    owes_evaluation: bool = False  # a signal interrupted the evaluation after this step
     done: bool = False
 
     @property
     def index(self) -> int:
-        """The number of the batch that this step reads: the step, plus the batches that rollbacks gave up."""
+        """The batch index of this step: the step, plus the batches skipped by rollbacks."""
         return self.step + sum(count for first, count in self.windows if self.step >= first)
 
     def compare(self, value: float, *, threshold: float, patience: int) -> None:
-        """Record a validation loss: the best one, the anchor of early stopping, and whether the run is over."""
+        """Record a validation loss: update the best, the early-stopping anchor, and whether the run is done."""
         if value < self.best:
             self.best, self.best_step = value, self.step
             self.bests = [*self.bests, self.step]
@@ -110,7 +109,7 @@ class Course:
         self.done = patience > 0 and self.stale >= patience
 
     def results(self, rows: list[JsonObject], published: int) -> JsonObject:
-        """The final numbers of a run, from its curve and the step whose weights are published."""
+        """A run's final numbers, from its curve and the step of the published weights."""
         results: JsonObject = {"steps": self.step, "tokens": self.tokens, "published_step": published}
         trained = [row for row in rows if "loss" in row]
         if trained:
@@ -126,7 +125,7 @@ class Course:
 
 
 def fault(course: Course, loss: float, norm: float, on_spike: str) -> str:
-    """The fault of a step; empty when its update may be made."""
+    """The fault of a step; empty if its update may be applied."""
     if not (math.isfinite(loss) and math.isfinite(norm)):
         return NOT_FINITE
     if on_spike == "ignore" or len(course.applied) < HISTORY:
@@ -135,14 +134,14 @@ def fault(course: Course, loss: float, norm: float, on_spike: str) -> str:
     spread = max(statistics.pstdev(course.applied, mean), LEAST_SPREAD * abs(mean))
     limit = mean + max(DEVIATIONS * spread, LEAST_RISE)
     return (
-        f"a spike: loss above {limit:.4g}, the mean of the last {HISTORY} steps being {mean:.4g}"
+        f"a spike: loss above {limit:.4g}, while the mean of the last {HISTORY} steps is {mean:.4g}"
         if loss > limit
         else ""
     )
 
 
 def risen(course: Course, loss: float, on_spike: str) -> str:
-    """Count a step, applied or not. Returns why the run must end; empty when it may continue."""
+    """Count a step, applied or not. Returns why the run must end; empty if it may continue."""
     if on_spike == "ignore" or not math.isfinite(loss):
         return ""
     if len(course.applied) >= FEWEST:
@@ -151,24 +150,24 @@ def risen(course: Course, loss: float, on_spike: str) -> str:
     if course.risen < STAYED:
         return ""
     return (
-        f"the loss rose and stayed: {STAYED} steps in a row more than {RISEN:g} nat above {course.lowest:.4g}, the"
-        " lowest median so far"
+        f"the loss rose and stayed high: {STAYED} steps in a row more than {RISEN:g} nat above {course.lowest:.4g},"
+        " the lowest median so far"
     )
 
 
 def new_level(course: Course) -> None:
-    """Forget the losses of other data; only the first call counts."""
+    """Forget the losses on earlier data; only the first call has an effect."""
     if not course.moved:
         course.applied, course.lowest, course.risen, course.moved = [], math.inf, 0, True
 
 
 def applied(course: Course, loss: float, *, new_level: bool = False) -> None:
-    """Count an update that was made. At a `new_level` the history that spikes are compared with starts over."""
+    """Count an applied update. At a `new_level` the spike history starts over."""
     course.applied = [loss] if new_level else [*course.applied[1 - HISTORY :], loss]
 
 
 def in_row(steps: list[int], step: int) -> int:
-    """The number of skipped steps in a row that end with `step`; `steps` are the skipped ones before it."""
+    """The number of consecutive skipped steps ending with `step`; `steps` are the earlier skipped ones."""
     count = 1
     while len(steps) >= count and steps[-count] == step - count:
         count += 1
@@ -176,44 +175,44 @@ def in_row(steps: list[int], step: int) -> int:
 
 
 def too_many(steps: list[int], step: int) -> bool:
-    """Whether `step`, after the skipped `steps`, is the third in a row or the tenth in a thousand."""
+    """Whether `step`, after the skipped `steps`, is the third in a row or the tenth in a thousand steps."""
     recent = [earlier for earlier in steps if earlier > step - WITHIN]
     return in_row(steps, step) >= IN_ROW or len(recent) + 1 >= IN_ALL
 
 
 def skipped(course: Course, steps: list[int]) -> None:
-    """Count an update that was not made, in the list `steps` of its kind."""
+    """Count a skipped update in the list `steps` of its kind."""
     course.skipped += 1
     steps[:] = [step for step in steps if step > course.step - WITHIN] + [course.step]
 
 
 def rollback_target(course: Course) -> int | None:
-    """The step whose state a rollback from here loads; None where none is old enough."""
-    last = course.windows[-1][0] if course.windows else None  # none older: the batches that it gave up would come back
+    """The step whose state a rollback from here would load; None if none is old enough."""
+    last = course.windows[-1][0] if course.windows else None  # never earlier: its skipped batches would come back
     candidates = [e for e in course.evaluated if e == last or (last or 0) < e <= course.step - BACK]
     return candidates[-1] if candidates else None
 
 
 def rollback_targets(course: Course) -> list[int]:
-    """The steps whose states a rollback, now or later, may load."""
+    """The steps whose states a rollback may load, now or later."""
     target = rollback_target(course)
     return [step for step in course.evaluated if target is None or step >= target]
 
 
 def best_before(course: Course, step: int) -> int:
-    """The best step after `step` batches; -1 where there was none."""
+    """The best step after `step` batches; -1 if there was none."""
     return max((best for best in course.bests if best <= step), default=-1)
 
 
 def give_up(course: Course, step: int, index: int) -> None:
-    """Skip the batches from the loaded `course` to number `index`, which was read at `step`."""
+    """Skip the batches from the loaded `course` up to `index`, the batch used at `step`."""
     course.windows = [*course.windows, [course.step, index + 1 - course.index]]
-    course.applied = []  # the history that spikes are compared with starts over
+    course.applied = []  # the spike history starts over
     assert course.step <= step
 
 
 def culprit(model: nn.Module, forward: Callable[[], None]) -> str:
-    """The first module whose output is not finite in another forward pass, or else the first gradient that is not."""
+    """The first module with a non-finite output in a repeated forward pass, or else the first non-finite gradient."""
     names: list[str] = []
 
     def watch(name: str) -> Callable[[nn.Module, object, object], None]:
@@ -242,22 +241,22 @@ def culprit(model: nn.Module, forward: Callable[[], None]) -> str:
 
 @dataclass
 class Totals:
-    """Sums over micro-batches, and after `reduce` over ranks."""
+    """Sums over micro-batches and, after `reduce`, over ranks."""
 
     counts: dict[str, int]  # of the whole step, over all ranks
     terms: dict[str, list[Any]] = field(default_factory=dict)  # name -> [sum, per, coefficient], a list as in JSON
     metrics: dict[str, list[float]] = field(default_factory=dict)  # name -> [sum, count]
     extremes: dict[str, float] = field(default_factory=dict)
-    limits: dict[str, float] = field(default_factory=dict)  # metric -> the most its mean may be
-    pending: list[Loss] = field(default_factory=list)  # added, still on their device
+    limits: dict[str, float] = field(default_factory=dict)  # metric -> upper limit of its mean
+    pending: list[Loss] = field(default_factory=list)  # added, still on the device
 
     def add(self, loss: Loss) -> None:
-        """Add a micro-batch. Its numbers stay on their device until `settle`."""
+        """Add a micro-batch. Its numbers stay on the device until `settle`."""
         terms = [Term(t.name, t.sum.detach(), t.per, t.coefficient) for t in loss.terms]
         self.pending.append(Loss(terms, loss.metrics, loss.extremes, loss.limits))
 
     def settle(self) -> "Totals":
-        """Read the pending losses, in one copy from the device, and sum them up."""
+        """Sum up the pending losses, with a single copy from the device."""
         losses, self.pending = self.pending, []
         tensors = [t.sum for loss in losses for t in loss.terms]
         tensors += [total for loss in losses for total, _ in loss.metrics.values()]
@@ -293,11 +292,11 @@ class Totals:
 
     @property
     def veto(self) -> str:
-        """Why this step may make no update; empty where it may. Read it after `reduce`: limits bind the whole step."""
+        """Why this step must not be applied; empty if it may. Call after `reduce`: limits apply to the whole step."""
         self.settle()
         for name, limit in self.limits.items():
             total, count = self.metrics[name]
-            if count and not total / count <= limit:  # also where it is not a number
+            if count and not total / count <= limit:  # also true for NaN
                 return f"the mean of {name} is {total / count:.1f}, above {limit:g}"
         return ""
 
@@ -308,7 +307,7 @@ class Totals:
         return sum(c * s / self.counts[per] for s, per, c in self.terms.values() if self.counts[per])
 
     def values(self) -> dict[str, float]:
-        """The loss, its terms where there are several, metrics, extremes."""
+        """The loss, its terms if there are several, metrics, extremes."""
         values = {"loss": self.value}
         if len(self.terms) > 1:
             values |= {name: s / self.counts[per] for name, (s, per, _) in self.terms.items() if self.counts[per]}
@@ -346,7 +345,7 @@ def _to_floats(scalars: list[Tensor]) -> list[float]:
 
 
 def _extreme(name: str, before: float | None, value: float) -> float:
-    """The least of both where "min" is in the name, else the greatest."""
+    """The minimum if "min" is in the name, else the maximum."""
     if before is None:
         return value
     return min(before, value) if "min" in name else max(before, value)
@@ -373,7 +372,7 @@ class LoggingWindow:
 
     @classmethod
     def of(cls, state: JsonObject) -> "LoggingWindow":
-        """The window of a `state()`."""
+        """Create a window from a `state()`."""
         return cls(Totals(**state["totals"]), state["norm"], state["steps"])
 
 
@@ -381,14 +380,14 @@ class LoggingWindow:
 
 
 class Scaler:
-    """Scales losses in fp16, does nothing in any other precision."""
+    """Scales losses in fp16; a no-op in any other precision."""
 
     def __init__(self, precision: str, device: torch.device) -> None:
         self.torch = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
 
     @property
     def scale_now(self) -> float:
-        """The factor of the loss."""
+        """The current loss scale."""
         return self.torch.get_scale()
 
     def scale(self, objective: Tensor) -> Tensor:
@@ -396,13 +395,13 @@ class Scaler:
         return self.torch.scale(objective)
 
     def unscale(self, optimizers: list[torch.optim.Optimizer]) -> None:
-        """Divide the gradients by the scale, before their norm is taken."""
+        """Divide the gradients by the scale, before computing their norm."""
         for optimizer in optimizers if self.torch.is_enabled() else ():
             if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
                 self.torch.unscale_(optimizer)
 
     def update(self) -> bool:
-        """Adapt the scale after a step. Returns whether it fell, so that the overflow may not happen again."""
+        """Adapt the scale after a step. Returns whether it fell, so the overflow may not recur."""
         if not self.torch.is_enabled():
             return False
         before = self.scale_now
@@ -414,7 +413,7 @@ class Scaler:
         return self.torch.state_dict()
 
     def load_state(self, state: JsonObject) -> None:
-        """Load a `state()`; that of another precision is ignored."""
+        """Load a `state()`; ignores one of another precision."""
         if state and self.torch.is_enabled():
             self.torch.load_state_dict(state)
 
@@ -423,7 +422,7 @@ class Scaler:
 
 
 class Averages:
-    """The averages of a model's trained weights. A frozen weight is its own average."""
+    """Moving averages of a model's trained weights. A frozen weight is its own average."""
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay, self.updates = decay, 0
@@ -432,7 +431,7 @@ class Averages:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Average in the weights after an applied step."""
+        """Update the averages after an applied step."""
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
         self.updates += 1
         for name, parameter in self.parameters.items():
@@ -440,7 +439,7 @@ class Averages:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """The model has the averaged weights while the block runs."""
+        """Swap the averaged weights into the model inside the block."""
         own = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
         self.load()
         try:
@@ -449,11 +448,11 @@ class Averages:
             _copy(self.parameters, own)
 
     def load(self) -> None:
-        """Copy the averages into the model, for good."""
+        """Copy the averages into the model permanently."""
         _copy(self.parameters, self.values)
 
     def restore(self, values: dict[str, Tensor], updates: int) -> None:
-        """Continue from saved averages. Raises ValueError for other names than those of the trained weights."""
+        """Continue from saved averages. Raises ValueError if names differ from those of the trained weights."""
         if values.keys() != self.values.keys():
             name = sorted(values.keys() ^ self.values.keys())[0]
             raise ValueError(f"the saved averages and the trained weights differ in {name!r}")

@@ -1,9 +1,9 @@
-"""What a memory stores in a key-value cache: the states and means from which units chose, and the projected bank.
+"""What a memory stores in a key-value cache: the states and means for choosing chapters, and the projected bank.
 
-For each layer that reads: the normed states of the source spans, and the mean from which a row's current unit chose; a
-new mean is computed when a unit begins, and after a row was rewound. Running sums would be smaller, but the server
-truncates a row to any length (drafts, common prefixes), and a sum cannot be split into its parts. The keys and values
-of the bank are projected once per cache.
+For each reading layer: the normed states of the source spans, and the mean that a row's current unit used for its
+choice. A new mean is computed when a unit begins, and after a row is rewound. Running sums would be smaller, but the
+server truncates rows to arbitrary lengths (drafts, common prefixes), and a sum cannot be split into its parts. The keys
+and values of the bank are projected once per cache.
 """
 
 import torch
@@ -16,16 +16,16 @@ from pipeline.model.config import ModelConfig
 
 
 class MemoryCache:
-    """A `model.hooks.HookCache`: normed states (R, S, D) and means (R, D) of each layer that reads, for R rows."""
+    """A `model.hooks.HookCache`: normed states (R, S, D) and means (R, D) of each reading layer, for R rows."""
 
     def __init__(
         self, config: MemoryConfig, shape: ModelConfig, rows: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         layers = config.placed(shape.layers)
-        self.reads_at_once = config.routing == "prompt"  # the prompt chooses what is read
+        self.reads_at_once = config.routing == "prompt"  # the prompt determines what is read
         self.states = {layer: torch.zeros(rows, 0, shape.width, dtype=dtype, device=device) for layer in layers}
         self.chose = {layer: torch.zeros(rows, shape.width, dtype=dtype, device=device) for layer in layers}
-        self.unit_of = [-1] * rows  # the unit whose mean `chose` has
+        self.unit_of = [-1] * rows  # the unit that the mean in `chose` belongs to
         self.question_lengths = [0] * rows  # positions of the block before the answer, for routing by prompt
         self.banks: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values of the bank, by layer
 
@@ -48,7 +48,7 @@ class MemoryCache:
         self.unit_of[row], self.question_lengths[row] = -1, 0
 
     def rewind(self, row: int) -> None:
-        self.unit_of[row] = -1  # the row's units were chosen for another text
+        self.unit_of[row] = -1  # the units were chosen for a different text
 
     def copy(self, source: int, target: int, length: int) -> None:
         for tensor in self.states.values():
@@ -66,7 +66,7 @@ def memory_cache(cache: KVCache) -> MemoryCache:
 
 
 def state(cache: KVCache, layer: int, row: int, begin: int, end: int) -> Tensor:
-    """Normed states (end - begin, D) of positions of a row, in a layer that reads."""
+    """Normed states (end - begin, D) of a row's positions, in a reading layer."""
     before = cache.before(row)
     own = memory_cache(cache).states[layer][row, max(0, begin - before) : max(0, end - before)]
     prompt = cache.prompt_of[row]

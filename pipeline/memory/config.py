@@ -1,6 +1,6 @@
-"""The shape of a memory: its bank, how texts choose from it, and which layers read it. Only values and checks.
+"""The configuration of a memory: its bank, how texts choose from it, and which layers read it. Only values and checks.
 
-In: the block `memory` of a model file or of stage_memory, or `memory.json` of a model directory. Out: `MemoryConfig`.
+In: the `memory` block of a model file or of stage_memory, or a model directory's `memory.json`. Out: `MemoryConfig`.
 """
 
 import re
@@ -21,38 +21,38 @@ LEAK = (
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryConfig:
-    """Shape of a `Memory`. Raises ValueError where the numbers do not fit together."""
+    """Shape of a `Memory`. Raises ValueError for inconsistent values."""
 
     rows: int
-    """Rows of the bank, N, in chapters of equal length, the shared ones first."""
+    """Rows of the bank, N, in chapters of equal length, shared ones first."""
     chapters: int
-    """Routed chapters, C."""
+    """Number of routed chapters, C."""
     top_k: int
-    """Routed chapters that a unit reads, at least 2: one alone would not train the router."""
+    """Routed chapters each unit reads, at least 2: with only one, the router would not learn."""
     shared: int = 0
-    """Additional chapters that every unit reads."""
+    """Additional chapters read by every unit."""
     storage: str = "full"
     """full: rows of the model's width; factorised: a product of two matrices; reduced: narrow rows."""
     bank_rank: int | None = None
-    """Numbers of a row of factorised and reduced storage."""
+    """Width of a row with factorised or reduced storage."""
     bank_std: float = 0.02
-    """Deviation of fresh rows; so small that attention starts even and separates the rows slowly."""
+    """Standard deviation of fresh rows; if small, attention starts out uniform and separates the rows slowly."""
     qk_norm: bool = False
-    """Normalize queries and keys: rows are distinguishable from the first step on."""
+    """Normalize queries and keys, so that rows are distinguishable from the first step."""
     gated: bool = False
-    """Multiply the read by silu(W_g norm(x)): Memory+ (Berges et al. 2024, arXiv:2412.09764, 3)."""
+    """Gate the read by silu(W_g norm(x)): Memory+ (Berges et al. 2024, arXiv:2412.09764, 3)."""
     rank: int | None = None
-    """Rank of the four projections of a reading layer; None: full matrices."""
+    """Rank of the four projections in a reading layer; None: full matrices."""
     layers: str | tuple[int, ...] = "last_2"
     """Layers that read: all, none, first_3, last_2, every_4, or a list from 0."""
     share: str = "all"
     """Which layers share a bank: all, each (its own), or every_2 (each two consecutive ones)."""
     routing: str = "chunk"
-    """What chooses the chapters: the chunk before; prompt, the block before an answer; token; sequence."""
+    """What chooses the chapters: chunk (the previous one), prompt (the block before an answer), token or sequence."""
     window: int = 64
     """Tokens of a chunk."""
     centered: bool = False
-    """Choose by what a unit has of its own: its mean less the mean of all units, at unit RMS. Needs a trained base."""
+    """Route by a unit's mean minus the mean over all units, scaled to unit RMS. Requires a trained base."""
     allow_leak: bool = False
     """Allow routing: sequence with a causal loss, which then depends on the future."""
 
@@ -75,15 +75,15 @@ class MemoryConfig:
             )
         if self.top_k == 1:
             raise ValueError(
-                "memory.top_k: expected at least 2; the weight of one chapter is always 1, the router would learn"
-                " nothing"
+                "memory.top_k: expected at least 2; a single chapter always has weight 1, so the router would"
+                " learn nothing"
             )
         for name, options in (("storage", STORAGES), ("routing", ROUTINGS)):
             if getattr(self, name) not in options:
                 raise ValueError(f"memory.{name}: expected one of {', '.join(options)}, got {getattr(self, name)!r}")
         if (self.bank_rank is None) != (self.storage == "full") or (self.bank_rank or 1) < 1:
             raise ValueError(
-                f"memory.bank_rank: expected a number with factorised and reduced storage alone, got {self.bank_rank}"
+                f"memory.bank_rank: expected a number only with factorised or reduced storage, got {self.bank_rank}"
                 f" with {self.storage}"
             )
         if self.rank is not None and self.rank < 1:
@@ -106,7 +106,7 @@ class MemoryConfig:
         return self.routing == "sequence"
 
     def placed(self, num_layers: int) -> list[int]:
-        """Which of `num_layers` layers read, ascending. Raises ValueError for a layer that does not exist."""
+        """The reading layers among `num_layers`, ascending. Raises ValueError for a nonexistent layer."""
         if isinstance(self.layers, str):
             match = PLACEMENT.fullmatch(self.layers)
             if match is None:
@@ -123,12 +123,12 @@ class MemoryConfig:
         outside = [layer for layer in self.layers if not 0 <= layer < num_layers]
         if outside or len(set(self.layers)) < len(self.layers):
             raise ValueError(
-                f"memory.layers: expected different layers from 0 to {num_layers - 1}, got {list(self.layers)}"
+                f"memory.layers: expected distinct layers from 0 to {num_layers - 1}, got {list(self.layers)}"
             )
         return sorted(self.layers)
 
     def banks(self, num_reading: int) -> list[int]:
-        """The bank of each reading layer, in their order, numbered from 0."""
+        """The bank index of each reading layer, in order."""
         if self.share == "all":
             return [0] * num_reading
         layers_per_bank = 1 if self.share == "each" else int(self.share.removeprefix("every_"))
@@ -143,7 +143,7 @@ class MemoryConfig:
         """The shape stored in memory.json. Raises ModelError."""
         names = {field.name for field in fields(cls)}
         if unknown := sorted(set(values) - names):
-            raise ModelError(f"memory: {unknown[0]} is unknown here; expected some of {', '.join(sorted(names))}")
+            raise ModelError(f"memory: {unknown[0]} is unknown; expected some of {', '.join(sorted(names))}")
         try:
             layers = values.get("layers", "last_2")
             arguments: JsonObject = values | {"layers": layers if isinstance(layers, str) else tuple(layers)}
@@ -154,10 +154,10 @@ class MemoryConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelKeys:
-    """The keys that a model file may have for a memory."""
+    """The memory keys of a model file."""
 
     memory: MemoryConfig | None = None
-    """{rows, chapters, top_k, ...}: a bank that some layers read (memory/config.py)."""
+    """{rows, chapters, top_k, ...}: a memory bank read by some layers (memory/config.py)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,11 +165,11 @@ class RouterWeights:
     """Weights of the router's losses relative to the loss of the text. Raises ValueError below 0."""
 
     load_balance: float = 0.01
-    """Weight of the loss that balances the choices of a memory's chapters."""
+    """Weight of the loss that balances the use of a memory's chapters."""
     auxiliary: float = 0.0
-    """Weight of another balancing loss, whose gradient differs only in size."""
+    """Weight of a second balancing loss; its gradient differs only in scale."""
     z: float = 0.001
-    """Weight of the loss that keeps the router's logits small."""
+    """Weight of the loss that keeps router logits small."""
 
     def __post_init__(self) -> None:
         for name in ("load_balance", "auxiliary", "z"):

@@ -1,25 +1,25 @@
-"""Files of a memory beside its base, banks quantized to 8 or 4 bits, and the baseline that a memory is compared with.
+"""Files of a memory and its base, banks quantized to 8 or 4 bits, and the baseline for a memory.
 
-**The baseline**: an additional SwiGLU after some layers, with as many weights.
+**The baseline**: an additional SwiGLU after some layers, with the same number of weights.
 
     x <- x + down(silu(gate(norm(x))) * up(norm(x)))        down is zero at the start
 
-Like a memory's read it follows whole layers of a frozen model and starts as the base; it chooses nothing.
+Like a memory's read, it follows whole layers of a frozen model and starts as the base; it does no routing.
 
 **Files**:
 
     config.json             model_type stagecoach_memory, so that no causal engine runs the base alone
     model.safetensors       the base, under Hugging Face's names
-    memory.safetensors      banks and readers; a bank in int8 or int4 as numbers and a scale a row
-    memory.json             its shape, and the digest of the base that it was trained on
+    memory.safetensors      banks and readers; an int8 or int4 bank as integers and one scale per row
+    memory.json             its shape, and the digest of the base it was trained on
 
-On another base a memory would read states that it has never seen, so `load` compares digests.
+On another base, a memory would get states it has never seen, so `load` compares digests.
 
-A bank is quantized after training, with one scale a row:
+A bank is quantized after training, with one scale per row:
 
     s = max |row| / 127 (int4: / 7)      q = round(row / s), within +-127 (+-7; two to a byte)      |row - s q| <= s / 2
 
-Rows are gathered first and dequantized after. In a factorised bank only the rows' factor is quantized.
+Rows are gathered first, then dequantized. In a factorised bank, only the rows' factor is quantized.
 """
 
 import json
@@ -43,7 +43,7 @@ from pipeline.run.types import JsonObject
 
 @dataclass(frozen=True, kw_only=True)
 class WiderConfig:
-    """Width of the SwiGLU, and the layers with one, from 0. Raises ValueError."""
+    """Width of the SwiGLU, and the layers that have one, from 0. Raises ValueError."""
 
     width: int
     layers: tuple[int, ...]
@@ -54,9 +54,9 @@ class WiderConfig:
 
     @classmethod
     def like(cls, memory: MemoryConfig, parameters: int, shape: ModelConfig) -> "WiderConfig":
-        """At the memory's layers, with about `parameters` weights in all."""
+        """At the memory's layers, with about `parameters` weights in total."""
         layers = tuple(memory.placed(shape.layers))
-        per_layer = parameters / max(1, len(layers)) - shape.width  # less the norm's
+        per_layer = parameters / max(1, len(layers)) - shape.width  # minus the norm's
         return cls(width=max(1, round(per_layer / (3 * shape.width))), layers=layers)
 
     def to_json(self) -> JsonObject:
@@ -65,7 +65,7 @@ class WiderConfig:
 
 
 class Wider(LayerHook):
-    """A SwiGLU after each of some layers. Without a `generator` its weights are zero, to be loaded."""
+    """A SwiGLU after some of the layers. Without a `generator`, its weights are zero, to be loaded."""
 
     name = NAME
     hf_keys = HF_KEYS
@@ -81,11 +81,11 @@ class Wider(LayerHook):
             self.initialise(generator)
 
     def reads(self, positions: Tensor, padding: Tensor | None, computed: Tensor | None, reading: object) -> Reads:
-        """For a line of tokens, each token by itself."""
+        """For a line of tokens, independently for each token."""
         return (lambda layer, x: x) if isinstance(reading, Reading) and reading.off else self._add
 
     def going_on(self, layout: Layout) -> Reads:
-        """For new tokens of a cache's rows, each token by itself."""
+        """For new tokens of a cache's rows, independently for each token."""
         return self._add
 
     def _add(self, layer: int, x: Tensor) -> Tensor:
@@ -125,20 +125,20 @@ LEVELS = {8: 127, 4: 7}
 
 
 class QuantisedBank(nn.Module):
-    """N rows of M numbers in few bits; not trainable."""
+    """N quantized rows of M numbers; not trainable."""
 
     numbers: Tensor
     scales: Tensor
 
     def __init__(self, bank: Bank, bits: int) -> None:
-        """Raises ValueError for other than 8 or 4 bits, and for rows that do not fill bytes."""
+        """Raises ValueError unless `bits` is 8 or 4 and rows fill whole bytes."""
         super().__init__()
         if bits not in LEVELS:
             raise ValueError(f"quantise: expected 8 or 4 bits, got {bits}")
         rows = bank.rows.detach()
         if bits == 4 and rows.shape[1] % 2:
             raise ValueError(
-                f"quantise: two numbers of 4 bits make a byte; expected rows of an even length, got {rows.shape[1]}"
+                f"quantise: two 4-bit numbers share a byte; expected rows of even length, got {rows.shape[1]}"
             )
         self.bits = bits
         numbers, scales = quantise(rows, bits)
@@ -154,7 +154,7 @@ class QuantisedBank(nn.Module):
 
 
 def quantise(rows: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Numbers (N, M) int8, or (N, M / 2) uint8 of two each, the even index in the low bits; and scales (N, 1)."""
+    """Integers (N, M) int8, or (N, M / 2) uint8 with two each, the even index in the low bits; and scales (N, 1)."""
     level = LEVELS[bits]
     scales = rows.abs().amax(1, keepdim=True) / level
     numbers = (rows / scales.clamp_min(torch.finfo(rows.dtype).tiny)).round().clamp(-level, level).to(torch.int8)
@@ -165,7 +165,7 @@ def quantise(rows: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def dequantise(numbers: Tensor, scales: Tensor, bits: int) -> Tensor:
-    """The rows (..., M) of the numbers and scales of `quantise`."""
+    """The rows (..., M) from the integers and scales of `quantise`."""
     if bits == 4:
         low, high = numbers & 15, numbers >> 4
         numbers = torch.stack([low, high], -1).flatten(-2).to(torch.int8) - 8
@@ -189,12 +189,12 @@ PREFIX = f"{NAME}."
 def attach(
     model: Transformer, config: MemoryConfig | WiderConfig, generator: torch.Generator | None = None
 ) -> Memory | Wider:
-    """Add a memory, or its baseline, to a model with loaded weights, and freeze these.
+    """Add a memory, or its baseline, to a model with loaded weights, and freeze those weights.
 
-    Raises ValueError if it does not fit the model, or the model has one already.
+    Raises ValueError if it does not fit the model, or the model already has one.
     """
     if model.hook is not None:
-        raise ValueError("the model has a memory already; expected one without, such as that of model: nano")
+        raise ValueError("the model already has a memory; expected one without, such as model: nano")
     model.requires_grad_(False)
     where = model.model.embed_tokens.weight.device
     if isinstance(config, MemoryConfig):
@@ -223,14 +223,14 @@ def save(folder: Path, memory: Memory | Wider, weights: dict[str, Tensor], base:
 
 
 def load(model: Transformer, folder: Path, base: str) -> None:
-    """Attach the memory of a directory to its loaded base, whose digest is `base`. Raises ModelError naming file and
+    """Attach the memory of a directory to its loaded base, with digest `base`. Raises ModelError naming the file and
     reason.
     """
     description = _read_description(folder)
     if description["base"] != base:
         raise ModelError(
             f"{folder / SHAPE}: this memory was trained on another base (digest {description['base'][:12]}, found"
-            f" {base[:12]}); put it beside the model.safetensors that it came with, or train it anew: dvc repro"
+            f" {base[:12]}); put it next to its original model.safetensors, or retrain it: dvc repro"
             " stage_memory"
         )
     try:
@@ -253,13 +253,13 @@ def load(model: Transformer, folder: Path, base: str) -> None:
 
 
 def _check_shapes(config: MemoryConfig | WiderConfig, shape: ModelConfig, bits: int | None, folder: Path) -> None:
-    """Raise ModelError unless the header of memory.safetensors has the tensors of this memory; allocates nothing."""
+    """Raise ModelError unless the header of memory.safetensors matches this memory; allocates nothing."""
     try:
         with safe_open(folder / WEIGHTS, framework="pt") as file:
             found = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118 (not a dict)
     except (OSError, SafetensorError) as error:
         raise ModelError(
-            f"{folder / WEIGHTS}: missing or damaged ({error}); build it again: dvc repro stage_memory"
+            f"{folder / WEIGHTS}: missing or damaged ({error}); rebuild it: dvc repro stage_memory"
         ) from error
     try:
         with torch.device("meta"):
@@ -268,13 +268,13 @@ def _check_shapes(config: MemoryConfig | WiderConfig, shape: ModelConfig, bits: 
                 quantised(memory, bits)
         expected = {name: tuple(tensor.shape) for name, tensor in memory.state_dict().items()}
     except (RuntimeError, TypeError) as error:  # a size beyond 64 bits
-        raise ModelError(f"{folder / SHAPE}: sizes that no memory can have ({str(error).splitlines()[0]})") from error
+        raise ModelError(f"{folder / SHAPE}: invalid sizes ({str(error).splitlines()[0]})") from error
     if expected != found:
         name = min(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
         raise ModelError(
-            f"{folder / WEIGHTS}: its tensors are not those that {SHAPE} describes ({name}: expected"
-            f" {list(expected.get(name, ())) or 'nothing'}, found {list(found.get(name, ())) or 'nothing'}); build it"
-            " again: dvc repro stage_memory"
+            f"{folder / WEIGHTS}: its tensors do not match {SHAPE} ({name}: expected"
+            f" {list(expected.get(name, ())) or 'nothing'}, found {list(found.get(name, ())) or 'nothing'}); rebuild"
+            " it: dvc repro stage_memory"
         )
 
 
@@ -285,7 +285,7 @@ def _read_description(folder: Path) -> JsonObject:
         description = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ModelError(
-            f"{path} is missing, but config.json speaks of a memory; build it again: dvc repro stage_memory"
+            f"{path} is missing, but config.json describes a memory; rebuild it: dvc repro stage_memory"
         ) from error
     except ValueError as error:
         raise ModelError(f"{path}: not JSON ({error})") from error

@@ -1,18 +1,18 @@
-"""Evaluation of a memory: which chapters the texts of each source choose, and the recall of trained facts.
+"""Evaluation of a memory: which chapters texts from each source choose, and the recall of trained facts.
 
 **Routing** (`routing`), written once by the stage that trained the memory and drawn by the report:
 
     chapters, top_k
-    use      per layer and source: the share of its choices of each chapter
-    maps     per source, for the last layer that reads: the text in pieces, one for each unit, with its chapters and
+    use      per layer and source: the share of choices that went to each chapter
+    maps     per source, for the last reading layer: the text in pieces, one per unit, with its chapters and
              their weights
 
-If all sources use the chapters alike, the chapters are not specialized by source.
+If all sources use the chapters in the same way, the chapters are not specialized by source.
 
 **Recall** (`known`): exact match of greedy answers to questions about invented facts.
 
-    test     facts that were trained, asked in a wording that was not
-    control  facts of the same kind that were never trained: the level of guessing
+    test     trained facts, asked in an unseen wording
+    control  untrained facts of the same kind: the guessing level
 
 Intervals are Wilson's, 95%; two models are compared on the same questions by a paired bootstrap.
 """
@@ -40,12 +40,12 @@ from pipeline.run.errors import DataError
 from pipeline.run.types import JsonObject
 from pipeline.text.tokenizer import Tokenizer
 
-MAPPED = 240  # tokens of a text that are shown
+MAPPED = 240  # tokens shown per text
 
 
 @torch.no_grad()
 def routing(model: Transformer, tokenizer: Tokenizer, sources: Mapping[str, Sequence[TokenBatch]]) -> JsonObject:
-    """The object described in the module; a source without batches is left out."""
+    """The object described in the module docstring; a source without batches is left out."""
     memory = model.hook
     assert isinstance(memory, Memory)
     was_training = model.training
@@ -78,7 +78,7 @@ def _read(model: Transformer, batch: TokenBatch) -> Reading:
 
 
 def _map_text(memory: Memory, tokenizer: Tokenizer, source: str, batch: TokenBatch, reading: Reading) -> JsonObject:
-    """The first tokens of a batch, by units."""
+    """The first tokens of a batch, by unit."""
     config, layer = memory.config, max(reading.routed)
     units = cut(
         batch.positions.flatten(),
@@ -103,12 +103,12 @@ def _map_text(memory: Memory, tokenizer: Tokenizer, source: str, batch: TokenBat
 # -- recall ------------------------------------------------------------------------------------------------------------
 
 
-SPARE_TOKENS = 4  # by which an answer may be longer than the right one
+SPARE_TOKENS = 4  # by which an answer may exceed the length of the right one
 
 
 @dataclass(frozen=True)
 class Recall:
-    """Questions, the model's answers, and which of them were right."""
+    """Questions, the model's answers, and which ones were right."""
 
     asked: list[FactQuestion]
     completions: list[Completion]
@@ -135,7 +135,7 @@ def questions(path: Path, tokenizer: Tokenizer, most: int) -> list[FactQuestion]
 
 
 def known(subject: Subject, folder: Path) -> SuiteResult:
-    """The suite: facts that were trained in other words, and as `control` facts that were never trained."""
+    """The suite: facts trained in other wordings, and untrained facts as `control`."""
     result = SuiteResult()
     for split in ("test", "control"):
         asked = questions(folder / f"{split}.jsonl", subject.tokenizer, subject.settings.problems)

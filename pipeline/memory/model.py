@@ -1,4 +1,4 @@
-"""A memory: a bank of learnable rows in chapters; a text chooses some chapters and reads them by cross-attention.
+"""A memory: a bank of learnable rows in chapters; a text chooses chapters and reads them by cross-attention.
 
     u = mean of the normed states of a unit's source span      z = W u + b      p = softmax(z)
     w_c = top_k p_c / (sum of p over the chosen) for chosen chapters, 1 for shared ones
@@ -8,23 +8,23 @@
     centered: z = W norm(u - c) + b, with c the mean of u over training batches before the first step; b for u = 0
 
 One softmax runs over all rows of the chosen and the shared chapters, so with all chapters chosen and equal p this is
-attention over the whole bank. W_o is zero at the start: the first step is the base model's. The idea is that of
-Tasmay-Tibrewal/Memory; there a text chooses from all of its positions, including later ones, so its gain over a causal
+attention over the whole bank. W_o starts at zero, so training starts from the base model. The idea comes from
+Tasmay-Tibrewal/Memory; there, a text chooses from all of its positions, including later ones, so its gain over a causal
 model cannot be measured. Here a unit, a group of tokens that choose together, chooses from the tokens before it:
 
     routing   unit, and the source span whose mean chooses
     chunk     W tokens of one document; the chunk before it, zeros for the first
-    prompt    an answer (positions with a loss) and the block before it; that block. Text without one is cut in chunks
+    prompt    an answer (positions with a loss) and the block before it; that block. Text without one is chunked
     token     each token; itself
     sequence  a whole document; all of it, so a position depends on later ones
 
-A unit never crosses documents, and padding belongs to none. The losses that spread the choices are in
+A unit never crosses document boundaries, and padding belongs to none. The losses that balance the choices are in
 `memory/training.py`.
 
 **Decoding** needs more than keys and values (`memory/cache.py`). With routing by prompt, a row's first tokens are the
-block before the answer, except its last token, which has a loss already; they must be fed at once.
+block before the answer, except the last token, which already has a loss; they must be processed in a single pass.
 
-Not promised: positions in the bank (no RoPE), or an order of its rows. `top_k` chapters per unit, never per head.
+Not guaranteed: positions in the bank (no RoPE), or an order of its rows. `top_k` chapters per unit, never per head.
 
 Shapes: N tokens, U units, L tokens of a unit, D width, M numbers of a bank's row, H query heads, K key heads, h head
 size, C routed and S shared chapters of T rows, k chosen.
@@ -47,17 +47,17 @@ from pipeline.model.cache import CacheLayout, KVCache
 from pipeline.model.config import ModelConfig
 from pipeline.model.layers import LayerHook, Layout, Linear, Reads, RMSNorm
 
-ROUTER_STD = 0.02  # of fresh router weights
-NAME = "memory"  # in a model
+ROUTER_STD = 0.02  # for fresh router weights
+NAME = "memory"  # its attribute name in a model
 HF_KEYS = {"architectures": ["StagecoachMemory"], "model_type": MODEL_TYPE}
 
 
 @dataclass(frozen=True)
 class Units:
-    """U units of a line of N tokens. Tokens are indices into the line, N where a unit has fewer."""
+    """U units of a line of N tokens. Tokens are indices into the line, padded with N."""
 
-    places: Tensor  # (U, L) the tokens of each unit, which read together
-    sources: Tensor | None  # (U, M) the tokens whose mean chooses; None: each unit is a token, and its own source
+    places: Tensor  # (U, L) the tokens of each unit, which read the same chapters
+    sources: Tensor | None  # (U, M) the tokens averaged for the choice; None: each unit is a token and its own source
     back: Tensor  # (N,) index of each token in `places`, flattened; U * L for padding
 
     @property
@@ -95,13 +95,13 @@ class Reading:
 
 
 class Memory(LayerHook):
-    """The banks and the layers' readers. Without a `generator` its weights are zero, to be loaded."""
+    """The banks and the layers' readers. Without a `generator`, its weights are zero, to be loaded."""
 
     name = NAME
     hf_keys = HF_KEYS
 
     def __init__(self, config: MemoryConfig, shape: ModelConfig, generator: torch.Generator | None = None) -> None:
-        """Raises ValueError where the placement or the heads do not fit the model."""
+        """Raises ValueError if the layers or heads do not fit the model."""
         super().__init__()
         self.config, self.shape = config, shape
         self.leaky = config.leaky
@@ -114,7 +114,7 @@ class Memory(LayerHook):
             self.initialise(generator)
 
     def reads(self, positions: Tensor, padding: Tensor | None, computed: Tensor | None, reading: object) -> Reads:
-        """As `LayerHook.reads`, with a `Reading` or None."""
+        """Like `LayerHook.reads`, with a `Reading` or None."""
         config, reading = self.config, Reading() if reading is None else reading
         assert isinstance(reading, Reading)
         if reading.off:
@@ -126,15 +126,15 @@ class Memory(LayerHook):
         return lambda layer, x: self.read(layer, x, units, reading)
 
     def going_on(self, layout: Layout) -> Reads:
-        """The reads of new tokens of a cache, which its `layout` has counted in.
+        """The reads of new tokens of a cache, already added to the lengths by its `layout`.
 
-        Raises ValueError for routing by sequence: a text that is still to come cannot choose.
+        Raises ValueError for routing by sequence, which would need the whole text in advance.
         """
         assert isinstance(layout, CacheLayout), "expected a layout of rows of a cache"
         return _cached_reads(self, layout)
 
     def read(self, layer: int, x: Tensor, units: Units, reading: Reading) -> Tensor:
-        """The stream (N, D) after a layer's read; unchanged in a layer that does not read."""
+        """The stream (N, D) after a layer's read; unchanged in a non-reading layer."""
         if layer not in self.bank_of or not len(units.places):
             return x
         reader, bank = self.of(layer)
@@ -164,8 +164,8 @@ class Memory(LayerHook):
         return [reader.center for reader in readers if self.config.centered]
 
     def flops_per_token(self) -> int:
-        """FLOPs of training one token's reads, counted as in `ModelConfig.flops_per_token`; keys and values count for
-        a batch, not for a token.
+        """Training FLOPs per token for the reads, counted as in `ModelConfig.flops_per_token`; keys and values count
+        per batch, not per token.
         """
         total, rows = 0, (self.config.shared + self.config.top_k) * self.config.chapter_rows
         for reader in self.readers.values():
@@ -179,7 +179,7 @@ class Memory(LayerHook):
     def initialise(self, generator: torch.Generator) -> None:
         """Fresh weights, drawn in the order of `state_dict()` on the generator's device.
 
-        Rows are normal with deviation `bank_std`, routers with 0.02, the second factor of a bank with 1/sqrt(r),
+        Rows are normal with standard deviation `bank_std`, routers with 0.02, a bank's second factor with 1/sqrt(r),
         projections as in the model; W_o is zero (the second of two factors), norms one, biases zero.
         """
         for name, parameter in self.named_parameters():
@@ -214,7 +214,7 @@ class Bank(nn.Module):
 
 
 class Projection(nn.Module):
-    """up(down(x)): a matrix of low rank."""
+    """up(down(x)): a low-rank matrix."""
 
     def __init__(self, num_in: int, num_out: int, rank: int) -> None:
         super().__init__()
@@ -227,7 +227,7 @@ class Projection(nn.Module):
 class Reader(nn.Module):
     """One layer's part of the memory: its norm, router and projections."""
 
-    center: Tensor  # (D,) c, with `centered`: zeros until `memory/training.py` has measured it
+    center: Tensor  # (D,) c, with `centered`: zeros until measured by `memory/training.py`
 
     def __init__(self, config: MemoryConfig, shape: ModelConfig) -> None:
         super().__init__()
@@ -252,7 +252,7 @@ class Reader(nn.Module):
         self.gate_proj = projection(shape.width, inner) if config.gated else None
 
     def route(self, u: Tensor, choose: Callable[[Tensor], Tensor] | None = None) -> Routed:
-        """The chapters that units with means `u` (U, D) choose; the lower number on ties. In float32."""
+        """The chapters chosen by units with means `u` (U, D); ties go to the lower number. In float32."""
         with torch.autocast(u.device.type, enabled=False):
             wide = torch.promote_types(u.dtype, torch.float32)
             bias, u = self.router.bias, u.to(wide)
@@ -296,7 +296,7 @@ class Reader(nn.Module):
                 which = (chapters[..., None] * each + torch.arange(each, device=q.device)).flatten(1)  # (U, rows)
                 keys, values = self.projected(bank, which)
             weights = functional.pad(routed.log_weights, (config.shared, 0)).repeat_interleave(each, 1)  # (U, rows)
-            queries = functional.pad(q, (0, 0, 0, 0, 0, 1))[units.places]  # (U, L, H, h), zeros where a unit has fewer
+            queries = functional.pad(q, (0, 0, 0, 0, 0, 1))[units.places]  # (U, L, H, h), zero-padded
             out = self._attend_rows(queries, keys, values, weights).flatten(0, 1)  # (U * L, H, h)
         return functional.pad(out, (0, 0, 0, 0, 0, 1))[units.back].flatten(1)
 
@@ -316,7 +316,7 @@ class Reader(nn.Module):
         return float(entropy.mean() / math.log(max(2, most)))
 
     def _row_log_weights(self, routed: Routed) -> Tensor:
-        """ln w of every row of the bank, -inf for chapters that are not chosen: (U, rows), at least float32."""
+        """ln w of every row of the bank, -inf for unchosen chapters: (U, rows), at least float32."""
         config, logs = self.config, routed.log_weights
         wide = torch.promote_types(logs.dtype, torch.float32)
         mask = torch.full((len(logs), config.chapters), float("-inf"), device=logs.device, dtype=wide)
@@ -348,7 +348,7 @@ class Reader(nn.Module):
         return (self._products if q.device.type == "cpu" else self._kernel)(q, keys, values, weights)
 
     def _products(self, q: Tensor, keys: Tensor, values: Tensor, weights: Tensor) -> Tensor:
-        """Plain products: units are short, and a fused attention kernel takes three times as long on a CPU."""
+        """Plain products: units are short, and a fused attention kernel is three times slower on a CPU."""
         grouped = q.transpose(1, 2).reshape(len(q), self.kv_heads, -1, self.head_dim)  # (U, K, H / K * L, h)
         scores = (grouped * self.head_dim**-0.5) @ keys.permute(0, 2, 3, 1)
         wide = torch.promote_types(scores.dtype, torch.float32)
@@ -381,7 +381,7 @@ class Reader(nn.Module):
         return out[0].transpose(0, 1)
 
     def _expand_heads(self, x: Tensor) -> Tensor:
-        """(U, rows, K, h) -> (U, H, rows, h): each key head for its query heads."""
+        """(U, rows, K, h) -> (U, H, rows, h): each key head repeated for its query heads."""
         return x.transpose(1, 2).repeat_interleave(self.heads // self.kv_heads, 1)
 
 
@@ -400,7 +400,7 @@ def cut(
 ) -> Units:
     """Units of a line: `positions` (N,) count from 0 in each document; `padding` and `trained` (N,) bool.
 
-    `trained` marks positions with a loss; None: all positions, so that routing by prompt cuts chunks.
+    `trained` marks positions with a loss; None: all positions, so that routing by prompt falls back to chunks.
     """
     where, num = positions.device, len(positions)
     own = positions.cpu().numpy()
@@ -459,7 +459,7 @@ def _cut_by_prompt(begins: np.ndarray, trained: np.ndarray, window: int) -> tupl
         blocks = _split_at(changes, len(document))
         prompts = [number for number, block in enumerate(blocks) if not own[block[0]] and number + 1 < len(blocks)]
         first = int(blocks[prompts[0]][0] if prompts else len(document))
-        for begin in range(0, first, window):  # text before the first prompt, or all of it
+        for begin in range(0, first, window):  # text before the first prompt, or the whole text
             readers.append(document[begin : min(begin + window, first)])
             sources.append(document[max(0, begin - window) : begin])
         for prompt, following in pairwise([*prompts, len(blocks)]):
@@ -470,7 +470,7 @@ def _cut_by_prompt(begins: np.ndarray, trained: np.ndarray, window: int) -> tupl
 
 
 def _split_at(starts: np.ndarray, num: int) -> list[np.ndarray]:
-    """The indices 0 to num - 1, split at `starts`, of which the first is 0."""
+    """The indices 0 to num - 1, split at `starts`, the first of which is 0."""
     return np.split(np.arange(num), starts[1:]) if num else []
 
 
@@ -487,14 +487,14 @@ def _pad_spans(spans: list[np.ndarray], fill: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class CachedUnit:
-    """New tokens of a row that read together, and the positions of the row that choose for them."""
+    """New tokens of a row that read the same chapters, and the source positions for their choice."""
 
     row: int
     number: int  # of the unit in its row
     begin: int  # of the source positions
     end: int
     places: np.ndarray  # indices of the new tokens in the line
-    continued: bool  # some of its tokens came before
+    continued: bool  # some of its tokens came earlier
 
 
 def _cached_reads(memory: Memory, layout: CacheLayout) -> Reads:
@@ -502,7 +502,7 @@ def _cached_reads(memory: Memory, layout: CacheLayout) -> Reads:
     cache, own_cache = layout.cache, memory_cache(layout.cache)
     if memory.config.leaky:
         raise ValueError(
-            "memory: routing by sequence reads the whole text, so it cannot be decoded; train one that routes by chunk"
+            "memory: routing by sequence reads the whole text, so it cannot be decoded; train one with chunk routing"
         )
     where = cache.keys[0].device
     own = [
@@ -546,7 +546,7 @@ def _cached_reads(memory: Memory, layout: CacheLayout) -> Reads:
 
 
 def _cached_means(cache: KVCache, layer: int, units: list[CachedUnit], rows: Tensor, new: list[int]) -> Tensor:
-    """u (U, D) of units: cached from the step before, except for the `new` ones. A row caches that of its last unit."""
+    """u (U, D) of units: cached from the previous step, except for the `new` ones. A row caches its last unit's."""
     chose = memory_cache(cache).chose[layer]
     u = chose[rows]
     for number in new:

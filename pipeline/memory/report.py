@@ -1,7 +1,7 @@
-"""The report's part on a memory: the use of its chapters, by source, and what reading them is worth.
+"""The memory section of the report: chapter usage, by source, and what reading them is worth.
 
-metrics/memory.csv             -> evenness of use and what the memory is worth, at each evaluation
-metrics/routing/memory.json    -> chapters against sources, and a text of each source by what its parts chose
+metrics/memory.csv             -> evenness of usage and the memory's worth, at each evaluation
+metrics/routing/memory.json    -> chapters by source, and a text of each source with the chapters its parts chose
                                (memory/measure.py)
 """
 
@@ -13,7 +13,7 @@ from pipeline.report.metrics import MetricsRun, flat
 from pipeline.run.types import JsonObject
 
 USE = (
-    ("Evenness of the chapters' use", "chapter_entropy", "entropy over its most, 1 is even"),
+    ("Evenness of chapter usage", "chapter_entropy", "entropy over its maximum, 1 is even"),
     ("Most used chapter", "largest_share", "share of all choices"),
     ("Chapters never chosen", "chapters_unused", "chapters"),
 )
@@ -23,8 +23,8 @@ WORTH = {
     "memory/constant_costs_bpb": "always the same chapters",
 }
 BETTER: tuple[tuple[str, str, str, str], ...] = (
-    ("facts", "memory", "code", "A memory knows more facts than the model beside which it stands"),
-    ("facts", "memory", "memory_baseline", "A memory knows more facts than as many weights in a wider model"),
+    ("facts", "memory", "code", "A memory recalls more facts than its base model"),
+    ("facts", "memory", "memory_baseline", "A memory recalls more facts than a wider model of equal size"),
 )
 ABOVE: tuple[tuple[str, str, tuple[str, ...], float], ...] = ()
 FOLDER: str = "routing"
@@ -52,14 +52,14 @@ TEMPLATE: str = (
 
 
 def figures(run: MetricsRun) -> list[JsonObject]:
-    """The charts of a run of stage memory, from the rows of its curve."""
+    """The charts for a run of stage memory, from the rows of its curve."""
     rows = run.curves.get("memory", [])
     names = list(rows[0]) if rows else []
     layers = sorted({name.split("/")[1] for name in names if name.endswith("/chapter_entropy")}, key=int)
     charted = [
         (title, unit, {f"memory/{layer}/{column}": f"layer {layer}" for layer in layers}) for title, column, unit in USE
     ]
-    charted.append(("What knowing less of the memory costs", "bits per byte", WORTH))
+    charted.append(("Cost of using less of the memory", "bits per byte", WORTH))
     results = []
     for title, unit, columns in charted:
         series = [line for column, name in columns.items() if (line := points(rows, column, name)).points]
@@ -78,7 +78,7 @@ def points(rows: list[dict[str, str]], column: str, name: str) -> card.Series:
 
 def claims(run: MetricsRun) -> Iterator[Claim]:
     """Whether every chapter was chosen."""
-    title, router = "No chapter of the memory is dead", run.stages.get("memory", {}).get("router")
+    title, router = "No memory chapter is dead", run.stages.get("memory", {}).get("router")
     unused = {name: n for name, n in flat(router or {}).items() if name.endswith("chapters_unused")}
     if not unused:
         yield Claim(title, "", UNKNOWN)
@@ -122,7 +122,7 @@ def shown(routing: JsonObject) -> JsonObject:
 
 
 def strength(share: float, even: float) -> int:
-    """Darkness of a cell, 0 to 4: never chosen, below half of an even share, about it, above 1.5 times it, above 3."""
+    """Darkness of a cell, 0 to 4: never chosen, below half of an even share, about even, above 1.5x, above 3x."""
     return sum((share > 0, share > even / 2, share > 1.5 * even, share > 3 * even))
 
 

@@ -2,24 +2,24 @@
 
     next_tokens(model, stream, weights, job) -> the stream, the loss and the watchers for `fit`
 
-A model without a memory refuses the router's weights, which would change nothing. `UnitStream` counts the units of each
-batch before the forward pass, so that the loop can divide the router's losses by those of the whole step.
+A model without a memory rejects nonzero router weights, which would have no effect. `UnitStream` counts the units of
+each batch before the forward pass, so that the loop can divide the router's losses by the units of the whole step.
 
 Diagnostics run on the validation slice at each evaluation. Per layer: the share of each chapter, `chapter_entropy` (of
-the mean share, 1 is even), `chapter_cv` (deviation over mean of the shares), `chapters_unused`, `largest_share`,
-`logit_rms`, `read_share` (norm of the read over the stream's), `row_entropy` (of attention over the chosen rows, 1 is
-even). Ablations, in bits per byte: `gain_bpb` of the memory over none, and the loss where chapters are drawn at random
-or are always the most used ones. A router no better than chance is reported as useless.
+the mean share, 1 is even), `chapter_cv` (standard deviation over mean of the shares), `chapters_unused`,
+`largest_share`, `logit_rms`, `read_share` (norm of the read over the stream's), `row_entropy` (of attention over the
+chosen rows, 1 is even). Ablations, in bits per byte: `gain_bpb` of the memory over none, and the loss with random
+chapters or always the most used ones. A router no better than chance is reported as useless.
 
 **Losses of the router** balance the use of its chapters, and keep its logits small.
 
 
-    f_i = share of choices that fell on chapter i (sums to 1, no gradient)      P_i = mean over units of p_i
+    f_i = share of choices that went to chapter i (sums to 1, no gradient)      P_i = mean over units of p_i
     load_balance  C sum_i f_i P_i                1 where either is uniform (Switch: Fedus et al. 2021, eq. 4, for top-k)
     auxiliary     sum_i (f_i - 1/C)^2            its gradient is that of P: 2/C times load balance's
     z             mean of (ln sum_j e^z_j)^2     ST-MoE (Zoph et al. 2022, arXiv:2202.08906, eq. 5)
 
-f is counted over all ranks and the micro-batches of a step so far (`Choices`); P stays local, since the loop divides
+f is counted over all ranks and the micro-batches of a step so far (`Choices`); P stays local, because the loop divides
 each term by the units of the whole step. Shared chapters do not count: there is no choice to balance.
 
 Shapes: U units, C routed chapters, k chosen.
@@ -47,13 +47,13 @@ from pipeline.run import device
 from pipeline.run.errors import ConfigError
 from pipeline.run.workdir import Job
 
-UNUSED = 0.2  # share of a layer's chapters above which there is a warning
-CENTERED = 8  # steps over whose units a center is the mean
-WATCHED = 8  # batches of the validation split whose choices are measured at each evaluation
+UNUSED = 0.2  # share of a layer's chapters that triggers a warning
+CENTERED = 8  # steps averaged for a center
+WATCHED = 8  # validation batches used for the diagnostics at each evaluation
 
 
 class Choices:
-    """How often each chapter was chosen in this step so far, on all ranks."""
+    """How often each chapter has been chosen so far in this step, on all ranks."""
 
     def __init__(self) -> None:
         self.counts: dict[int, Tensor] = {}  # layer -> (C,) float32
@@ -102,7 +102,7 @@ def z_loss(routed: Routed) -> Tensor:
 
 
 def router_terms(routed: Mapping[int, Routed], shares: Mapping[int, Tensor], weights: RouterWeights) -> list[Term]:
-    """Each loss with a weight above 0, as a mean over the layers; none without layers. `shares` are f by layer."""
+    """Each loss with a weight above 0, averaged over layers; none without layers. `shares` maps layers to f."""
     losses: tuple[tuple[str, float, Callable[[int], Tensor]], ...] = (
         ("load_balance", weights.load_balance, lambda layer: load_balance(routed[layer], shares[layer])),
         ("auxiliary", weights.auxiliary, lambda layer: auxiliary(routed[layer], shares[layer])),
@@ -123,12 +123,12 @@ class UnitBatch(TokenBatch):
 
     @property
     def counts(self) -> dict[str, int]:
-        """What sums are divided by."""
+        """The divisors for sums."""
         return super().counts | {"units": self.num_units}
 
 
 class UnitStream:
-    """A `batches.batch.TokenStream` that counts the units in the batches of another stream of packed rows."""
+    """A `batches.batch.TokenStream` that counts the units in another packed stream's batches."""
 
     def __init__(self, stream: TokenStream, config: MemoryConfig) -> None:
         self._stream, self._config = stream, config
@@ -148,7 +148,7 @@ class UnitStream:
 
 
 def _count_units(batch: TokenBatch, config: MemoryConfig) -> UnitBatch:
-    """The batch, which is still on the CPU, with its number of units."""
+    """The batch (still on the CPU) with its number of units."""
     units = cut(
         batch.positions.flatten(),
         routing=config.routing,
@@ -165,19 +165,19 @@ def next_tokens(
 ) -> Training | None:
     """The stream, the loss and the watchers for `fit`; None for a model without a memory.
 
-    `tokens` are those of an evaluation. Raises ConfigError for the router's weights without a memory.
+    `tokens` is the size of an evaluation. Raises ConfigError for router weights without a memory.
     """
     memory = model.hook
     if isinstance(memory, Memory) and memory.config.centered and not all(c.any() for c in memory.centers()):
         raise ConfigError(
-            "memory.centered: expected a memory of stage_memory, which measures the center on a trained base; a model"
-            " that is trained from nothing has none: leave the key out of its file in conf/model/"
+            "memory.centered: expected a memory from stage_memory, which measures the center on a trained base; a model"
+            " trained from scratch has none: remove the key from its file in conf/model/"
         )
     if not isinstance(memory, Memory):
         if weights != type(weights)():
             raise ConfigError(
-                "load_balance, auxiliary, z: expected their defaults, since the model has no memory; give its file in"
-                " conf/model/ a key memory"
+                "load_balance, auxiliary, z: expected their defaults, since the model has no memory; add a memory key"
+                " to its file in conf/model/"
             )
         return None
     units = UnitStream(stream, memory.config)
@@ -187,8 +187,8 @@ def next_tokens(
 
 @torch.no_grad()
 def measure_centers(model: Transformer, stream: UnitStream, context: int, hardware: device.Hardware) -> None:
-    """Set the centers of a `centered` memory, fresh on a trained base: the means of u over the units of the first
-    CENTERED steps, on all ranks alike. Nothing for others.
+    """Set the centers of a fresh `centered` memory on a trained base: the means of u over the units of the first
+    CENTERED steps, identical on all ranks. Does nothing for other memories.
     """
     memory = model.hook
     assert isinstance(memory, Memory)
@@ -220,7 +220,7 @@ def watched_loss(
 
 
 def memory_loss(model: Transformer, batch: UnitBatch, *, choices: Choices, weights: RouterWeights) -> Loss:
-    """Next-token cross-entropy, and in training the router's losses."""
+    """Next-token cross-entropy, plus the router's losses in training."""
     reading = Reading(trained=batch.targets >= 0)
     terms = [Term("loss", learning_losses.read_out(model, batch, learning_losses.next_token, reading))]
     if torch.is_grad_enabled():
@@ -237,7 +237,7 @@ def _diagnose(model: Transformer, batches: Sequence[TokenBatch], job: Job, step:
 
 @dataclass
 class Use:
-    """The choices of some batches' units in one layer."""
+    """The choices of several batches' units in one layer."""
 
     counts: Tensor  # (C,)
     squares: float = 0.0  # of logits
@@ -245,7 +245,7 @@ class Use:
     measured: list[dict[str, float]] = field(default_factory=list)
 
     def numbers(self) -> dict[str, float]:
-        """The metrics of the layer; see the module."""
+        """The layer's metrics; see the module docstring."""
         shares = self.counts / self.counts.sum().clamp_min(1)
         num = len(shares)
         entropy = -(shares[shares > 0] * shares[shares > 0].log()).sum()
@@ -327,21 +327,21 @@ def ablations(memory: Memory, uses: dict[int, Use], seed: int) -> dict[str, Call
 
 
 def verdicts(numbers: dict[str, float], chapters: int) -> list[str]:
-    """Warnings for a person; empty if all is well."""
+    """Human-readable warnings; empty if all is well."""
     warnings = []
     for name, value in numbers.items():
         if name.endswith("/chapters_unused") and value > UNUSED * chapters:
             warnings.append(
-                f"layer {name.split('/')[1]}: {value:.0f} of {chapters} chapters are never chosen; raise load_balance,"
-                " or take fewer chapters"
+                f"layer {name.split('/')[1]}: {value:.0f} of {chapters} chapters are never chosen; raise load_balance"
+                " or use fewer chapters"
             )
     if numbers.get("memory/random_costs_bpb", 1.0) <= 0:
-        warnings.append("the router is useless: chapters drawn at random read as well")
+        warnings.append("the router is useless: random chapters work just as well")
     if numbers.get("memory/gain_bpb", 1.0) <= 0:
-        warnings.append("the memory is useless: the model is as good without it")
+        warnings.append("the memory is useless: the model is just as good without it")
     return warnings
 
 
 def summary(numbers: dict[str, float]) -> dict[str, float]:
-    """The metrics without those of single chapters, for the final metrics."""
+    """The metrics without the per-chapter ones, for the final metrics."""
     return {name.removeprefix("memory/"): value for name, value in numbers.items() if "/chapter/" not in name}

@@ -1,4 +1,4 @@
-"""What the memory offers to the rest of the house; see `pipeline.wings`, and for the layer hook `model/layers.py`."""
+"""The memory's extension points; see `pipeline.wings`, and `model/layers.py` for the layer hook."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 
 def model_keys() -> type:
-    """The keys of a model file for a memory."""
+    """The memory keys of a model file."""
     return ModelKeys
 
 
 def model_type() -> str:
-    """Of a directory with memory.json and memory.safetensors beside config.json (memory/files.py)."""
+    """The type of a directory that also contains memory.json and memory.safetensors (memory/files.py)."""
     return MODEL_TYPE
 
 
@@ -40,12 +40,12 @@ def _memory_config(config: "ModelConfig") -> MemoryConfig | None:
 
 
 def check_model(config: "ModelConfig") -> None:
-    """Raise ValueError for a memory that does not fit the model."""
+    """Raise ValueError if the memory does not fit the model."""
     memory = _memory_config(config)
     if memory is not None:
         memory.placed(config.layers)
         if config.attention != "causal":
-            raise ValueError("model.memory: a model that sees both sides has none here; take causal attention")
+            raise ValueError("model.memory: not supported for bidirectional models; use causal attention")
         if memory.leaky and not memory.allow_leak:
             raise ValueError(f"model.memory.{LEAK}")
 
@@ -67,10 +67,10 @@ def hook_cache(config: "ModelConfig", rows: int, dtype: "torch.dtype", device: "
 
 
 def hook_bytes(config: "ModelConfig", kind: str, precision: str, tokens: int) -> float:
-    """Bytes of reading in a pass of `tokens`, of each layer that reads and of one more, the one at work.
+    """Bytes for reading in a pass of `tokens`: those of each reading layer plus one more, the one being computed.
 
-    Per token: norm, queries, result; on a CPU the weights of all rows; keys and values of a unit's chapters. And keys
-    and values of the whole bank, where the units together read all of it.
+    Per token: norm, queries, result; on a CPU, the weights of all rows; keys and values of a unit's chapters. Also the
+    keys and values of the whole bank, if the units together read all of it.
     """
     memory = _memory_config(config)
     if memory is None:
@@ -80,7 +80,7 @@ def hook_bytes(config: "ModelConfig", kind: str, precision: str, tokens: int) ->
     rows = (memory.shared + memory.top_k) * memory.chapter_rows
     shares = config.heads * rows * (4 + (size if size == 2 else 0)) if cpu else 0
     units = tokens / (1 if memory.routing == "token" else memory.window)
-    normed = 4 * q if memory.qk_norm else 0  # what the norm of the queries read
+    normed = 4 * q if memory.qk_norm else 0  # the input of the query norm
     per_token = (4 + size) * config.width + (3 if memory.gated else 2) * 2 * size * q + normed + shares
     bank = memory.rows * k * (2 * size + (4 if memory.qk_norm else 0)) if units * memory.top_k >= memory.chapters else 0
     per_read = tokens * per_token + units * 2 * rows * k * size + bank
@@ -89,7 +89,7 @@ def hook_bytes(config: "ModelConfig", kind: str, precision: str, tokens: int) ->
 
 
 def save_hook(folder: Path, hook: "LayerHook", weights: dict[str, "Tensor"], base: str) -> None:
-    """Write the files of a memory, or of its baseline, which stands on a base with the digest `base`."""
+    """Write the files of a memory, or of its baseline, on a base with the digest `base`."""
     from pipeline.memory import files
     from pipeline.memory.files import Wider
     from pipeline.memory.model import Memory
@@ -99,7 +99,7 @@ def save_hook(folder: Path, hook: "LayerHook", weights: dict[str, "Tensor"], bas
 
 
 def load_hook(model: "Transformer", folder: Path) -> None:
-    """Attach the memory, or its baseline, of a model directory. Raises ModelError."""
+    """Attach the memory in a model directory, or its baseline. Raises ModelError."""
     from pipeline.memory import files
     from pipeline.model import checkpoint
 
@@ -108,7 +108,7 @@ def load_hook(model: "Transformer", folder: Path) -> None:
 
 
 def loss_keys() -> type:
-    """The weights of the router's losses."""
+    """The loss weights of the router."""
     from pipeline.memory.config import RouterWeights
 
     return RouterWeights
@@ -124,12 +124,12 @@ def next_tokens(
 
 
 def purposes() -> dict[str, tuple[str, ...]]:
-    """The suites of a memory and of the models that it is compared with."""
+    """The suites of a memory and of the models it is compared with."""
     return {"code": ("facts",), "memory": ("text", "code", "facts"), "memory_baseline": ("text", "code", "facts")}
 
 
 def causal_suites(subject: "Subject", *, facts: Path) -> "Plan":
-    """The suite of trained facts, which every causal model can be asked."""
+    """The suite of trained facts; works for every causal model."""
     from pipeline.memory import measure
 
     return {"facts": lambda: measure.known(subject, facts)}

@@ -1,15 +1,15 @@
-"""The key-value cache of decoding, and the attention of new tokens to it.
+"""The key-value cache for decoding, and the attention of new tokens to it.
 
-Rows with the same prompt share it: a cache of rows has a second cache, `prompts`, and each row points at one of its
-rows. A decoding step then reads each prompt's keys once for all its rows, and a long prompt of one row makes no other
-row longer (Hydragen, Juravsky et al. 2024, arXiv:2402.05099). The two parts of an attention are joined by their
+Rows with the same prompt share it: a cache has a second cache, `prompts`, and each row points to one of its rows. A
+decoding step then reads each prompt's keys once for all its rows, and a row with a long prompt does not make other rows
+longer (Hydragen, Juravsky et al. 2024, arXiv:2402.05099). The two parts of the attention are merged with their
 log-sum-exps:
 
     out = w out_prompt + (1 - w) out_own,    w = sigmoid(lse_prompt - lse_own)
 
 Shapes: N tokens of the line, R rows, H query heads, K key heads, G = H/K, h head size, S cached positions, P prompts, M
-rows of one prompt. Keys are stored as (R, K, h, S): decoding is bound by reading them, and twice as fast along S
-(docs/LOG.md).
+rows of one prompt. Keys are stored as (R, K, h, S): decoding is bound by reading them, and reading along S is twice as
+fast (docs/LOG.md).
 """
 
 from collections.abc import Sequence
@@ -22,22 +22,22 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from pipeline import wings
 from pipeline.model.config import ModelConfig
 
-CACHE_BLOCK = 256  # positions by which a cache grows
-PROMPT_BLOCK = 64  # and by which the cache of prompts grows: it is filled once; rows have room for a multiple of it
+CACHE_BLOCK = 256  # the cache grows in blocks of this many positions
+PROMPT_BLOCK = 64  # the same for the cache of prompts, which is filled once; row capacity is a multiple of it
 
 
 class KVCache:
-    """Keys and values of `rows` growing rows, and the number of positions of each.
+    """Keys and values of `rows` growing rows, and the length of each row.
 
-    One tensor a layer for keys (R, K, h, S) and one for values (R, K, S, h); S grows by blocks.
+    Per layer, one tensor for keys (R, K, h, S) and one for values (R, K, S, h); S grows in blocks.
     """
 
     def __init__(
         self, config: ModelConfig, rows: int, *, dtype: torch.dtype, device: torch.device, block: int = CACHE_BLOCK
     ) -> None:
         self.config, self.block = config, block
-        self.own = [0] * rows  # positions of a row itself, without its prompt
-        self.prompt_of: list[int | None] = [None] * rows  # the row of `prompts` that it continues
+        self.own = [0] * rows  # positions of each row, without its prompt
+        self.prompt_of: list[int | None] = [None] * rows  # the row of `prompts` that each row continues
         self.prompts: KVCache | None = None
         shape = (rows, config.kv_heads, config.head_dim, 0)
         self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.layers)]
@@ -49,7 +49,7 @@ class KVCache:
 
     @property
     def reads_at_once(self) -> bool:
-        """Whether a prompt must be fed whole, for the model's hook."""
+        """Whether the model's hook needs each prompt in a single pass."""
         return self.hook is not None and self.hook.reads_at_once
 
     @property
@@ -81,12 +81,12 @@ class KVCache:
             self.hook.reserve(more)
 
     def check_length(self, length: int) -> None:
-        """Raises ValueError where a row of `length` tokens would be longer than the model's context."""
+        """Raise ValueError if a row of `length` tokens would exceed the model's context."""
         if length > (most := self.config.max_context):
             raise ValueError(f"a row of {length} tokens is longer than the model's context of {most}")
 
     def room_for_prompts(self, count: int) -> list[int]:
-        """Rows of `prompts` for `count` new prompts: those that no row continues any more, then newly added ones."""
+        """Rows of `prompts` for `count` new prompts: unused ones first, then newly added ones."""
         if self.prompts is None:
             self.prompts = KVCache(
                 self.config, 0, dtype=self.keys[0].dtype, device=self.keys[0].device, block=PROMPT_BLOCK
@@ -107,13 +107,13 @@ class KVCache:
         return free[:count]
 
     def clear(self, row: int, prompt: int | None = None) -> None:
-        """Empty a row; it now continues `prompt`, a row of `prompts`, or starts from nothing."""
+        """Empty a row; it then continues `prompt`, a row of `prompts`, or starts empty."""
         self.own[row], self.prompt_of[row] = 0, prompt
         if self.hook is not None:
             self.hook.clear(row)
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep only `rows`, in this order, and the prompts that they continue."""
+        """Keep only `rows`, in this order, and the prompts they continue."""
         index = torch.tensor(rows, device=self.keys[0].device)
         self.keys = [tensor.index_select(0, index) for tensor in self.keys]
         self.values = [tensor.index_select(0, index) for tensor in self.values]
@@ -139,9 +139,9 @@ class KVCache:
 
 
 class HookCache(Protocol):
-    """What a model's hook (layers.py) stores in a key-value cache besides keys and values, row by row."""
+    """Per-row data that a model's hook (layers.py) stores in a key-value cache, in addition to keys and values."""
 
-    reads_at_once: bool  # a prompt must be fed whole
+    reads_at_once: bool  # a prompt must be processed in a single pass
 
     def reserve(self, more: int) -> None:
         """Make room for `more` positions in every row."""
@@ -150,7 +150,7 @@ class HookCache(Protocol):
     def add_rows(self, more: int) -> None: ...
 
     def select(self, rows: list[int], index: Tensor) -> None:
-        """Keep only `rows`, in this order; `index` has them as a tensor."""
+        """Keep only `rows`, in this order; `index` is the same as a tensor."""
         ...
 
     def clear(self, row: int) -> None:
@@ -158,7 +158,7 @@ class HookCache(Protocol):
         ...
 
     def rewind(self, row: int) -> None:
-        """A row goes on with another text, after some of its positions."""
+        """Call when a row is truncated and continues with different text."""
         ...
 
     def copy(self, source: int, target: int, length: int) -> None:
@@ -166,7 +166,7 @@ class HookCache(Protocol):
         ...
 
     def zero(self, row: int) -> None:
-        """Overwrite a row's numbers."""
+        """Overwrite a row with zeros."""
         ...
 
 
@@ -178,18 +178,18 @@ def hook_cache(config: ModelConfig, rows: int, dtype: torch.dtype, device: torch
 
 @runtime_checkable
 class CacheLayout(Protocol):
-    """A layout of new tokens for rows of a cache, which counts them in when it is made (`Cached`)."""
+    """A layout of new tokens for rows of a cache; creating it adds them to the row lengths (`Cached`)."""
 
     cache: KVCache
     rows: list[int]
     counts: list[int]  # new tokens of each of these rows
-    past: list[int]  # positions before them, the prompt's included
+    past: list[int]  # positions before them, including the prompt
 
 
 class Cached:
-    """A layout of new tokens: row `rows[i]` of a cache gets `counts[i]` >= 1 of them, in the order of the line.
+    """A layout of new tokens: row `rows[i]` of a cache gets `counts[i]` >= 1 of them, in line order.
 
-    Its constructor reserves room in the cache and counts the tokens in; `attend` then writes each layer's part.
+    The constructor reserves room in the cache and updates the row lengths; `attend` then writes each layer's part.
     """
 
     def __init__(self, cache: KVCache, rows: Sequence[int], counts: Sequence[int]) -> None:
@@ -213,7 +213,7 @@ class Cached:
             cache.own[row] += count
         if self.decoding:
             self.all_rows = self.rows == list(range(len(cache.own)))
-            lengths = torch.ones(len(cache.own), dtype=torch.long, device=device)  # of other rows: any value above 0
+            lengths = torch.ones(len(cache.own), dtype=torch.long, device=device)  # for other rows, any value above 0
             lengths[self.row_of] = self.columns + 1
             self.mask = _length_mask(lengths, self.longest)
             with_prompts = any(cache.prompt_of[row] is not None for row in rows)
@@ -226,11 +226,11 @@ class Cached:
         return self._decode(q, keys, values, layer) if self.decoding else self._prefill(q, layer)
 
     def _decode(self, q: Tensor, keys: Tensor, values: Tensor, layer: int) -> Tensor:
-        """One token a row: the G heads of a key head become its G queries, so keys are read once, never copied."""
+        """One token per row: the G heads of a key head become its G queries, so keys are read once and never copied."""
         kv_heads = keys.shape[1]
         grouped = (q * q.shape[-1] ** -0.5).unflatten(1, (kv_heads, -1)).to(keys.dtype)  # (N, K, G, h)
         queries = grouped
-        if not self.all_rows:  # computing all rows is cheaper than copying the keys of some
+        if not self.all_rows:  # computing all rows is cheaper than copying the keys of a few
             queries = grouped.new_zeros(len(keys), *grouped.shape[1:]).index_copy_(0, self.row_of, grouped)
         out, lse = _attend_with_lse(queries, keys[..., : self.longest], values[:, :, : self.longest], self.mask)
         if not self.all_rows:
@@ -248,11 +248,11 @@ class Cached:
 
 
 class _SharedPrompts:
-    """The prompts of rows that get one token each: the queries of all rows of a prompt are batched."""
+    """The prompts of rows that get one token each; queries of rows with the same prompt are batched."""
 
     def __init__(self, cache: KVCache, rows: Sequence[int]) -> None:
         store = cache.prompts
-        assert store is not None, "a row goes on from a prompt of no cache"
+        assert store is not None, "a row continues a prompt, but there is no prompt cache"
         device = store.keys[0].device
         members: list[list[int]] = [[] for _ in store.own]
         for number, row in enumerate(rows):
@@ -286,8 +286,8 @@ class _SharedPrompts:
 
 
 def _length_mask(lengths: Tensor, longest: int) -> Tensor:
-    """Added to the scores of `longest` positions: 0 for the first `lengths` (R,) of each row, -inf after, (R, 1, 1,
-    longest).
+    """Mask added to the scores of `longest` positions, (R, 1, 1, longest): 0 for the first `lengths` (R,) of each row,
+    -inf after.
     """
     inside = torch.arange(longest, device=lengths.device) < lengths[:, None]
     return torch.zeros(inside.shape, device=lengths.device).masked_fill_(~inside, float("-inf"))[:, None, None]

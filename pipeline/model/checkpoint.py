@@ -1,25 +1,25 @@
-"""Model directories, which every stage publishes under models/: saving and loading them, with their architecture.
+"""Model directories, which every stage publishes under models/: saving and loading them.
 
     config.json  model.safetensors  generation_config.json  lineage.json
     tokenizer.json  tokenizer_config.json  chat_template.jinja
 
-They are Hugging Face directories: transformers 4 and 5 load them (`Qwen3ForCausalLM`; a reward model as
-`Qwen3ForSequenceClassification`, without generation_config.json). They contain no pickle, code, clock, id or host
-name, so equal runs give equal bytes. `lineage.json` lists the inputs and the code that made them. Weights are float32,
-or as `save_precision` of their stage sets; `load` always gives float32.
+They are Hugging Face directories, loadable by transformers 4 and 5 (`Qwen3ForCausalLM`; a reward model as
+`Qwen3ForSequenceClassification`, without generation_config.json). They contain no pickle, code, timestamp, id or host
+name, so identical runs produce identical bytes. `lineage.json` lists the inputs and the code that made them. Weights
+are float32, or as set by `save_precision` of their stage; `load` always returns float32.
 
-Directories of Qwen3, Qwen2 and LLaMA from elsewhere load too, from local safetensors (`load_causal`). Our parameters
-have Hugging Face's names, so converting is checking: no key missing, none extra, every shape right. Only two things may
-differ: a stored copy of a tied head is compared and dropped, and the rotary buffers of old checkpoints
-(`rotary_emb.inv_freq`, derived from the base) are left out.
+Qwen3, Qwen2 and LLaMA directories from elsewhere also load, from local safetensors (`load_causal`). Our parameters use
+Hugging Face's names, so no conversion is needed, only checks: no missing key, no extra key, every shape right. There
+are two exceptions: a stored copy of a tied head is compared and dropped, and the rotary buffers of old checkpoints
+(`rotary_emb.inv_freq`, derived from the base) are ignored.
 
-Headers are checked before anything is allocated. Anybody can edit config.json, and a model of its shape is built before
-weights are read: a hundred million layers fill the memory of any machine. So `check` first compares every name and
-shape of the configuration with the files' headers; safetensors itself refuses a header with more bytes than its file. A
-checked model needs no more numbers than its files contain.
+Headers are checked before anything is allocated. config.json may come from an untrusted source, and the model is built
+before the weights are read: a hundred million layers would exhaust the memory of any machine. So `check` first compares
+every name and shape implied by the configuration with the files' headers; safetensors itself refuses a header with more
+bytes than its file. A checked model therefore never needs more numbers than its files contain.
 
-Not promised: that the numbers in the files are sensible. Links in a directory are followed, as huggingface_hub's cache
-needs. Nothing is unpickled: `.bin` files are refused. Not here: downloads (`config.py`).
+Not guaranteed: that the values in the files are sensible. Links in a directory are followed, as required by
+huggingface_hub's cache. Nothing is unpickled: `.bin` files are refused. Not here: downloads (`config.py`).
 """
 
 import hashlib
@@ -50,7 +50,7 @@ from pipeline.text.tokenizer import Tokenizer
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
-ROTARY_BUFFER = "rotary_emb.inv_freq"  # of old checkpoints: derived from the base
+ROTARY_BUFFER = "rotary_emb.inv_freq"  # in old checkpoints: derived from the base
 KEYS = {  # fields of ModelConfig under Hugging Face's names
     "vocab_size": "vocab_size",
     "width": "hidden_size",
@@ -65,19 +65,19 @@ Shape = tuple[int, ...]
 
 
 class BaseKind(Protocol):
-    """What a wing offers as `base`: its own kind of checkpoint, for stage base."""
+    """What a wing registers as `base`: its own kind of checkpoint, for stage base."""
 
     def is_masked(self, folder: Path) -> bool:
-        """Whether a directory holds such a checkpoint."""
+        """Whether a directory contains this kind of checkpoint."""
         ...
 
     def take_in(self, folder: Path, out: Path, lineage: JsonObject, precision: str) -> None:
-        """Write it as the model directory `out`. Raises ModelError."""
+        """Convert it to the model directory `out`. Raises ModelError."""
         ...
 
 
 def files(folder: Path) -> tuple[list[str], dict[str, str]]:
-    """Names of the files with the weights, and the file of each tensor if there is an index. Raises ModelError."""
+    """Names of the weight files, and the file of each tensor if there is an index. Raises ModelError."""
     index = folder / INDEX
     if not index.exists() or (folder / WHOLE).exists():  # transformers prefers the whole file too
         return [WHOLE], {}
@@ -103,7 +103,7 @@ def _open_tensors(folder: Path) -> Iterator[tuple[str, safe_open]]:
             with safe_open(path, framework="pt") as file:
                 for key in file.keys():  # noqa: SIM118 (not a dict: it has no iterator)
                     if key in seen or file_of.get(key, name) != name:
-                        raise ModelError(f"{path}: {key} stands in more than one shard, or not where {INDEX} says")
+                        raise ModelError(f"{path}: {key} is in several shards, or not where {INDEX} says")
                     seen.add(key)
                     yield key, file
         except SafetensorError as error:
@@ -111,7 +111,7 @@ def _open_tensors(folder: Path) -> Iterator[tuple[str, safe_open]]:
         except OSError as error:
             raise ModelError(f"{path}: cannot be read ({error}); expected a file of safetensors") from error
     if missing := sorted(set(file_of) - seen):
-        raise ModelError(f"{folder}: {INDEX} names {missing[0]} and {len(missing) - 1} more that no shard holds")
+        raise ModelError(f"{folder}: {INDEX} names {missing[0]} and {len(missing) - 1} more, found in no shard")
 
 
 def headers(folder: Path) -> dict[str, Shape]:
@@ -120,7 +120,7 @@ def headers(folder: Path) -> dict[str, Shape]:
 
 
 def expected(config: ModelConfig) -> Iterator[tuple[str, tuple[Shape, str]]]:
-    """The model's parameters, one by one: name, shape, and the fields that determine it ("heads * head_dim, width")."""
+    """Yield the model's parameters: name, shape, and the fields that determine it ("heads * head_dim, width")."""
     sizes = {
         "heads * head_dim": config.heads * config.head_dim,
         "kv_heads * head_dim": config.kv_heads * config.head_dim,
@@ -151,9 +151,9 @@ def expected(config: ModelConfig) -> Iterator[tuple[str, tuple[Shape, str]]]:
 
 
 def check(config: ModelConfig, folder: Path, shapes: Mapping[str, Shape], keys: Mapping[str, str] = KEYS) -> None:
-    """Raise ModelError unless the tensors `found` are those of the configuration of `folder`.
+    """Raise ModelError unless the tensors with these `shapes` match the configuration of `folder`.
 
-    `keys`: the keys of config.json for the fields of ModelConfig. A stored copy of a tied head and rotary buffers are
+    `keys` maps the fields of ModelConfig to keys of config.json. A stored copy of a tied head and rotary buffers are
     allowed.
     """
     weights = folder / WHOLE if (folder / WHOLE).exists() else folder / INDEX
@@ -163,7 +163,7 @@ def check(config: ModelConfig, folder: Path, shapes: Mapping[str, Shape], keys: 
             f"{folder}/config.json: {keys['layers']} is {config.layers}, but {weights} has {len(numbers)} layers;"
             " expected the config.json and the weights of one model"
         )
-    required = dict(expected(config))  # of no more layers than the header has
+    required = dict(expected(config))  # at most as many layers as the header has
     missing = sorted(required.keys() - shapes.keys())
     head = {"lm_head.weight"} if config.tied else set()
     extra = sorted(key for key in shapes.keys() - required.keys() - head if not key.endswith(ROTARY_BUFFER))
@@ -172,7 +172,7 @@ def check(config: ModelConfig, folder: Path, shapes: Mapping[str, Shape], keys: 
         if tuple(shapes[name]) != shape:
             field_keys = re.sub(r"\w+", lambda match: keys.get(match[0], match[0]), fields)
             raise ModelError(
-                f"{weights}: {name} has shape {list(shapes[name])}, config.json asks for {list(shape)} ({field_keys})"
+                f"{weights}: {name} has shape {list(shapes[name])}, config.json requires {list(shape)} ({field_keys})"
             )
 
 
@@ -185,7 +185,7 @@ def _check_keys(config: ModelConfig, missing: list[str], extra: list[str], *, so
             if names
         ]
         raise ModelError(
-            f"{source}: {' and '.join(differences)}; config.json says {config.family}, {config.layers} layers"
+            f"{source}: {' and '.join(differences)}; config.json describes {config.family}, {config.layers} layers"
         )
 
 
@@ -193,7 +193,7 @@ def _check_keys(config: ModelConfig, missing: list[str], extra: list[str], *, so
 
 
 def load_causal(folder: Path, *, dtype: torch.dtype = torch.float32) -> Transformer:
-    """The model of a Hugging Face directory, weights cast to `dtype`. Raises ModelError naming file or key."""
+    """The model of a Hugging Face directory, weights cast to `dtype`. Raises ModelError naming the file or key."""
     config = read_config(folder)
     check(config, folder, headers(folder))
     model = empty(config, dtype)
@@ -202,26 +202,26 @@ def load_causal(folder: Path, *, dtype: torch.dtype = torch.float32) -> Transfor
 
 
 def empty(config: ModelConfig, dtype: torch.dtype) -> Transformer:
-    """A model whose weights have no values yet."""
+    """A model with uninitialized weights."""
     with torch.device("meta"):
         model = Transformer(config)
     return model.to(dtype).to_empty(device="cpu")
 
 
 def load_weights(model: Transformer, folder: Path) -> None:
-    """Fill `model` with the weights of a directory. Raises ModelError naming file or key."""
+    """Fill `model` with the weights of a directory. Raises ModelError naming the file or key."""
     load_state(model, read_weights(folder), source=str(folder))
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """All tensors of `model.safetensors`, or of the shards of its index. Raises ModelError."""
+    """All tensors in `model.safetensors`, or in the shards of its index. Raises ModelError."""
     return {key: file.get_tensor(key) for key, file in _open_tensors(folder)}
 
 
 def require_finite(folder: Path) -> str:
     """The precision of the weights: fp32, bf16 or fp16, the widest if they differ.
 
-    Raises ModelError naming the first tensor with numbers that are not finite, or with another type.
+    Raises ModelError naming the first tensor with non-finite values or another dtype.
     """
     found: set[torch.dtype] = set()
     for name, file in _open_tensors(folder):
@@ -232,7 +232,7 @@ def require_finite(folder: Path) -> str:
             number = int((~tensor.isfinite()).sum())
             raise ModelError(
                 f"{folder}: {name} ({str(tensor.dtype).removeprefix('torch.')}) has {number} of {tensor.numel()}"
-                " numbers that are not finite, so no loss would be; use the checkpoint in bfloat16 or float32"
+                " non-finite values, so no loss would be finite; use the checkpoint in bfloat16 or float32"
             )
         found.add(tensor.dtype)
     return next(name for name, dtype in DTYPES.items() if dtype in found or len(found) > 1)
@@ -241,7 +241,7 @@ def require_finite(folder: Path) -> str:
 def load_state(model: Transformer, state: Mapping[str, Tensor], *, source: str = "the weights") -> None:
     """Copy weights under Hugging Face's names into `model`, cast to its dtype.
 
-    Raises ModelError where a key is missing, unknown, or has another shape than in the configuration.
+    Raises ModelError if a key is missing or unknown, or its shape differs from the configuration.
     """
     config = model.config
     state = _drop_derived(state, config, source)
@@ -251,14 +251,14 @@ def load_state(model: Transformer, state: Mapping[str, Tensor], *, source: str =
     for name, parameter in parameters.items():
         if state[name].shape != parameter.shape:
             actual, shape = list(state[name].shape), list(parameter.shape)
-            raise ModelError(f"{source}: {name} has shape {actual}, config.json asks for {shape}")
+            raise ModelError(f"{source}: {name} has shape {actual}, config.json requires {shape}")
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(state[name])
 
 
 def _drop_derived(state: Mapping[str, Tensor], config: ModelConfig, source: str) -> dict[str, Tensor]:
-    """Drop a tied head that equals the embedding, and rotary buffers. Raises ModelError for a head that differs."""
+    """Drop a tied head that equals the embedding, and rotary buffers. Raises ModelError if the head differs."""
     parameters = {key: tensor for key, tensor in state.items() if not key.endswith(ROTARY_BUFFER)}
     head, table = parameters.get("lm_head.weight"), parameters.get("model.embed_tokens.weight")
     if config.tied and head is not None and table is not None:
@@ -276,10 +276,10 @@ def _drop_derived(state: Mapping[str, Tensor], config: ModelConfig, source: str)
 def save(
     folder: Path, model: Transformer, tokenizer: Tokenizer, lineage: JsonObject, *, precision: str = "fp32"
 ) -> None:
-    """Write a model directory, its weights rounded to `precision` (fp32, bf16, fp16). Weights over 5 GB are sharded.
+    """Write a model directory, with weights rounded to `precision` (fp32, bf16, fp16). Weights over 5 GB are sharded.
 
-    Raises ModelError if the tokenizer has more ids than the embedding has rows, StagecoachError before writing if the
-    disk is too full.
+    Raises ModelError if the tokenizer has more ids than the embedding has rows, and StagecoachError before writing if
+    there is not enough disk space.
     """
     ids = {"pad_token_id": tokenizer.pad, "bos_token_id": None, "eos_token_id": tokenizer.turn_end}
     hook, own = model.hook, dict(model.state_dict())
@@ -300,8 +300,8 @@ def save(
 def save_reward(folder: Path, model: RewardModel, tokenizer: Tokenizer, lineage: JsonObject) -> None:
     """Write a reward model as transformers' sequence classifier with one label. Raises as `save`.
 
-    transformers scores the last token that is not `pad_token_id`, so a row must end with the token that counts, padding
-    to its right. It gives r; `reward_mean` and `reward_std` are in config.json for normalizing it.
+    transformers scores the last token that is not `pad_token_id`, so a row must end with the token to score and be
+    padded on the right. It returns r; `reward_mean` and `reward_std` are in config.json for normalizing it.
     """
     values = model.config.to_hf() | {
         "architectures": [_classifier_name(model.config)],
@@ -349,19 +349,19 @@ def _write(path: Path, value: JsonObject) -> None:
 def load(folder: Path) -> tuple[Transformer, Tokenizer]:
     """The causal model (float32, training mode) and its tokenizer.
 
-    Raises ModelError for a masked-diffusion model, and for an inconsistent directory: a missing file, an extra or
-    missing tensor or one of another shape, a tokenizer with more ids than the embedding has rows.
+    Raises ModelError for a masked-diffusion model and for an inconsistent directory: a missing file, an extra or
+    missing tensor, one of the wrong shape, or a tokenizer with more ids than the embedding has rows.
     """
     if read_config(folder).attention != "causal":
         raise ModelError(
             f"{folder}: expected a causal model, found a masked-diffusion one; take models/code, models/tools or one"
-            " that was trained from them (the stages diffusion, diffusion_dpo and diffusion_grpo train this one)"
+            " trained from them (the stages diffusion, diffusion_dpo and diffusion_grpo train this one)"
         )
     return load_any(folder)
 
 
 def load_any(folder: Path) -> tuple[Transformer, Tokenizer]:
-    """As `load`, for any attention; `diffusion/files.py` reads what a masked-diffusion model has besides."""
+    """Like `load`, for any attention; `diffusion/files.py` reads a masked-diffusion model's additional keys."""
     config = read_config(folder)
     check(config, folder, headers(folder))
     tokenizer = Tokenizer.load(folder)
@@ -374,10 +374,10 @@ def load_any(folder: Path) -> tuple[Transformer, Tokenizer]:
 
 
 def pass_through(base: Path, out: Path, job: Job, missing: Path) -> None:
-    """Write the model of `base` as `out`, for a stage whose data, `missing`, are empty; no weight changes."""
+    """Copy the model `base` to `out` unchanged, for a stage whose data file, `missing`, is empty."""
     if device.rank():
         return
-    shutil.copytree(base, out, ignore=shutil.ignore_patterns("adapter"))  # of stage lora: it is merged into the base
+    shutil.copytree(base, out, ignore=shutil.ignore_patterns("adapter"))  # of stage lora: already merged
     tokenizer = {"tokenizer": Tokenizer.load(base).hash} if (base / "tokenizer.json").is_file() else {}
     (out / "lineage.json").unlink(missing_ok=True)
     _write(out / "lineage.json", job.lineage | tokenizer)
@@ -391,7 +391,7 @@ def kind(folder: Path) -> str:
 
 
 def load_frozen(folder: Path) -> Transformer:
-    """The model in evaluation mode with frozen weights, as a reference. Raises as `load`."""
+    """The model in evaluation mode with frozen weights, as a reference. Same errors as `load`."""
     model, _ = load(folder)
     return model.train(False).requires_grad_(False)
 
@@ -399,7 +399,7 @@ def load_frozen(folder: Path) -> Transformer:
 def load_reward(folder: Path) -> tuple[RewardModel, Tokenizer]:
     """The reward model (float32, training mode) and its tokenizer.
 
-    Raises ModelError for another kind of model, one without its mean and deviation, and as `load`.
+    Raises ModelError for another kind of model or a missing mean or deviation; otherwise the same errors as `load`.
     """
     config = read_config(folder)
     values = read_values(folder)
@@ -434,7 +434,7 @@ def _calibration(values: JsonObject, folder: Path) -> tuple[float, float]:
         return float(mean), float(std)
     raise ModelError(
         f"{folder}/config.json: expected numbers reward_mean and reward_std > 0, found {mean!r} and {std!r}; for a "
-        "reward model from elsewhere add those of its rewards over some hundred answers"
+        "reward model from elsewhere add those of its rewards over a few hundred answers"
     )
 
 
@@ -465,13 +465,13 @@ def lineage(folder: Path) -> JsonObject:
 def weights_digest(model: torch.nn.Module, leave_out: str = "\0") -> str:
     """sha256 over names and bytes of all parameters: equal for equal weights, independent of the file.
 
-    Parameters with `leave_out` in their names do not count (an adapter's, for the digest of the base).
+    Parameters with `leave_out` in their names are skipped (an adapter's, for the digest of the base).
     """
     return state_digest({name: parameter for name, parameter in model.named_parameters() if leave_out not in name})
 
 
 def state_digest(state: Mapping[str, Tensor]) -> str:
-    """The same of tensors by name; half precision counts as the float32 that `load` converts it to."""
+    """The same for a state dict; half precision is hashed as float32, as `load` converts it."""
     digest = hashlib.sha256()
     for name, tensor in sorted(state.items()):
         values = tensor.detach().cpu()

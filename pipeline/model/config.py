@@ -1,24 +1,24 @@
-"""The shape of a model, with its `config.json` under Hugging Face's keys; and where the user's checkpoint comes from.
+"""The shape of a model, its `config.json` in Hugging Face's format, and the location of the user's checkpoint.
 
 In: a file of `conf/model/`, or the `config.json` of a model directory. Out: `ModelConfig`, or the dict to write.
-The shapes are Qwen3's (Yang et al. 2025, arXiv:2505.09388): RMSNorm before each block, half-split RoPE, SwiGLU,
-grouped queries, a norm per head on queries and keys, no biases. Two related families load too: Qwen2 (biases on q, k,
-v and no head norms) and LLaMA (neither).
+The architecture is Qwen3's (Yang et al. 2025, arXiv:2505.09388): RMSNorm before each block, half-split RoPE, SwiGLU,
+grouped-query attention, a norm per head on queries and keys, no biases. Two related families also load: Qwen2 (biases
+on q, k, v and no head norms) and LLaMA (neither).
 
 `to_hf` writes the keys of transformers 4 *and* 5: `rope_theta` and `rope_parameters`, `torch_dtype` and `dtype`. With
-transformers 5's keys alone, transformers 4 and mlx-lm silently take a RoPE base of 10,000.
+only transformers 5's keys, transformers 4 and mlx-lm silently use a RoPE base of 10,000.
 
-Not promised: scaled RoPE, sliding windows, MoE, biases elsewhere. `from_hf` refuses them by name.
+Not guaranteed: scaled RoPE, sliding windows, MoE, biases elsewhere. `from_hf` refuses them by name.
 
-**A checkpoint of the user** is a local model directory or a model of the Hugging Face hub, which stage base takes in.
+**The user's checkpoint** is a local model directory or a model on the Hugging Face hub, imported by stage base.
 
     base.folder, base.hub -> BaseConfig;  fetched("owner/name@revision") -> Checkpoint: a folder and its commit
 
-A directory is an input of the stage, so DVC and the work key depend on its contents. A revision of the hub is resolved
-to a commit once, printed, and added to the lineage. Only config.json, tokenizer.json and safetensors are fetched, into
+A directory is an input of the stage, so DVC and the work key depend on its contents. A hub revision is resolved to a
+commit once, printed, and added to the lineage. Only config.json, tokenizer.json and safetensors are fetched, into
 huggingface_hub's cache; its variables HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE apply.
 
-Nothing here needs torch.
+Nothing here imports torch.
 """
 
 import json
@@ -34,14 +34,14 @@ from pipeline.run.tracking import say
 from pipeline.run.types import JsonObject
 
 FAMILIES = {"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}
-# A model type of our own, so that causal engines refuse such models instead of answering nonsense.
+# Our own model type, so that causal engines refuse these models instead of generating nonsense.
 BIDIRECTIONAL = "stagecoach_mdm"
 _WingKeys: type[object] = type("_WingKeys", tuple(offer() for offer in wings.each("model_keys")), {})
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(_WingKeys):
-    """Shape of a `Transformer`; wings add keys (layers.py). Raises ValueError where the numbers do not fit together."""
+    """Shape of a `Transformer`; wings add keys (layers.py). Raises ValueError for inconsistent values."""
 
     vocab_size: int
     """Rows of the embedding; a multiple of 64 in our own models."""
@@ -56,19 +56,19 @@ class ModelConfig(_WingKeys):
     head_dim: int
     """Width of a head, even; heads * head_dim need not equal width."""
     d_ff: int
-    """Width of SwiGLU's three matrices, taken literally."""
+    """Hidden width of SwiGLU, used as given."""
     max_context: int
     """Longest row, in tokens."""
     rope_theta: float
     """Base of the rotary angles."""
     tied: bool
-    """The head is the embedding."""
+    """Tie the head to the embedding."""
     bias: bool = False
-    """On q, k, v: the Qwen2 family, which has no head norms."""
+    """Biases on q, k and v: the Qwen2 family, which has no head norms."""
     qk_norm: bool = True
     """RMSNorm on each query and key head, before RoPE; has no effect with `bias`."""
     norm_eps: float = 1e-6
-    """RMSNorm's, added to the mean square."""
+    """RMSNorm's epsilon, added to the mean square."""
     attention: str = "causal"
     """causal or bidirectional."""
 
@@ -99,15 +99,15 @@ class ModelConfig(_WingKeys):
 
     @property
     def matmul_parameters(self) -> int:
-        """Weights in a token's matrix products: the head counts, the embedding (a lookup) and the norms do not."""
+        """Weights used in matrix products: includes the head, but not the embedding (a lookup) or the norms."""
         d, h = self.width, self.head_dim
         layer = 2 * d * self.heads * h + 2 * d * self.kv_heads * h + 3 * d * self.d_ff
         return self.layers * layer + self.vocab_size * d
 
     @property
     def initializer_range(self) -> float:
-        """Standard deviation of fresh weights, 1/sqrt(2 * width) and at most 0.05: that of tied logits then starts
-        at 0.7.
+        """Standard deviation of fresh weights, 1/sqrt(2 * width) and at most 0.05: tied logits then start at
+        a deviation of 0.7.
         """
         return min(0.05, (2 * self.width) ** -0.5)
 
@@ -119,7 +119,7 @@ class ModelConfig(_WingKeys):
         return self.matmul_parameters + norms + biases + (0 if self.tied else self.vocab_size * self.width)
 
     def flops_per_token(self, context: int) -> int:
-        """FLOPs of training one token at this context, counted as in karpathy/nanochat: 6 a weight, 12 an attention
+        """Training FLOPs per token at this context, counted as in karpathy/nanochat: 6 per weight, 12 per attention
         cell.
         """
         return 6 * self.matmul_parameters + 12 * self.layers * self.heads * self.head_dim * context
@@ -159,12 +159,12 @@ class ModelConfig(_WingKeys):
 
     @classmethod
     def from_hf(cls, config: JsonObject) -> "ModelConfig":
-        """Read a `config.json`. Raises ModelError naming the key that is not supported."""
+        """Read a `config.json`. Raises ModelError naming the unsupported key."""
         kind = config.get("model_type")
         ours = [BIDIRECTIONAL, *(offer() for offer in wings.each("model_type"))]
         family = config.get("base_model_type", "qwen3") if kind in ours else kind
         if not isinstance(family, str) or family not in FAMILIES:
-            raise ModelError(f"config.json: model_type {kind!r} is unknown here; expected one of {', '.join(FAMILIES)}")
+            raise ModelError(f"config.json: model_type {kind!r} is unsupported; expected one of {', '.join(FAMILIES)}")
         _check_supported(config, family)
         tied = config.get("tie_word_embeddings", False)
         if not isinstance(tied, bool):
@@ -189,7 +189,7 @@ class ModelConfig(_WingKeys):
             )
         except KeyError as error:
             raise ModelError(
-                f"config.json: key {error} is missing; it is not a whole {family} configuration"
+                f"config.json: key {error} is missing; expected a complete {family} configuration"
             ) from error
         except ModelError:
             raise
@@ -203,7 +203,7 @@ def read_config(folder: Path) -> ModelConfig:
 
 
 def read_values(folder: Path) -> JsonObject:
-    """The whole object of a directory's `config.json`. Raises ModelError."""
+    """The contents of a directory's `config.json`. Raises ModelError."""
     path = folder / "config.json"
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -219,15 +219,15 @@ def read_values(folder: Path) -> JsonObject:
 
 
 def _reason(folder: Path) -> str:
-    """Why there is no model in a directory, if it is an adapter's, or has a README for one."""
+    """Why a directory contains no model, if it contains an adapter or only a README."""
     if (folder / "adapter_config.json").is_file():
-        return " but an adapter of peft; merge it into its model first (merge_and_unload, save_pretrained)"
+        return " but a peft adapter; merge it into its model first (merge_and_unload, save_pretrained)"
     readme = folder / "README.md"
     return f". {readme.read_text(encoding='utf-8', errors='replace').strip():.400}" if readme.is_file() else ""
 
 
 def positive_int(config: JsonObject, key: str, default: int | None = None) -> int:
-    """A count of `config.json`. Raises ModelError naming it, KeyError where it is absent and has no `default`."""
+    """A positive integer in `config.json`. Raises ModelError naming it, KeyError if absent without a `default`."""
     value = config[key] if default is None else config.get(key)
     value = default if value is None and default is not None else value
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -236,7 +236,7 @@ def positive_int(config: JsonObject, key: str, default: int | None = None) -> in
 
 
 def finite_number(config: JsonObject, key: str, default: float) -> float:
-    """A finite number of `config.json`. Raises ModelError naming it."""
+    """A finite number in `config.json`. Raises ModelError naming it."""
     value = config.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ModelError(f"config.json: {key}: expected a number, found {value!r:.80}")
@@ -244,7 +244,7 @@ def finite_number(config: JsonObject, key: str, default: float) -> float:
 
 
 def _object(config: JsonObject, key: str) -> JsonObject:
-    """An object of `config.json`, empty where it is absent or null. Raises ModelError naming it."""
+    """An object in `config.json`, empty if absent or null. Raises ModelError naming it."""
     value = config.get(key) or {}
     if not isinstance(value, dict):
         raise ModelError(f"config.json: {key}: expected an object, found {value!r:.80}")
@@ -252,11 +252,11 @@ def _object(config: JsonObject, key: str) -> JsonObject:
 
 
 def _rope_theta(config: JsonObject) -> float:
-    """The RoPE base from either generation of keys. Raises ModelError where the two disagree or both are missing."""
+    """The RoPE base from either generation of keys. Raises ModelError if they disagree or both are missing."""
     inner = _object(config, "rope_parameters")
     bases = [finite_number(keys, "rope_theta", 0.0) for keys in (inner, config) if keys.get("rope_theta") is not None]
     if not bases:
-        raise ModelError("config.json: neither rope_theta nor rope_parameters.rope_theta is there; add the RoPE base")
+        raise ModelError("config.json: found neither rope_theta nor rope_parameters.rope_theta; add the RoPE base")
     if bases[0] != bases[-1]:
         raise ModelError(
             f"config.json: rope_theta is {bases[-1]}, rope_parameters.rope_theta is {bases[0]}; which one is right?"
@@ -265,7 +265,7 @@ def _rope_theta(config: JsonObject) -> float:
 
 
 def _check_supported(config: JsonObject, family: str) -> None:
-    """Raise ModelError where a key asks for something that would silently change what the weights compute."""
+    """Raise ModelError for an unsupported key that, if ignored, would silently change the model's outputs."""
     rope = _object(config, "rope_scaling") or _object(config, "rope_parameters")
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     unsupported = {
@@ -286,11 +286,11 @@ def _check_supported(config: JsonObject, family: str) -> None:
             )
 
 
-# -- a checkpoint of the user ----------------------------------------------------------------------------------
+# -- the user's checkpoint -------------------------------------------------------------------------------------
 
 
 SCRATCH = "scratch"  # models/scratch: no model
-PLACEHOLDER = "data/pretrained"  # stands in git, without a model
+PLACEHOLDER = "data/pretrained"  # in git, without a model
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 HUB_ID = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")
 COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -301,9 +301,9 @@ class BaseConfig:
     """The block `base`: the user's checkpoint. Raises ValueError."""
 
     folder: str = PLACEHOLDER
-    """A directory with safetensors, config.json and tokenizer.json of Qwen3, Qwen2, LLaMA, Dream, DiffuCoder, LLaDA."""
+    """Directory with safetensors, config.json and tokenizer.json of Qwen3, Qwen2, LLaMA, Dream, DiffuCoder or LLaDA."""
     hub: str | None = None
-    """Owner/name@revision on the Hugging Face hub, instead of the folder; best 40 hex digits, else resolved once."""
+    """owner/name@revision on the Hugging Face hub, instead of the folder; preferably a 40-digit commit."""
 
     def __post_init__(self) -> None:
         if self.hub is not None and not HUB_ID.fullmatch(self.hub):
@@ -311,17 +311,21 @@ class BaseConfig:
 
     @property
     def absent(self) -> bool:
-        """Whether no checkpoint is named: the folder is the one of the repository, and holds none."""
-        return self.hub is None and self.folder == PLACEHOLDER and not (Path(self.folder) / "config.json").exists()
+        """Whether no checkpoint is configured: the folder is the repository's placeholder, and is empty."""
+        return (
+            self.hub is None
+            and self.folder == PLACEHOLDER
+            and not any(path.suffix in (".json", ".safetensors", ".bin") for path in Path(self.folder).glob("*"))
+        )
 
     def inputs(self) -> dict[str, str]:
         """The inputs of stage base, by the names of its `Wiring` (run/stage.py). Raises ModelError."""
         if self.hub is not None:
             return {}
         if not Path(self.folder).is_dir():
-            hint = f" For a model of the hub set base.hub={self.folder}"
+            hint = f" For a model on the hub, set base.hub={self.folder}"
             raise ModelError(
-                f"base.folder: expected a model directory, {self.folder} is none."
+                f"base.folder: expected a model directory, but {self.folder} is not one."
                 f"{hint if HUB_ID.fullmatch(self.folder) else ' Give its path'}"
             )
         return {"folder": self.folder}
@@ -329,7 +333,7 @@ class BaseConfig:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint of the hub on disk."""
+    """A hub checkpoint on disk."""
 
     folder: Path
     name: str  # owner/name
@@ -339,7 +343,7 @@ class Checkpoint:
 def fetched(hub: str) -> Checkpoint:
     """The checkpoint `owner/name@revision` in huggingface_hub's cache, fetched if missing. Raises ModelError."""
     match = HUB_ID.fullmatch(hub)
-    assert match is not None  # BaseConfig has checked it
+    assert match is not None  # checked by BaseConfig
     name, commit = match[1], _resolve_commit(match[1], match[2] or "main")
     files = [_fetch(name, commit, file) for file in ("config.json", "tokenizer.json")]
     _fetch_weights(name, commit)
@@ -347,17 +351,17 @@ def fetched(hub: str) -> Checkpoint:
 
 
 def _resolve_commit(name: str, revision: str) -> str:
-    """The commit of a revision: huggingface_hub puts it into the path of the files that it fetches."""
+    """The commit of a revision, taken from the path of the files that huggingface_hub fetched."""
     commit = _fetch(name, revision, "config.json").parent.name
     if not COMMIT.fullmatch(commit):
-        raise ModelError(f"{name}: the hub names no commit for {revision}; write one: base.hub={name}@<40 hex digits>")
+        raise ModelError(f"{name}: the hub has no commit for {revision}; set one: base.hub={name}@<40 hex digits>")
     if commit != revision:
         say(f"{name}: revision {commit}")
     return commit
 
 
 def _fetch_weights(name: str, commit: str) -> None:
-    """One file, or the shards of the index. Raises ModelError, also for a checkpoint of pickles alone."""
+    """Fetch the single file, or the shards in the index. Raises ModelError, also for a pickle-only checkpoint."""
     if _fetch(name, commit, WEIGHTS, optional=True) is not None:
         return
     index = _fetch(name, commit, INDEX, optional=True)
@@ -382,7 +386,7 @@ def _fetch(name: str, revision: str, file: str) -> Path: ...
 def _fetch(name: str, revision: str, file: str, *, optional: bool) -> Path | None: ...
 def _fetch(name: str, revision: str, file: str, *, optional: bool = False) -> Path | None:
     """A file in huggingface_hub's cache, fetched if missing; None for an optional file that the model lacks."""
-    import httpx  # here and below: seconds to import, needed for the hub alone
+    import httpx  # here and below: takes seconds to import, needed only for the hub
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -398,7 +402,7 @@ def _fetch(name: str, revision: str, file: str, *, optional: bool = False) -> Pa
     except RemoteEntryNotFoundError as error:
         if optional:
             return None
-        raise ModelError(f"{name}@{revision}: the model has no {file}; it cannot be continued from") from error
+        raise ModelError(f"{name}@{revision}: the model has no {file}; it cannot be used as a base") from error
     except GatedRepoError as error:
         raise ModelError(
             f"{name}: a gated model: accept its terms at https://huggingface.co/{name} and set HF_TOKEN"
@@ -406,7 +410,7 @@ def _fetch(name: str, revision: str, file: str, *, optional: bool = False) -> Pa
     except (RepositoryNotFoundError, RevisionNotFoundError) as error:
         what = "such model" if isinstance(error, RepositoryNotFoundError) else f"revision {revision}"
         raise ModelError(
-            f"{name}: the hub has no {what}, or HF_TOKEN does not open it; check base.hub, expected owner/name@revision"
+            f"{name}: the hub has no {what}, or HF_TOKEN lacks access; check base.hub, expected owner/name@revision"
         ) from error
     except (LocalEntryNotFoundError, OfflineModeIsEnabled, OSError, httpx.HTTPError) as error:
         offline = isinstance(error, OfflineModeIsEnabled) or isinstance(error.__cause__, OfflineModeIsEnabled)
@@ -414,8 +418,8 @@ def _fetch(name: str, revision: str, file: str, *, optional: bool = False) -> Pa
             return None  # the checkpoint may be in shards; if their index is missing too, fetching it raises
         why = "HF_HUB_OFFLINE is set" if offline else f"the hub could not be reached ({_cause(error)})"
         raise ModelError(
-            f"{name}@{revision}: {why}, and {file} is not in the cache of huggingface_hub. Run again with a network"
-            " (what was fetched is kept), or copy the model to this machine and set base.folder=<folder>"
+            f"{name}@{revision}: {why}, and {file} is not in huggingface_hub's cache. Run again with a network"
+            " (fetched files are kept), or copy the model to this machine and set base.folder=<folder>"
         ) from error
 
 

@@ -1,8 +1,8 @@
-"""A decoding step in bf16 on a CPU: one new token for each of some rows of a cache, logits out.
+"""A decoding step in bf16 on a CPU: one new token for each of several rows of a cache, logits out.
 
-Under autocast PyTorch spends most of such a step of a small model outside of its products: in conversions, in attention
-over rows of different lengths, in building masks. Here the stream is float32, the cache and the operands of products
-are bf16, and what lies between two products is one pass in C++ (primitives.cpp):
+Under autocast, PyTorch spends most of such a step of a small model outside the matrix products: in conversions, in
+attention over rows of different lengths, in building masks. Here the stream is float32, the cache and the operands of
+products are bf16, and everything between two products is one C++ pass (primitives.cpp):
 
     add_unit           x += y, x / rms(x)                      RMSNorm (arXiv:1910.07467)
     decode_heads       norms and RoPE of queries and keys, the new key and value into the cache
@@ -10,9 +10,8 @@ are bf16, and what lies between two products is one pass in C++ (primitives.cpp)
     gated              silu(g) * u
     choose             the next token from the logits (generation/sampling.py)
 
-It computes what training in bf16 computes (layers.py), so sampled log-probabilities and those of the update agree as
-well as two orders of summation do. Used where `native.load` was called, for models without a hook; elsewhere PyTorch's
-operators decode.
+It computes the same as bf16 training (layers.py), so sampled log-probabilities and those of the update agree up to
+summation order. It is used after `native.load`, for models without a hook; otherwise PyTorch's operators decode.
 
 Shapes: n rows, D width, H query heads, K key heads, h head size, F outputs of a gate, V vocabulary.
 """
@@ -31,15 +30,15 @@ from pipeline.model.lora import AdaptedLinear
 from pipeline.model.transformer import Transformer
 
 BF16 = torch.bfloat16
-LANE = 16  # numbers of a head that primitives.cpp adds at once
-GROUPS = range(1, 9)  # queries of a key head that it is compiled for
-FEW, MANY = 8, 32  # rows are padded to multiples of the first up to 64, else of the second
-CACHE_BLOCK = 64  # positions by which a cache grows: a new key touches as many lines of memory as it has numbers
-TABLE_BLOCK = 256  # positions by which the tables of angles grow
+LANE = 16  # elements of a head that primitives.cpp adds at once
+GROUPS = range(1, 9)  # queries per key head that it is compiled for
+FEW, MANY = 8, 32  # rows are padded to multiples of the first up to 64, then of the second
+CACHE_BLOCK = 64  # the cache grows in blocks of this many positions: each element of a new key touches a cache line
+TABLE_BLOCK = 256  # the same for the RoPE tables
 
 
 def fits(model: Transformer) -> bool:
-    """Whether this model is decoded here, in the present context: bf16 on a CPU, with the operations in C++."""
+    """Whether this module can decode the model in the current context: bf16 on a CPU, with the C++ operations."""
     config = model.config
     return (
         loaded()
@@ -48,14 +47,14 @@ def fits(model: Transformer) -> bool:
         and model.hook is None
         and config.head_dim % (2 * LANE) == 0
         and config.heads // config.kv_heads in GROUPS
-        and type(model.model.embed_tokens.weight) is nn.Parameter  # not divided over processes
+        and type(model.model.embed_tokens.weight) is nn.Parameter  # not sharded over processes
         and model.table.device.type == "cpu"
         and all(_has_matrices(layer) for layer in model.model.layers)
     )
 
 
 def _has_matrices(layer: nn.Module) -> bool:
-    """Whether all projections are matrices in float32: not in eight bits, not divided."""
+    """Whether all projections are float32 matrices: not 8-bit, not sharded."""
     if not isinstance(layer, Block):
         return False
     attention, mlp = layer.self_attn, layer.mlp
@@ -65,7 +64,7 @@ def _has_matrices(layer: nn.Module) -> bool:
 
 
 class DecodingStep:
-    """The step of one model, with its matrices in bf16. Weights that change later are not seen."""
+    """The decoding step of one model, with its matrices in bf16. Later weight changes have no effect."""
 
     @torch.no_grad()
     def __init__(self, model: Transformer) -> None:
@@ -75,9 +74,9 @@ class DecodingStep:
         self.cos = self.sin = torch.empty(0)
 
     def next(self, cache: KVCache, rows: Sequence[int], tokens: Sequence[int]) -> Tensor:
-        """Append `tokens[i]` to row `rows[i]` of a cache in bf16: logits (n, V) in bf16.
+        """Append `tokens[i]` to row `rows[i]` of a bf16 cache; returns logits (n, V) in bf16.
 
-        Raises ValueError where a row would exceed the model's context; then no row has changed.
+        Raises ValueError if a row would exceed the model's context; no row is changed in that case.
         """
         config, n = self.config, len(rows)
         own, before = [cache.own[row] for row in rows], [cache.before(row) for row in rows]
@@ -115,9 +114,9 @@ class DecodingStep:
         return torch.mm(unit, self.head)[:n]
 
     def read(self, cache: KVCache, rows: Sequence[int], texts: Sequence[Sequence[int]]) -> Tensor:
-        """Write whole texts into empty rows of a cache in bf16: logits (n, V) in bf16 after each text.
+        """Write whole texts into empty rows of a bf16 cache; returns logits (n, V) in bf16 after each text.
 
-        Raises ValueError where a text is longer than the model's context; then no row has changed.
+        Raises ValueError if a text is longer than the model's context; no row is changed in that case.
         """
         config, lengths = self.config, [len(text) for text in texts]
         cache.check_length(max(lengths))
@@ -147,7 +146,7 @@ class DecodingStep:
             values[row_of, :, columns] = value[:tokens]
             _add_unit(x, torch.mm(out.flatten(1), layer.out), unit, config.norm_eps)
             y = torch.mm(primitives.gated(torch.mm(unit, layer.widen)), layer.narrow)
-        assert y is not None, "a model has a layer"
+        assert y is not None, "a model has at least one layer"
         last = ends - 1
         x, unit = x[last], unit[: len(last)]
         _add_unit(x, y[last], unit, config.norm_eps)
@@ -160,7 +159,7 @@ class DecodingStep:
 
 
 class _LayerWeights:
-    """The matrices of a layer in bf16, (in, out), multiplied by the weights of the norms before them."""
+    """The matrices of a layer in bf16, (in, out), multiplied by the weights of the preceding norms."""
 
     def __init__(self, layer: Block) -> None:
         attention, mlp = layer.self_attn, layer.mlp

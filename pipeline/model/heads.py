@@ -2,17 +2,17 @@
 
     r_t = w . h_t     h_t the trunk's hidden state after token t; an answer's reward is that of its last token
 
-The head is one row without bias, zero at the start. `save_reward` and `load_reward` of `checkpoint.py` write and read
+The head is one row without bias, initialized to zero. `save_reward` and `load_reward` of `checkpoint.py` write and read
 its files (transformers' `Qwen3ForSequenceClassification`).
 
 `GuessingModel` also learns to predict, at each token of an answer, how likely the base model found that token.
-Likelihood shows whether an answer is right: it ranks 89% of pairs of a small policy's own programs correctly. But a
-language model predicts at a token the next one; it never looks back at how expected this one was, and some thousand
-pairs do not teach a reward model to (61%; docs/LOG.md). Trained on the likelihood of every token it learns it, and the
-reward uses it. This is an auxiliary task (Jaderberg et al. 2017, arXiv:1611.05397): its row is not part of the
-published model.
+Likelihood is a good signal of whether an answer is right: it ranks 89% of pairs of a small policy's own programs
+correctly. But a language model predicts the next token; it never looks back at how likely the current one was, and a
+few thousand pairs are not enough to teach a reward model to do so (61%; docs/LOG.md). Trained on the likelihood of
+every token, it learns this, and the reward makes use of it. This is an auxiliary task (Jaderberg et al. 2017,
+arXiv:1611.05397): its row is not part of the published model.
 
-Not here: losses, advantages, the choice of the token that counts.
+Not here: losses, advantages, choosing the token to score.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ from pipeline.model.transformer import Checkpointing, Transformer
 from pipeline.run.errors import ConfigError
 
 T = TypeVar("T")
-MIN_STD = 1e-3  # below it normalizing would only magnify rounding
+MIN_STD = 1e-3  # below this, normalizing would only magnify rounding
 
 
 class TrunkModel(nn.Module):
@@ -52,7 +52,7 @@ class TrunkModel(nn.Module):
         self.trunk.checkpointing = mode
 
     def num_parameters(self) -> int:
-        """All weights, those of the head included."""
+        """All weights, including the head's."""
         return sum(parameter.numel() for parameter in self.parameters())
 
     def flops_per_token(self, context: int) -> int:
@@ -61,13 +61,13 @@ class TrunkModel(nn.Module):
 
 
 class RewardModel(TrunkModel):
-    """A trunk and a scalar head. It takes ownership of the trunk and deletes its head for tokens.
+    """A trunk and a scalar head. It takes ownership of the trunk and deletes its vocabulary head.
 
-    `reward_mean` and `reward_std` are those of the answers that the head was calibrated on; 0 and 1 before that.
+    `reward_mean` and `reward_std` describe the answers the head was calibrated on; 0 and 1 before calibration.
     """
 
     def __init__(self, trunk: Transformer) -> None:
-        """Raises ValueError for a bidirectional trunk, or one with dropout: scores would depend on more than the
+        """Raises ValueError for a bidirectional trunk or one with dropout: scores would depend on more than the
         text.
         """
         super().__init__()
@@ -91,10 +91,10 @@ class RewardModel(TrunkModel):
         documents: Tensor | None = None,
         select: Tensor | None = None,
     ) -> Tensor:
-        """Rewards in float32, also under autocast: (B, T), or (n,) of the n positions where `select` (B, T) is True.
+        """Rewards in float32, even under autocast: (B, T), or (n,) at the n positions where `select` (B, T) is True.
 
-        The other arguments and errors are those of `Transformer.hidden`. Rewards of padding are undefined: do not
-        select it.
+        The other arguments and errors are those of `Transformer.hidden`. Rewards at padding are undefined: do not
+        select them.
         """
         return _scores(self.trunk, self.score.weight, input_ids, positions, documents, select).squeeze(-1)
 
@@ -108,7 +108,7 @@ class RewardModel(TrunkModel):
         self.reward_std = max(MIN_STD, float(rewards.double().std()))
 
     def flops_per_token(self, context: int) -> int:
-        """Training FLOPs of one token: the trunk's, with one row in place of the vocabulary's."""
+        """Training FLOPs of one token: the trunk's, with one row instead of the vocabulary's."""
         return self.config.flops_per_token(context) - 6 * (self.config.vocab_size - 1) * self.config.width
 
 
@@ -120,7 +120,7 @@ def _scores(
     documents: Tensor | None,
     select: Tensor | None,
 ) -> Tensor:
-    """Products of the states with `rows` (R, D), at least in float32: (B, T, R), or (n, R) of the positions of
+    """Products of the states with `rows` (R, D), at least float32: (B, T, R), or (n, R) at the positions of
     `select`.
     """
     if select is None:
@@ -135,12 +135,12 @@ def _scores(
 
 @torch.no_grad()
 def deepened(trunk: Transformer, count: int) -> Transformer:
-    """The trunk with `count` more layers on top, copies of its first ones with zero outputs: the function is the same.
+    """The trunk with `count` more layers on top, copies of its first ones with zero outputs: the function is unchanged.
 
-    A language model represents the token that it expects only in its last layer, and no layer is left to compare it
-    with the token that came. Judging an answer needs that comparison, so a shallow trunk ranks better with a few more
-    layers. Stacking copies is from Kim et al. 2024 (arXiv:2312.15166); zero outputs keep the function, as in Wu et al.
-    2024 (arXiv:2401.02415). Raises ConfigError for more layers than the trunk has.
+    A language model represents its prediction only in its last layer, so no layer is left to compare the prediction
+    with the actual token. Judging an answer needs that comparison, so a shallow trunk ranks better with a few more
+    layers. Stacking copies is from Kim et al. 2024 (arXiv:2312.15166); zero outputs preserve the function, as in Wu et
+    al. 2024 (arXiv:2401.02415). Raises ConfigError for more layers than the trunk has.
     """
     if not 0 <= count <= trunk.config.layers:
         raise ConfigError(
@@ -162,14 +162,14 @@ def deepened(trunk: Transformer, count: int) -> Transformer:
 
 
 class ActorCritic(nn.Module):
-    """PPO's two models, trained side by side; they share no weight."""
+    """PPO's two models, trained together; they share no weights."""
 
     def __init__(self, actor: Transformer, critic: RewardModel) -> None:
-        """Raises ValueError where the actor has dropout: the ratio of equal policies would not be 1."""
+        """Raises ValueError if the actor has dropout: the ratio of equal policies would not be 1."""
         super().__init__()
         if actor.dropout:
             raise ValueError(f"an actor must have no dropout, found {actor.dropout}")
-        assert actor is not critic.trunk, "the critic needs a trunk of its own"
+        assert actor is not critic.trunk, "the critic needs its own trunk"
         self.actor, self.critic = actor, critic
 
     def forward(
@@ -183,7 +183,7 @@ class ActorCritic(nn.Module):
     ) -> tuple[Tensor | T, Tensor]:
         """Logits of the next token, and the value of the state in which it is chosen: (n, V) and (n,) at `select`.
 
-        One call for both, so that it passes through a wrapper that averages gradients over processes. `head` as in
+        A single call for both, so that a wrapper that averages gradients over processes sees it. `head` is as in
         `Transformer.forward`, the other arguments as in `RewardModel`.
         """
         logits = self.actor(input_ids, positions=positions, documents=documents, select=select, head=head)
@@ -192,7 +192,7 @@ class ActorCritic(nn.Module):
 
     @property
     def checkpointing(self) -> Checkpointing:
-        """That of both models; see `Transformer`."""
+        """The mode of both models; see `Transformer`."""
         return self.actor.checkpointing
 
     @checkpointing.setter
@@ -201,7 +201,7 @@ class ActorCritic(nn.Module):
 
 
 class GuessingModel(TrunkModel):
-    """A reward model with a second row for the auxiliary task, zero at the start too; training updates both."""
+    """A reward model with a second row for the auxiliary task, also initialized to zero; training updates both."""
 
     def __init__(self, model: RewardModel) -> None:
         super().__init__()
@@ -217,7 +217,7 @@ class GuessingModel(TrunkModel):
         documents: Tensor | None = None,
         select: Tensor | None = None,
     ) -> Tensor:
-        """The reward and the predicted log-probability in nats, float32: (B, T, 2), or (n, 2) of the n positions of
+        """The reward and the predicted log-probability in nats, float32: (B, T, 2), or (n, 2) at the n positions of
         `select` (B, T).
 
         The other arguments and errors are those of `Transformer.hidden`.

@@ -1,35 +1,35 @@
-"""Weights before the first step: induction heads in a fresh model, or those of a pretrained checkpoint.
+"""Weights before the first step: induction heads in a fresh model, or a pretrained checkpoint.
 
 **Fresh weights that learn to copy sooner.** A small model learns to copy in one sudden drop of the loss, after
 about a million tokens or, in a short run, never: two layers have to find each other (Olsson et al. 2022,
-arXiv:2209.11895). `induction_heads` writes that circuit into the normal fresh weights, in the spirit of Trockman and
+arXiv:2209.11895). `induction_heads` writes that circuit into the normal random weights, in the spirit of Trockman and
 Kolter 2023 (arXiv:2305.09828), who initialize attention with the structure of trained attention. All weights stay
 trainable, and the architecture does not change.
 
     embedding   dimension 0 of every token is one constant; the last norm hides it from the head
-    layer 0     query and key read the constant alone, rotated so that RoPE's fast angles agree one token apart: head 0
+    layer 0     query and key use only the constant, rotated so that RoPE's fast angles agree one token apart: head 0
                 attends to the previous token and adds a projection V of it, in directions O
     layer 1     query V x, key O^T x, on RoPE's slow angles: head 0 attends to the position whose previous token is
                 this token, and adds that position's token to the stream
 
-`relate_variants` gives the tokens of one word (" Oslo", "Oslo", "_oslo") half of their embeddings in common, so that a
-name that followed a space is found and copied after a quotation mark too, and "task" leads to "add_task"; training
-alone has to learn that pair by pair.
+`relate_variants` gives the variants of one word (" Oslo", "Oslo", "_oslo") a shared half of their embeddings, so that a
+name seen after a space is also found and copied after a quotation mark, and "task" leads to "add_task". Without it,
+training has to learn this pair by pair.
 
-The embedding starts six times larger and the branches at zero except for the two heads; otherwise the noise of the
-first layer drowns the tokens. The last norm compensates for the size, so fresh logits keep their scale.
+The embedding starts six times larger, and the branches at zero except for the two heads; otherwise the noise of the
+first layer drowns out the tokens. The last norm compensates for the scale, so fresh logits keep their size.
 
 **A pretrained checkpoint** (`load`): its weights, with rows for added control tokens.
 
     folder of a Qwen3, Qwen2 or LLaMA checkpoint -> Transformer, Tokenizer
 
 The architecture is the checkpoint's; only the number of rows may grow (`text/tokenizer.py` determines to what). A new
-control token's row is the mean of the rows of all tokens known to the checkpoint, in the embedding and in an untied
-head: its logit is then the mean of the others', so it takes hardly any probability from them (Hewitt 2021,
-"Initializing new word embeddings for pretrained language models"). The logits of the checkpoint's tokens do not change.
-Rows without a token keep the checkpoint's numbers.
+control token's row is the mean of the rows of all tokens in the checkpoint, in the embedding and in an untied head: its
+logit is then the mean of the others', so it takes hardly any probability from them (Hewitt 2021, "Initializing new word
+embeddings for pretrained language models"). The logits of the checkpoint's tokens do not change. Rows without a token
+keep the checkpoint's values.
 
-Not promised: other families, scaled RoPE, pickles: `config.py` and `checkpoint.py` refuse them by name.
+Not guaranteed: other families, scaled RoPE, pickles: `config.py` and `checkpoint.py` refuse them by name.
 """
 
 import re
@@ -47,18 +47,18 @@ from pipeline.run.errors import ConfigError, ModelError
 from pipeline.text.tokenizer import Tokenizer, adopt
 
 EMBEDDING = 0.3  # standard deviation of the embedding's entries
-FAST, SLOW = 0.5, 0.01  # radians a token: from FAST on angles distinguish neighbors; up to SLOW they span a context
-NOISE = 0.2  # share of the normal weights that remains in the two heads
+FAST, SLOW = 0.5, 0.01  # radians per token: angles from FAST up distinguish neighbors; angles up to SLOW span a context
+NOISE = 0.2  # fraction of the random weights kept in the two heads
 MEASURED_WIDTH = 192  # nano's: a token's own logit grows as sqrt(width), so the last norm shrinks for wider models
 STRENGTH = 1.7  # of a head's output, in lengths of an embedding
-LEADING = re.compile(rb"[^A-Za-z0-9\x80-\xff]+(?=[A-Za-z\x80-\xff])")  # before a word in its token
+LEADING = re.compile(rb"[^A-Za-z0-9\x80-\xff]+(?=[A-Za-z\x80-\xff])")  # what precedes a word in its token
 
 
 @torch.no_grad()
 def induction_heads(model: Transformer, generator: torch.Generator) -> None:
     """Write the two heads into a fresh model; draws from `generator`, on its device.
 
-    Raises ConfigError for a model of one layer, a bidirectional one, or one without slow angles.
+    Raises ConfigError for a one-layer model, a bidirectional one, or one without slow angles.
     """
     config = model.config
     width, size = config.width, config.head_dim
@@ -70,12 +70,12 @@ def induction_heads(model: Transformer, generator: torch.Generator) -> None:
     fast, slow = angles >= FAST, angles <= SLOW
     if not slow.any():
         raise ConfigError(
-            f"induction heads need angles of at most {SLOW} a token; rope_theta {config.rope_theta} and head_dim {size}"
+            f"induction heads need angles up to {SLOW} per token; rope_theta {config.rope_theta} and head_dim {size}"
             " have none. Raise rope_theta, or set language.induction_heads=false"
         )
 
     def draw_projection() -> Tensor:
-        """(head_dim, width), rows of length about one that do not read the constant."""
+        """(head_dim, width), rows of length about one that ignore the constant."""
         rows = torch.empty(size, width, device=generator.device).normal_(0.0, width**-0.5, generator=generator)
         rows[:, 0] = 0
         return rows
@@ -86,7 +86,7 @@ def induction_heads(model: Transformer, generator: torch.Generator) -> None:
     table, last = model.model.embed_tokens.weight, model.model.norm.weight
     length = EMBEDDING * width**0.5
     table.mul_(EMBEDDING / config.initializer_range)
-    table[:, 0] = length  # as long as the rest of the row: half the squared norm of a normed row is the constant's
+    table[:, 0] = length  # as long as the rest of the row: the constant makes up half the squared norm of a normed row
     last.fill_(config.initializer_range / EMBEDDING * (MEASURED_WIDTH / width) ** 0.5)
     last[0] = 0
     added = STRENGTH * length * (2 / size) ** 0.5
@@ -111,10 +111,10 @@ def induction_heads(model: Transformer, generator: torch.Generator) -> None:
 
 @torch.no_grad()
 def relate_variants(model: Transformer, token_bytes: Sequence[bytes], generator: torch.Generator) -> None:
-    """Give tokens that differ only in a leading space or sign or in capitals a common half of their fresh embeddings.
+    """Give tokens that differ only in capitalization or in a leading space or sign a shared half of their embeddings.
 
-    `token_bytes[i]` are the bytes of token i. The squares of old and common part add up, so lengths stay. Call it
-    before `induction_heads`, which sets the scale. Draws from `generator`, on its device.
+    `token_bytes[i]` are the bytes of token i. The squares of the old and shared parts add up, so lengths are unchanged.
+    Call it before `induction_heads`, which sets the scale. Draws from `generator`, on its device.
     """
     words: dict[bytes, list[int]] = {}
     for token, text in enumerate(token_bytes):
@@ -144,9 +144,9 @@ TABLES = ("model.embed_tokens.weight", "lm_head.weight")
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Transformer, Tokenizer]:
-    """The checkpoint's weights as `dtype`, with a row for each id of its tokenizer, and that tokenizer, completed.
+    """The checkpoint's weights as `dtype`, with a row for each tokenizer id, and its tokenizer, completed.
 
-    Raises ModelError for a checkpoint that cannot be read, or is not causal.
+    Raises ModelError for a checkpoint that cannot be read or is not causal.
     """
     config = read_config(folder)
     if config.attention != "causal":

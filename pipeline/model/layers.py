@@ -1,7 +1,8 @@
-"""The layers of a model: layouts, which say what attends to what; blocks and their parts; the one hook of a wing.
+"""The layers of a model: layouts, which define what attends to what; blocks and their parts; the hook for a wing.
 
-The blocks of the model work on one line of tokens, (N, D), because everything but attention treats tokens one by one.
-A `Layout` describes how that line is cut into rows and documents; it is made once per batch and shared by all layers.
+The blocks work on one line of tokens, (N, D), because everything except attention treats tokens independently. A
+`Layout` describes how that line is divided into rows and documents; it is created once per batch and shared by all
+layers.
 
 | layout      | rows                                  | used for                                                  |
 |-------------|---------------------------------------|-----------------------------------------------------------|
@@ -12,30 +13,29 @@ A `Layout` describes how that line is cut into rows and documents; it is made on
 | `Cached`    | new tokens of some rows of a cache    | decoding (cache.py)                                       |
 | `Padded`    | those of another layout, then padding | bf16 on a CPU, where a new shape costs a compilation      |
 
-In bf16 on a CPU layers do not call these layouts: cpu/attention.py runs an `attention_plan` of the first and next two.
+In bf16 on a CPU, `attend` is not called: cpu/attention.py runs an `attention_plan` of the first, third and fourth.
 
 Shapes: N tokens of the line, B rows, T time, H query heads, K key heads, G = H/K, h head size.
 
-**Parts**: embedding, norm, grouped-query attention with RoPE, SwiGLU, and their block, Qwen3's (arXiv:2505.09388), and
-Qwen2's and LLaMA's; `transformer.py` runs them. Parameters have Hugging Face's names. All tokens of a batch lie on one
-line (N, D); a layout defines which of them attend to each other. Under autocast to bf16 on a CPU all but decoding uses
-the hand-written passes of `cpu/layers.py` (`in_bf16`).
+**Parts**: embedding, norm, grouped-query attention with RoPE, SwiGLU, and their block, as in Qwen3 (arXiv:2505.09388),
+Qwen2 and LLaMA; `transformer.py` runs them. Parameters have Hugging Face's names. Under autocast to bf16 on a CPU,
+everything except decoding uses the hand-written passes of `cpu/layers.py` (`in_bf16`).
 
-**The hook**: a module that changes the residual stream after each layer. A wing (pipeline/wings.py) has it.
+**The hook**: a module that changes the residual stream after each layer, provided by a wing (pipeline/wings.py).
 
-What a wing offers for it:
+What a wing registers for it:
 
-    model_keys     () -> a dataclass of the keys that a model file may have for the hook
-    check_model    (ModelConfig) -> None; raises ValueError where these keys do not fit the rest
-    layer_hook     (ModelConfig) -> the LayerHook that the keys describe, its weights zero; None without them
+    model_keys     () -> a dataclass of the hook's keys in a model file
+    check_model    (ModelConfig) -> None; raises ValueError if these keys do not fit the rest
+    layer_hook     (ModelConfig) -> the LayerHook described by the keys, with zero weights; None without them
     hook_cache     (ModelConfig, rows, dtype, device) -> its `cache.HookCache`; None without the keys
-    hook_bytes     (ModelConfig, kind of device, precision, tokens) -> bytes that the hook keeps in a pass of training
-    model_type     () -> `model_type` in config.json of a model with the hook, which no other engine may run
+    hook_bytes     (ModelConfig, kind of device, precision, tokens) -> bytes the hook stores during a training pass
+    model_type     () -> `model_type` in config.json of a model with the hook, so that no other engine runs it
     save_hook      (folder, LayerHook, weights, base) -> None; writes the hook's files into a model directory: `weights`
-                   are under its own names, `base` is the digest of the model's others
-    load_hook      (Transformer, folder) -> None; attaches the hook whose files stand in a model directory
+                   are under its own names, `base` is the digest of the model's other weights
+    load_hook      (Transformer, folder) -> None; attaches the hook stored in a model directory
 
-The core sees a hook only as this class; its weights stand in `state_dict()` under its name.
+The core uses a hook only through this class; its weights are in `state_dict()` under its name.
 """
 
 import importlib
@@ -58,9 +58,9 @@ from pipeline.model.cpu.attention import Plan
 from pipeline.model.cpu.layers import ragged_attention, rms_norm, rotate
 from pipeline.run.types import JsonObject
 
-KEPT_PROBABILITIES = 512  # up to this length storing them is 1.4x faster than the fused kernel; at 2,048 it is equal
+KEPT_PROBABILITIES = 512  # up to this length storing them is 1.4x faster than the fused kernel; equal at 2,048
 MAX_SHARING_LENGTH = 2048  # rows up to this length may share a prefix
-LEAST_SHARED = 16  # tokens of a common prefix that is worth sharing
+LEAST_SHARED = 16  # minimum length of a common prefix worth sharing
 
 
 class Layout(Protocol):
@@ -98,7 +98,7 @@ class Masked:
 
 @dataclass(frozen=True)
 class Documents:
-    """Documents one after another, without padding; their `lengths` sum to N. For CPUs."""
+    """Consecutive documents without padding; their `lengths` sum to N. For CPUs."""
 
     lengths: tuple[int, ...]
     causal: bool
@@ -112,10 +112,10 @@ class Documents:
 
 @dataclass(frozen=True)
 class Branches:
-    """Documents of which some begin with a prefix of another; the line contains shared prefixes once. Causal, for CPUs.
+    """Documents, some starting with a prefix of another; the line contains shared prefixes once. Causal, for CPUs.
 
     Document i adds `lengths[i]` tokens to the line after the first `before[i]` tokens of document `parents[i]`, which
-    comes earlier; `keys` (N + sum(before),) are the indices in the line of all tokens of each document.
+    comes earlier; `keys` (N + sum(before),) are the line indices of all tokens of each document.
     """
 
     lengths: tuple[int, ...]
@@ -161,7 +161,7 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, batch: int, mask: Tensor | None, cau
     """The fused kernel on `batch` rows of equal length."""
     q, k, v = (x.unflatten(0, (batch, -1)).transpose(1, 2) for x in (q, k, v))  # (B, heads, T, h)
     group = q.shape[1] // k.shape[1]
-    if group > 1 and q.device.type == "cpu":  # there `enable_gqa` is slower (50 against 46 ms); one key head is a view
+    if group > 1 and q.device.type == "cpu":  # `enable_gqa` is slower there (50 vs. 46 ms); one key head is a view
         k, v = (x.expand(-1, group, -1, -1) if x.shape[1] == 1 else x.repeat_interleave(group, 1) for x in (k, v))
         group = 1
     out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=group > 1)
@@ -169,7 +169,7 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, batch: int, mask: Tensor | None, cau
 
 
 def positions_in(documents: Tensor) -> Tensor:
-    """Positions from 0 in each run of equal ids, (B, T) -> (B, T), without leaving the device."""
+    """Positions from 0 in each run of equal ids, (B, T) -> (B, T), computed on the device."""
     time = torch.arange(documents.shape[1], device=documents.device)
     begins = documents.diff(dim=1, prepend=documents[:, :1] - 1) != 0
     return time - torch.where(begins, time, 0).cummax(dim=1).values
@@ -177,20 +177,20 @@ def positions_in(documents: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Line:
-    """A padded batch of documents laid out as one line: its attention, and the way back to the batch."""
+    """A padded batch of documents laid out as one line: its attention, and the mapping back to the batch."""
 
     layout: Layout
     positions: Tensor  # (N,) of the line's tokens, from 0 in each document
-    computed: Tensor | None  # (N,) flat indices of the line's tokens in the batch; None: all, in their order
+    computed: Tensor | None  # (N,) flat indices of the line's tokens in the batch; None: all, in order
     kept: Tensor | None  # (M,) flat indices of all tokens that are not padding; None: no padding
-    source: Tensor | None  # (M,) the line's token for each of these; None: each has its own, in their order
+    source: Tensor | None  # (M,) the line's token for each of these; None: one each, in order
 
     @classmethod
     def of(cls, documents: Tensor, causal: bool, ids: Tensor | None = None) -> "Line":
-        """From document ids (B, T): runs of equal ids are documents; negative ids are padding and left out.
+        """From document ids (B, T): runs of equal ids are documents; negative ids are padding, which is left out.
 
         With the tokens `ids` (B, T), rows of one causal document each share their common prefixes. Raises ValueError
-        where a row returns to an earlier id: then its documents do not lie one after another.
+        if a row returns to an earlier id, because its documents are then not contiguous.
         """
         numbers = documents.cpu().numpy()
         width = numbers.shape[1]
@@ -199,7 +199,7 @@ class Line:
         values = numbers.reshape(-1)[starts].astype(np.int64)
         pairs = np.stack([starts // width, values], axis=1)
         if len(np.unique(pairs, axis=0)) < len(pairs):
-            raise ValueError("documents: a row comes back to an earlier id; equal ids of a row must lie together")
+            raise ValueError("documents: a row returns to an earlier id; equal ids in a row must be contiguous")
         not_padding = values >= 0
         positions = torch.from_numpy(np.arange(numbers.size) - np.repeat(starts, lengths))
         kept = None if not_padding.all() else torch.from_numpy(np.flatnonzero(np.repeat(not_padding, lengths)))
@@ -217,13 +217,13 @@ class Line:
     def _branches(
         cls, positions: Tensor, starts: np.ndarray, lengths: np.ndarray, prefixes: list[tuple[int, int, int]]
     ) -> "Line":
-        """Each document without the prefix that another one has too, in the order of `prefixes`."""
+        """Each document without the prefix it shares with another, in the order of `prefixes`."""
         order = np.array([row for row, _, _ in prefixes])
-        place = np.argsort(order)  # of each row in the line
+        place = np.argsort(order)  # position of each row in the line
         shared = np.array([number for _, _, number in prefixes])
         own = lengths[order] - shared
         begins = np.cumsum(own) - own  # where each document's own tokens begin in the line
-        indices: list[np.ndarray] = []  # of all tokens of each document, in the line
+        indices: list[np.ndarray] = []  # line indices of all tokens of each document
         for begin, length, (_, other, number) in zip(begins, own, prefixes, strict=True):
             prefix = indices[place[other]][:number] if number else np.arange(0)
             indices.append(np.concatenate([prefix, begin + np.arange(length)]))
@@ -238,12 +238,12 @@ class Line:
 
 
 def begin_alike(rows: Sequence[np.ndarray]) -> list[tuple[int, int, int]]:
-    """(row, other, number) for each row: its first `number` tokens are those of the other row; `number` 0: of none.
+    """(row, other, number) for each row: its first `number` tokens equal those of the other row; 0 if none are shared.
 
-    The other row comes earlier in the list, and no earlier row shares a longer prefix. Rows are sorted by their
-    tokens, so each follows the one with which it shares most, and what all rows have in common counts once: answers
-    share their prompt, and prompts share their beginning. A row keeps at least its last token to itself, and prefixes
-    below `LEAST_SHARED` do not count.
+    The other row comes earlier in the list, and no earlier row shares a longer prefix. Rows are sorted by their tokens,
+    so each follows the one it shares most with, and the part common to all rows counts once: answers share their
+    prompt, and prompts share their beginning. Each row keeps at least its last token, and prefixes shorter than
+    `LEAST_SHARED` are ignored.
     """
     order = sorted(range(len(rows)), key=lambda row: rows[row].astype(">i8").tobytes())
     prefixes = [(order[0], 0, 0)] if order else []
@@ -272,7 +272,7 @@ def rope_tables(positions: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor]
 
 
 class Embedding(nn.Embedding):
-    """`nn.Embedding` whose rows are a tied head's matrix, `table`."""
+    """`nn.Embedding` whose `table` is also the matrix of a tied head."""
 
     @property
     def table(self) -> Tensor:
@@ -280,8 +280,8 @@ class Embedding(nn.Embedding):
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, nf4: Any = None) -> Tensor:
-    """x W^T + b. A frozen weight may be stored narrower (learning/reference.py): in bf16, which outside autocast is
-    widened to x, or in NF4 with the state `nf4`, of which a part is widened at a time.
+    """x W^T + b. A frozen weight may be stored at lower precision (learning/reference.py): bf16, which is widened to x
+    outside autocast, or NF4 with the state `nf4`, which is widened part by part.
     """
     if nf4 is not None:
         return importlib.import_module("bitsandbytes").matmul_4bit(x, weight.t(), quant_state=nf4, bias=bias)
@@ -291,16 +291,16 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, nf4: Any = Non
 
 
 def dense(weight: Tensor, nf4: Any) -> Tensor:
-    """A weight (out, in), widened to bf16 where it is stored in NF4."""
+    """A weight (out, in), widened to bf16 if stored in NF4."""
     if nf4 is None:
         return weight
     return importlib.import_module("bitsandbytes.functional").dequantize_4bit(weight, nf4)
 
 
 class Linear(nn.Linear):
-    """`nn.Linear` that starts at zero: `Transformer.initialise` draws its weights, or they are loaded."""
+    """`nn.Linear` that starts at zero: its weights are drawn by `Transformer.initialise` or loaded."""
 
-    nf4: Any = None  # bitsandbytes' state of a weight in NF4
+    nf4: Any = None  # bitsandbytes' quantization state for an NF4 weight
 
     def __init__(self, num_in: int, num_out: int, bias: bool = False) -> None:
         super().__init__(num_in, num_out, bias=bias)
@@ -315,7 +315,7 @@ class Linear(nn.Linear):
 
     @property
     def plain(self) -> bool:
-        """Whether the layer is a product with `matrix` alone."""
+        """Whether the layer is just a product with `matrix`."""
         return self.bias is None
 
     @property
@@ -358,7 +358,7 @@ class Attention(nn.Module):
         k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))  # (N, K, h)
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
         if cpu_autocast(x):
-            with torch.autocast("cpu", enabled=False):  # float32: attention in bf16 takes twice as long there
+            with torch.autocast("cpu", enabled=False):  # float32: bf16 attention takes twice as long here
                 attended = self._attend(q.float(), k.float(), v.float(), cos, sin, layout, index)
         else:
             attended = self._attend(q, k, v, cos, sin, layout, index)
@@ -366,7 +366,7 @@ class Attention(nn.Module):
 
     @property
     def plain(self) -> bool:
-        """Whether each projection is one matrix product."""
+        """Whether each projection is a single matrix product."""
         return all(x.plain for x in (self.q_proj, self.k_proj, self.v_proj, self.o_proj))
 
     def in_bf16(self, x: Tensor, norm: "RMSNorm", cos: Tensor, sin: Tensor, plan: Plan) -> Tensor:
@@ -397,7 +397,7 @@ class SwiGLU(nn.Module):
 
     @property
     def plain(self) -> bool:
-        """Whether each projection is one matrix product."""
+        """Whether each projection is a single matrix product."""
         return all(x.plain for x in (self.gate_proj, self.up_proj, self.down_proj))
 
     def in_bf16(self, x: Tensor, norm: "RMSNorm") -> Tensor:
@@ -407,7 +407,7 @@ class SwiGLU(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention, then SwiGLU, each after a norm and added to the residual stream."""
+    """One layer: attention, then SwiGLU, each with a pre-norm and a residual connection."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -426,7 +426,7 @@ class Block(nn.Module):
         dropout: float,
         chosen: Tensor | None = None,
     ) -> Tensor:
-        """(N, D) -> (N, D); with the indices `chosen` (U,) of some tokens only theirs, (U, D)."""
+        """(N, D) -> (N, D); with token indices `chosen` (U,), only those, (U, D)."""
         plan = attention_plan(layout, len(x), self.self_attn.heads) if layers.runs_in_bf16(x) else None
         if plan is not None and self.self_attn.plain:
             attended = self.self_attn.in_bf16(x, self.input_layernorm, cos, sin, plan)
@@ -442,18 +442,18 @@ class Block(nn.Module):
 
 
 class Body(nn.Module):
-    """All but the head; named as Hugging Face names it."""
+    """All but the head, with Hugging Face's names."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        # Passed in, so that nn.Embedding draws nothing from the global generator.
+        # Passed in so that nn.Embedding does not draw from the global generator.
         table = torch.zeros(config.vocab_size, config.width)
         self.embed_tokens = Embedding(config.vocab_size, config.width, _weight=table, _freeze=False)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = RMSNorm(config.width, config.norm_eps)
 
 
-# -- the hook of a wing ------------------------------------------------------------------------------------------------
+# -- the hook for a wing -----------------------------------------------------------------------------------------------
 
 
 Reads = Callable[[int, Tensor], Tensor]  # (layer, stream (N, D) after it) -> stream after the hook
@@ -462,29 +462,29 @@ Reads = Callable[[int, Tensor], Tensor]  # (layer, stream (N, D) after it) -> st
 class LayerHook(nn.Module):
     """A module that changes the residual stream after each layer."""
 
-    name: ClassVar[str]  # in the model
-    hf_keys: ClassVar[JsonObject]  # of config.json
-    added: bool = False  # to a trained model, whose weights are then one parameter group (learning/optim.py)
+    name: ClassVar[str]  # its attribute name in the model
+    hf_keys: ClassVar[JsonObject]  # its keys in config.json
+    added: bool = False  # to a trained model, whose weights then form one parameter group (learning/optim.py)
     leaky: bool = False  # a position may depend on later ones
 
     def reads(self, positions: Tensor, padding: Tensor | None, computed: Tensor | None, reading: object) -> Reads:
         """For a line of tokens: `positions` (N,) count from 0 in each document, `padding` (N,) bool.
 
-        `computed` (N,) are the tokens' indices in the flattened batch, None where they are all of it. `reading` is what
-        the caller of the model gave for the hook.
+        `computed` (N,) are the tokens' indices in the flattened batch, None if they are all of it. `reading` is what
+        the caller passed to the model for the hook.
         """
         raise NotImplementedError
 
     def going_on(self, layout: Layout) -> Reads:
-        """For new tokens of a cache's rows, which its `layout` has counted in."""
+        """For new tokens of a cache's rows, already added to the lengths by `layout`."""
         raise NotImplementedError
 
     def initialise(self, generator: torch.Generator) -> None:
-        """Fresh weights, with which the model starts as without the hook."""
+        """Fresh weights, with which the model starts out as if it had no hook."""
         raise NotImplementedError
 
     def flops_per_token(self) -> int:
-        """FLOPs of training one token, counted as in `ModelConfig.flops_per_token`; 0 if they are not counted."""
+        """Training FLOPs per token, counted as in `ModelConfig.flops_per_token`; 0 if not counted."""
         return 0
 
     def num_parameters(self) -> int:
@@ -493,7 +493,7 @@ class LayerHook(nn.Module):
 
 
 def layer_hook(config: ModelConfig) -> LayerHook | None:
-    """The hook of a model of this shape, with zero weights; None: it has none."""
+    """The hook for a model of this shape, with zero weights; None if there is none."""
     hooks: list[LayerHook] = [hook for offer in wings.each("layer_hook") if (hook := offer(config)) is not None]
-    assert len(hooks) < 2, "a model has one hook"
+    assert len(hooks) < 2, "a model has at most one hook"
     return hooks[0] if hooks else None

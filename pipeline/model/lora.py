@@ -1,22 +1,22 @@
-"""Low-rank adapters on a frozen model: LoRA, rsLoRA, DoRA; merging; adapters in the files of peft.
+"""Low-rank adapters on a frozen model: LoRA, rsLoRA, DoRA; merging; reading and writing peft files.
 
     y = W x + k B A drop(x),  k = alpha/r          LoRA (Hu et al. 2021, arXiv:2106.09685, eq. 3)
                               k = alpha/sqrt(r)    rsLoRA (Kalajdzievski 2023, arXiv:2312.03732)
     y = g * (W x + k B A x),  g = m / |W + k B A|  DoRA (Liu et al. 2024, arXiv:2402.09353, eq. 5, 6 and 11), a row each
 
-A starts uniform and B zero, so the first step is the base model's. `attach` adds adapters to a model with loaded
-weights, `disabled` runs it without them (the reference of DPO and RL), `merge` adds them to its weights. A base weight
-keeps its name (`...q_proj.weight`); the adapter's parameters are beside it (`...q_proj.lora_A.weight`). Adapters are at
+A starts uniform and B zero, so training starts from the base model. `attach` adds adapters to a model with loaded
+weights, `disabled` runs it without them (the reference of DPO and RL), `merge` adds them to its weights. Base weights
+keep their names (`...q_proj.weight`), next to the adapter's parameters (`...q_proj.lora_A.weight`). Adapters are at
 least float32, whatever the dtype of the base.
 
-`trained_tokens` are rows of the embedding that train in full, beside the adapters: a template's own tokens, which the
-base model never read, cannot be learned by the layers after a frozen embedding (docs/LOG.md).
+`trained_tokens` are embedding rows that are fully trained, in addition to the adapters: with a frozen embedding, later
+layers cannot learn a template's own tokens, which the base model has never seen (docs/LOG.md).
 
 `export_peft` and `import_peft` write and read peft's `adapter_config.json` and `adapter_model.safetensors`.
 
-Not promised: low-rank adapters on the embedding or the head, more than one at a time, ranks that differ from module to
-module, trained biases, other peft types, modules saved whole. `import_peft` refuses those by file and key. DoRA
-recomputes the norms of its rows in every forward pass, as peft does, at the cost of r more tokens: merge before long
+Not guaranteed: low-rank adapters on the embedding or the head, more than one at a time, ranks that differ between
+modules, trained biases, other peft types, modules saved whole. `import_peft` refuses those by file and key. DoRA
+recomputes its row norms in every forward pass, as peft does, at the cost of r extra tokens: merge before long
 decoding.
 """
 
@@ -42,28 +42,28 @@ from pipeline.run.types import JsonObject
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 ALL = "all-linear"  # all of TARGETS; as in peft, not the head
 EMBEDDING = "model.embed_tokens"
-MERGE_ROWS, MERGE_TOLERANCE = 64, 1e-4  # of the merge gate
-ROUNDING = 1e-5  # of the largest logit
+MERGE_ROWS, MERGE_TOLERANCE = 64, 1e-4  # for the merge gate
+ROUNDING = 1e-5  # relative to the largest logit
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterConfig:
-    """Which modules get an adapter, and its size. Raises ValueError."""
+    """Which modules get an adapter, and how large it is. Raises ValueError."""
 
     rank: int
     """Rank of the update B A: rows of A, columns of B."""
     alpha: float
     """The update is scaled by alpha / rank."""
     dropout: float = 0.0
-    """Dropout on the input of A, in training."""
+    """Dropout on the input of A, during training."""
     targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
-    """Modules with an adapter; or all-linear, alone."""
+    """Modules that get an adapter, or just all-linear."""
     rslora: bool = False
-    """Scale by alpha / sqrt(rank), so that a larger rank does not learn more slowly."""
+    """Scale by alpha / sqrt(rank), so that larger ranks do not learn more slowly."""
     dora: bool = False
     """Learn the norm of each row separately from its direction."""
     trained_tokens: tuple[int, ...] = ()
-    """Ids whose embeddings train too, such as those of a template that the base never read."""
+    """Token ids whose embeddings are also trained, such as template tokens the base has never seen."""
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -71,15 +71,13 @@ class AdapterConfig:
         if not self.alpha > 0:
             raise ValueError(f"adapter.alpha: expected a positive number, found {self.alpha}")
         if not 0 <= self.dropout < 1:
-            raise ValueError(f"adapter.dropout: expected a share from 0 to below 1, found {self.dropout}")
+            raise ValueError(f"adapter.dropout: expected at least 0 and below 1, found {self.dropout}")
         if self.targets != (ALL,) and (not self.targets or set(self.targets) - set(TARGETS)):
             raise ValueError(
-                f"adapter.targets: expected some of {', '.join(TARGETS)}, or {ALL} alone; found {list(self.targets)}"
+                f"adapter.targets: expected some of {', '.join(TARGETS)}, or only {ALL}; found {list(self.targets)}"
             )
         if len(set(self.trained_tokens)) < len(self.trained_tokens) or any(token < 0 for token in self.trained_tokens):
-            raise ValueError(
-                f"adapter.trained_tokens: expected different ids, none below 0; found {list(self.trained_tokens)}"
-            )
+            raise ValueError(f"adapter.trained_tokens: expected distinct ids >= 0; found {list(self.trained_tokens)}")
 
     @property
     def scale(self) -> float:
@@ -88,7 +86,7 @@ class AdapterConfig:
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """The names that `targets` stands for, in the order of TARGETS."""
+        """The module names selected by `targets`, in the order of TARGETS."""
         return tuple(name for name in TARGETS if self.targets == (ALL,) or name in self.targets)
 
 
@@ -109,7 +107,7 @@ class AdaptedLinear(nn.Module):
         self.nf4: Any = None  # as in Linear
         self.config = config
         self.enabled = True
-        self.whole: Tensor | None = None  # within `folded_in`: the weight with the adapter added
+        self.whole: Tensor | None = None  # inside `folded_in`: the weight with the adapter added
         (num_out, num_in), device, dtype = base.weight.shape, base.weight.device, _at_least_float32(base.weight.dtype)
         self.lora_A = Linear(num_in, config.rank).to(device, dtype)  # (r, in)
         self.lora_B = Linear(config.rank, num_out).to(device, dtype)  # (out, r)
@@ -138,21 +136,21 @@ class AdaptedLinear(nn.Module):
         base = linear(x, self.weight, nf4=self.nf4)
         dropped_base = linear(dropped, self.weight, nf4=self.nf4) if dropping else base
         gain = self.lora_magnitude_vector.weight / self._norms()  # (out,)
-        out = base + (gain - 1) * dropped_base + gain * (config.scale * update)  # dropout reaches W x too, as in peft
+        out = base + (gain - 1) * dropped_base + gain * (config.scale * update)  # dropout on W x too, as in peft
         return (out if self.bias is None else out + self.bias).to(base.dtype)
 
     @property
     def plain(self) -> bool:
-        """Whether the layer is a product with `matrix` alone."""
+        """Whether the layer is just a product with `matrix`."""
         config = self.config
         dropping = self.training and config.dropout > 0
         return self.bias is None and (not self.enabled or (self.whole is None and not config.dora and not dropping))
 
     @property
     def matrix(self) -> Tensor:
-        """W + k B A (out, in), of which autograd has the exact gradients dB = k dW A^T and dA = k B^T dW.
+        """W + k B A (out, in), for which autograd computes the exact gradients dB = k dW A^T and dA = k B^T dW.
 
-        For many tokens one product with it is faster than three, and dW than gradients through the thin matrices.
+        For many tokens, one product with it is faster than three, and dW faster than gradients through thin matrices.
         """
         return self._sum() if self.enabled else dense(self.weight, self.nf4)
 
@@ -165,7 +163,7 @@ class AdaptedLinear(nn.Module):
         return weight
 
     def _sum(self) -> Tensor:
-        """W + k B A (out, in), at least float32 also under autocast."""
+        """W + k B A (out, in), at least float32, even under autocast."""
         with torch.autocast(self.weight.device.type, enabled=False):
             weight = dense(self.weight, self.nf4)
             weight = weight.to(_at_least_float32(weight.dtype))
@@ -219,12 +217,12 @@ def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
 
 
 def attach(model: Transformer, config: AdapterConfig, generator: torch.Generator) -> None:
-    """Add adapters to the targets of a model with loaded weights, and freeze everything else. Outputs do not change.
+    """Add adapters to the target modules of a model with loaded weights, and freeze the rest. Outputs do not change.
 
     A is drawn on the generator's device in the order of the model's modules. Raises ModelError for DoRA on a weight
     with a row of zeros, which has no direction (weights not loaded yet?).
     """
-    assert not adapters(model), "merge the adapters that are there before attaching others"
+    assert not adapters(model), "merge the existing adapters before attaching new ones"
     targets = [
         (name, layer)
         for name, layer in model.named_modules()
@@ -264,7 +262,7 @@ def adapters(model: nn.Module) -> list[Adapted]:
 
 
 def adapter_state(model: nn.Module) -> dict[str, Tensor]:
-    """The adapters' parameters by their names in the model (`model.layers.0.self_attn.q_proj.lora_A.weight`)."""
+    """The adapters' parameters by name in the model (`model.layers.0.self_attn.q_proj.lora_A.weight`)."""
     return {
         f"{module}.{name}": parameter.detach()
         for module, layer in _named_adapters(model)
@@ -274,7 +272,7 @@ def adapter_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_adapter_state(model: nn.Module, state: Mapping[str, Tensor], *, source: str = "the adapter") -> None:
-    """Load the result of `adapter_state`. Raises ModelError where a name is missing, unknown, or has another shape."""
+    """Load the result of `adapter_state`. Raises ModelError if a name is missing or unknown, or a shape differs."""
     own = adapter_state(model)
     missing, extra = sorted(set(own) - set(state)), sorted(set(state) - set(own))
     if missing or extra:
@@ -285,14 +283,12 @@ def load_adapter_state(model: nn.Module, state: Mapping[str, Tensor], *, source:
         ]
         raise ModelError(
             f"{source}: expected the {len(own)} parameters of the attached adapter, found {' and '.join(differences)}; "
-            "attach with the configuration that the adapter was trained with, to the same base model"
+            "attach with the adapter's training configuration, to the same base model"
         )
     for name, parameter in own.items():
         if state[name].shape != parameter.shape:
             found, expected = list(state[name].shape), list(parameter.shape)
-            raise ModelError(
-                f"{source}: {name} has shape {found}, expected {expected}: another rank, or another base model"
-            )
+            raise ModelError(f"{source}: {name} has shape {found}, expected {expected}: different rank or base model")
     for name, parameter in own.items():
         parameter.copy_(state[name])
 
@@ -301,7 +297,7 @@ def load_adapter_state(model: nn.Module, state: Mapping[str, Tensor], *, source:
 def disabled(model: nn.Module) -> Iterator[None]:
     """A context in which the model is the base model, bit for bit.
 
-    Run no backward pass of the adapted model in it: recomputed layers would lack their adapters.
+    Do not run a backward pass of the adapted model inside it: recomputed layers would lack their adapters.
     """
     layers = adapters(model)
     before = [layer.enabled for layer in layers]
@@ -316,10 +312,10 @@ def disabled(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def folded_in(model: nn.Module) -> Iterator[None]:
-    """A context without gradients in which each layer uses one matrix W + k B A: sampling needs one product, not three.
+    """A context without gradients in which each layer uses a single matrix W + k B A: one product per layer, not three.
 
-    Layers whose matrix would lose precision that way (half-precision weights without autocast) keep their adapters
-    separate.
+    Layers whose matrix would lose precision this way (half-precision weights without autocast) keep their adapters
+    separate. Used for sampling.
     """
     layers = [layer for layer in adapters(model) if layer.enabled]
     try:
@@ -340,8 +336,8 @@ def folded_in(model: nn.Module) -> Iterator[None]:
 def merge(model: nn.Module) -> None:
     """Merge the adapters into the weights, restore plain layers, and unfreeze all parameters.
 
-    The sum is computed in float32 and stored in the dtype of the base weight: convert a bf16 model to float32 first to
-    keep its precision.
+    The sum is computed in float32 and stored in the dtype of the base weight: to keep precision, convert a bf16
+    model to float32 first.
     """
     for layer in adapters(model):
         layer.weight.copy_(layer.folded())
@@ -349,7 +345,7 @@ def merge(model: nn.Module) -> None:
 
 
 def detach(model: nn.Module) -> None:
-    """Replace the adapted layers by plain ones with the base weights, and unfreeze all parameters."""
+    """Replace the adapted layers with plain ones that have the base weights, and unfreeze all parameters."""
     for name, layer in _named_adapters(model):
         with torch.device("meta"):
             if isinstance(layer, AdaptedEmbedding):
@@ -364,12 +360,12 @@ def detach(model: nn.Module) -> None:
 
 @torch.no_grad()
 def merged_with_gate(model: Transformer, input_ids: Tensor) -> float:
-    """`merge`, checked: returns the largest difference of the logits of `input_ids` (64, T), without padding.
+    """`merge` with a check: returns the largest difference in the logits of `input_ids` (64, T), without padding.
 
-    Raises GateError above 1e-4, or above 1e-5 of the largest logit where that is more: so large is float32's rounding
-    in a sharp model. Then publish nothing. The logits before merging are kept on the CPU.
+    Raises GateError above 1e-4, or above 1e-5 of the largest logit if that is more: float32 rounding is that large in a
+    sharp model. Do not publish in that case. The logits before merging are kept on the CPU.
     """
-    assert len(input_ids) == MERGE_ROWS, f"the merge gate looks at {MERGE_ROWS} rows"
+    assert len(input_ids) == MERGE_ROWS, f"the merge gate needs {MERGE_ROWS} rows"
     was_training = model.training
     model.train(False)
     rows = input_ids.split(8)
@@ -384,16 +380,16 @@ def merged_with_gate(model: Transformer, input_ids: Tensor) -> float:
         raise GateError(
             f"merge gate: expected the logits of {MERGE_ROWS} rows within {tolerance:.2g} before and after merging, "
             f"found {difference:.2e}. Likely cause: weights in {model.model.embed_tokens.weight.dtype} instead of "
-            "float32, or an adapter whose update is not finite or far larger than its base weight (lower the rate)"
+            "float32, or an adapter update that is not finite or far larger than its base weight (lower the rate)"
         )
     return difference
 
 
-# -- files of peft -----------------------------------------------------------------------------------------------------
+# -- peft files --------------------------------------------------------------------------------------------------------
 
 
 PREFIX = "base_model.model."  # peft's prefix of a parameter's name
-# Keys of adapter_config.json: those that are read, and those without effect here. Any other key must be empty.
+# Keys of adapter_config.json: those we read, and those without effect here. Any other key must be empty.
 READ = (
     "peft_type",
     "task_type",
@@ -423,10 +419,9 @@ EMPTY: tuple[object, ...] = (None, False, {}, [])
 def export_peft(folder: Path, model: Transformer, config: AdapterConfig, *, base_name: str) -> None:
     """Write the attached adapter as peft does: `adapter_config.json` and `adapter_model.safetensors`.
 
-    The configuration has the keys that every peft since 0.11 reads; newer keys have their defaults where they are
-    missing.
+    The configuration has the keys that every peft since 0.11 reads; newer keys, if missing, take their defaults.
     """
-    assert adapters(model), "there is no adapter to export: merge() folds it in"
+    assert adapters(model), "there is no adapter to export; merge() removes it"
     folder.mkdir(parents=True, exist_ok=True)
     values = {
         "peft_type": "LORA",
@@ -463,7 +458,7 @@ def export_peft(folder: Path, model: Transformer, config: AdapterConfig, *, base
 
 
 def _peft_name(name: str) -> str:
-    """peft stores DoRA's vector under an older name, without `.weight`, and trained tokens under a name of its own."""
+    """peft stores DoRA's vector under an older name, without `.weight`, and trained tokens under its own name."""
     if name == f"{EMBEDDING}.lora_rows":
         return f"{PREFIX}{EMBEDDING}.token_adapter.trainable_tokens_delta"
     return PREFIX + (name.removesuffix(".weight") if "lora_magnitude_vector" in name else name)
@@ -472,8 +467,8 @@ def _peft_name(name: str) -> str:
 def import_peft(folder: Path, model: Transformer) -> AdapterConfig:
     """Attach an adapter written by peft or `export_peft`. Returns its configuration.
 
-    Raises ModelError naming file and key for what is not supported here; the model is then unchanged, except that all
-    its parameters train.
+    Raises ModelError naming the file and key of anything unsupported; the model is then unchanged, except that all its
+    parameters are trainable.
     """
     config = _read_peft_config(folder / "adapter_config.json")
     path = folder / "adapter_model.safetensors"
@@ -484,7 +479,7 @@ def import_peft(folder: Path, model: Transformer) -> AdapterConfig:
     except SafetensorError as error:
         raise ModelError(f"{path}: damaged ({error}); fetch or export it again") from error
     _check_rank(stored, config.rank, path)
-    attach(model, config, torch.Generator())  # its draws are overwritten
+    attach(model, config, torch.Generator())  # its random values are overwritten
     names = {_peft_name(name): name for name in adapter_state(model)}
     try:
         load_adapter_state(model, {names.get(key, key): tensor for key, tensor in stored.items()}, source=str(path))
@@ -495,17 +490,17 @@ def import_peft(folder: Path, model: Transformer) -> AdapterConfig:
 
 
 def _check_rank(stored: dict[str, Tensor], rank: int, path: Path) -> None:
-    """Raise ModelError for a rank above that of the file's tensors, which would be allocated before the comparison."""
+    """Raise ModelError for a rank above that of the file's tensors, before anything of that size is allocated."""
     for name, tensor in stored.items():
         if name.endswith("lora_A.weight") and rank > tensor.shape[0]:
             raise ModelError(
-                f"{path}: {name} has shape {list(tensor.shape)}, expected [{rank}, {tensor.shape[-1]}]: another rank"
-                " than r of adapter_config.json; fetch or export it again"
+                f"{path}: {name} has shape {list(tensor.shape)}, expected [{rank}, {tensor.shape[-1]}]: the rank"
+                " differs from r in adapter_config.json; fetch or export it again"
             )
 
 
 def _read_peft_config(path: Path) -> AdapterConfig:
-    """Read `adapter_config.json`. Raises ModelError for what these adapters do not support."""
+    """Read `adapter_config.json`. Raises ModelError for unsupported settings."""
     try:
         values: JsonObject = json.loads(path.read_text(encoding="utf-8"))
         rank, alpha, modules = values["r"], values["lora_alpha"], values["target_modules"]
@@ -517,17 +512,17 @@ def _read_peft_config(path: Path) -> AdapterConfig:
         "peft_type": ("LORA",),
         "task_type": ("CAUSAL_LM", None),
         "bias": ("none",),
-        "init_lora_weights": (True, False, "gaussian"),  # others change the base weights
+        "init_lora_weights": (True, False, "gaussian"),  # other values change the base weights
     }
     expected |= {key: EMPTY for key in values if key not in READ + IGNORED}
     for key, allowed in expected.items():
         if values.get(key, allowed[0]) not in allowed:
             raise ModelError(
                 f"{path}: {key} = {values[key]!r} is not supported here; expected"
-                f" {' or '.join(map(repr, allowed[:2]))}. Merge the adapter in peft and take the merged model in"
+                f" {' or '.join(map(repr, allowed[:2]))}. Merge the adapter in peft and import the merged model"
             )
     try:
-        # peft writes whole paths for all-linear. If a layer is left out, its adapter will be missing in the file.
+        # peft writes full paths for all-linear. If a layer is left out, its adapter is missing from the file.
         leaves = (modules,) if isinstance(modules, str) else sorted({str(name).rpartition(".")[2] for name in modules})
         return AdapterConfig(
             rank=rank,
@@ -543,11 +538,11 @@ def _read_peft_config(path: Path) -> AdapterConfig:
 
 
 def _trained_tokens(path: Path, value: object) -> tuple[int, ...]:
-    """`trainable_token_indices`: ids, or ids of the embedding alone. Raises ModelError."""
+    """`trainable_token_indices`: ids, or ids for the embedding only. Raises ModelError."""
     leaf = EMBEDDING.rpartition(".")[2]
     ids = value.get(leaf) if isinstance(value, dict) and set(value) <= {leaf} else value
     if ids is None or ids == {}:
         return ()
     if not isinstance(ids, list) or not all(isinstance(token, int) for token in ids):
-        raise ModelError(f"{path}: trainable_token_indices = {value!r}; expected ids of {leaf}")
+        raise ModelError(f"{path}: trainable_token_indices = {value!r}; expected ids for {leaf}")
     return tuple(ids)

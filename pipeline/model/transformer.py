@@ -1,4 +1,4 @@
-"""The model: token ids in, logits out. Qwen3's architecture (arXiv:2505.09388), and Qwen2's and LLaMA's.
+"""The model: token ids in, logits out. The architecture of Qwen3 (arXiv:2505.09388), Qwen2 and LLaMA.
 
     x = embed(ids);  per layer: x += attention(norm(x)), x += swiglu(norm(x));  logits = head(norm(x))
 
@@ -45,11 +45,11 @@ from pipeline.model.layers import (
 )
 
 T = TypeVar("T")
-EVEN_ROWS = 128  # above it, rows are padded to multiples: at most so many different shapes below
-FEW = 0.75  # share of selected tokens up to which the end of the last layer runs for them alone
+EVEN_ROWS = 128  # above it, rows are padded to multiples, which limits the number of distinct shapes
+FEW = 0.75  # if at most this share of tokens is selected, the end of the last layer runs only for them
 Checkpointing = Literal["none", "full", "every_2", "selective"]
-# What "selective" saves: expensive to compute and small to store. The CPU's own attention (cpu/layers.py) is
-# recomputed: its scores are not small.
+# What "selective" saves: expensive to compute and small to store. Our CPU attention (cpu/layers.py) is
+# recomputed, because its scores are large.
 SAVED_OPERATIONS = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
@@ -64,10 +64,10 @@ SAVED_OPERATIONS = {
 class Transformer(nn.Module):
     """Decoder-only transformer. Without a `generator` its weights are zero, to be loaded later.
 
-    `checkpointing` recomputes layers in the backward pass: "full" all of them, "every_2" every second one, "selective"
-    everything but matrix products, attention and top-k. `dropout` applies to the two outputs of each layer in
-    training, `neftune_alpha` scales noise on the embeddings in training (see `_noise`). All three are
-    settings of a run, not of the model.
+    `checkpointing` recomputes layers in the backward pass: "full" all of them, "every_2" every other one, "selective"
+    everything but matrix products, attention and top-k. In training, `dropout` applies to the two outputs of each
+    layer, and `neftune_alpha` scales noise on the embeddings (see `_noise`). All three are settings of a run, not of
+    the model.
     """
 
     def __init__(self, config: ModelConfig, generator: torch.Generator | None = None) -> None:
@@ -84,7 +84,7 @@ class Transformer(nn.Module):
             self.initialise(generator)
 
     def attach(self, hook: LayerHook | None) -> None:
-        """Let `hook` change the stream after each layer. Its weights get its name."""
+        """Let `hook` change the stream after each layer. Its weights are registered under its name."""
         self.hook_name = "" if hook is None else hook.name
         if hook is not None:
             self.add_module(hook.name, hook)
@@ -109,9 +109,9 @@ class Transformer(nn.Module):
     ) -> Tensor | T:
         """Logits (B, T, V) of every position, or (n, V) of the n positions where `select` (B, T) is True, row by row.
 
-        The other arguments and errors are those of `hidden`. A loss selects its targets: the head is a third of nano's
-        compute. With `head`, returns `head(states, matrix, index)` instead: of the distinct selected states (U, D), the
-        head's matrix (V, D), and the state of each position (n,), None where each has its own.
+        The other arguments and errors are those of `hidden`. Losses select their targets, because the head is a third
+        of nano's compute. With `head`, returns `head(states, matrix, index)` instead: the distinct selected states
+        (U, D), the head's matrix (V, D), and each position's index into the states (n,), None if it is the identity.
         """
         if select is None:
             return self.logits(
@@ -134,10 +134,10 @@ class Transformer(nn.Module):
         cache: KVCache | None = None,
         reading: object = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """The distinct ones (U, D) among the head's inputs at the n positions where `select` (B, T) is True.
+        """The distinct head inputs (U, D) at the n positions where `select` (B, T) is True.
 
-        And which of them each position has, (n,), row by row; None: each has its own. The other arguments and errors
-        are those of `hidden`.
+        Also returns each position's index into them, (n,), row by row; None if it is the identity. The other arguments
+        and errors are those of `hidden`.
         """
         x, line, index = self._encode(input_ids, positions, documents, cache, reading, select)
         if index is not None:
@@ -158,10 +158,10 @@ class Transformer(nn.Module):
 
         `documents` (B, T) are ids of the documents packed into each row: tokens attend only within their own (None:
         each row is one document). Negative ids are padding; the output there is undefined. `positions` (B, T) count
-        from 0 in each document; None derives them. On a CPU, the common prefix of rows of one document each is
-        computed once. With a `cache`, the T tokens continue its B rows. `reading` is handed to the model's hook
-        (model/layers.py). Raises ValueError where rows are longer than the context, a cache is
-        combined with documents, or a row of `documents` returns to an earlier id.
+        from 0 in each document; None derives them. On a CPU, the common prefix of rows with one document each is
+        computed once. With a `cache`, the T tokens continue its B rows. `reading` is passed to the model's hook
+        (model/layers.py). Raises ValueError if rows are longer than the context, a cache is combined with documents,
+        or a row of `documents` returns to an earlier id.
         """
         x, line, _ = self._encode(input_ids, positions, documents, cache, reading)
         return _spread(x, line, input_ids)
@@ -175,10 +175,10 @@ class Transformer(nn.Module):
         reading: object = None,
         select: Tensor | None = None,
     ) -> tuple[Tensor, Line | None, Tensor | None]:
-        """Hidden states (N, D) of the computed tokens, and which tokens these are; None: all B * T.
+        """Hidden states (N, D) of the computed tokens, and which tokens they are; None: all B * T.
 
-        With a `select` (B, T) perhaps only the states of its positions (n, D); where rows share a beginning only the
-        distinct ones (U, D), and which of them each of its positions has, (n,).
+        With `select` (B, T), possibly only the states of its positions (n, D); if rows share a prefix, only the
+        distinct ones (U, D) and each position's index into them, (n,).
         """
         batch, time = input_ids.shape
         causal = self.config.attention == "causal"
@@ -186,7 +186,7 @@ class Transformer(nn.Module):
             raise ValueError(f"rows of {time} tokens are longer than the model's context of {self.config.max_context}")
         if cache is not None:
             if documents is not None or positions is not None or not causal:
-                raise ValueError("a cache holds one causal document a row: give neither documents nor positions")
+                raise ValueError("a cache has one causal document per row: pass neither documents nor positions")
             cached = Cached(cache, range(batch), [time] * batch)
             return self.line(input_ids.flatten(), cached.positions, cached), None, None
         if documents is None:
@@ -199,7 +199,7 @@ class Transformer(nn.Module):
             line_positions = (positions_in(documents) if positions is None else positions).flatten()
             read = self._reads(line_positions, documents.flatten() < 0, None, reading)
             return self.line(input_ids.flatten(), line_positions, Masked.of(documents, causal), read), None, None
-        # On a CPU: no mask, and the line leaves out padding.
+        # On a CPU: no mask, and no padding in the line.
         separate = self._random or self.hook is not None  # no token is computed once for several rows
         packed = Line.of(documents, causal, None if separate else input_ids)
         ids, line_positions = input_ids.flatten(), packed.positions if positions is None else positions.flatten()
@@ -226,8 +226,8 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """Run the layers on one line of tokens: `ids` and `positions` (N,) -> (N, D), after the last norm.
 
-        `read` maps the stream (N, D) after each layer to the stream after the hook; None: rows of a cache, which
-        continue reading. With the indices `chosen` (U,), not with a hook: only these tokens' results, (U, D). After the
+        `read` maps the stream (N, D) after each layer to the stream after the hook; None: the tokens continue rows of a
+        cache. With the indices `chosen` (U,), not allowed with a hook: only these tokens' results, (U, D). After the
         last attention nothing else depends on the others.
         """
         if read is None and (hook := self.hook) is not None:
@@ -253,8 +253,8 @@ class Transformer(nn.Module):
     def _layer(
         self, layer: nn.Module, x: Tensor, cos: Tensor, sin: Tensor, layout: Layout, index: int, chosen: Tensor | None
     ) -> Tensor:
-        """One layer, see `Block`; recomputed in the backward pass where `checkpointing` asks for it."""
-        if isinstance(layout, Cached):  # each step has other shapes: compiled layers would be recompiled every time
+        """One layer, see `Block`; recomputed in the backward pass according to `checkpointing`."""
+        if isinstance(layout, Cached):  # shapes change at each step: compiled layers would recompile every time
             return layer._call_impl(x, cos, sin, layout, index, self._rate)  # pyright: ignore[reportReturnType]
         recompute = self.checkpointing in ("full", "selective") or (self.checkpointing == "every_2" and index % 2 == 0)
         if not (recompute and self.training and torch.is_grad_enabled()):
@@ -287,14 +287,14 @@ class Transformer(nn.Module):
 
     @property
     def _random(self) -> bool:
-        """Whether equal tokens at equal positions may get different states."""
+        """Whether identical tokens at identical positions may get different states."""
         return self.training and bool(self.dropout or self.neftune_alpha)
 
     def _noise(self, x: Tensor, positions: Tensor) -> Tensor:
         """NEFTune's noise (Jain et al. 2023, arXiv:2310.05914): uniform in +-alpha / sqrt(L D) for documents of L
         tokens, (N, D).
         """
-        document = (positions == 0).cumsum(0)  # (N,) a new number where positions restart
+        document = (positions == 0).cumsum(0)  # (N,) increments where positions restart
         lengths = torch.bincount(document)[document]
         return torch.empty_like(x).uniform_(-1, 1) * (self.neftune_alpha / (lengths * x.shape[1]).sqrt())[:, None]
 
@@ -303,15 +303,15 @@ class Transformer(nn.Module):
         return sum(parameter.numel() for parameter in self.parameters())
 
     def flops_per_token(self, context: int) -> int:
-        """Training FLOPs of one token, see `ModelConfig.flops_per_token`; plus those of its hook."""
+        """Training FLOPs per token, see `ModelConfig.flops_per_token`; includes the hook's."""
         return self.config.flops_per_token(context) + (0 if self.hook is None else self.hook.flops_per_token())
 
     @torch.no_grad()
     def initialise(self, generator: torch.Generator) -> None:
         """Fresh weights: normal, the two projections into the residual stream scaled by 1/sqrt(2 * layers).
 
-        As GPT-2 (Radford et al. 2019, 2.3), whose 0.02 is `ModelConfig.initializer_range` at width 1250. Norms are one,
-        biases zero. A function of the generator's state alone: weights are drawn on its device, in the order of
+        As in GPT-2 (Radford et al. 2019, 2.3), whose 0.02 is `ModelConfig.initializer_range` at width 1250. Norms are
+        one, biases zero. Depends only on the generator's state: weights are drawn on its device, in the order of
         `state_dict()`.
         """
         for name, parameter in self.named_parameters():
@@ -340,12 +340,12 @@ def _selective_policy(
 
 
 def num_padding_rows(x: Tensor, rows: int) -> int:
-    """By how many rows to pad a matrix product: oneDNN compiles a bf16 kernel for each new shape, in 4 to 20 ms."""
+    """Rows of padding for a matrix product: oneDNN compiles a bf16 kernel for each new shape, in 4 to 20 ms."""
     return -rows % EVEN_ROWS if rows > EVEN_ROWS and cpu_autocast(x) else 0
 
 
 def _selected(select: Tensor, line: Line | None) -> Tensor:
-    """Which tokens of the line `select` (B, T) selects, (n,)."""
+    """The tokens of the line selected by `select` (B, T), (n,)."""
     kept = select.flatten() if line is None or line.kept is None else select.flatten()[line.kept]
     return kept.nonzero().squeeze(1)
 

@@ -1,10 +1,10 @@
-"""The baseline of the report: the metrics of another commit, from DVC's cache.
+"""The report's baseline: the metrics of another commit, from DVC's cache.
 
-    python -m pipeline.report.baseline pin [REV]     write the full hash of REV (HEAD) to report.baseline of params.yaml
-    python -m pipeline.report.baseline unpin         compare with nothing
+    python -m pipeline.report.baseline pin [REV]     write the full hash of REV (HEAD) to report.baseline in params.yaml
+    python -m pipeline.report.baseline unpin         remove the baseline
 
-The hash is in params.yaml because a cached stage that read "the last commit" would have an input that DVC does not
-track. `metrics_at` works while DVC is locked, so stage report may call it. Not promised: commits whose metrics are
+The hash is in params.yaml because a cached stage that read "the last commit" would depend on an input that DVC does not
+track. `metrics_at` works while DVC is locked, so stage report may call it. Not supported: commits whose metrics are
 neither in the cache nor on the remote.
 """
 
@@ -14,12 +14,18 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import yaml
 
 from pipeline.report import metrics
 from pipeline.report.metrics import MetricsRun
 from pipeline.run.errors import ConfigError, InputError, StagecoachError
 
-# the value may be missing, since `dvc exp run -S` writes null as nothing
+if TYPE_CHECKING:
+    from dvc.api import DVCFileSystem
+
+# the value may be missing, since `dvc exp run -S` writes null as an empty value
 LINE = re.compile(r"^(report:\n(?:[ #].*\n)*?  baseline:)(?: *[^\s#]+)?", re.MULTILINE)
 WORKSPACE = "workspace"
 
@@ -35,12 +41,13 @@ def metrics_at(revision: str) -> Iterator[Path]:
         folder = Path(scratch) / "metrics"
         try:
             files = DVCFileSystem(rev=commit)
-            if not files.exists("metrics"):
-                raise InputError(
-                    f"{revision} has no metrics: expected a commit with dvc.lock of a whole run; commit dvc.lock after"
-                    " dvc repro"
-                )
-            files.get("metrics", str(folder), recursive=True)
+            built = _built(files)
+            if not built:
+                raise InputError(f"{revision} has no metrics: expected a commit with dvc.lock; commit it after make")
+            for path in built:
+                target = Path(scratch) / path
+                target.parent.mkdir(parents=True, exist_ok=True)
+                files.get(path, str(target), recursive=files.isdir(path))
         except (DvcException, OSError) as error:
             message = (str(error).splitlines() or [type(error).__name__])[0][:200]
             raise InputError(
@@ -50,8 +57,17 @@ def metrics_at(revision: str) -> Iterator[Path]:
         yield folder
 
 
+def _built(files: "DVCFileSystem") -> list[str]:
+    """The outs below metrics/ that dvc.lock of the commit has; the spine alone leaves out those of the branches."""
+    if not files.exists("dvc.lock"):
+        return []
+    stages = yaml.safe_load(files.read_text("dvc.lock")).get("stages", {}).values()
+    paths = [out["path"] for stage in stages for out in stage.get("outs", ())]
+    return sorted(path for path in paths if path.startswith("metrics/"))
+
+
 def at(revision: str) -> MetricsRun:
-    """The metrics of a revision; `workspace` is the working tree. Raises InputError."""
+    """The metrics at a revision; `workspace` is the working tree. Raises InputError."""
     if revision == WORKSPACE:
         if not Path("metrics").is_dir():
             raise InputError("metrics/ does not exist; make it with: dvc repro")
@@ -76,7 +92,7 @@ def resolve(revision: str) -> str:
 
 
 def experiments_of(commit: str) -> list[tuple[str, str]]:
-    """(name, full hash) of the experiments that began at a commit, in the order of their names."""
+    """(name, full hash) of the experiments that started from a commit, sorted by name."""
     from dvc.repo import Repo
 
     with Repo() as repository:
@@ -88,28 +104,28 @@ def file_at(revision: str, path: str) -> str:
     """The text of a file at a commit."""
     from dvc.api import DVCFileSystem
 
-    return DVCFileSystem(rev=revision).read_text(path)
+    return str(DVCFileSystem(rev=revision).read_text(path))
 
 
 def pin(path: Path, value: str) -> None:
-    """Write `report.baseline` to params.yaml without changing another byte. Raises ConfigError without that line."""
-    text, count = LINE.subn(lambda match: f"{match[1]} {value}", path.read_text(encoding="utf-8"))
+    """Write `report.baseline` to params.yaml without changing anything else. Raises ConfigError without that line."""
+    text, count = LINE.subn(lambda match: f"{match[1]} {value}".rstrip(), path.read_text(encoding="utf-8"))
     if count != 1:
         raise ConfigError(f"{path}: expected a block `report:` with a line `  baseline:`, found none; add them")
     path.write_text(text, encoding="utf-8")
 
 
 def main(arguments: list[str]) -> int:
-    """The commands of this module."""
+    """Command line of this module."""
     try:
         if arguments[:1] == ["pin"] and len(arguments) <= 2:
             revision = resolve(arguments[1] if len(arguments) == 2 else "HEAD")
-            with metrics_at(revision):  # fail now if a report could not read them later
+            with metrics_at(revision):  # fail now instead of in the report
                 pin(Path("params.yaml"), revision)
-            sys.stdout.write(f"report.baseline is {revision}; dvc repro stage_report compares with it\n")
+            sys.stdout.write(f"report.baseline is now {revision}; dvc repro stage_report compares with it\n")
         elif arguments == ["unpin"]:
-            pin(Path("params.yaml"), "null")
-            sys.stdout.write("report.baseline is null; the report compares with nothing\n")
+            pin(Path("params.yaml"), "")
+            sys.stdout.write("report.baseline is now null; the report has no baseline\n")
         else:
             raise ConfigError("usage: python -m pipeline.report.baseline pin [REV] | unpin")
     except StagecoachError as error:

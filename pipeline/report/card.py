@@ -1,29 +1,29 @@
-"""The report card: one self-contained page over the metrics of a run, with charts and the graph as inline SVG.
+"""The report card: one self-contained page with the metrics of a run, with charts and the graph as inline SVG.
 
-    series of points or bars -> an `<svg>` element: text kept as text, no date, ink in the color of the page's theme
+    series of points or bars -> an `<svg>` element: text kept as text, no date, drawn in the page's text color
     the lineages of a run    -> the graph: stages in columns, each to the right of all its inputs; edges as curves
 
-Equal input gives equal text. Every chart has axis names and units. Several charts with different names may be in one
-page: no id of one occurs in another, nothing is clipped (a clip path is a `url()`), no style leaves its element.
+Equal input gives equal output. Every chart has axis labels and units. A page can contain several charts with different
+names: they share no ids, nothing is clipped (a clip path is a `url()`), and styles stay within their element.
 
-The graph has only the stages that were built, with their time if it is known. Edges that another path implies are left
-out, so that the picture shows the chain. The order within a column is by the mean height of a stage's inputs.
+The graph contains only stages that were built, with their time if known. Edges implied by another path are omitted, so
+that the picture shows the chain. Stages within a column are ordered by the mean height of their inputs.
 
-Not promised: interaction, since the numbers are in a table below each chart; a graph without crossing edges.
+Not included: interactivity (the numbers are in a table below each chart); a graph without crossing edges.
 
 **The page**:
 
     metrics/*.json, metrics/*.csv, metrics/eval/* (+ speed.json of the work directory, + metrics of report.baseline) ->
     reports/index.html
 
-The page has no script, no external reference and no date: built twice it has equal bytes. jinja2 escapes everything,
-since model outputs are untrusted. Times come from the work directory by work key, and are "built elsewhere" if a stage
-was restored from a cache. A change is colored only if chance does not explain it (report/claims.py).
+The page has no scripts, external references or dates, so rebuilding it gives identical bytes. jinja2 escapes
+everything, since model outputs are untrusted. Times come from the work directory by work key; a stage restored from a
+cache is "built elsewhere". A change is colored only if it is statistically significant (report/claims.py).
 
-`python -m pipeline.report.card [metrics]` prints the table at the end of `make`: the models that were built and their
-results on held-out data.
+`python -m pipeline.report.card [metrics]` prints the table shown at the end of `make`: the models that were built and
+their results on held-out data.
 
-Not promised: other commits than the one of `report.baseline` (`make compare A=... B=...` compares any two).
+Not included: commits other than `report.baseline` (`make compare A=... B=...` compares any two).
 """
 
 import html
@@ -73,8 +73,8 @@ class Bar:
 
 
 def thinned(series: list[Series], most: int = 24) -> list[list[str]]:
-    """The points of line charts as rows of text, the step and a value per series: about `most` rows, with the first
-    and the last.
+    """The points of line charts as rows of text, with the step and a value per series: about `most` rows, including
+    the first and the last.
     """
     values = {line.name: dict(line.points) for line in series}
     steps = sorted({step for points in values.values() for step in points})
@@ -83,7 +83,7 @@ def thinned(series: list[Series], most: int = 24) -> list[list[str]]:
 
 
 def lines(name: str, series: Sequence[Series], *, x: str, y: str) -> str:
-    """A line chart. `name` is its label for screen readers, and different for each chart of a page."""
+    """A line chart. `name` is its label for screen readers, and unique within a page."""
     figure, axes = _axes(x, y)
     for number, line in enumerate(series):
         xs, ys = [p[0] for p in line.points], [p[1] for p in line.points]
@@ -115,7 +115,7 @@ def bars(name: str, values: Sequence[Bar], *, x: str) -> str:
 
 
 def standalone(svg: str) -> str:
-    """A chart of this module as a separate file, dark on white (`dvc plots show` displays it offline)."""
+    """A chart from this module as a standalone file, dark on white (`dvc plots show` displays it offline)."""
     head = '<svg xmlns="http://www.w3.org/2000/svg" style="background: #fff; color: #222; font-family: sans-serif" '
     return svg.replace("<svg ", head, 1).replace('width="100%"', 'width="640"', 1) + "\n"
 
@@ -146,8 +146,8 @@ def _svg(figure: Figure, name: str) -> str:
     assert box is not None
     text = text[text.index(">", text.index("<svg")) + 1 :]
     text = re.sub(r"<(style|metadata|clipPath)\b.*?</\1>", "", text, flags=re.DOTALL)
-    text = re.sub(r' clip-path="[^"]*"', "", text)  # nothing is outside of autoscaled axes
-    text = re.sub(r'<g id="[^"]*"', "<g", text)  # ids repeat in every chart, and nothing refers to them
+    text = re.sub(r' clip-path="[^"]*"', "", text)  # nothing lies outside autoscaled axes
+    text = re.sub(r'<g id="[^"]*"', "<g", text)  # ids repeat across charts, and nothing refers to them
     text = re.sub(r"font-family: [^;]*;", "", text)  # the page's font
     text = re.sub(r"<defs>\s*</defs>\s*", "", text)
     text = text.replace("xlink:href", "href").replace(INK, "currentColor")
@@ -161,12 +161,12 @@ def _svg(figure: Figure, name: str) -> str:
 # -- graph of a run ----------------------------------------------------------------------------------------------------
 
 
-WIDTH, HEIGHT, GAP_X, GAP_Y, MARGIN = 118, 40, 30, 12, 4  # of a box, between boxes, around all
+WIDTH, HEIGHT, GAP_X, GAP_Y, MARGIN = 118, 40, 30, 12, 4  # of a box, between boxes, around everything
 THIN = 4  # height of a passage, where an edge crosses a column
 
 
 def edges(run: MetricsRun) -> dict[str, list[str]]:
-    """stage -> the stages it was made from, without those that another of them implies."""
+    """stage -> the stages it was made from, without those implied by another of them."""
     all_parents = {name: _parents(name, run) for name in run.stages}
 
     def ancestors(name: str) -> set[str]:
@@ -186,8 +186,8 @@ def _parents(name: str, run: MetricsRun) -> list[str]:
 def columns(parents: Mapping[str, list[str]]) -> list[list[str]]:
     """The stages by their longest path from the start.
 
-    Where an edge crosses a column it has a position of its own there (`_passage`), so that it avoids the boxes. The
-    order within a column is by the mean position of the inputs.
+    An edge that crosses a column gets its own position there (`_passage`), so that it avoids the boxes. The order
+    within a column is by the mean position of the inputs.
     """
     depth: dict[str, int] = {}
 
@@ -226,7 +226,7 @@ def _passage(parent: str, name: str, level: int) -> str:
 
 
 def _layout(levels: list[list[str]]) -> tuple[dict[str, tuple[float, float]], float, float]:
-    """Left edge and middle height of each node, and the width and height of the picture."""
+    """Left edge and vertical center of each node, and the width and height of the picture."""
     heights = [sum(THIN if ">" in name else HEIGHT for name in level) + GAP_Y * (len(level) - 1) for level in levels]
     width, height = len(levels) * (WIDTH + GAP_X) - GAP_X + 2 * MARGIN, max(heights) + 2 * MARGIN
     positions: dict[str, tuple[float, float]] = {}
@@ -240,7 +240,7 @@ def _layout(levels: list[list[str]]) -> tuple[dict[str, tuple[float, float]], fl
 
 
 def svg(run: MetricsRun, notes: Mapping[str, str], marked: frozenset[str] = frozenset()) -> str:
-    """The graph; `notes` are the second lines of boxes, `marked` are boxes with a strong border."""
+    """The graph; `notes` are the second lines in the boxes, `marked` the boxes with a bold border."""
     parents = edges(run)
     levels = columns(parents)
     if not levels:
@@ -268,7 +268,7 @@ def svg(run: MetricsRun, notes: Mapping[str, str], marked: frozenset[str] = froz
 
 
 def _edge_path(nodes: list[tuple[float, float]]) -> str:
-    """A curve from the right of the first node to the left of the last, straight across the columns between."""
+    """A curve from the right of the first node to the left of the last, straight across the columns in between."""
     x, y = nodes[0][0] + WIDTH, nodes[0][1]
     line = f"M{x:g} {y:g}"
     for number, (left, middle) in enumerate(nodes[1:], start=2):
@@ -285,7 +285,7 @@ def _edge_path(nodes: list[tuple[float, float]]) -> str:
 
 
 LIKELIHOOD = ("language", "code", "tools", "lora")  # stages whose loss is in nats per token
-MODELS = 4  # columns of one text table; more are wider than a terminal
+MODELS = 4  # columns per text table; more would be wider than a terminal
 
 
 def _curve_series(run: MetricsRun, column: str) -> list[Series]:
@@ -301,7 +301,7 @@ def _curve_series(run: MetricsRun, column: str) -> list[Series]:
 
 
 def figures(run: MetricsRun) -> list[JsonObject]:
-    """The charts, each a dict of `title`, `svg` and its numbers as a table, `head` and `rows`."""
+    """The charts, each a dict with `title`, `svg` and its numbers as a table, `head` and `rows`."""
     figures: list[JsonObject] = []
     for title, column, unit in (
         ("Training loss", "loss", "nats per token"),
@@ -334,12 +334,12 @@ def figures(run: MetricsRun) -> list[JsonObject]:
 
 
 def _reinforcement_figures(run: MetricsRun) -> list[JsonObject]:
-    """Gold and proxy against the divergence with the best-of-n curve; problems solved by step."""
+    """Gold and proxy reward against divergence, with the best-of-n curve; problems solved by step."""
     figures = []
     best_of_n = run.stages.get("rlhf", {}).get("best_of_n") or []
     for title, column, unit in (
         ("Gold against divergence", "gold", "true score, 0 to 1"),
-        ("Proxy against divergence", "proxy", "what training pays for"),
+        ("Proxy against divergence", "proxy", "reward optimized in training"),
     ):
         points = [
             (float(r["kl"]), float(r[column])) for r in run.curves.get("rlhf", []) if _has_numbers(r, "kl", column)
@@ -347,7 +347,7 @@ def _reinforcement_figures(run: MetricsRun) -> list[JsonObject]:
         series = [Series("policy", sorted(points)), Series("best of n", [(r["kl"], r[column]) for r in best_of_n])]
         series = [line for line in series if line.points]
         if points:
-            svg = lines(title, series, x="divergence from the reference, nats an answer", y=unit)
+            svg = lines(title, series, x="divergence from the reference, nats per answer", y=unit)
             rows = [[line.name, f"{x:.3f}", f"{y:.4f}"] for line in series for x, y in line.points]
             figures.append({"title": title, "svg": svg, "head": ["", "nats", column], "rows": rows})
     solved = [
@@ -386,7 +386,7 @@ def _cell(headline: Headline, measured: dict[str, float] | None, change: claims.
     interval = f"{headline.show(measured['low'])} to {headline.show(measured['high'])}" if has_interval else ""
     text = headline.show_change(change.after - change.before) if change else ""
     if change and change.refused:
-        text = "other items"
+        text = "different items"
     elif change and change.few:
         text += f", too few items: {change.items}"
     return {
@@ -398,7 +398,7 @@ def _cell(headline: Headline, measured: dict[str, float] | None, change: claims.
 
 
 def _lineage(run: MetricsRun, costs: list[Cost]) -> list[JsonObject]:
-    """A row per stage: its work key, the hash of its code, its inputs, its MLflow run if this machine has it."""
+    """A row per stage: its work key, code hash, inputs, and MLflow run if this machine has it."""
     run_ids = {cost.stage: cost.mlflow for cost in costs}
     return [
         {
@@ -413,7 +413,7 @@ def _lineage(run: MetricsRun, costs: list[Cost]) -> list[JsonObject]:
 
 
 def _duration(seconds: float | None) -> str:
-    """A time as text; empty if it is not known."""
+    """A time as text; empty if unknown."""
     return "" if seconds is None else duration(seconds)
 
 
@@ -455,7 +455,7 @@ def render(
     gate: dict[str, float] | None = None,
     baseline: tuple[str, MetricsRun] | None = None,
 ) -> str:
-    """The page as HTML. `baseline` is the name and the metrics of another run, which this one is compared with."""
+    """The page as HTML. `baseline`: the name and metrics of another run to compare with."""
     run = read(metrics)
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
@@ -497,12 +497,12 @@ def render(
 
 
 def text_table(metrics: Path) -> str:
-    """Text tables of a few models each: a row per headline number, a column per model, intervals in brackets."""
+    """Text tables with a few models each: a row per headline number, a column per model, intervals in brackets."""
     run = read(metrics)
     rows = table(run)
     times = {cost.stage: cost.speed["seconds"] for cost in report_metrics.rows(run) if "seconds" in cost.speed}
     if not rows:
-        return f"nothing is evaluated yet below {metrics}/eval; run dvc repro"
+        return f"no evaluations in {metrics}/eval yet; run dvc repro"
     lines = [[row["headline"].title, *(_cell_text(cell) for cell in row["cells"])] for row in rows]
     text: list[str] = []
     for first in range(0, len(run.evaluations), MODELS):

@@ -1,11 +1,11 @@
 """The first figure of the report: the chain from corpus to deployed model.
 
     metrics of a run, costs -> `steps`: a row for each stage of the chain that was built: its result on held-out data
-                                        with an interval, the change against the model before it, its time
-                            -> `kept`: what each model of the chain still can do of what the others learned
+                                        with an interval, the change from the previous model, its time
+                            -> `kept`: how well each model in the chain retains what the others learned
 
-A stage's own result is the measure that it is there for (MEASURES). A change is colored only if chance does not explain
-it (report/claims.py). Shades compare the models within a row.
+A stage's own result is the metric it exists to improve (MEASURES). A change is colored only if it is statistically
+significant (report/claims.py). Shades compare the models within a row.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from pipeline.run.types import JsonObject
 CHAIN = ("corpus", "tokenizer", "language", "code", "tools", "reward", "rlhf", "deploy")
 MEASURES = {"language": "stories_pass", "code": "code_bpb", "tools": "medium", "reward": "pairs"}  # keys of HEADLINES
 KEPT = ("text_bpb", "stories_pass", "code_bpb", "easy", "medium", "ast")
-SHADES = 4  # classes h1 to h4 of the page
+SHADES = (0.5, 0.85, 0.97)  # a cell gets darker at these parts of the best: classes h1 to h4 of the page
 BAR, THICK = 120, 10  # width and height of the bars, pixels
 
 
@@ -27,14 +27,15 @@ class Step:
     """One stage of the chain, as text for the page."""
 
     stage: str
-    title: str = ""  # of its result
+    title: str = ""  # of the result
     value: str = ""
     interval: str = ""
-    bar: str = ""  # an `<svg>` of a share and its interval
+    bar: str = ""  # an `<svg>` with a share and its interval
     change: str = ""
+    against: str = ""  # the interval of the change, and the model that it is measured against
     kind: str = ""  # better, worse: the color of the change
     seconds: float | None = None  # None: built elsewhere
-    spent: str = ""  # an `<svg>`: its part of the longest stage's time
+    spent: str = ""  # an `<svg>`: its time relative to the longest stage's
 
 
 def steps(run: MetricsRun, costs: list[Cost]) -> list[Step]:
@@ -68,7 +69,7 @@ def _result(run: MetricsRun, name: str, before: tuple[str, ...]) -> dict[str, st
             return _gain(numbers.get("held_out", {}))
         case "deploy":
             kinds = ", ".join(numbers.get("parity", {}))
-            return {"title": f"Exports that answer like {numbers.get('model')}", "value": kinds}
+            return {"title": f"Exports verified against {numbers.get('model')}", "value": kinds}
     headline = next((h for h in HEADLINES if h.key == MEASURES.get(name)), None)
     measured = headline and lookup(run.evaluations.get(name, {}), headline)
     if headline is None or not measured:
@@ -82,28 +83,30 @@ def _result(run: MetricsRun, name: str, before: tuple[str, ...]) -> dict[str, st
 
 
 def _gain(held_out: Mapping[str, float]) -> dict[str, str]:
-    """What reinforcement learning gained by the truth that the reward model stands for."""
+    """The gain from reinforcement learning in the true score that the reward model approximates."""
     numbers = [held_out.get(f"gain{end}") for end in ("", "_low", "_high")]
     if not all(isinstance(number, int | float) for number in numbers):
         return {}
     value, low, high = (f"{number:+.3f}" for number in numbers)
-    return {"title": "True score of its answers, gained over its start", "value": value, "interval": f"{low} to {high}"}
+    return {"title": "Gain in true score over its start", "value": value, "interval": f"{low} to {high}"}
 
 
 def _change(run: MetricsRun, headline: Headline, name: str, before: tuple[str, ...]) -> dict[str, str]:
-    """The change against the nearest model before it that has the measure."""
+    """The change from the nearest previous model that has the measure."""
     for base in reversed(before):
         if lookup(run.evaluations.get(base, {}), headline) is None:
             continue
         old, new = claims.of_model(run, base), claims.of_model(run, name)
         change = claims.change(headline, old, new) if old and new else None
         if change is not None:
-            return {"change": f"{change.shown} against {base}", "kind": change.kind}
+            shown = headline.show_change(change.after - change.before)
+            interval = "" if change.low is None else change.shown.removeprefix(shown).strip()
+            return {"change": shown, "against": f"{interval} vs. {base}".strip(), "kind": change.kind}
     return {}
 
 
 def kept(run: MetricsRun) -> JsonObject:
-    """`models`, and `rows` of a title and a cell of text and shade for each of them, for the measures that two have."""
+    """`models`, and `rows` with a title and a cell (text, shade) per model, for measures that at least two have."""
     models = [name for name in CHAIN if name != "reward" and name in run.evaluations]
     rows = []
     for headline in (h for h in HEADLINES if h.key in KEPT):
@@ -117,16 +120,16 @@ def kept(run: MetricsRun) -> JsonObject:
 
 
 def _shade(headline: Headline, value: float | None, known: list[float]) -> int:
-    """1 to SHADES by how near a value is to the best of its row; 0 for none."""
+    """1 to 4 by how close a value is to the best in its row; 0 for none."""
     if value is None:
         return 0
     best = max(known) if headline.higher_is_better else min(known)
     part = (value / best if headline.higher_is_better else best / value) if best and value else float(value == best)
-    return max(1, min(SHADES, 1 + int(part * SHADES - 1e-9)))
+    return 1 + sum(part >= least for least in SHADES)
 
 
 def _bar(low: float, high: float, value: float | None = None) -> str:
-    """A bar from `low` to `high`, shares of the width, with a mark at `value`."""
+    """A bar from `low` to `high`, as fractions of the width, with a mark at `value`."""
     left, width = BAR * low, max(1.0, BAR * (high - low))
     mark = "" if value is None else f'<circle cx="{BAR * value:.1f}" cy="{THICK / 2:g}" r="3.5"/>'
     return (

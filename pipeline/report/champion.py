@@ -1,13 +1,13 @@
-"""The alias `champion` of the registered model: which deployed model is the one to use.
+"""The alias `champion` of the registered model: the deployed model to use.
 
     python -m pipeline.report.champion             show the champion and all registered versions
-    python -m pipeline.report.champion crown       make the model in models/deploy champion, if it is good enough
-    python -m pipeline.report.champion crown --although "REASON"      despite the objections; the reason is recorded
+    python -m pipeline.report.champion crown       make the model in models/deploy the champion, if it is good enough
+    python -m pipeline.report.champion crown --although "REASON"      despite objections; the reason is recorded
 
 Good enough means: the lower end of the interval of each measure in `report.gate` (by a headline's key, as `dvc metrics
-show` prints it) reaches its minimum, and no measure is worse than the present champion's beyond chance, item by item. A
-gate without a minimum is an objection, and so is a champion that was measured over other items. The evaluation must be
-of the same model that was deployed. Otherwise the alias does not move.
+show` prints it) reaches its minimum, and no measure is significantly worse than the current champion's, item by item.
+A gate without a minimum is an objection, and so is a champion that was evaluated on different items. The evaluation
+must be of the model that was deployed. Otherwise the alias does not move.
 """
 
 import argparse
@@ -30,9 +30,7 @@ NO_GATE = "report.gate sets no minimum; set one in params.yaml, such as `gate: {
 
 
 def deployed() -> tuple[str, str, list[Path]]:
-    """The name of the model in models/deploy, the key of the deployment, the files of its evaluation. Raises
-    InputError.
-    """
+    """The name of the model in models/deploy, the deployment's key, and its evaluation files. Raises InputError."""
     deployment = _read(METRICS / "deploy.json", "dvc repro stage_deploy")
     model = str(deployment["model"])
     paths = [METRICS / "eval" / f"{model}.{end}" for end in ("json", "jsonl")]
@@ -42,7 +40,7 @@ def deployed() -> tuple[str, str, list[Path]]:
     )
     if deployed_hash != measured_hash:
         raise InputError(
-            f"{paths[0]} was measured of another models/{model} ({measured_hash}) than the one that was"
+            f"{paths[0]} was measured on a different models/{model} ({measured_hash}) than the one that was"
             f" deployed ({deployed_hash}); run dvc repro"
         )
     return model, str(deployment["lineage"]["key"]), paths
@@ -55,7 +53,7 @@ def _read(path: Path, command: str) -> JsonObject:
 
 
 def objections(gates: list[claims.Claim], candidate: Measured, present: Measured | None) -> list[str]:
-    """The reasons why the candidate is not good enough; empty if it is."""
+    """Why the candidate is not good enough; empty if it is."""
     reasons = [f"{gate.title}: {gate.measured or gate.state}" for gate in gates if gate.state != claims.HOLDS]
     incomparable: dict[str, list[str]] = {}
     for headline in HEADLINES:
@@ -70,7 +68,7 @@ def objections(gates: list[claims.Claim], candidate: Measured, present: Measured
 
 
 def crown(although: str | None) -> str:
-    """Make the deployed model champion. Raises GateError with the objections, InputError if it is not registered."""
+    """Make the deployed model the champion. Raises GateError with the objections, InputError if not registered."""
     model, key, paths = deployed()
     gate = stage_params("report", Settings(Path(), [])).gate
     gates = claims.gates(read(METRICS), gate)
@@ -78,26 +76,26 @@ def crown(although: str | None) -> str:
     candidate = next((v for v in mlflow_store.versions(client) if v.tags.get("work.key") == key), None)
     if candidate is None:
         raise InputError(
-            f"the deployment {key} is not registered in this MLflow store: it was built elsewhere, or while MLflow did"
-            " not answer; build it here with python -m stages.deploy runtime.fresh=true"
+            f"the deployment {key} is not registered in this MLflow store: it was built elsewhere, or while MLflow was"
+            " unavailable; build it here with python -m stages.deploy runtime.fresh=true"
         )
     present = mlflow_store.champion(client)
     if present is not None and present.number == candidate.number:
-        return f"version {present.number} ({model}, key {key}) is champion already"
+        return f"version {present.number} ({model}, key {key}) is already the champion"
     with tempfile.TemporaryDirectory(prefix="stagecoach-champion-") as scratch:
         measured = None if present is None else _measured(mlflow_store.evaluation(client, present, Path(scratch)))
         reasons = [] if gate else [NO_GATE]
         reasons += objections(gates, Measured(json.loads(paths[0].read_text()), lines(paths[1])), measured)
     if reasons and although is None:
         raise GateError(
-            f"version {candidate.number} ({model}) is not made champion: "
+            f"version {candidate.number} ({model}) was not made champion: "
             + "; ".join(reasons)
-            + '. To do it all the same: crown --although "REASON"'
+            + '. To override: crown --although "REASON"'
         )
     tags = {"champion.although": f"{although}: {'; '.join(reasons)}"} if reasons and although else {}
     mlflow_store.crown(client, candidate, paths, tags)
-    return f"version {candidate.number} ({model}, key {key}) is champion now" + (
-        f", after version {present.number}" if present else ""
+    return f"version {candidate.number} ({model}, key {key}) is now the champion" + (
+        f", replacing version {present.number}" if present else ""
     )
 
 
@@ -107,18 +105,18 @@ def _measured(folder: Path) -> Measured:
 
 
 def listing(versions: list[Version], present: Version | None) -> str:
-    """A line of text per version."""
+    """One line of text per version."""
     rows = [
         f"{'*' if present and version.number == present.number else ' '} version {version.number} "
         f" {version.tags.get('model', '?'):12} key {version.tags.get('work.key', '?')}  commit"
         f" {version.tags.get('git.commit', '')[:10] or '–'}"
         for version in versions
     ]
-    return "\n".join(rows) or "nothing is registered yet; dvc repro stage_deploy registers what it deploys"
+    return "\n".join(rows) or "no versions registered yet; dvc repro stage_deploy registers the model it deploys"
 
 
 def main(arguments: list[str]) -> int:
-    """The commands of this module."""
+    """Command line of this module."""
     parser = argparse.ArgumentParser(
         prog="python -m pipeline.report.champion", description=(__doc__ or "").splitlines()[0]
     )

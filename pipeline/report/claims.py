@@ -1,21 +1,21 @@
-"""Differences between two models or two runs, and whether chance explains them; the claims that a run should meet.
+"""Differences between two models or two runs, and whether they are significant; the claims that a run should meet.
 
-    change(headline, before, after)   the difference of a measure, by a paired bootstrap over the items of both
-    stages(before, after)             the stages that were built from something else, and from what
+    change(headline, before, after)   the difference in a measure, by a paired bootstrap over the items of both
+    stages(before, after)             the stages whose code, parameters or inputs differ, and how
     claims(run)                       a model is better than the one it was made from, a reward model ranks, exports
-                                      answer as their model, ...
-    gates(run, gate)                  whether the deployed model may be champion
-    alarms(run)                       alarms of reinforcement learning about its own curve (rl/rollout.py)
+                                      match their model, ...
+    gates(run, gate)                  whether the deployed model may become champion
+    alarms(run)                       alarms raised by reinforcement learning about its own curve (rl/rollout.py)
     skipped(run)                      what was not measured, and why
 
-Items are the same if their ids and the hashes of their questions are (for rows without hashes: if the data have the
-same digest). If one model's items are a part of the other's, the two are compared over these. Results over different
-items are not compared: the difference has the reason. With fewer than 20 items nothing is called better or worse. A
-measure that is no sum over items counts as moved if the two 95% intervals do not overlap, which is stricter. Intervals
-cover items, not training seeds (benchmarks/seeds.py).
+Items are the same if their ids and question hashes match (for rows without hashes: if the data has the same digest).
+If one model's items are a subset of the other's, the two are compared on the subset. Results on different items are not
+compared; the difference records why. With fewer than 20 items nothing is called better or worse. A measure that is not
+a sum over items counts as moved if the two 95% intervals do not overlap, which is stricter. Intervals cover items, not
+training seeds (benchmarks/seeds.py).
 
-A claim holds if its 95% interval is on the right side; a claim that fails is shown as such. Not promised: that a claim
-that holds here holds for another seed (benchmarks/seeds.py puts runs of several seeds side by side).
+A claim holds if its 95% interval is on the right side; a claim that fails is shown as failed. Not guaranteed: that a
+claim that holds here also holds for another seed (benchmarks/seeds.py compares runs with several seeds).
 """
 
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ from pipeline.run.device import generator
 from pipeline.run.types import JsonObject
 
 RESAMPLES = 2000
-FEWEST = 20  # items for a verdict: with fewer the bootstrap's intervals are too narrow (evaluation/intervals.py)
+FEWEST = 20  # items needed for a verdict: with fewer, bootstrap intervals are too narrow (evaluation/intervals.py)
 DATA = {
     "text": "data/raw/text",
     "stories": "data/raw/text",
@@ -46,8 +46,8 @@ LIMITS = (
     "dialogues",
     "constrained",
     "fresh_seed",
-)  # settings that choose items
-NAMED = 3  # ids of items in a text
+)  # settings that select items
+NAMED = 3  # item ids shown in a text
 
 
 @dataclass(frozen=True)
@@ -61,17 +61,17 @@ class Measured:
 
     @property
     def data_seed(self) -> int | None:
-        """The seed of the data; in older runs with a single seed it is `seed`."""
+        """The data seed; older runs with a single seed have only `seed`."""
         return self.settings.get("data_seed", self.settings.get("seed"))
 
     def data(self, suite: str) -> str | None:
-        """The digest of the data from which the suite takes its items."""
+        """The digest of the data that the suite takes its items from."""
         return self.numbers.get("lineage", {}).get("inputs", {}).get(DATA.get(suite, ""))
 
 
 @dataclass(frozen=True)
 class Change:
-    """A difference of one measure: after - before."""
+    """The change in one measure: after - before."""
 
     headline: Headline
     before: float
@@ -79,9 +79,9 @@ class Change:
     low: float | None  # of the paired difference; None: not paired
     high: float | None
     items: int  # common to both; 0: unknown
-    kind: str  # better, worse, or "" if chance explains it or the uncertainty is unknown
+    kind: str  # better, worse, or "" if it is not significant or the uncertainty is unknown
     refused: str = ""  # why the two cannot be compared
-    apart: str = ""  # which items differ, if the two cannot be compared
+    apart: str = ""  # the items that differ, if the two cannot be compared
 
     @property
     def few(self) -> bool:
@@ -108,14 +108,14 @@ def of_model(run: MetricsRun, model: str) -> Measured | None:
 
 
 def change(headline: Headline, before: Measured, after: Measured) -> Change | None:
-    """The difference of a measure; None if one of the two does not have it."""
+    """The difference in a measure; None if either side does not have it."""
     first, second = lookup(before.numbers, headline), lookup(after.numbers, headline)
     if first is None or second is None:
         return None
     old, new = headline.items(before.rows), headline.items(after.rows)
     common = [item for item in old if item in new]
     if not _same_items(headline, before, after, old, new, common):
-        refused = f"measured over other items: {_why_items_differ(headline.suite, before, after)}"
+        refused = f"measured on different items: {_why_items_differ(headline.suite, before, after)}"
         items = _compare_items(old, new)
         return Change(headline, first["value"], second["value"], None, None, 0, "", refused, items)
     if not (headline.rows and common):
@@ -126,7 +126,7 @@ def change(headline: Headline, before: Measured, after: Measured) -> Change | No
     sums = [([top for top, _ in column], [bottom for _, bottom in column]) for column in columns]
     difference = paired_difference(sums[0], sums[1], generator=generator("change", headline.key), resamples=RESAMPLES)
     values = first["value"], second["value"]
-    if len(old) != len(new):  # the numbers of the smaller set's items alone
+    if len(old) != len(new):  # only over the items of the smaller set
         values = sum(sums[0][0]) / sum(sums[0][1]), sum(sums[1][0]) / sum(sums[1][1])
     return _with_verdict(
         headline, values, (difference.low, difference.high), difference.n, difference.low > 0 or difference.high < 0
@@ -144,14 +144,14 @@ def _with_verdict(
 def _same_items(
     headline: Headline, before: Measured, after: Measured, old: dict[str, Row], new: dict[str, Row], common: list[str]
 ) -> bool:
-    """Whether both were measured on the same items, or one on a part of the other's."""
+    """Whether both were measured on the same items, or one on a subset of the other's."""
     hashed = all("item" in row for rows in (old, new) for row in rows.values()) and old and new
     if not hashed and before.data(headline.suite) != after.data(headline.suite):
         return False
     if not (old and new):  # runs without rows: their digests are equal
         return True
     is_part = len(common) == min(len(old), len(new))
-    return is_part and (headline.rows is not None or len(old) == len(new))  # only sums can be computed over a part
+    return is_part and (headline.rows is not None or len(old) == len(new))  # only sums can be computed on a subset
 
 
 def _why_items_differ(suite: str, before: Measured, after: Measured) -> str:
@@ -164,19 +164,19 @@ def _why_items_differ(suite: str, before: Measured, after: Measured) -> str:
         if values[0] != values[1]:
             causes.append(f"evaluate.{key} {values[0]} and {values[1]}")
     if not causes and before.data(suite) != after.data(suite):
-        causes.append(f"other contents of {DATA.get(suite, 'the data')}")
-    return "; ".join(causes) or "another choice of the same data"
+        causes.append(f"different contents of {DATA.get(suite, 'the data')}")
+    return "; ".join(causes) or "a different selection of the same data"
 
 
 def _compare_items(old: dict[str, Row], new: dict[str, Row]) -> str:
-    """`12 of 100 and 100 are the same; in one alone: a, b, c, ...`; empty if a run has no rows."""
+    """`12 of 100 and 100 are the same; only in one: a, b, c, ...`; empty if a run has no rows."""
     if not (old and new):
         return ""
     alone = [str(row["id"]) for item, row in (old | new).items() if not (item in old and item in new)]
     num_same = sum(item in new for item in old)
     ids = ", ".join(list(dict.fromkeys(alone))[:NAMED]) + (", ..." if len(alone) > NAMED else "")
     text = f"{num_same} of {len(old)} and {len(new)} are the same"
-    return f"{text}; in one alone: {ids}" if alone else text
+    return f"{text}; only in one: {ids}" if alone else text
 
 
 def measures(before: MetricsRun, after: MetricsRun, *, every: bool = False) -> dict[str, list[Change]]:
@@ -230,13 +230,13 @@ def _causes(first: JsonObject, second: JsonObject, run: MetricsRun) -> list[str]
     for path in sorted({*before, *after}):
         if before.get(path) != after.get(path):
             stage = stage_of_input(path, run.stages)
-            why.append(f"what it reads from {stage}" if stage else f"the contents of {path}")
-    return list(dict.fromkeys(why)) or ["a parameter that its metrics do not name"]
+            why.append(f"its inputs from {stage}" if stage else f"the contents of {path}")
+    return list(dict.fromkeys(why)) or ["a parameter that its metrics do not list"]
 
 
 def packages(before: MetricsRun, after: MetricsRun) -> list[str]:
-    """The packages that compute whose versions in the lineages of the two runs differ: `torch: 2.13.0 → 2.14.0
-    (language, code)`.
+    """The packages that affect results and whose versions differ between the two runs' lineages: `torch: 2.13.0 →
+    2.14.0 (language, code)`.
     """
     stages_by_change: dict[str, list[str]] = {}
     for name in after.stages:
@@ -262,8 +262,8 @@ BETTER = (
 # title, stage, path of the measure, the value that the lower end of its interval must exceed
 ABOVE = (
     ("The reward model ranks better than chance", "reward", ("test", "accuracy"), 0.5),
-    ("DPO tells held-out pairs apart, against its start", "dpo", ("test", "accuracy"), 0.5),
-    ("KTO tells held-out pairs apart, against its start", "kto", ("pairs", "accuracy"), 0.5),
+    ("DPO ranks held-out pairs, relative to its reference", "dpo", ("test", "accuracy"), 0.5),
+    ("KTO ranks held-out pairs, relative to its reference", "kto", ("pairs", "accuracy"), 0.5),
     ("Reinforcement learning from the reward model raises the true score", "rlhf", ("held_out", "gain"), 0.0),
     ("An adapter learns a new skill from few examples", "lora", ("exact_match", "adapter", "accuracy"), 0.5),
     ("GRPO raises pass@1 on held-out problems", "grpo", ("held_out", "gain"), 0.0),
@@ -281,18 +281,18 @@ class Claim:
 
 
 def claims(run: MetricsRun) -> list[Claim]:
-    """All claims, in pipeline order of their models."""
+    """All claims, in pipeline order of the models."""
     of_wings = [claim for offer in wings.each("claims") for claim in offer(run)]
     return [*_comparisons(run), *_thresholds(run), *_export_claim(run), *of_wings]
 
 
 def better() -> list[tuple[str, str, str, str]]:
-    """BETTER with the wings' own."""
+    """BETTER, including the wings'."""
     return [*BETTER, *(row for section in sections() for row in section.BETTER)]
 
 
 def above() -> list[tuple[str, str, tuple[str, ...], float]]:
-    """ABOVE with the wings' own."""
+    """ABOVE, including the wings'."""
     return [*ABOVE, *(row for section in sections() for row in section.ABOVE)]
 
 
@@ -321,12 +321,12 @@ def _thresholds(run: MetricsRun) -> Iterator[Claim]:
             yield Claim(title, "", UNKNOWN)
             continue
         value, low, high = numbers
-        text = f"{value:.3f} ({low:.3f} to {high:.3f}), more than {least:g} is claimed"
+        text = f"{value:.3f} ({low:.3f} to {high:.3f}), claimed: more than {least:g}"
         yield Claim(title, text, HOLDS if low > least else FAILS)
 
 
 def _export_claim(run: MetricsRun) -> Iterator[Claim]:
-    title, parity = "Every export answers as the model that was evaluated", run.stages.get("deploy", {}).get("parity")
+    title, parity = "Every export matches the model that was evaluated", run.stages.get("deploy", {}).get("parity")
     if not parity:
         yield Claim(title, "", UNKNOWN)
         return
@@ -338,7 +338,7 @@ def _export_claim(run: MetricsRun) -> Iterator[Claim]:
 
 
 def gates(run: MetricsRun, gate: dict[str, float]) -> list[Claim]:
-    """What the deployed model must reach to be champion (`report.gate`), by the worse end of each interval."""
+    """What the deployed model must reach to become champion (`report.gate`), by the worse end of each interval."""
     by_key = {headline.key: headline for headline in HEADLINES}
     model = str(run.stages.get("deploy", {}).get("model", ""))
     claims = []

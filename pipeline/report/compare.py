@@ -1,13 +1,13 @@
-"""Two runs side by side: what changed, what was rebuilt because of it, and what that did to the results.
+"""Compare two runs: what changed, what was rebuilt because of it, and how the results moved.
 
     python -m pipeline.report.compare A [B] [--md] [--all]        make compare A=HEAD~1 B=workspace
-    python -m pipeline.report.compare                             make experiments: all of this commit
+    python -m pipeline.report.compare                             make experiments: all for this commit
 
-A and B are commits, branches, tags, experiments (`dvc exp show` lists them) or `workspace`, the default of B.
-Differences are B - A, over the same held-out items (report/claims.py); only those that chance does not explain are
-marked. Measures over different items are not compared: the row has the reason, and the items are listed below the
-table. Each stage has its work key and MLflow run, so that every number can be traced. Of an experiment the MOST
-measures that moved furthest beyond chance are shown, at most WIDTH characters a line.
+A and B are commits, branches, tags, experiments (`dvc exp show` lists them) or `workspace`, the default for B.
+Differences are B - A, on the same held-out items (report/claims.py); only significant ones are marked. Measures on
+different items are not compared: the row shows why, and the items are listed below the table. Each stage has its work
+key and MLflow run, so that every number can be traced. For an experiment, up to MOST measures that moved are shown,
+significant ones first, at most WIDTH characters per line.
 """
 
 import argparse
@@ -31,7 +31,7 @@ MOST, WIDTH = 4, 120
 def render(
     before: MetricsRun, after: MetricsRun, names: tuple[str, str], *, markdown: bool = False, every: bool = False
 ) -> str:
-    """The comparison as text; with `every` also the measures that did not move."""
+    """The comparison as text; with `every`, including measures that did not move."""
     rebuilt = claims.stages(before, after)
     parts = [
         f"{names[0]} -> {names[1]}: {len(rebuilt)} {'stage differs' if len(rebuilt) == 1 else 'stages differ'}"
@@ -40,7 +40,7 @@ def render(
     if rebuilt:
         parts.append(_rebuilt_stages(rebuilt, after, names, markdown))
     if packages := claims.packages(before, after):
-        heading = "Other packages computed them, which invalidates nothing by itself:"
+        heading = "They used different package versions, which alone invalidates nothing:"
         parts.append("\n".join([heading, *(f"  {package}" for package in packages)]))
     rows: list[list[str]] = []
     apart: dict[str, list[str]] = {}  # which items differ -> models
@@ -55,10 +55,10 @@ def render(
         parts.append("no measure moved")
     if apart:
         lines = (f"  {items} ({', '.join(dict.fromkeys(models))})" for items, models in apart.items())
-        parts.append("\n".join(["Items of the measures that are not compared:", *lines]))
+        parts.append("\n".join(["Items of the measures that were not compared:", *lines]))
     parts.append(
-        "Differences with their 95% intervals; better and worse only where chance does not explain them, over "
-        f"{claims.FEWEST} items at least."
+        "Differences with 95% intervals; better and worse only if they are significant, on at least "
+        f"{claims.FEWEST} items."
     )
     return "\n\n".join(parts) + "\n"
 
@@ -99,7 +99,7 @@ def _row(model: str, change: claims.Change) -> list[str]:
 
 
 def table(head: Sequence[str], body: Sequence[Sequence[str]], markdown: bool) -> str:
-    """A table as aligned text, or in Markdown."""
+    """A table as aligned text or Markdown."""
     if markdown:
         lines = [head, ["---"] * len(head), *body]
         return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
@@ -112,16 +112,16 @@ def table(head: Sequence[str], body: Sequence[Sequence[str]], markdown: bool) ->
 
 
 def experiments() -> str:
-    """The experiments of this commit: what each changed, and its results beside those of the commit. Raises
+    """The experiments for this commit: what each changed, and how its results compare with the commit's. Raises
     InputError.
     """
     head = baseline.resolve("HEAD")
     found = baseline.experiments_of(head)
     if not found:
-        return "no experiment of this commit yet; run one, such as: dvc exp run -n longer -S code.steps=2000\n"
+        return "no experiments for this commit yet; run one, for example: dvc exp run -n longer -S code.steps=2000\n"
     try:
         before = baseline.at(head)
-    except InputError:  # dvc.lock of a whole run is not committed
+    except InputError:  # no dvc.lock of a full run is committed
         before = None
     shown = rich.table.Table("experiment", "changed", "model", "measure", "result, 95%", "change", box=rich.box.SIMPLE)
     for name, revision in found:
@@ -139,15 +139,15 @@ def experiments() -> str:
 
 
 def _changed(before: str, after: str) -> str:
-    """The keys of params.yaml that differ between two commits, with their values."""
+    """The keys in params.yaml that differ between two commits, with their values."""
     old, new = (flat(yaml.safe_load(baseline.file_at(revision, "params.yaml"))) for revision in (before, after))
     keys = [key for key in (*new, *(key for key in old if key not in new)) if old.get(key) != new.get(key)]
     return ", ".join(f"{key.replace(' / ', '.')} {old.get(key)} → {new.get(key)}" for key in keys) or "no parameter"
 
 
 def _moved(before: MetricsRun | None, after: MetricsRun) -> list[list[str]]:
-    """Model, measure, result and change of the measures that moved; of the deployed model where there is nothing to
-    compare with.
+    """Model, measure, result and change of the measures that moved; if there is nothing to compare with, the deployed
+    model's results.
     """
     if before is None:
         model = str(after.stages.get("deploy", {}).get("model", ""))
@@ -160,7 +160,9 @@ def _moved(before: MetricsRun | None, after: MetricsRun) -> list[list[str]]:
             model,
             c.headline.title,
             _result(after, model, c.headline),
-            "other items" if c.refused else f"{c.headline.show_change(c.after - c.before)} {MARKS[c.kind]}".rstrip(),
+            "different items"
+            if c.refused
+            else f"{c.headline.show_change(c.after - c.before)} {MARKS[c.kind]}".rstrip(),
         ]
         for model, c in changes[:MOST]
     ]
@@ -173,7 +175,7 @@ def _result(run: MetricsRun, model: str, headline: Headline) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """The command of this module."""
+    """Command line of this module."""
     parser = argparse.ArgumentParser(
         prog="python -m pipeline.report.compare", description=(__doc__ or "").splitlines()[0]
     )
@@ -182,7 +184,7 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("after", metavar="B", nargs="?", default=baseline.WORKSPACE)
     parser.add_argument("--md", action="store_true", help="Markdown, for a pull request")
-    parser.add_argument("--all", action="store_true", help="also what did not move")
+    parser.add_argument("--all", action="store_true", help="include measures that did not move")
     options = parser.parse_args(arguments)
     try:
         if options.before is None:

@@ -1,13 +1,13 @@
-"""The metrics of a run: read once for the report card, the table of `make` and comparisons; headline numbers and costs.
+"""A run's metrics, for the report card, the table printed by `make` and comparisons; headline numbers and costs.
 
     metrics/*.json, *.csv, eval/*, folders of the wings                      -> Run
     metrics/eval/<model>.json                                                -> HEADLINES, the top of the report
     work keys of the lineage + speed.json of the work folder + report.prices -> a Cost per stage: time, speed, memory,
                                                                                 energy, money
 
-Everything is in pipeline order; stages of a person's own follow ours. A file without a lineage is ignored. Times come
-from the work folder of this machine, by work key: a stage that was restored from a cache or pulled was built elsewhere.
-Money is hours of processor cores and GPUs at the prices of `report.prices`; without prices there is none.
+Everything is in pipeline order; user-defined stages come after ours. A file without a lineage is ignored. Times come
+from this machine's work folder, by work key: a stage that was pulled or restored from a cache was built elsewhere.
+Costs are CPU core hours and GPU hours at `report.prices`; without prices there are none.
 """
 
 import csv
@@ -39,21 +39,21 @@ BEFORE_WINGS = (
     "reward",
     "rlhf",
 )
-# The model that another is compared with, where that is not the model in its lineage. "": it writes no answers, so
+# The model that another is compared with, if that is not the model in its lineage. "": it generates no answers, so
 # there is nothing to compare.
 COMPARED = {"reward": ""}
 
 
 @dataclass(frozen=True)
 class WingModel:
-    """A model of a wing, for the tables: the stage that makes it, and the model that it is compared with."""
+    """A wing's model, for the tables: the stage that makes it, and the model it is compared with."""
 
     stage: str
     compared: str | None = None  # None: the model in its lineage
 
 
 def wing_models() -> dict[str, WingModel]:
-    """The models of the wings, in pipeline order."""
+    """The wings' models, in pipeline order."""
     return {name: model for offer in wings.each("models") for name, model in offer().items()}
 
 
@@ -63,12 +63,12 @@ def order() -> tuple[str, ...]:
 
 
 def compared() -> dict[str, str]:
-    """COMPARED with the wings' own."""
+    """COMPARED, including the wings'."""
     return COMPARED | {name: model.compared for name, model in wing_models().items() if model.compared is not None}
 
 
 def stage_of_model(name: str) -> str:
-    """The stage that makes a model, which may have another name."""
+    """The stage that makes a model; its name may differ."""
     model = wing_models().get(name)
     return name if model is None else model.stage
 
@@ -84,12 +84,12 @@ class MetricsRun:
     curves: dict[str, list[dict[str, str]]]  # name -> rows of metrics/<name>.csv
     evaluations: dict[str, JsonObject]  # model -> metrics/eval/<model>.json
     items: dict[str, list[Row]] = field(default_factory=dict)  # model -> rows of metrics/eval/<model>.jsonl
-    # of a wing's folder of metrics/: folder -> model -> metrics/<folder>/<model>.json
+    # wings' folders in metrics/: folder -> model -> metrics/<folder>/<model>.json
     of_wings: dict[str, dict[str, JsonObject]] = field(default_factory=dict)
 
     @cached_property
     def bases(self) -> dict[str, str]:
-        """model -> the model that its results are compared with, for the models that have one."""
+        """model -> the model its results are compared with, if there is one."""
         bases, known = {}, compared()
         for model in self.evaluations:
             lineage = self.stages.get(stage_of_model(model), {}).get("lineage", {})
@@ -102,24 +102,24 @@ class MetricsRun:
 
 
 class Section(Protocol):
-    """What a wing offers as `report`: its charts, and a section of the page."""
+    """What a wing offers as `report`: charts, and a section of the page."""
 
     BETTER: tuple[tuple[str, str, str, str], ...]  # more of `claims.BETTER`
     ABOVE: tuple[tuple[str, str, tuple[str, ...], float], ...]  # more of `claims.ABOVE`
-    FOLDER: str  # of metrics/, with a file for each model that the section shows
+    FOLDER: str  # in metrics/, with a file for each model that the section shows
     TEMPLATE: str  # jinja2, over `values`
 
     def figures(self, run: MetricsRun) -> list[JsonObject]:
-        """The charts, as `card.figures`."""
+        """The charts, as in `card.figures`."""
         ...
 
     def values(self, files: dict[str, JsonObject]) -> JsonObject:
-        """The variables of the template, from the files of FOLDER by model."""
+        """The template's variables, from the files in FOLDER by model."""
         ...
 
 
 def sections() -> list[Section]:
-    """Those of the wings."""
+    """The wings' sections."""
     return [offer() for offer in wings.each("report")]
 
 
@@ -153,15 +153,15 @@ def _by_model(folder: Path, models: set[str]) -> dict[str, JsonObject]:
 
 
 def lines(path: Path) -> list[Row]:
-    """The rows of a file of JSON lines; empty without a file."""
+    """The rows of a JSON Lines file; empty if there is no file."""
     if not path.is_file():
         return []
     text = path.read_text(encoding="utf-8")
-    return [json.loads(line) for line in text.split("\n") if line]  # splitlines would cut at U+2028 in an answer
+    return [json.loads(line) for line in text.split("\n") if line]  # splitlines would split at U+2028 in an answer
 
 
 def flat(values: JsonObject, prefix: str = "") -> JsonObject:
-    """Nested numbers, flattened to the names `a / b`, without the lineage."""
+    """Nested numbers, flattened to names like `a / b`, without the lineage."""
     flattened: JsonObject = {}
     for key, value in values.items():
         if not prefix and key == "lineage":
@@ -194,29 +194,27 @@ class Headline:
     higher_is_better: bool = True
     unit: str = "share"  # shown as a percentage
     chart: bool = False
-    rows: tuple[str, str] | None = None  # the suite and the key that each row of it adds; None: no sum over rows
-    group: str | None = None  # only the rows of this group
-    # of a number that is no sum over rows: the rows that it is measured over
+    rows: tuple[str, str] | None = None  # the suite and the key to sum over its rows; None: not a sum over rows
+    group: str | None = None  # only the rows in this group
+    # for a number that is not a sum over rows: the rows that it is measured on
     asked: dict[str, str | int] = field(default_factory=dict, hash=False)
 
     def show(self, value: float) -> str:
         return f"{100 * value:.1f}%" if self.unit == "share" else f"{value:.3f}"
 
     def show_change(self, difference: float) -> str:
-        """A difference of two values as text, of shares in percentage points."""
+        """The difference between two values as text; for shares, in percentage points."""
         sign = "+" if difference >= 0 else "−"
         amount = abs(difference)
         return f"{sign}{100 * amount:.1f} points" if self.unit == "share" else f"{sign}{amount:.3f}"
 
     @property
     def suite(self) -> str:
-        """The suite whose items it is measured over."""
+        """The suite whose items it is measured on."""
         return self.rows[0] if self.rows else self.path[0]
 
     def items(self, rows: list[Row]) -> dict[str, Row]:
-        """The rows that it is measured over, by the identity of the item: its id, and the hash of the question if the
-        row has it.
-        """
+        """The rows it is measured on, by item identity: its id, plus the question's hash if the row has one."""
         conditions = {"suite": self.suite} | self.asked | ({"group": self.group} if self.group else {})
         matching = (r for r in rows if conditions.items() <= r.items())
         if self.rows:
@@ -224,14 +222,18 @@ class Headline:
         return {f"{r['id']} {r['item']}" if "item" in r else str(r["id"]): r for r in matching}
 
     def counted(self, row: Row) -> tuple[float, float]:
-        """What an item adds to numerator and denominator: bits and bytes, or right and 1."""
+        """What an item adds to the numerator and denominator: bits and bytes, or correct and 1."""
         assert self.rows, "only a number that rows count is a sum over them"
         key = self.rows[1]
         return float(row[key]), float(row["bytes"]) if key.endswith("bits") else 1.0
 
 
 STORIES, ANSWERS, SOLVED = "share of sampled stories", "share of problems", "share of problems solved"
-CALLS, QUESTIONS, PAIRS = "share of calls right", "share of questions answered right", "share of pairs told right"
+CALLS, QUESTIONS, PAIRS = (
+    "share of correct calls",
+    "share of questions answered correctly",
+    "share of pairs ranked correctly",
+)
 NO_TOOL = "share of prompts without a fitting tool"
 
 
@@ -314,13 +316,13 @@ HEADLINES = (
 
 
 def short(numbers: JsonObject) -> dict[str, float]:
-    """key -> value of the headlines that a model has: one line of a table."""
+    """key -> value for the headlines that a model has: one table row."""
     measures = ((headline.key, lookup(numbers, headline)) for headline in HEADLINES)
     return {key: round(measured["value"], 4) for key, measured in measures if measured is not None}
 
 
 def with_intervals(evaluations: dict[str, JsonObject]) -> dict[str, float]:
-    """The headlines of all models as `model/key`; those with an interval also as `model/key_low`, `model/key_high`."""
+    """The headlines of all models as `model/key`; if they have an interval, also `model/key_low`, `model/key_high`."""
     ends = {"value": "", "low": "_low", "high": "_high"}
     return {
         f"{model}/{headline.key}{ends[name]}": number
@@ -331,7 +333,7 @@ def with_intervals(evaluations: dict[str, JsonObject]) -> dict[str, float]:
 
 
 def lookup(numbers: JsonObject, headline: Headline) -> dict[str, float] | None:
-    """{"value"} of a headline, with {"low", "high"} if it has an interval; None if the model has no such number."""
+    """A headline's {"value"}, with {"low", "high"} if it has an interval; None if the model does not have it."""
     parent: object = numbers
     for key in headline.path[:-1]:
         parent = parent.get(key) if isinstance(parent, dict) else None
@@ -348,18 +350,18 @@ def lookup(numbers: JsonObject, headline: Headline) -> dict[str, float] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Prices:
-    """The block `report.prices`: the cost of an hour."""
+    """The block `report.prices`: hourly prices."""
 
     core: float = 0.0
-    """Price of an hour of each processor core that the stage may use."""
+    """Hourly price of each CPU core available to the stage."""
     gpu: float = 0.0
-    """Price of an hour of each GPU."""
+    """Hourly price of each GPU."""
     currency: str = "EUR"
-    """The currency that the report shows."""
+    """Currency shown in the report."""
 
     def __post_init__(self) -> None:
         if min(self.core, self.gpu) < 0:
-            raise ValueError(f"prices: expected numbers from 0 on, got {self.core} a core, {self.gpu} a GPU")
+            raise ValueError(f"prices: expected non-negative numbers, got {self.core} per core, {self.gpu} per GPU")
 
 
 @dataclass(frozen=True)
@@ -376,12 +378,12 @@ class Cost:
 
     @property
     def memory(self) -> float | None:
-        """Peak memory of all its processes, GB."""
+        """Peak memory across all its processes, GB."""
         return self.speed.get("host_memory_gb", self.speed.get("memory_gb"))
 
 
 def rows(run: MetricsRun, prices: Prices | None = None) -> list[Cost]:
-    """The costs of the stages in pipeline order, then of the evaluations."""
+    """The costs of the stages, in pipeline order, then those of the evaluations."""
     lineages = {name: content["lineage"] for name, content in run.stages.items()}
     lineages |= {f"evaluate@{model}": content["lineage"] for model, content in run.evaluations.items()}
     costs = []
@@ -402,9 +404,7 @@ def _price(speed: JsonObject, prices: Prices | None) -> float | None:
 
 
 def total(costs: list[Cost]) -> JsonObject:
-    """Sums over the stages whose cost is known: seconds, cpu_seconds, joules, price; `known` of `all`; the maximum of
-    memory.
-    """
+    """Sums over the stages with known cost: seconds, cpu_seconds, joules, price; `known` of `all`; maximum memory."""
     known = [cost for cost in costs if "seconds" in cost.speed]
     joules = [cost.speed["joules"] for cost in known if isinstance(cost.speed.get("joules"), int | float)]
     prices = [cost.price for cost in known if cost.price is not None]

@@ -1,8 +1,8 @@
-"""From scored answers to numbers per token: PPO's advantages and returns, and the advantages of the group methods.
+"""From scored answers to per-token values: PPO advantages and returns, and the advantages of the group methods.
 
-Both make a `rollout.Method`: `annotate` runs the forward passes (reference, critic) over the answers of this process,
-`estimate` works on all answers with the pure functions of `learning/policy_losses.py`. The reference is any function
-from answers to log-probabilities: a frozen copy, or the policy with its adapter off.
+Both define a `rollout.Method`: `annotate` runs forward passes (reference, critic) over this process's answers,
+`estimate` processes all answers with the pure functions of `learning/policy_losses.py`. The reference is any function
+from answers to log-probabilities: a frozen copy, or the policy with its adapter disabled.
 """
 
 import math
@@ -19,30 +19,30 @@ from pipeline.rl.answers import Answer
 from pipeline.rl.rollout import Rollout, grouped
 from pipeline.run.types import JsonObject
 
-PerToken = Callable[[Sequence[Answer]], list[np.ndarray]]  # answers -> a value for each of their tokens
-UNFINISHED = -1.0  # the highest score of an answer without an end, where the reward does not see ends
+PerToken = Callable[[Sequence[Answer]], list[np.ndarray]]  # answers -> one value per token
+UNFINISHED = -1.0  # maximum score of an unfinished answer if the reward ignores whether it ended
 
 
 @dataclass(frozen=True, kw_only=True)
 class PPOConfig:
-    """PPO's constants."""
+    """PPO hyperparameters."""
 
     beta: float
-    """Weight of the KL divergence from the reference in the reward, to begin with."""
+    """Initial weight of the KL penalty (divergence from the reference) in the reward."""
     target_kl: float
-    """Nats an answer; beta is moved towards it."""
+    """Target KL in nats per answer; beta adapts towards it."""
     horizon: int
-    """Answers over which it moves."""
+    """Number of answers over which beta adapts."""
     gamma: float = 1.0
-    """Discount of a reward for each token that it lies ahead."""
+    """Discount factor per token."""
     lam: float = 0.95
-    """GAE's lambda: 1 counts on the rewards that came, 0 on the critic."""
+    """GAE lambda: 1 relies on observed rewards, 0 on the critic."""
     clip: float = 0.2
-    """Of the policy's ratio."""
+    """Clip range of the policy ratio."""
     value_clip: float = 0.2
-    """Of a value's distance from what it was when sampled."""
+    """Clip range of a value around its value at sampling time."""
     value_weight: float = 0.1
-    """Of the critic's loss beside the policy's."""
+    """Weight of the critic loss relative to the policy loss."""
     critic_rate: float | None = None
     """The critic's learning rate; none: the policy's."""
 
@@ -58,7 +58,7 @@ class PPOConfig:
 
 
 def annotate_ppo(rollouts: list[Rollout], *, reference: PerToken, values: PerToken) -> None:
-    """Reference log-probabilities and values of each token."""
+    """Store reference log-probabilities and values for each token."""
     answers = [rollout.answer for rollout in rollouts]
     for rollout, f, v in zip(rollouts, reference(answers), values(answers), strict=True):
         rollout.arrays |= {"reference": f, "values": v}
@@ -67,7 +67,7 @@ def annotate_ppo(rollouts: list[Rollout], *, reference: PerToken, values: PerTok
 def estimate_ppo(rollouts: list[Rollout], config: PPOConfig, carried: JsonObject) -> dict[str, float]:
     """Fill `advantages` and `returns`, and adapt `carried["beta"]` for the next iteration.
 
-    Returns numbers to log, as TRL's objective/*.
+    Returns metrics to log, like TRL's objective/*.
     """
     beta = float(carried["beta"])
     mask = _mask(rollouts)
@@ -101,7 +101,7 @@ def estimate_ppo(rollouts: list[Rollout], config: PPOConfig, carried: JsonObject
 
 
 def annotate_group(rollouts: list[Rollout], *, reference: PerToken | None) -> None:
-    """Reference log-probabilities of each token, where the method uses a reference."""
+    """Store reference log-probabilities for each token, if the method uses a reference."""
     if reference is None:
         return
     for rollout, f in zip(rollouts, reference([rollout.answer for rollout in rollouts]), strict=True):
@@ -109,7 +109,7 @@ def annotate_group(rollouts: list[Rollout], *, reference: PerToken | None) -> No
 
 
 def scores_with_ends(rollouts: list[Rollout]) -> Tensor:
-    """The scores (B,), NaN where unknown; without an end at most UNFINISHED and the lowest score of an answer with one.
+    """The scores (B,), NaN if unknown; unfinished answers get at most UNFINISHED and the lowest finished score.
 
     So not ending never pays, whatever the scale of the rewards.
     """
@@ -123,9 +123,9 @@ def scores_with_ends(rollouts: list[Rollout]) -> Tensor:
 def estimate_group(
     rollouts: list[Rollout], method: GroupMethod, samples: int, *, must_end: bool = False
 ) -> dict[str, float]:
-    """Fill `advantages` of groups of `samples` neighbors. Returns numbers to log.
+    """Fill `advantages` for groups of `samples` consecutive answers. Returns metrics to log.
 
-    `must_end`: scores by `scores_with_ends`, for rewards that do not see whether an answer ended.
+    `must_end`: use `scores_with_ends`, for rewards that ignore whether an answer ended.
     """
     mask = _mask(rollouts)
     totals = torch.tensor([rollout.total for rollout in rollouts], dtype=torch.float64)
@@ -138,7 +138,7 @@ def estimate_group(
         divergence = _padded(rollouts, "old", mask) - _padded(rollouts, "reference", mask)
         numbers["kl/rollout"] = float((divergence * mask).sum(1).mean())
     else:
-        assert method.kl_in == "loss" or not method.beta, "the reward holds a divergence: annotate with a reference"
+        assert method.kl_in == "loss" or not method.beta, "the reward includes a divergence: annotate with a reference"
     if method.advantage == "to_go":
         per_token = policy_losses.ppo_rewards(divergence, torch.zeros_like(divergence), mask, known, method.beta)
         trained = mask & valid[:, None]
@@ -159,7 +159,7 @@ def estimate_group(
 
 
 def correct_for_engine(rollouts: list[Rollout], *, whole: bool) -> dict[str, float]:
-    """Weigh the advantages of answers that an engine sampled (`policy_losses.importance`). Returns numbers to log."""
+    """Weight the advantages of answers sampled by an engine (`policy_losses.importance`). Returns metrics to log."""
     differences, weights = [], []
     for rollout in rollouts:
         if rollout.answer.sampled is not None:
@@ -188,13 +188,13 @@ def _mask(rollouts: list[Rollout]) -> Tensor:
 
 
 def _padded(rollouts: list[Rollout], name: str, mask: Tensor) -> Tensor:
-    """An array of all answers as (B, T) float64, 0 in the padding. "old" are the log-probabilities when sampled."""
+    """An array of all answers as (B, T) float64, 0 in the padding. "old": the log-probabilities at sampling time."""
     flat = np.concatenate([r.answer.logprobs if name == "old" else r.arrays[name] for r in rollouts])
     return torch.zeros(mask.shape, dtype=torch.float64).masked_scatter(mask, torch.from_numpy(flat.astype(np.float64)))
 
 
 def _store(rollouts: list[Rollout], mask: Tensor, **padded: Tensor) -> None:
-    """Store (B, T) values with their answers."""
+    """Store (B, T) values with their rollouts."""
     for name, values in padded.items():
         for rollout, row, inside in zip(rollouts, values, mask, strict=True):
             rollout.arrays[name] = row[inside].numpy()

@@ -1,10 +1,10 @@
-"""Prompts, the answers of a policy to them, and the rows of a batch that both make.
+"""Prompts, a policy's answers to them, and the batch rows they form.
 
     Prompt  --generate-->  Answer (its ids, its log-probabilities, whether it ended)  --rows-->  forward passes
 
-`generate` is an argument (`generation/` makes it), so that any sampler can serve. The seed of an answer is a hash of
-(seed, prompt, sample): neither batch nor process changes it. An answer ends with the end of a turn, a token of the
-policy like any other; one that reached its limit is not finished.
+`generate` is an argument (see `generation/`), so any sampler works. The seed of an answer is a hash of (seed, prompt,
+sample), independent of batch and process. An answer ends with the end-of-turn token, which the policy produces like any
+other; an answer that reaches its limit is not finished.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,7 +31,7 @@ ROWS = 64  # of one forward pass without gradients
 
 @dataclass(frozen=True)
 class Prompt:
-    """The prompt of a policy, as ids, and its record, which has the right answer or tests."""
+    """A prompt for a policy, as ids, and its record with the right answer or tests."""
 
     id: str
     ids: list[int]
@@ -41,7 +41,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Task:
-    """A task of an environment (rl/episodes.py); `state` and `goal` are plain data that only the environment reads."""
+    """A task of an environment (rl/episodes.py); `state` and `goal` are plain data used only by the environment."""
 
     question: str
     tools: list[JsonObject]
@@ -51,23 +51,23 @@ class Task:
 
 @dataclass(frozen=True)
 class Answer:
-    """One sampled answer: a turn, or several with the results of tools between them."""
+    """One sampled answer: one turn, or several with tool results in between."""
 
     prompt: Prompt
     sample: int
-    ids: list[int]  # the policy's tokens, with the end of the turn if it came
-    logprobs: list[float]  # of each of the policy's tokens when sampled, nats at the sampling temperature
+    ids: list[int]  # the policy's tokens, with the end of turn if it was sampled
+    logprobs: list[float]  # of each policy token when sampled, nats at the sampling temperature
     finished: bool
-    text: str  # of the last turn, without its end
-    # which ids are the policy's; None: all. The others are results of tools, which nothing learns to say
+    text: str  # of the last turn, without end of turn
+    # which ids are the policy's; None: all. The others are tool results, which are not trained on
     own: list[bool] | None = field(default=None, kw_only=True)
     calls: list[JsonObject] = field(default_factory=list, kw_only=True)  # {"name", "arguments"}, in order
-    # by an engine: its log-probabilities; `logprobs` are then the policy's
+    # the engine's log-probabilities, if an engine sampled; `logprobs` are then the policy's
     sampled: list[float] | None = field(default=None, kw_only=True)
 
 
 class Sampled(Protocol):
-    """A sampler's result for one answer. `logprobs` has one more than `ids` where there is a stop token."""
+    """A sampler's result for one answer. `logprobs` has one more entry than `ids` if there is a stop token."""
 
     @property
     def ids(self) -> list[int]: ...
@@ -81,7 +81,7 @@ Generate = Callable[[list[list[int]], list[int]], Sequence[Sampled]]  # prompts,
 
 
 def sample(generate: Generate, requests: Sequence[tuple[Prompt, int]], tokenizer: Tokenizer, seed: int) -> list[Answer]:
-    """An answer to each (prompt, sample number)."""
+    """Sample an answer to each (prompt, sample number)."""
     seeds = [seed_of(seed, prompt, number) for prompt, number in requests]
     completions = generate([prompt.ids for prompt, _ in requests], seeds) if requests else []
     answers = []
@@ -94,7 +94,7 @@ def sample(generate: Generate, requests: Sequence[tuple[Prompt, int]], tokenizer
 
 
 def seed_of(seed: int, prompt: Prompt, number: int, *turn: int) -> int:
-    """The seed of an answer; of its later turns, with their number."""
+    """The seed of an answer, or of one of its later turns."""
     return stable_hash("rollout", seed, prompt.id, number, *turn) % 2**63
 
 
@@ -104,16 +104,16 @@ def repeated(prompts: Sequence[Prompt], count: int) -> list[tuple[Prompt, int]]:
 
 
 def pair_prompts(split: PairSplit, max_new_tokens: int, kinds: Sequence[str] = ()) -> list[Prompt]:
-    """The distinct prompts of pairs whose better answer fits `max_new_tokens`, of these `kinds` if there are any.
+    """The distinct prompts of pairs whose better answer fits `max_new_tokens`, limited to `kinds` if given.
 
-    Raises DataError when none remains.
+    Raises DataError if none remains.
     """
     prompts: dict[str, Prompt] = {}
     for encoded in split.pairs:
         pair, start = (
             encoded.pair,
             int(np.argmax(encoded.chosen.trained)),
-        )  # where the answer starts, tool results included
+        )  # where the answer starts, including tool results
         if len(encoded.chosen.ids) - start > max_new_tokens or (kinds and pair.kind not in kinds):
             continue
         ids = encoded.chosen.ids[:start].tolist()
@@ -128,7 +128,7 @@ def pair_prompts(split: PairSplit, max_new_tokens: int, kinds: Sequence[str] = (
 
 
 def problem_prompts(problems: Sequence[Problem], tokenizer: Tokenizer, max_prompt: int) -> list[Prompt]:
-    """A prompt for each problem. Raises DataError for a problem without tests, or when most are too long."""
+    """A prompt for each problem. Raises DataError for a problem without tests, or if too many are too long."""
     for problem in problems:
         if not problem.tests:
             raise DataError(f"problem {problem.id} has no tests, so no answer to it can be scored; add some or drop it")
@@ -138,7 +138,7 @@ def problem_prompts(problems: Sequence[Problem], tokenizer: Tokenizer, max_promp
 
 
 def task_prompts(tasks: Mapping[str, Task], tokenizer: Tokenizer, max_prompt: int) -> list[Prompt]:
-    """A prompt for each task, by its id. Raises DataError when most are too long."""
+    """A prompt for each task, by its id. Raises DataError if too many are too long."""
     asked = [(id_, task, task.question, task.tools) for id_, task in tasks.items()]
     return _fitting(asked, tokenizer, max_prompt, "task")
 
@@ -146,7 +146,7 @@ def task_prompts(tasks: Mapping[str, Task], tokenizer: Tokenizer, max_prompt: in
 def _fitting(
     asked: Sequence[tuple[str, Problem | Task, str, list[JsonObject]]], tokenizer: Tokenizer, limit: int, kind: str
 ) -> list[Prompt]:
-    """The prompts of at most `limit` tokens, of (id, record, question, tools)."""
+    """The prompts of at most `limit` tokens, from (id, record, question, tools)."""
     prompts = []
     for id_, record, question, tools in asked:
         ids = chat.render(tokenizer, [{"role": "user", "content": question}], tools, generation_prompt=True).ids
@@ -161,12 +161,12 @@ def _fitting(
 
 
 def rows_of(answers: Sequence[Answer], pad: int) -> Answered:
-    """A row for each answer, with its prompt. Targets are the policy's tokens alone."""
+    """One row per answer, with its prompt. Only the policy's tokens are targets."""
     return answered([piece_of(answer) for answer in answers], pad)
 
 
 def piece_of(answer: Answer) -> Piece:
-    """Prompt and answer one after the other, with the policy's tokens trained."""
+    """Prompt and answer concatenated; only the policy's tokens are trained."""
     ids = np.array(answer.prompt.ids + answer.ids, dtype=np.int64)
     trained = np.arange(len(ids)) >= len(answer.prompt.ids)
     if answer.own is not None:
@@ -185,7 +185,7 @@ def _device(model: nn.Module) -> torch.device:
 
 @torch.no_grad()
 def logprobs_of(model: nn.Module, answers: Sequence[Answer], pad: int, temperature: float) -> list[np.ndarray]:
-    """Teacher-forced log-probabilities of each answer's tokens under a model, (L,) each."""
+    """Teacher-forced log-probabilities of each answer's tokens under a model, (L,) per answer."""
     arrays: list[np.ndarray] = []
     for rows in _batches(answers, pad, _device(model)):
         logprobs, _ = losses.token_logprobs(model, rows, temperature)
@@ -195,7 +195,7 @@ def logprobs_of(model: nn.Module, answers: Sequence[Answer], pad: int, temperatu
 
 @torch.no_grad()
 def values_of(critic: RewardModel, answers: Sequence[Answer], pad: int) -> list[np.ndarray]:
-    """The critic's value before each of an answer's tokens, (L,) each."""
+    """The critic's value before each token of an answer, (L,) per answer."""
     arrays: list[np.ndarray] = []
     for rows in _batches(answers, pad, _device(critic)):
         chosen = rows.targets >= 0
@@ -220,5 +220,5 @@ def raw_rewards(model: RewardModel, answers: Sequence[Answer], pad: int) -> Tens
 
 
 def split_rows(flat: np.ndarray, lengths: Sequence[int]) -> list[np.ndarray]:
-    """Split values of consecutive rows into one array a row."""
+    """Split values of consecutive rows into one array per row."""
     return np.split(flat, np.cumsum(lengths)[:-1])

@@ -1,28 +1,28 @@
-"""Answers from an engine: a server of its own process that samples with the weights which the policy has now.
+"""Sample answers with an external inference engine: a separate server process that runs the policy's current weights.
 
-    engine = Engine(url, folder, temperature=..., ...)      ConfigError where none answers; `close` ends it
-    engine.publish(write)           writes the weights below `folder`, has the engine load them, checks that it did
-    engine.generate(ids, seeds)     one completion each: ids, log-probabilities as the engine sampled, stop
+    engine = Engine(url, folder, temperature=..., ...)      ConfigError if none answers; `close` disconnects
+    engine.publish(write)           writes the weights to `folder`, has the engine load them, checks that it did
+    engine.generate(ids, seeds)     one completion each: ids, log-probabilities as sampled by the engine, stop
 
-It speaks OpenAI's protocol, with what vLLM and SGLang add to it for reinforcement learning:
+It uses the OpenAI protocol, with vLLM's and SGLang's extensions for reinforcement learning:
 
-    POST /v1/completions                prompt as ids, one answer a request, `return_token_ids` (vLLM): the answer has
-                                        `prompt_token_ids` and `token_ids`, no text is tokenized again
-    POST /update_weights_from_disk      SGLang's and ours: loads a folder of safetensors, and empties the prefix cache
-    POST /collective_rpc, /reset_prefix_cache      vLLM's, with VLLM_SERVER_DEV_MODE=1, where it has no such route
+    POST /v1/completions                prompt as ids, one answer per request, `return_token_ids` (vLLM): the response
+                                        has `prompt_token_ids` and `token_ids`, so nothing is re-tokenized
+    POST /update_weights_from_disk      SGLang's and ours: loads a folder of safetensors and clears the prefix cache
+    POST /collective_rpc, /reset_prefix_cache      vLLM's, with VLLM_SERVER_DEV_MODE=1, if the route above is missing
 
     python -m pipeline.serve models/tools --rollouts .work          ours
 
 Log-probabilities must be those at the sampling temperature (`--rollouts` does that; vLLM: `--logprobs-mode
-processed_logprobs`). What the engine computes in another precision or by other kernels differs from the policy's own,
-so the policy reads each answer again, and `policy_losses.importance` corrects for the difference.
+processed_logprobs`). Engines with another precision or other kernels compute slightly different values than the policy,
+so the policy rescores each answer, and `policy_losses.importance` corrects for the difference.
 
-An engine that is gone, that answers late, with other ids or with other weights than were published ends the run with a
-SamplerError. The state is saved before, so the same command resumes.
+The run ends with a SamplerError if the engine is down, times out, or answers with other ids or weights than expected.
+The state is saved first, so rerunning the same command resumes.
 
-Weights are published as a folder, so engine and trainer share a file system. Only our server says which weights it
-answers with (`system_fingerprint`). Of others it is noticed when their log-probabilities are far off (MISMATCH), not
-when they are an update late. Not here: starting an engine.
+Weights are published as a folder, so engine and trainer must share a file system. Only our server reports which weights
+it uses (`system_fingerprint`). With other servers, log-probabilities that are far off are detected (MISMATCH), but
+weights that are one update old are not. Out of scope: starting an engine.
 """
 
 import ipaddress
@@ -46,11 +46,11 @@ from pipeline.sandbox.remote import address
 
 KEY = "STAGECOACH_SAMPLER_KEY"
 OUR_FINGERPRINT = "fp_"
-CONNECTIONS = 64  # answers that are asked for at once
-ANSWER_SECONDS = 600.0  # for one answer, the wait for its turn included
+CONNECTIONS = 64  # concurrent requests
+ANSWER_SECONDS = 600.0  # for one answer, including queueing
 LOAD_SECONDS = 1800.0  # for weights: 14 GB from a slow disk
-SLOW_SECONDS = 60.0  # after which an iteration says that it waits
-MISMATCH = 0.5  # nats a token between engine and policy: more is no rounding
+SLOW_SECONDS = 60.0  # interval of progress messages while waiting
+MISMATCH = 0.5  # nats per token between engine and policy: more is not rounding
 
 
 class Engine:
@@ -59,8 +59,8 @@ class Engine:
     def __init__(
         self, url: str, folder: Path, *, vocab_size: int, stop: int, max_new_tokens: int, temperature: float
     ) -> None:
-        """`stop` ends an answer. Raises ConfigError for an address without an engine, and for one that others can reach
-        without a key.
+        """`stop` ends an answer. Raises ConfigError if no engine answers at the address, or if it is remote and no key
+        is set.
         """
         base, key = address(url, "runtime.sampler.url"), os.environ.get(KEY, "")
         self.url, self.folder = without_password(base), folder.resolve()
@@ -69,7 +69,7 @@ class Engine:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         if not key and not is_loopback(base):
             raise ConfigError(
-                f"runtime.sampler.url: {self.url} is another machine's: set {KEY} to the key of the engine there,"
+                f"runtime.sampler.url: {self.url} is on another machine: set {KEY} to the key of the engine there,"
                 " or use an engine on this machine"
             )
         limits = httpx.Limits(max_connections=CONNECTIONS)
@@ -84,7 +84,7 @@ class Engine:
         self._client.close()
 
     def _served(self) -> str:
-        """The name of the model that the engine serves. Raises ConfigError."""
+        """The name of the model served by the engine. Raises ConfigError."""
         try:
             answer = self._client.get("/v1/models", timeout=30.0)
             answer.raise_for_status()
@@ -98,9 +98,9 @@ class Engine:
     # -- weights -------------------------------------------------------------------------------------------------------
 
     def publish(self, write: Callable[[Path], str]) -> None:
-        """Have the engine answer with the weights that `write` writes into a new folder; it returns their digest.
+        """Have the engine load the weights that `write` saves to a new folder; `write` returns their digest.
 
-        Raises SamplerError where the engine does not load them, or loads others.
+        Raises SamplerError if the engine does not load them or loads others.
         """
         digest = write(self.folder)
         body = {"model_path": str(self.folder), "flush_cache": True}
@@ -118,7 +118,7 @@ class Engine:
     # -- answers -------------------------------------------------------------------------------------------------------
 
     def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> list[Completion]:
-        """One completion a prompt. Raises SamplerError."""
+        """One completion per prompt. Raises SamplerError."""
         answers = [self._pool.submit(self._complete, *pair) for pair in zip(prompts, seeds, strict=True)]
         done = threading.Event()
         threading.Thread(target=self._say_if_slow, args=(answers, done), daemon=True).start()
@@ -140,7 +140,7 @@ class Engine:
         body = {"model": self.model, "prompt": list(prompt), "seed": seed} | self.sampling | extra
         answer = self._post("/v1/completions", body, ANSWER_SECONDS)
         if answer is None:
-            self._fail(f"answered /v1/completions with 404: it does not serve {self.model} any longer")
+            self._fail(f"answered /v1/completions with 404: it no longer serves {self.model}")
         try:
             choice = answer["choices"][0]
             ids, sent, reason = choice["token_ids"], choice["prompt_token_ids"], choice["finish_reason"]
@@ -148,23 +148,23 @@ class Engine:
         except (LookupError, TypeError) as error:
             self._fail(f"answered without {error}: expected token_ids, prompt_token_ids and logprobs of a completion")
         if sent != list(prompt):
-            self._fail(f"read other ids than it was sent: {str(sent)[:60]} for {str(list(prompt))[:60]}")
+            self._fail(f"used a different prompt than it was sent: {str(sent)[:60]} for {str(list(prompt))[:60]}")
         if not _are(ids, int) or any(not 0 <= id_ < self.vocab_size for id_ in ids):
-            self._fail(f"answered with ids that are not of the vocabulary of {self.vocab_size}: {str(ids)[:60]}")
+            self._fail(f"answered with ids outside the vocabulary of {self.vocab_size}: {str(ids)[:60]}")
         if not _are(logprobs, int, float) or len(logprobs) != len(ids) or not all(map(math.isfinite, logprobs)):
-            self._fail(f"gave {len(ids)} ids and other log-probabilities: {str(logprobs)[:60]}")
+            self._fail(f"returned {len(ids)} ids with mismatched log-probabilities: {str(logprobs)[:60]}")
         fingerprint = str(answer.get("system_fingerprint") or "")
         if fingerprint.startswith(OUR_FINGERPRINT) and fingerprint != self.fingerprint:
-            self._fail(f"answers with the weights {fingerprint}, expected {self.fingerprint}: another run's?")
+            self._fail(f"uses weights {fingerprint}, expected {self.fingerprint}: is another run using it?")
         stopped = bool(ids) and ids[-1] == self.stop
         if reason not in ("stop", "length") or stopped != (reason == "stop") or self.stop in ids[:-1]:
-            self._fail(f"ended an answer by {reason!r} with the ids {ids[-3:]!s}: expected {self.stop} at a stop alone")
+            self._fail(f"ended an answer with {reason!r} and ids {ids[-3:]!s}: expected {self.stop} only at a stop")
         return Completion(ids[:-1] if stopped else ids, [float(value) for value in logprobs], reason)
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def _post(self, path: str, body: JsonObject, seconds: float) -> JsonObject | None:
-        """The answer's JSON; None for 404. While the engine is full, the request is repeated. Raises SamplerError."""
+        """The response JSON; None for 404. Retries while the engine is full. Raises SamplerError."""
         until = time.monotonic() + seconds
         while True:
             try:
@@ -172,7 +172,7 @@ class Engine:
             except httpx.TimeoutException:
                 self._fail(f"did not answer {path} within {seconds:.0f} s")
             except httpx.HTTPError as error:
-                self._fail(f"is gone ({error or type(error).__name__})")
+                self._fail(f"is unreachable ({error or type(error).__name__})")
             if answer.status_code == 404:
                 return None
             if answer.status_code in (429, 503) and time.monotonic() < until:
@@ -184,7 +184,7 @@ class Engine:
             try:
                 parsed = answer.json() if answer.content else {}
             except ValueError:
-                self._fail(f"answered {path} with what is not JSON: {answer.text[:100]!r}")
+                self._fail(f"answered {path} with invalid JSON: {answer.text[:100]!r}")
             return parsed if isinstance(parsed, dict) else {}
 
     def _fail(self, what: str) -> NoReturn:
@@ -196,7 +196,7 @@ def _are(values: object, *kinds: type) -> bool:
 
 
 def is_loopback(url: str) -> bool:
-    """Whether an address is this machine's own."""
+    """Whether an address is on this machine."""
     host = httpx.URL(url).host
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback

@@ -1,4 +1,4 @@
-"""Reinforcement learning with tools in several turns: an environment's tasks, the answers to them, their scores.
+"""Multi-turn reinforcement learning with tools: an environment's tasks, the answers to them, and their scores.
 
     conf/environment/<name>.py   task(split, number, seed) -> {"question", "tools", "state", "goal"}
                                  call(state, name, arguments) -> result       may change the state, or raise
@@ -6,16 +6,16 @@
 
     prompt --sample--> a turn --its calls--> results --append--> prompt and turn and results --sample--> the next turn
 
-Everything is plain data, and all of it runs in the sandbox: the standard library, no files, no network, limits. A child
-has no memory of the last one, so the calls of an answer are made again from its task's state, one more each time; a
-state is a function of the task and the calls, and a killed run resumes to the bit.
+Everything is plain data, and all of it runs in the sandbox: standard library only, no files, no network, resource
+limits. Sandbox children are stateless, so an answer's calls are replayed from its task's state, one more each time. The
+state is a function of the task and the calls, and a killed run resumes bit-exactly.
 
-What was sampled stays as it was: results are appended as ids (`chat.results`) and no token is encoded again. They are
-not the policy's: no log-probability, no loss (`Answer.own`). A call that cannot be read, raises, hangs or returns what
-is no plain data has the reason as its result; a result of more than LONGEST characters is cut. An answer ends with a
-turn without calls, with its `max_turns`-th turn, or unfinished where `max_new_tokens` are full, results included.
+Sampled tokens are never changed: results are appended as ids (`chat.results`) and nothing is re-tokenized. Result
+tokens are not the policy's: no log-probability, no loss (`Answer.own`). If a call cannot be parsed, raises, hangs or
+returns anything but plain data, the reason becomes its result; results over LONGEST characters are truncated. An answer
+ends with a turn without calls, with turn `max_turns`, or unfinished at `max_new_tokens`, results included.
 
-An environment is believed, the policy's arguments are not: a tool that hands them to `eval` is a hole in the
+The environment is trusted, the policy's arguments are not: a tool that passes them to `eval` is a hole in the
 environment, and lets a policy write its own score.
 """
 
@@ -39,8 +39,8 @@ from pipeline.text.tokenizer import Tokenizer
 
 FUNCTIONS = ("task", "call", "score")
 LONGEST = 2000  # characters of a result
-AT_ONCE = 50  # tasks that one child makes
-DONE = 1 - 1e-9  # a score that counts as a task done
+AT_ONCE = 50  # tasks created per child
+DONE = 1 - 1e-9  # a score that counts as solved
 DRIVER = """
 
 def stagecoach_tasks(split, first, last, seed):
@@ -73,7 +73,7 @@ def stagecoach_score(state, calls, goal, answer):
 
 @dataclass(frozen=True)
 class Environment:
-    """An environment in the sandbox of `judge`."""
+    """An environment that runs in the sandbox of `judge`."""
 
     name: str
     source: str
@@ -81,18 +81,18 @@ class Environment:
 
     @classmethod
     def of(cls, path: Path, judge: Judge) -> "Environment":
-        """Raises DataError for a file that is none."""
+        """Load an environment. Raises DataError if the file is not one."""
         source = path.read_text(encoding="utf-8")
         try:
             defined = {node.name for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
         except SyntaxError as error:
-            raise DataError(f"{path}: no Python ({error})") from error
+            raise DataError(f"{path}: not Python ({error})") from error
         if missing := [name for name in FUNCTIONS if name not in defined]:
             raise DataError(f"{path}: expected the functions {', '.join(FUNCTIONS)}; it has no {missing[0]}")
         return cls(path.stem, source + DRIVER, judge)
 
     def tasks(self, split: str, count: int, seed: int) -> dict[str, Task]:
-        """Tasks 0 to `count` of train or val, by id. Raises DataError where the environment fails, or repeats none."""
+        """The first `count` tasks of train or val, by id. Raises DataError if the environment fails."""
         chunks: list[list[object]] = [
             [split, first, min(first + AT_ONCE, count), seed] for first in range(0, count, AT_ONCE)
         ]
@@ -112,13 +112,13 @@ class Environment:
             ) from error
 
     def results(self, played: Sequence[tuple[Task, list[JsonObject]]]) -> list[str]:
-        """The result of the last of these calls, for each task, after the calls before it."""
+        """For each task, the result of its last call, after replaying the calls before it."""
         rows = [[task.state, _pairs(calls), LONGEST] for task, calls in played]
         found = self.judge.texts(self.source, "stagecoach_play", rows)
         return [text if text is not None else _error(f"the tool failed: {reason}") for text, reason in found]
 
     def scores(self, given: Sequence[Answer]) -> list[float | None]:
-        """The score of each answer, 0 to 1; None where the sandbox has no answer to it."""
+        """The score of each answer, 0 to 1; None if the sandbox returns none."""
         rows = []
         for answer in given:
             task = answer.prompt.record
@@ -128,7 +128,7 @@ class Environment:
         return [None if text is None else min(1.0, max(0.0, float(text))) for text in found]
 
     def verdicts(self, given: Sequence[Answer]) -> list[str]:
-        """`passed` where a task is done, else `failed`."""
+        """`passed` if a task is solved, else `failed`."""
         return ["passed" if score is not None and score >= DONE else "failed" for score in self.scores(given)]
 
 
@@ -142,7 +142,7 @@ def _error(reason: str) -> str:
 
 @dataclass
 class _Episode:
-    """An answer that is being sampled."""
+    """An answer being sampled."""
 
     prompt: Prompt
     number: int
@@ -154,13 +154,13 @@ class _Episode:
     finished: bool = False
 
     def append(self, ids: Sequence[int], *, own: bool) -> None:
-        """Add ids: the policy's, or a result's."""
+        """Append ids, either the policy's or a tool result's."""
         self.ids += ids
         self.own += [own] * len(ids)
 
     @property
     def task(self) -> Task:
-        """What is asked."""
+        """The task of the prompt."""
         assert isinstance(self.prompt.record, Task)
         return self.prompt.record
 
@@ -175,7 +175,7 @@ def play(
     max_turns: int,
     max_new_tokens: int,
 ) -> list[Answer]:
-    """An answer to each (task, sample number), of several turns. `generate` may say more than is left: it is cut."""
+    """A multi-turn answer to each (task, sample number). Output of `generate` beyond the token budget is cut off."""
     episodes = [_Episode(prompt, number) for prompt, number in requests]
     going = list(episodes)
     for turn in range(max_turns):
@@ -204,7 +204,7 @@ def play(
 def _answered(
     asking: Sequence[tuple[_Episode, chat.Reply]], tokenizer: Tokenizer, environment: Environment, limit: int
 ) -> Iterator[_Episode]:
-    """Make the calls of each turn and append their results; those go on that have room for another token."""
+    """Run the calls of each turn and append their results; yield the episodes with room for another token."""
     contents: list[list[str]] = [[] for _ in asking]
     for nth in range(max((len(reply.tool_calls) for _, reply in asking), default=0)):
         calling = [n for n, (_, reply) in enumerate(asking) if nth < len(reply.tool_calls)]
@@ -225,7 +225,7 @@ def _answered(
 
 
 class EpisodeSetting(CausalSetting):
-    """The setting of answers in several turns."""
+    """The setting for multi-turn answers."""
 
     def __init__(
         self,
@@ -237,9 +237,9 @@ class EpisodeSetting(CausalSetting):
         max_turns: int,
         engine_for: Path | None = None,
     ) -> None:
-        """Raises DataError for a file that is no environment."""
+        """Raises DataError if the file is not an environment."""
         super().__init__(start, config, job, engine_for=engine_for)
-        assert judge is not None  # the reward `task` wants it
+        assert judge is not None  # required by the reward `task`
         self.environment, self.max_turns = Environment.of(environment, judge), max_turns
 
     def _drawn(self, generate: Generate, requests: Sequence[tuple[Prompt, int]], seed: int) -> list[Answer]:

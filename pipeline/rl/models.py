@@ -1,10 +1,10 @@
-"""The models of a reinforcement-learning run on their device, all in one precision: policy, reference, critic, rewards.
+"""The models of a reinforcement-learning run, on one device and in one precision: policy, reference, critic, rewards.
 
     Setting               policy and reference, and how they are sampled
-    ├── CausalSetting     the same of causal models: rlhf, grpo
-    └── (CanvasSetting)   of masked-diffusion models: diffusion_grpo
+    ├── CausalSetting     for causal models: rlhf, grpo
+    └── (CanvasSetting)   for masked-diffusion models: diffusion_grpo
 
-It offers what a rollout needs as functions of answers, so that `rollout.py` and `advantages.py` need no model.
+A setting provides what a rollout needs as functions of answers, so that `rollout.py` and `advantages.py` need no model.
 """
 
 from abc import ABC, abstractmethod
@@ -45,12 +45,12 @@ M = TypeVar("M", bound=nn.Module)
 class Setting(ABC):
     """Policy and reference of a run, and how they are sampled. A sample depends only on its prompt and number.
 
-    Where FSDP2 shards the policy, each process samples with a whole copy (`processes.Copies`), bf16 where that rounds
+    If FSDP2 shards the policy, each process samples with a full copy (`processes.Copies`), in bf16 where that rounds
     nothing that autocast would not.
     """
 
-    policy: nn.Module  # that trains
-    whole: nn.Module  # that samples and scores: the policy, or this process's copy of it
+    policy: nn.Module  # the model being trained
+    whole: nn.Module  # for sampling and scoring: the policy, or this process's full copy of it
 
     def __init__(self, start: Start, job: Job) -> None:
         self.start, self.seed, self.workers = start, job.seed, job.workers
@@ -60,7 +60,7 @@ class Setting(ABC):
         self.copies = Copies(self.ranks)
 
     def copied(self, model: M) -> M:
-        """The model, or where it will be sharded a whole copy that has its weights whenever answers are sampled."""
+        """The model, or if it will be sharded, a full copy that is synchronized whenever answers are sampled."""
         has_adapter = bool(lora.adapters(model))
         return self.copies.of(model, lambda own: own if has_adapter else reference.narrowed(own, self.hardware))
 
@@ -70,14 +70,14 @@ class Setting(ABC):
         return self.hardware.precision
 
     def sample(self, requests: Sequence[tuple[Prompt, int]]) -> list[Answer]:
-        """The policy's answers. All ranks call it together."""
+        """Sample answers from the policy. Collective: all ranks must call it."""
         self.copies.refresh()
         return self._answers(self.whole, requests, self.seed)
 
     def held_out(
         self, requests: Sequence[tuple[Prompt, int]], *, of_reference: bool = False, purpose: str = "held out"
     ) -> list[Answer]:
-        """Answers with seeds of their own for a purpose: the policy's, or the reference's."""
+        """Answers of the policy or the reference, with separate seeds per purpose."""
         seed = device.stable_hash(purpose, self.seed) % 2**62
         self.copies.refresh()
         if not of_reference:
@@ -91,15 +91,15 @@ class Setting(ABC):
 
     @abstractmethod
     def divergence(self, batch: Sequence[Answer]) -> tuple[float, float]:
-        """The mean divergence from the reference over answers, nats an answer: by k1 and by k3."""
+        """The mean divergence from the reference over answers, in nats per answer: by k1 and by k3."""
 
     def judge(self, sandbox: SandboxConfig, *, wanted: Collection[str]) -> AbstractContextManager[Judge | None]:
-        """The sandbox for these rewards, as `judge_or_none`."""
+        """The sandbox for these rewards, see `judge_or_none`."""
         return judge_or_none(sandbox, self.workers, self.sandbox_url, wanted=wanted)
 
 
 class CausalSetting(Setting):
-    """The setting of causal models, with a reward model where one is given."""
+    """The setting for causal models, with an optional reward model."""
 
     policy: Transformer
 
@@ -111,9 +111,9 @@ class CausalSetting(Setting):
         reward_model: RewardModel | None = None,
         engine_for: Path | None = None,
     ) -> None:
-        """`engine_for`: the directory of a policy for which the engine at `runtime.sampler.url` samples.
+        """`engine_for`: the directory of a policy to be sampled by the engine at `runtime.sampler.url`.
 
-        Raises ConfigError where it is not there.
+        Raises ConfigError if there is no engine.
         """
         super().__init__(start, job)
         load_operators(job.runtime.compile, hardware=self.hardware, name=job.name)
@@ -128,7 +128,7 @@ class CausalSetting(Setting):
         self._engine, self._engine_has, self._job, self._base = None, "", job, engine_for
         if engine_for is not None:
             if job.runtime.sampler_url is None:
-                raise ConfigError("runtime.sampler.url: missing, and sampler: server needs an engine; set its address")
+                raise ConfigError("runtime.sampler.url: missing; sampler: server needs an engine, set its address")
             self._engine = Engine(
                 job.runtime.sampler_url,
                 job.folder / "sampler",
@@ -139,13 +139,13 @@ class CausalSetting(Setting):
             )
 
     def close(self) -> None:
-        """Leave the engine, if there is one, and remove the weights that it read."""
+        """Disconnect from the engine, if any, and remove the published weights."""
         if self._engine is not None:
             self._engine.close()
             remove(self._engine.folder)
 
     def sample(self, requests: Sequence[tuple[Prompt, int]]) -> list[Answer]:
-        """As `Setting.sample`. An engine's answers are read again by the policy. Raises SamplerError on all ranks."""
+        """See `Setting.sample`. The policy rescores an engine's answers. Raises SamplerError on all ranks."""
         if self._engine is None:
             return super().sample(requests)
         self.copies.refresh()
@@ -169,8 +169,8 @@ class CausalSetting(Setting):
         return self._reread(drawn, own)
 
     def _reread(self, drawn: Sequence[Answer], own: Sequence[np.ndarray]) -> list[Answer]:
-        """The engine's answers with the policy's log-probabilities. Raises SamplerError on all ranks where those of any
-        are far from the engine's.
+        """The engine's answers with the policy's log-probabilities. Raises SamplerError on all ranks if those on any
+        rank are far from the engine's.
         """
         assert self._engine is not None
         both = [
@@ -184,20 +184,20 @@ class CausalSetting(Setting):
         if mean > MISMATCH:
             raise SamplerError(
                 f"runtime.sampler.url: the log-probabilities of the engine at {self._engine.url} differ from the"
-                f" policy's by {mean:.2f} nats a token (at most {MISMATCH}): it answers with other weights, or not at"
-                " the sampling temperature"
+                f" policy's by {mean:.2f} nats per token (at most {MISMATCH}): it uses other weights, or does not"
+                " report them at the sampling temperature"
             )
         return both
 
     def _publish(self, engine: Engine) -> None:
-        """Have the engine load the policy's weights, unless it has them. Raises SamplerError."""
+        """Have the engine load the policy's weights, unless already loaded. Raises SamplerError."""
         digest = checkpoint.weights_digest(self.whole)
         if digest != self._engine_has:
             engine.publish(self._write)
             self._engine_has = digest
 
     def _write(self, folder: Path) -> str:
-        """Write the policy for the engine, in the precision in which it computes. Returns the digest of the weights."""
+        """Write the policy for the engine, in its compute precision. Returns the digest of the weights."""
         assert self._base is not None and isinstance(self.whole, Transformer)
         remove(folder)
         reference.save_merged(self.whole, self.start.tokenizer, self._job, self._base, folder, self.precision)
@@ -211,7 +211,7 @@ class CausalSetting(Setting):
             return self._drawn(generate, requests, seed)
 
     def _drawn(self, generate: Generate, requests: Sequence[tuple[Prompt, int]], seed: int) -> list[Answer]:
-        """Answers by a sampler."""
+        """Draw answers with a sampler."""
         return answers.sample(generate, requests, self.start.tokenizer, seed)
 
     def reference(self, batch: Sequence[Answer]) -> list[np.ndarray]:
@@ -237,7 +237,7 @@ class CausalSetting(Setting):
             return self.reward_model.normalised(answers.raw_rewards(self.reward_model, batch, self.pad)).numpy()
 
     def preferred(self, prompts: Sequence[Prompt]) -> Preferred:
-        """The comparison of answers to these prompts with the reference's own."""
+        """A comparison of answers to these prompts with the reference's own answers."""
         assert self.reward_model is not None
         std = self.reward_model.reward_std
         comparison = Preferred(lambda batch: self.learned(batch) * std)
@@ -253,7 +253,7 @@ class CausalSetting(Setting):
         preferred: Preferred | None = None,
         task: Part | None = None,
     ) -> Resources:
-        """The resources of the rewards."""
+        """The resources needed by the rewards."""
         return Resources(
             max_new_tokens=self.config.max_new_tokens,
             judge=judge,
@@ -268,10 +268,10 @@ class CausalSetting(Setting):
 def judge_or_none(
     sandbox: SandboxConfig, workers: int, url: str | None, *, wanted: Collection[str] = ()
 ) -> Iterator[Judge | None]:
-    """The sandbox, which runs an answer once however often a policy repeats it.
+    """The sandbox, which runs each distinct answer only once.
 
-    Without a sandbox None, so that true scores of code stay empty. Raises ConfigError if a reward runs code ("code" or
-    "task" in `wanted`).
+    None if no sandbox is available, so that true scores of code stay empty. In that case raises ConfigError if a reward
+    runs code ("code" or "task" in `wanted`).
     """
     judge = RememberingJudge(sandbox, workers, url=url)
     try:
@@ -279,7 +279,7 @@ def judge_or_none(
     except ConfigError as error:
         if "code" in wanted or "task" in wanted:
             raise
-        say(f"no sandbox, so answers with code have no true score here: {error}")
+        say(f"no sandbox available, so answers with code get no true score: {error}")
         yield None
         return
     try:

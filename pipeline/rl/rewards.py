@@ -7,19 +7,19 @@
 | `tool_call`   | 1: right by BFCL's rules; else 0.1 * parses + 0.4 * (name right) * (argument F1)                     |
 | `length`      | 0 up to max_new - c, then (max_new - c - length) / c; -1 unfinished; c = max_new / 4                 |
 | `learned`     | the reward model, normalized                                                                         |
-| `preferred`   | probability to be preferred to the reference's answers, less one half (`Preferred`)                  |
-| `task`        | how far the task of an environment is done, 0 to 1 (rl/episodes.py)                                  |
+| `preferred`   | probability of being preferred to the reference's answers, minus one half (`Preferred`)              |
+| `task`        | degree to which an environment's task is solved, 0 to 1 (rl/episodes.py)                             |
 
 A part maps answers to numbers. None means unknown, which never counts as 0: the whole answer is then unscorable. The
 total is the sum of weight * part, clipped to +-10.
 
-`Preferred` is a reward that means the same for every prompt. Rewards of a Bradley-Terry model are comparable within a
-prompt alone, so in PPO their offset from prompt to prompt is noise that the critic has to learn first. Against rewards
-of the reference's answers to the same prompt the offset cancels. The rest is a probability, so it is bounded: no answer
+`Preferred` is a reward on the same scale for every prompt. Rewards of a Bradley-Terry model are only comparable within
+a prompt, so in PPO their per-prompt offset is noise that the critic has to learn first. Comparing with the rewards of
+the reference's answers to the same prompt cancels the offset. The result is a probability, so it is bounded: no answer
 is worth more than a sure win (Fu et al. 2025, arXiv:2502.18770, "preference as reward"). The reference answers every
 prompt once, before training, in a fixed order, so that a resumed run has the same rewards.
 
-Not promised: that a reward cannot be gamed. The rewards that run code cannot be forged (`sandbox/`), but tests may be
+Not guaranteed: that a reward cannot be gamed. The rewards that run code cannot be forged (`sandbox/`), but tests may be
 weak.
 """
 
@@ -38,8 +38,8 @@ from pipeline.sandbox.judge import Candidate, Judge, Verdict
 from pipeline.text import chat
 
 MOST_REWARD = 10.0
-REFERENCE_ANSWERS = 2  # answers of the reference to each prompt
-PROMPTS = 256  # that the reference answers at a time
+REFERENCE_ANSWERS = 2  # reference answers per prompt
+PROMPTS = 256  # answered by the reference at a time
 
 Part = Callable[[Sequence[Answer]], list[float | None]]
 Generate = Callable[[Sequence[tuple[Prompt, int]]], list[Answer]]  # (prompt, sample number) -> an answer to each
@@ -52,17 +52,17 @@ class Score:
 
     total: float | None
     parts: dict[str, float | None]
-    verdict: str = ""  # the sandbox's, where code was run
+    verdict: str = ""  # from the sandbox, if code was run
 
 
 @dataclass(frozen=True, kw_only=True)
 class Resources:
-    """What the parts need. The scorer refuses a part whose resource is missing."""
+    """Resources for the parts. The scorer rejects a part if its resource is missing."""
 
     max_new_tokens: int
     judge: Judge | None = None
     learned: Rewards | None = None  # a reward model's normalized scores, (n,)
-    preferred: Part | None = None  # a `Preferred`, whose `ask` has run
+    preferred: Part | None = None  # a `Preferred` after `ask`
     call_score: Callable[[Pair, str], float] | None = None  # evaluation/tools.call_reward
     task: Part | None = None  # an environment's score
 
@@ -90,7 +90,7 @@ class Scorer:
         if "task" in self.weights and self.resources.task is None:
             raise ConfigError("rewards: task needs an environment; set grpo.environment")
         if "tool_call" in self.weights and self.resources.call_score is None:
-            raise ConfigError("rewards: tool_call needs prompts whose right call is known")
+            raise ConfigError("rewards: tool_call needs prompts with a known right call")
 
     def __call__(self, answers: Sequence[Answer]) -> list[Score]:
         """A score for each answer."""
@@ -106,24 +106,24 @@ class Scorer:
 
 
 def _finite(value: float | None) -> float | None:
-    """None for a value that is not finite: clipping would turn it into the best score."""
+    """None for a non-finite value: clipping would turn it into the best score."""
     return value if value is not None and math.isfinite(value) else None
 
 
 def code_format(scorer: Scorer, answers: Sequence[Answer]) -> list[float | None]:
-    """Whether the answer is one Python block that parses."""
+    """Whether the answer is a single Python block that parses."""
     return [format_of(answer) for answer in answers]
 
 
 def format_of(answer: Answer) -> float:
-    """1, 0.5 or 0, as in the table of the module."""
+    """1, 0.5 or 0, as in the module's table."""
     if not chat.formatted(answer.text):
         return 0.0
     return 1.0 if chat.tree(chat.extract(answer.text) or "") is not None else 0.5
 
 
 def code(scorer: Scorer, answers: Sequence[Answer]) -> list[float | None]:
-    """Share of the hidden tests that the answer's code passes."""
+    """Share of the hidden tests passed by the answer's code."""
     judge = scorer.resources.judge
     assert judge is not None
     verdicts = judged(judge, answers)
@@ -132,7 +132,7 @@ def code(scorer: Scorer, answers: Sequence[Answer]) -> list[float | None]:
 
 
 def judged(judge: Judge, answers: Sequence[Answer]) -> list[Verdict | None]:
-    """The sandbox's verdict on each answer; None where it is not one block of code that parses."""
+    """The sandbox's verdict on each answer; None if it is not a single code block that parses."""
     verdicts: list[Verdict | None] = [None] * len(answers)
     parsed = [index for index, answer in enumerate(answers) if format_of(answer) == 1.0]
     for index, verdict in zip(parsed, judge.judge([program_of(answers[n]) for n in parsed]), strict=True):
@@ -141,7 +141,7 @@ def judged(judge: Judge, answers: Sequence[Answer]) -> list[Verdict | None]:
 
 
 def program_of(answer: Answer) -> Candidate:
-    """The answer's code with the hidden tests of its problem (with all tests where none is hidden)."""
+    """The answer's code with the hidden tests of its problem (all tests if none is hidden)."""
     record = answer.prompt.record
     source = chat.extract(answer.text)
     if isinstance(record, Problem):
@@ -155,28 +155,28 @@ def program_of(answer: Answer) -> Candidate:
 
 
 def length(scorer: Scorer, answers: Sequence[Answer]) -> list[float | None]:
-    """0 for a short answer, a slope in the last quarter, -1 unfinished (Yu et al. 2025, arXiv:2503.14476, eq. 13)."""
+    """0 for short answers, a slope in the last quarter, -1 if unfinished (Yu et al. 2025, arXiv:2503.14476, eq. 13)."""
     most = scorer.resources.max_new_tokens
     slope = most / 4
     return [min(0.0, (most - slope - len(answer.ids)) / slope) if answer.finished else -1.0 for answer in answers]
 
 
 def learned(scorer: Scorer, answers: Sequence[Answer]) -> list[float | None]:
-    """The reward model's score, normalized by its mean and deviation over the base model's answers."""
+    """The reward model's score, normalized by its mean and standard deviation over the base model's answers."""
     score = scorer.resources.learned
     assert score is not None
     return [float(value) for value in score(answers)]
 
 
 def preferred(scorer: Scorer, answers: Sequence[Answer]) -> list[float | None]:
-    """The probability that the answer is preferred to the reference's, less one half."""
+    """The probability that the answer is preferred to the reference's, minus one half."""
     score = scorer.resources.preferred
     assert score is not None
     return score(answers)
 
 
 def tool_call(scorer: Scorer, answers: Sequence[Answer]) -> list[float | None]:
-    """How right the calls of an answer are. Raises DataError for a prompt without a right call."""
+    """How correct the calls of an answer are. Raises DataError for a prompt without a right call."""
     score = scorer.resources.call_score
     assert score is not None
     values: list[float | None] = []
@@ -191,7 +191,7 @@ def tool_call(scorer: Scorer, answers: Sequence[Answer]) -> list[float | None]:
 
 
 def task(scorer: Scorer, answers: Sequence[Answer]) -> list[float | None]:
-    """How far the environment finds its task done."""
+    """How far the task is solved, according to the environment."""
     score = scorer.resources.task
     assert score is not None
     return score(answers)
@@ -212,14 +212,14 @@ PARTS: dict[str, Callable[[Scorer, Sequence[Answer]], list[float | None]]] = {
 
 
 class Preferred:
-    """The mean probability of an answer to win against the reference's, less one half: -0.5 to 0.5."""
+    """The mean probability that an answer beats the reference's, minus one half: -0.5 to 0.5."""
 
     def __init__(self, rewards: Rewards) -> None:
         self.rewards = rewards
         self.theirs: dict[str, np.ndarray] = {}  # prompt -> rewards of the reference's answers, (REFERENCE_ANSWERS,)
 
     def ask(self, prompts: Sequence[Prompt], generate: Generate) -> None:
-        """Sample the reference's answers to these prompts, and store their rewards."""
+        """Sample the reference's answers to these prompts and store their rewards."""
         with progress(total=len(prompts), desc="the reference's answers", unit="prompt") as bar:
             for first in range(0, len(prompts), PROMPTS):
                 batch = prompts[first : first + PROMPTS]
@@ -229,7 +229,7 @@ class Preferred:
                 bar.update(len(batch))
 
     def __call__(self, answers: Sequence[Answer]) -> list[float | None]:
-        """The value of each answer, to a prompt of an earlier `ask`."""
+        """The value of each answer, for prompts passed to `ask` before."""
         rewards = self.rewards(answers)
         return [
             chance(reward, self.theirs[answer.prompt.id]) - 0.5 for reward, answer in zip(rewards, answers, strict=True)
@@ -237,5 +237,5 @@ class Preferred:
 
 
 def chance(reward: float, theirs: np.ndarray) -> float:
-    """Mean of sigmoid(reward - r) over their rewards r: the probability to be preferred, by Bradley and Terry."""
+    """Mean of sigmoid(reward - r) over their rewards r: the Bradley-Terry probability of being preferred."""
     return float(torch.from_numpy(float(reward) - theirs.astype(np.float64)).sigmoid().mean())

@@ -1,22 +1,23 @@
-"""A stream of batches that the policy fills itself: sample, score, estimate, then some epochs of minibatches.
+"""Rollout batches from the policy's own answers: sample, score, estimate, then several epochs of minibatches.
 
     prompts --sample--> answers --score--> scores --annotate, estimate--> arrays per token --rows--> RolloutBatch
 
-`RolloutStream` is what `fit` trains on (learning/protocols.Rolling). A `Method` has the functions that sample, score
-and estimate advantages, so PPO and the group methods differ in two functions. Each process samples its share of the
-prompts; then all processes have all answers, so that what is global (whitening, groups) needs no further communication.
+`fit` trains on a `RolloutStream` (learning/protocols.Rolling). A `Method` provides the functions that sample, score and
+estimate advantages, so PPO and the group methods differ in two functions. Each process samples its share of the
+prompts; then the answers are gathered on all processes, so that global operations (whitening, groups) need no further
+communication.
 
-States are saved between fills, and a fill is a function of (weights, seed, iteration): a killed run resumes with the
-bits of an uninterrupted one.
+States are saved between fills, and a fill is a function of (weights, seed, iteration), so a killed run resumes
+bit-exactly.
 
-With a rehearsal, an update also has rows of given data, whose loss is added (`rehearsed_too`), so that the policy
-forgets nothing of what it was not asked for.
+With a rehearsal, an update also includes rows of other data and adds their loss (`rehearsed_too`), so that the policy
+does not forget what the prompts do not cover.
 
-Alarms are symptoms that a healthy run does not show. They warn and never stop a run. `alarms_of` is a function of the
-curve alone, so a resumed run has the same alarms. `watch_alarms` prints each once, when it is new.
+Alarms are symptoms of an unhealthy run. They only warn and never stop it. `alarms_of` is a function of the curve alone,
+so a resumed run has the same alarms. `watch_alarms` prints each new alarm once.
 
-An answer may have several turns with the results of tools between them (rl/episodes.py): only what the policy said has
-a probability, an advantage and a gradient.
+An answer may have several turns with tool results in between (rl/episodes.py): only the policy's tokens have a
+probability, an advantage and a gradient.
 """
 
 import hashlib
@@ -48,35 +49,35 @@ from pipeline.run.types import JsonObject
 
 Array = np.ndarray
 EXTRA_ROUNDS = 3  # of dynamic sampling
-EMPTY_ITERATIONS = 10  # in a row that end a run
+EMPTY_ITERATIONS = 10  # consecutive ones that end a run
 ALL_EQUAL = 1e-6  # a group with a smaller spread of scores has no learning signal
-UNSCORABLE_STOPS = 0.05  # the share of answers without a score that ends a run
+UNSCORABLE_STOPS = 0.05  # share of unscored answers that ends a run
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig(TrainingConfig):
-    """A run over the policy's own answers. Exactly one of iterations and passes sets its length."""
+    """A run over the policy's own answers. Its length is set by exactly one of iterations and passes."""
 
     prompts: int
-    """Of an iteration."""
+    """Prompts per iteration."""
     samples: int = 1
-    """Answers to each prompt."""
+    """Answers per prompt."""
     iterations: int | None = None
-    """Fills."""
+    """Number of rollout iterations."""
     passes: float | None = None
-    """or: so often over the prompts."""
+    """or: number of passes over the prompts."""
     epochs: int = 1
-    """Over the answers of an iteration."""
+    """Epochs over the answers of an iteration."""
     minibatches: int = 1
-    """Updates of an epoch."""
+    """Updates per epoch."""
     max_prompt: int
     """tokens; longer prompts are left out and counted."""
     max_new_tokens: int
-    """Of an answer."""
+    """Maximum tokens per answer."""
     temperature: float = 1.0
-    """Of sampling, and of every log-probability."""
+    """For sampling and for all log-probabilities."""
     on_spike: str = "ignore"
-    """skip, stop, or ignore: norms of policies are heavy-tailed, six deviations are nothing rare."""
+    """skip, stop, or ignore: policy gradient norms are heavy-tailed, six deviations are not rare."""
 
     length_keys: ClassVar[tuple[str, ...]] = ("iterations", "passes")
     length_key: ClassVar[str] = "max_prompt + max_new_tokens"
@@ -99,7 +100,7 @@ class RolloutConfig(TrainingConfig):
 
     @property
     def row_length(self) -> int:
-        """Prompt and answer."""
+        """Prompt plus answer."""
         return self.max_prompt + self.max_new_tokens
 
     @property
@@ -108,7 +109,7 @@ class RolloutConfig(TrainingConfig):
 
     @property
     def rows(self) -> int:
-        """Answers of an update; the last one of an epoch may have fewer."""
+        """Answers per update; the last update of an epoch may have fewer."""
         return math.ceil(self.prompts * self.samples / self.minibatches)
 
     @property
@@ -117,7 +118,7 @@ class RolloutConfig(TrainingConfig):
         return self.epochs * self.minibatches
 
     def resolve_steps(self, tokens_per_epoch: int) -> int:
-        """Updates of the whole run; `tokens_per_epoch` are prompts * row_length."""
+        """Updates in the whole run; `tokens_per_epoch` is prompts * row_length."""
         if self.iterations is not None:
             return self.iterations * self.steps_per_rollout
         num_prompts = tokens_per_epoch / self.row_length
@@ -126,7 +127,7 @@ class RolloutConfig(TrainingConfig):
 
 @dataclass
 class Rollout:
-    """An answer with its score, and the arrays of the method over its tokens, (L,) each."""
+    """An answer with its score and the method's arrays over its tokens, (L,) each."""
 
     answer: Answer
     score: Score
@@ -140,7 +141,7 @@ class Rollout:
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """`B` answers with `N` policy tokens in all."""
+    """`B` answers with `N` policy tokens in total."""
 
     input_ids: Tensor  # (B, T) int64
     targets: Tensor  # (B, T) int64, -100 outside the policy's tokens
@@ -149,8 +150,8 @@ class RolloutBatch:
     row_of: Tensor  # (N,) int64, the row of each policy token
     old: Tensor  # (N,) float32, log-probabilities when sampled
     arrays: dict[str, Tensor]  # (N,) float32 each: advantages and others of the method
-    counts: dict[str, int]  # tokens, sequences, positions; rehearsed: targets of the given data
-    fresh: bool  # the policy has not moved since it sampled
+    counts: dict[str, int]  # tokens, sequences, positions; rehearsed: targets in the rehearsal data
+    fresh: bool  # the policy has not been updated since sampling
     rehearsed: TokenBatch | None = None
 
     def to(self, device: torch.device | str) -> "RolloutBatch":
@@ -167,8 +168,8 @@ class Method:
 
     sample: Callable[[Sequence[tuple[Prompt, int]]], list[Answer]]
     score: Callable[[Sequence[Answer]], list[Score]]
-    annotate: Callable[[list[Rollout]], None]  # forward passes, on this process's share: fills `arrays`
-    estimate: Callable[[list[Rollout]], dict[str, float]]  # fills "advantages" of all rollouts; numbers to log
+    annotate: Callable[[list[Rollout]], None]  # forward passes on this process's share; fills `arrays`
+    estimate: Callable[[list[Rollout]], dict[str, float]]  # fills "advantages" of all rollouts; returns metrics
     dynamic: bool = False  # replace groups whose scores are all equal
 
 
@@ -187,9 +188,9 @@ class RolloutStream:
         state: JsonObject | None = None,
         rehearsal: TokenStream | None = None,
     ) -> None:
-        """`state` is what the method carries from iteration to iteration (a KL coefficient). States include it.
+        """`state`: what the method carries across iterations (a KL coefficient); included in saved states.
 
-        Each update has a batch of `rehearsal`, where there is one.
+        Each update includes a batch of `rehearsal`, if given.
         """
         self.prompts, self.config, self.method = list(prompts), config, method
         self.steps_per_rollout = config.steps_per_rollout
@@ -203,9 +204,9 @@ class RolloutStream:
         self._pad, self._seed, self._ranks, self._rehearsal = pad, seed, ranks, rehearsal
 
     def fill(self, step: int) -> dict[str, float]:
-        """Sample and score the iteration that starts at `step`. Returns numbers to log.
+        """Sample and score the iteration that starts at `step`. Returns metrics to log.
 
-        Raises GateError when too few answers can be scored, or too many iterations have nothing to learn from.
+        Raises GateError if too few answers can be scored, or too many iterations have nothing to learn from.
         """
         iteration = step // self.steps_per_rollout
         sampled = self._sample(self._requests(iteration, 0, self.config.prompts))
@@ -225,16 +226,16 @@ class RolloutStream:
         self.empty_in_row = 0 if used else self.empty_in_row + 1
         if self.empty_in_row >= EMPTY_ITERATIONS:
             raise GateError(
-                f"iteration {iteration}: {EMPTY_ITERATIONS} iterations in a row drew no group whose scores differ, so"
-                " there is nothing to learn from. Are the problems all solved, or all too hard? Change the data, the"
+                f"iteration {iteration}: {EMPTY_ITERATIONS} iterations in a row had no group with different scores, so"
+                " there is nothing to learn from. Are the problems all solved, or all too hard? Change the data,"
                 " rewards or samples"
             )
         return numbers
 
     def _requests(self, iteration: int, extra: int, num: int) -> list[tuple[Prompt, int]]:
-        """(prompt, sample number) of a round: the next `num` prompts, in an order shuffled per pass, `samples` each."""
+        """(prompt, sample number) of a round: the next `num` prompts, reshuffled each pass, with `samples` each."""
         count, config = len(self.prompts), self.config
-        start = iteration * config.prompts + extra * config.prompts  # an extra round looks at the prompts to come
+        start = iteration * config.prompts + extra * config.prompts  # an extra round uses upcoming prompts
         requests = []
         for position in range(start, start + num):
             epoch, within = divmod(position, count)
@@ -247,7 +248,7 @@ class RolloutStream:
         return requests
 
     def _sample(self, requests: list[tuple[Prompt, int]]) -> list[Rollout]:
-        """Rollouts of all requests. This process samples, scores and annotates its share of the prompts."""
+        """Rollouts for all requests. This process samples, scores and annotates its share of the prompts."""
         size = self.config.samples
         groups = [requests[first : first + size] for first in range(0, len(requests), size)]
         share = [request for group in groups[self._ranks.rank :: self._ranks.world] for request in group]
@@ -263,16 +264,15 @@ class RolloutStream:
         if unscorable > UNSCORABLE_STOPS * len(rollouts) and unscorable > 1:
             raise GateError(
                 f"iteration {iteration}: {unscorable} of {len(rollouts)} answers could not be scored (at most 5%); the"
-                " sandbox or the reward model fails, so going on would learn from what is left by chance"
+                " sandbox or the reward model is failing, and the remaining answers would be a biased sample"
             )
 
     def rows(self, step: int, context: int) -> Array:
-        """Indices of this update's rollouts. -1 pads, so that each process has as many; -2 - n is row n of the
-        rehearsal. These stand between the others, so that each micro-batch has its share.
+        """Indices of this update's rollouts. -1 is padding, so that all processes have equally many; -2 - n is row n of
+        the rehearsal. Rehearsal rows are interleaved, so that each micro-batch has its share.
 
-        An epoch shuffles prompts, not rows: answers to one prompt are neighbors, so that where the rows of a batch
-        share a beginning (`attention.Branches`) the prompt is computed once. Only the border of two minibatches may
-        separate them.
+        An epoch shuffles prompts, not rows: answers to one prompt stay adjacent, so that rows with a common prefix
+        (`attention.Branches`) compute the prompt only once. Only a minibatch boundary may separate them.
         """
         iteration, within = divmod(step, self.steps_per_rollout)
         epoch, minibatch = divmod(within, self.config.minibatches)
@@ -287,7 +287,7 @@ class RolloutStream:
         return np.concatenate([rows, np.full(missing, -1, dtype=rows.dtype)])
 
     def batch(self, step: int, context: int, rows: Array) -> RolloutBatch:
-        """The batch of these rollouts, and of these rows of the rehearsal."""
+        """The batch of these rollouts and rehearsal rows."""
         rollouts = [self.rollouts[int(row)] for row in rows if row >= 0]
         pieces = [piece_of(rollout.answer) for rollout in rollouts]
         pieces += [Piece(np.array([self._pad, self._pad]), False)] * max(int((rows == -1).sum()), not pieces)
@@ -300,7 +300,7 @@ class RolloutStream:
             given = -2 - rows[rows <= -2]
             if given.size:
                 rehearsed = self._rehearsal.batch(step, context, given)
-            elif self._ranks.sharding:  # each rank makes as many passes: this one learns nothing
+            elif self._ranks.sharding:  # all ranks need equally many passes: this one has no targets
                 rehearsed = self._rehearsal.batch(step, context, self._rehearsal.rows(step, context)[:1])
                 rehearsed = replace(rehearsed, targets=torch.full_like(rehearsed.targets, IGNORED))
             counts["rehearsed"] = rehearsed.num_targets if rehearsed else 0
@@ -315,11 +315,11 @@ class RolloutStream:
         )
 
     def evaluation(self, tokens: int) -> Iterator[RolloutBatch]:
-        """Nothing: a policy is evaluated by its answers, see `Watchers.evaluate`."""
+        """Empty: a policy is evaluated on its answers, see `Watchers.evaluate`."""
         return iter(())
 
     def state(self) -> JsonObject:
-        """The state for a resume, besides the weights."""
+        """The state needed to resume, besides the weights."""
         return {"carried": self.carried, "empty_in_row": self.empty_in_row}
 
     def load_state(self, state: JsonObject) -> None:
@@ -329,7 +329,7 @@ class RolloutStream:
 
 
 def _concatenate(arrays: Sequence[Array]) -> Tensor:
-    """Arrays one after another, float32; there may be none."""
+    """Concatenate arrays as float32; there may be none."""
     return torch.from_numpy(np.concatenate([*arrays, np.zeros(0)]).astype(np.float32))
 
 
@@ -351,10 +351,10 @@ def group_loss(model: Transformer, batch: RolloutBatch, *, method: GroupMethod, 
 
 
 def rehearsed_too(loss: Callable[..., Loss], policy: Transformer, coefficient: float) -> Callable[..., Loss]:
-    """`loss` of an update, and `coefficient` times the cross-entropy of its rehearsal, per token, in nats.
+    """`loss` of an update plus `coefficient` times the cross-entropy of its rehearsal, per token, in nats.
 
-    The gradient of PPO-ptx (Ouyang et al. 2022, arXiv:2203.02155, equation 2). `policy` is the trained model inside
-    what wraps it: its gradients meet those of `loss` in the same backward pass.
+    The gradient of PPO-ptx (Ouyang et al. 2022, arXiv:2203.02155, equation 2). `policy` is the trained model inside any
+    wrapper: its gradients are accumulated with those of `loss` in the same backward pass.
     """
 
     def both(model: nn.Module, batch: RolloutBatch) -> Loss:
@@ -368,23 +368,23 @@ def rehearsed_too(loss: Callable[..., Loss], policy: Transformer, coefficient: f
 
 
 def grouped(rollouts: Sequence[Rollout], samples: int) -> list[Sequence[Rollout]]:
-    """The rollouts of each group: `samples` neighbors."""
+    """The rollouts of each group: `samples` consecutive ones."""
     return [rollouts[first : first + samples] for first in range(0, len(rollouts), samples)]
 
 
 def spread(group: Sequence[Rollout]) -> float:
-    """The standard deviation of a group's known scores; NaN below two, which are neither equal nor different."""
+    """The standard deviation of a group's known scores; NaN for fewer than two (neither equal nor different)."""
     known = [rollout.total for rollout in group if rollout.score.total is not None]
     return _deviation(known) if len(known) > 1 else math.nan
 
 
 def informative(rollouts: Sequence[Rollout], samples: int) -> list[Rollout]:
-    """The rollouts of groups whose scores differ."""
+    """The rollouts of groups with differing scores."""
     return [rollout for group in grouped(rollouts, samples) if spread(group) > ALL_EQUAL for rollout in group]
 
 
 def numbers_of(rollouts: Sequence[Rollout], samples: int) -> dict[str, float]:
-    """The numbers to log of an iteration, by TRL's names: rewards, lengths, verdicts."""
+    """The metrics of an iteration, with TRL's names: rewards, lengths, verdicts."""
     totals = [r.total for r in rollouts if r.score.total is not None]
     lengths = [len(r.answer.ids) for r in rollouts]
     groups = grouped(rollouts, samples)
@@ -412,21 +412,21 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _deviation(values: Sequence[float]) -> float:
-    """Unbiased; 0 below two values."""
+    """Unbiased; 0 for fewer than two values."""
     return float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
 
 
 # -- alarms ------------------------------------------------------------------------------------------------------------
 
 
-WITHOUT_FIT = 10  # iterations of a critic worse than the mean
-WITHOUT_SPREAD = 5  # iterations of groups with equal rewards: one iteration of few prompts may have them by chance
-EXPLOITED = 2  # evaluations at which gold fell while the proxy rose
-LOW_ENTROPY = 0.2  # of the entropy at the start
+WITHOUT_FIT = 10  # iterations with a critic worse than the mean
+WITHOUT_SPREAD = 5  # iterations with equal rewards within groups: with few prompts, one may occur by chance
+EXPLOITED = 2  # evaluations with falling gold and rising proxy
+LOW_ENTROPY = 0.2  # of the initial entropy
 
 
 def alarms_of(rows: Sequence[JsonObject], *, target_kl: float | None = None) -> dict[str, int]:
-    """The alarms of a curve: message -> the first step that shows it."""
+    """The alarms of a curve: message -> first step."""
     alarms: dict[str, int] = {}
     for row in rows:
         for message in _of_row(row, target_kl):
@@ -435,7 +435,7 @@ def alarms_of(rows: Sequence[JsonObject], *, target_kl: float | None = None) -> 
         with_entropy = [row for row in rows if name in row]
         for row in with_entropy:
             if row[name] < LOW_ENTROPY * with_entropy[0][name]:
-                message = f"{name} is below 20% of its start: the answers become all alike"
+                message = f"{name} is below 20% of its initial value: the answers are collapsing"
                 alarms.setdefault(message, int(row["step"]))
     critic = [row for row in rows if "val/var_explained" in row]
     groups = [row for row in rows if "frac_reward_zero_std" in row]
@@ -445,14 +445,14 @@ def alarms_of(rows: Sequence[JsonObject], *, target_kl: float | None = None) -> 
             critic,
             [row["val/var_explained"] < 0 for row in critic],
             WITHOUT_FIT,
-            f"the critic explained nothing for {WITHOUT_FIT} iterations: raise its rate",
+            f"the critic explained no variance for {WITHOUT_FIT} iterations: raise its learning rate",
         ),
         (
             groups,
             [row["frac_reward_zero_std"] > 0.9 for row in groups],
             WITHOUT_SPREAD,
             (
-                f"nine tenths of the groups had one reward for {WITHOUT_SPREAD} iterations: choose problems of middle"
+                f"90% of the groups had equal rewards for {WITHOUT_SPREAD} iterations: choose problems of medium"
                 " difficulty"
             ),
         ),
@@ -492,7 +492,7 @@ def _of_row(row: JsonObject, target_kl: float | None) -> list[str]:
 
 
 def watch_alarms(name: str, *, target_kl: float | None = None) -> Callable[[list[JsonObject]], None]:
-    """A watcher of the curve that prints new alarms."""
+    """A curve watcher that prints new alarms."""
     known: set[str] = set()
 
     def print_new(rows: list[JsonObject]) -> None:

@@ -1,14 +1,14 @@
-"""What a teacher says, written down once (`data/taught`), and how a policy learns from it.
+"""Distillation: a teacher's answers, recorded once (`data/taught`), and how a policy learns from them.
 
-    models/<teacher> + prompts --> answers.jsonl      id, sample, ids, logprobs, finished: one answer a line
+    models/<teacher> + prompts --> answers.jsonl      id, sample, ids, logprobs, finished: one answer per line
                                    top_k.safetensors  ids, logprobs (N, k): the k most likely at each of their tokens
                                    meta.json          the teacher and its tokenizer, by hash; temperature, k
 
-`Taught` reads them. `Lessons` are the functions of a `rollout.Method`: an answer to a prompt is the student's own with
-the probability `on_policy`, else one of the teacher's, by a hash of (seed, prompt, sample). With `on_policy` 0 the
-teacher is not needed again: its probabilities are those that were written down. Else it reads every answer.
+`Taught` reads them. `Lessons` provides the functions of a `rollout.Method`: an answer to a prompt is the student's own
+with probability `on_policy`, else one of the teacher's, chosen by a hash of (seed, prompt, sample). With `on_policy` 0
+the recorded probabilities suffice and the teacher is not needed again; otherwise it rescores every answer.
 
-The score of an answer is the mean over its tokens of the teacher's log-probability less that of whoever sampled it.
+The score of an answer is the mean over its tokens of the teacher's log-probability minus the sampling model's.
 """
 
 import json
@@ -40,12 +40,12 @@ from pipeline.text.tokenizer import Tokenizer
 
 LOSSES = ("jsd", "minillm")
 ANSWERS, TOP_K, META = "answers.jsonl", "top_k.safetensors", "meta.json"
-AT_ONCE = 256  # answers between two moves of the progress bar
+AT_ONCE = 256  # answers between progress bar updates
 
 
 @dataclass(frozen=True)
 class Said:
-    """An answer of the teacher, and its k most likely tokens at each of the answer's tokens."""
+    """A teacher answer, with the teacher's k most likely tokens at each of its positions."""
 
     ids: list[int]
     logprobs: list[float]  # when it was sampled
@@ -65,7 +65,7 @@ def said_by(
     hardware: Hardware,
     seed: int,
 ) -> list[Answer]:
-    """`samples` answers of the teacher to each prompt, one prompt after another."""
+    """Sample `samples` teacher answers to each prompt, prompt by prompt."""
     requests = [(prompt, number) for prompt in prompts for number in range(samples)]
     given: list[Answer] = []
     with progress(total=len(requests), desc="the teacher's answers", unit="answer") as bar, hardware.autocast():
@@ -112,7 +112,7 @@ def write(
     temperature: float,
     teacher: str,
 ) -> None:
-    """Write data/taught. `top` has a row for each token of the answers, in order; `teacher` is its weights' digest."""
+    """Write data/taught. `top` has one row per answer token, in order; `teacher` is the digest of its weights."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ANSWERS).open("w", encoding="utf-8") as file:
         for answer in given:
@@ -125,24 +125,24 @@ def write(
 
 
 def mass(logprobs: np.ndarray) -> float:
-    """The mean probability of the k tokens together."""
+    """The mean total probability of the k tokens."""
     return float(np.exp(logprobs).sum(1).mean())
 
 
 class Taught:
-    """data/taught. Raises ModelError, ConfigError and DataError where the student could not learn from it."""
+    """data/taught. Raises ModelError, ConfigError or DataError if the student cannot learn from it."""
 
     def __init__(self, folder: Path, tokenizer: Tokenizer, *, temperature: float, max_new_tokens: int) -> None:
         """Answers of more than `max_new_tokens` are left out and counted in `dropped`."""
         meta = json.loads((folder / META).read_text(encoding="utf-8"))
         if meta["tokenizer"] != tokenizer.hash:
             raise ModelError(
-                f"{folder}: the teacher has another tokenizer than the student, so its tokens mean nothing to it;"
-                " choose a teacher that was trained from the same tokenizer (teach.teacher)"
+                f"{folder}: the teacher has another tokenizer than the student, so its tokens cannot be used;"
+                " choose a teacher with the same tokenizer (teach.teacher)"
             )
         if meta["temperature"] != temperature:
             raise ConfigError(
-                f"distill.temperature: expected {meta['temperature']}, at which {folder} was written"
+                f"distill.temperature: expected {meta['temperature']}, used to create {folder}"
                 f" (teach.temperature), got {temperature}"
             )
         top = load_file(folder / TOP_K)
@@ -165,35 +165,35 @@ class Taught:
             )
 
     def answer(self, prompt: str, number: int) -> Said:
-        """The teacher's answer that stands for sample `number`."""
+        """The teacher's answer for sample `number`."""
         choices = self.of[prompt]
         return choices[number % len(choices)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lessons:
-    """The functions of a method, for the answers of student and teacher."""
+    """The functions of a method, for student and teacher answers."""
 
     setting: CausalSetting
     taught: Taught
-    teacher: Transformer | None  # on the device; None: what was written down
+    teacher: Transformer | None  # on the device; None: use the recorded probabilities
     on_policy: float
     beta: float
-    gamma: float | None  # of MiniLLM's advantages; None: the divergence alone
+    gamma: float | None  # for MiniLLM's advantages; None: divergence only
 
     @property
     def temperature(self) -> float:
-        """Of sampling, and of all probabilities."""
+        """The temperature of sampling and of all probabilities."""
         return self.setting.config.temperature
 
     def is_own(self, prompt: Prompt, number: int) -> bool:
-        """Whether the student answers itself."""
+        """Whether the answer is sampled from the student."""
         if self.on_policy in (0.0, 1.0):
             return self.on_policy == 1.0
         return stable_hash("own answer", self.setting.seed, prompt.id, number) / 2**64 < self.on_policy
 
     def sample(self, requests: Sequence[tuple[Prompt, int]]) -> list[Answer]:
-        """An answer to each (prompt, sample number). All ranks call it together."""
+        """An answer to each (prompt, sample number). Collective: all ranks must call it."""
         own = [request for request in requests if self.is_own(*request)]
         drawn = iter(self.setting.sample(own) if self.on_policy else ())
         return [next(drawn) if self.is_own(*request) else self._said(*request) for request in requests]
@@ -205,7 +205,7 @@ class Lessons:
         return Answer(prompt, number, said.ids, said.logprobs, said.finished, text)
 
     def score(self, given: Sequence[Answer]) -> list[Score]:
-        """See the module; 0 where nothing was read again."""
+        """See the module docstring; 0 without a teacher to rescore."""
         means = [0.0] * len(given)
         if self.teacher is not None:
             with self.setting.hardware.autocast():
@@ -217,7 +217,7 @@ class Lessons:
         return [Score(mean, {"teacher": mean}) for mean in means]
 
     def annotate(self, rollouts: list[Rollout]) -> None:
-        """What the loss needs of each answer: the teacher's tokens, or the advantages."""
+        """Store what the loss needs for each answer: the teacher's top tokens, or the advantages."""
         if self.teacher is None:
             for rollout in rollouts:
                 said = self.taught.answer(rollout.answer.prompt.id, rollout.answer.sample)
@@ -241,7 +241,7 @@ class Lessons:
         return Whole(hidden, self.teacher.table)
 
     def loss(self, model: Transformer, batch: RolloutBatch) -> Loss:
-        """The loss of a minibatch: `jsd` its divergence a token, `minillm` that and the policy gradient (LOSSES)."""
+        """The loss of a minibatch: `jsd` the divergence per token, `minillm` that plus the policy gradient (LOSSES)."""
         compare = partial(
             distillation.compared, teacher=self.teacher_of(batch), beta=self.beta, temperature=self.temperature
         )
@@ -251,7 +251,7 @@ class Lessons:
             return Loss([term], {"logprob": (logprobs.detach().sum(), len(logprobs))})
         result = policy_losses.group_policy(
             logprobs,
-            -logprobs.detach(),  # whose mean is the entropy
+            -logprobs.detach(),  # its mean is the entropy
             old=batch.old,
             advantages=batch.arrays["advantages"],
             reference=None,

@@ -1,25 +1,24 @@
-"""A hash of the code that each stage runs, definition by definition: code that a stage does not reach cannot change it.
+"""A hash of the code each stage runs, per definition: code that a stage cannot reach does not affect its hash.
 
     pipeline/, stages/ -> build/code/<stage>.txt        (`python -m pipeline.run.codehash`, stage code_versions)
 
-`stages/<s>.py` counts whole. From there the hash follows the names that the code uses to the top-level functions,
-classes and constants of our two packages, through imports of modules, imports of names, and names that a module
-re-exports. Each line `hash  module  names` covers the definitions of one module that are reached; a class counts whole.
-The hash is over syntax trees without docstrings, positions and empty fields (our own dump: `ast.dump` differs between
+`stages/<s>.py` is hashed in full. From there the hash follows the names used by the code to the top-level functions,
+classes and constants of our two packages, through module imports, name imports and re-exports. Each line
+`hash  module  names` covers the definitions of one module that are reached; a class is hashed in full. The hash is
+computed over syntax trees without docstrings, positions and empty fields (with our own dump: `ast.dump` differs between
 Python versions).
 
-Top-level statements that may have effects count wherever their module is imported: calls, loops, `if`, assignments that
-call our own code, functions under decorators that are not in PLAIN_DECORATORS. A module counts whole where names cannot
-be followed: a module used as a value (`getattr(module, name)`), a name that it does not define, star imports,
-`globals()`, `__getattr__`. Code that uses `__file__` brings in the Python files of its folder. Another file of a folder
-(a template, a table of words) counts with the definitions beside it that have its name as a text; one that none names
-counts with every definition beside it. `wings.each("x")` uses the definition `x` of every
-`pipeline/*/wing.py` that has one; with another argument than a text, all of those modules. Names that a module used as
-a value has imported are not followed: it must define them.
+Top-level statements with possible side effects are hashed wherever their module is imported: calls, loops, `if`,
+assignments that call our own code, functions with decorators that are not in PLAIN_DECORATORS. A module is hashed in
+full if its names cannot be followed: a module used as a value (`getattr(module, name)`), a name that it does not
+define, star imports, `globals()`, `__getattr__`. Code that uses `__file__` pulls in the Python files of its folder. Any
+other file of a folder (a template, a word list) is hashed with the definitions in that folder that contain its name as
+a string; a file that nothing names is hashed with every definition in the folder. `wings.each("x")` uses the definition
+`x` of every `pipeline/*/wing.py` that has one; with an argument that is not a string literal, all of those modules. If
+a module is used as a value, names it imports are not followed: it must define them itself.
 
-The modules of IGNORED are left out: they change no result, so no default of a stage may live in them. What was read
-from a module's text is cached in `.work/code.json`. Not covered: modules that are named in a string, and changes in
-installed packages.
+The modules in IGNORED are skipped: they do not affect results, so no stage default may live in them. Module summaries
+are cached in `.work/code.json`. Not covered: modules named in a string, and changes in installed packages.
 """
 
 from __future__ import annotations
@@ -34,6 +33,7 @@ from pathlib import Path
 from typing import TypedDict
 
 from pipeline.run import workdir
+from pipeline.run.errors import ConfigError
 
 PACKAGES = ("pipeline", "stages")
 IGNORED = frozenset(
@@ -42,17 +42,17 @@ IGNORED = frozenset(
 )
 PLAIN_DECORATORS = frozenset({"cache", "contextmanager", "dataclass", "lru_cache", "no_grad", "overload"})  # no effects
 FILE, GLOBALS = "*file", "*globals"  # uses of `__file__` and `globals()`
-WINGS = "pipeline.wings.each"  # its uses with a text as its argument are `pipeline.wings.each:text`
-ALWAYS, MAIN = "*always", "*main"  # names for a module's statements with effects, and for `if __name__ == "__main__"`
+WINGS = "pipeline.wings.each"  # its uses with a string argument become `pipeline.wings.each:string`
+ALWAYS, MAIN = "*always", "*main"  # names for statements with side effects, and for `if __name__ == "__main__"`
 FILE_NAME = re.compile(r"[\w-]+\.\w+")
-MAX_CACHED = 2_000  # versions of modules
+MAX_CACHED = 2_000  # module versions
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 COMPREHENSION = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 
 def closures(root: Path, stages: Iterable[str]) -> dict[str, dict[str, tuple[str, list[str]]]]:
-    """stage -> module -> (16 hex digits, the names they cover), for all that `stages/<stage>.py` reaches.
+    """stage -> module -> (16 hex digits, the names they cover), for everything that `stages/<stage>.py` reaches.
 
     Raises SyntaxError.
     """
@@ -81,7 +81,7 @@ def _stage_closure(modules: Modules, stage: str) -> dict[str, tuple[str, list[st
 
 
 def _data_files(modules: Modules, module: str, path: Path, names: Iterable[str]) -> list[Path]:
-    """The files beside a module that are not Python and count with these definitions of it."""
+    """The non-Python files in a module's folder that are hashed with these definitions."""
     files = [
         p
         for p in sorted(path.parent.iterdir())
@@ -95,15 +95,15 @@ def _data_files(modules: Modules, module: str, path: Path, names: Iterable[str])
 
 
 class Reach:
-    """What a stage reaches in our packages: `reached[module]` are the names of its definitions."""
+    """What a stage reaches in our packages: `reached[module]` is the set of definition names."""
 
     def __init__(self, modules: Modules) -> None:
         self.summary, self.file, self.wings = modules.summary, modules.file, modules.wings
         self.reached: dict[str, set[str]] = {}
-        self._queue: list[tuple[str, str]] = []  # (module, name of a definition) still to follow
+        self._queue: list[tuple[str, str]] = []  # (module, definition name) still to follow
 
     def load(self, module: str) -> None:
-        """Import a module: the packages around it, its statements with effects, and the modules that it imports."""
+        """Import a module: its parent packages, its statements with side effects, and the modules that it imports."""
         queue = [module]
         while queue:
             name = queue.pop()
@@ -119,13 +119,13 @@ class Reach:
                 self.add_module(name)
 
     def add_module(self, module: str, *, started: bool = False) -> None:
-        """Add all definitions of a module; if it is `started`, also its `if __name__ == "__main__"` block."""
+        """Add all definitions of a module; if `started`, its `if __name__ == "__main__"` block too."""
         self.load(module)
         names = self.summary(module)["names"] if module not in IGNORED else ()
         self._queue += [(module, name) for name in names if started or name != MAIN]
 
     def follow(self) -> None:
-        """Add everything that the definitions in the queue reach."""
+        """Add everything reachable from the definitions in the queue."""
         while self._queue:
             module, name = self._queue.pop()
             if name in self.reached[module]:
@@ -144,7 +144,7 @@ class Reach:
                     self._add_use(use)
 
     def _add_neighbors(self, module: str, name: str) -> None:
-        """Add Python files of a module's folder, which may be started too: all of them for `.py`, or one."""
+        """Add Python files from a module's folder, which may also be run as scripts: one, or all of them for `.py`."""
         path = self.file(module)
         assert path is not None
         package = module if path.name == "__init__.py" else module.rpartition(".")[0]
@@ -153,7 +153,7 @@ class Reach:
                 self.add_module(f"{package}.{file.stem}", started=True)
 
     def _add_offers(self, offer: str) -> None:
-        """Add what the wings offer under a name; everything that they offer for an unknown one."""
+        """Add what the wings offer under a name; if the name is unknown, everything they offer."""
         self._add_use("pipeline.wings.each")
         for wing in self.wings:
             self.load(wing)
@@ -163,8 +163,8 @@ class Reach:
                 self._queue.append((wing, offer))
 
     def _add_use(self, dotted: str) -> None:
-        """Follow a name of ours to the definition that it refers to."""
-        for _ in range(20):  # names that modules re-export
+        """Follow one of our names to its definition."""
+        for _ in range(20):  # re-exports
             parts = dotted.split(".")
             length = next((n for n in range(len(parts), 0, -1) if self.file(".".join(parts[:n]))), 0)
             module, rest = ".".join(parts[:length]), parts[length:]
@@ -208,7 +208,7 @@ class Modules:
         return self._summaries[name]
 
     def files_named_in(self, package: str) -> set[str]:
-        """The names of files in the texts of a package's own modules."""
+        """The file names that occur as strings in a package's own modules."""
         folder = self.root.joinpath(*package.split("."))
         modules = [package, *(f"{package}.{path.stem}" for path in folder.glob("*.py") if path.stem != "__init__")]
         return {
@@ -221,7 +221,7 @@ class Modules:
 
 
 def module_file(root: Path, module: str) -> Path | None:
-    """The file of a module of ours, or None when there is none (a name inside a module)."""
+    """The file of one of our modules, or None if there is none (a name inside a module)."""
     base = root.joinpath(*module.split("."))
     for path in (base.with_suffix(".py"), base / "__init__.py"):
         if path.is_file():
@@ -230,33 +230,33 @@ def module_file(root: Path, module: str) -> Path | None:
 
 
 def _cache_key(module: str, text: str) -> str:
-    """sha256 of all that the result of `summarize` depends on."""
+    """sha256 of everything the result of `summarize` depends on."""
     parts = [_reader_version(), module.encode(), text.encode()]
     return hashlib.sha256(b"".join(len(part).to_bytes(8, "big") + part for part in parts)).hexdigest()
 
 
 @cache
 def _reader_version() -> bytes:
-    """What reads the modules: another version of this file, or of Python, starts with an empty cache."""
+    """The version of the reader: a new version of this file or of Python starts with an empty cache."""
     return sys.version.encode() + Path(__file__).read_bytes()
 
 
 class Summary(TypedDict):
-    """What a module defines; JSON in `.work/code.json`, where a tuple becomes a list.
+    """What a module defines; stored as JSON in `.work/code.json`, where tuples become lists.
 
-    A reference is the dotted name of something of ours, `pipeline.a.b.name`, which may continue into attributes. The
-    digest of a definition covers its references too, so that importing the same name from elsewhere counts.
+    A reference is a dotted name in our packages, `pipeline.a.b.name`, possibly followed by attributes. The digest of a
+    definition covers its references too, so importing the same name from elsewhere changes it.
     """
 
     names: dict[str, tuple[str, list[str]]]  # definition -> (digest, references)
     imports: dict[str, str]  # name bound here -> dotted name
-    files: dict[str, list[str]]  # definition -> the names of files that it has as texts
+    files: dict[str, list[str]]  # definition -> the file names among its strings
     loads: list[str]  # modules that are imported with this one
-    opaque: bool  # whether it counts whole
+    opaque: bool  # whether it is hashed in full
 
 
 def summarize(path: Path, text: str, module: str) -> Summary:
-    """What the text of a module defines, and which names each definition uses. Raises SyntaxError as Python would."""
+    """What a module's source defines, and which names each definition uses. Raises SyntaxError as Python would."""
     tree = ast.parse(text, str(path))
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     imports: dict[str, str] = {}
@@ -300,7 +300,7 @@ def summarize(path: Path, text: str, module: str) -> Summary:
 
 
 def _neighbor_patterns(statements: list[ast.stmt]) -> list[str]:
-    """The Python files beside a module that it may start or import by path: those it names, or all of them."""
+    """The Python files next to a module that it may run or import by path: those it names, or all of them."""
     nodes = (node for statement in statements for node in ast.walk(statement))
     if any(isinstance(node, ast.Attribute) and ast.unparse(node) == "sys.path" for node in nodes):
         return ["*.py"]
@@ -308,7 +308,7 @@ def _neighbor_patterns(statements: list[ast.stmt]) -> list[str]:
 
 
 def _texts(statements: list[ast.stmt]) -> list[str]:
-    """The texts in some statements."""
+    """The strings in these statements."""
     nodes = (node for statement in statements for node in ast.walk(statement))
     return [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
 
@@ -320,7 +320,7 @@ def _is_type_checking_block(statement: ast.stmt) -> bool:
 
 
 def _defined_names(statement: ast.stmt) -> list[str]:
-    """The names that a top-level statement defines; ALWAYS or MAIN for one that has effects."""
+    """The names that a top-level statement defines; ALWAYS or MAIN for one with side effects."""
     match statement:
         case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
             return [statement.name]
@@ -345,7 +345,7 @@ def _defined_names(statement: ast.stmt) -> list[str]:
 
 
 def _has_effects(statement: ast.stmt, known: dict[str, str], package: str) -> bool:
-    """Whether a definition may have effects when its module is imported: it calls our code, or registers itself."""
+    """Whether a definition may have side effects on import: it calls our code, or registers itself."""
     match statement:
         case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
             return any(_decorator_name(decorator) not in PLAIN_DECORATORS for decorator in statement.decorator_list)
@@ -375,7 +375,7 @@ def bindings(statement: ast.Import | ast.ImportFrom, package: str) -> dict[str, 
 
 
 def imported_modules(statement: ast.Import | ast.ImportFrom, package: str) -> list[str]:
-    """The modules of ours that an import runs, or names inside of them."""
+    """The modules of ours that an import runs, or names inside them."""
     if isinstance(statement, ast.Import):
         names = [alias.name for alias in statement.names]
     else:
@@ -392,10 +392,10 @@ def _source(statement: ast.ImportFrom, package: str) -> str:
 
 
 class NameUses:
-    """The dotted names that code uses among those known to its module. Local names shadow the module's, as in Python.
+    """The dotted names used by code, among those known to its module. Local names shadow the module's, as in Python.
 
-    Annotations of functions and of local variables are left out: nothing runs because of them. Those of a class's
-    fields count, since configurations are built from them.
+    Annotations of functions and local variables are skipped: they have no effect at run time. Annotations of class
+    fields are included, since configurations are built from them.
     """
 
     def __init__(self, known: dict[str, str], package: str) -> None:
@@ -403,7 +403,7 @@ class NameUses:
         self.uses: set[str] = set()
 
     def collect(self, node: ast.AST) -> set[str]:
-        """Those under a node, and under the nodes collected before it."""
+        """The names used under a node and under all nodes collected before it."""
         self._visit(node, [])
         return self.uses
 
@@ -484,7 +484,7 @@ class NameUses:
 
 
 def _local_names(node: Function | ast.Lambda | ast.AST, package: str) -> dict[str, str]:
-    """The names that a function or comprehension binds; those of imports with what they refer to."""
+    """The names that a function or comprehension binds; imported names map to what they refer to."""
     if isinstance(node, COMPREHENSION):
         return {
             part.id: ""
@@ -515,7 +515,7 @@ def _local_names(node: Function | ast.Lambda | ast.AST, package: str) -> dict[st
 
 
 def _scope_nodes(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
-    """The nodes of a function's own scope, without those inside nested functions and classes and the targets of
+    """The nodes of a function's own scope, without those inside nested functions and classes or the targets of
     comprehensions.
     """
     for node in nodes:
@@ -530,7 +530,7 @@ def _scope_nodes(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
 
 
 def dump(node: object) -> str:
-    """A syntax tree as text: type names and non-empty fields only, docstrings dropped."""
+    """A syntax tree as text: type names and non-empty fields only, without docstrings."""
     if isinstance(node, ast.AST):
         fields = []
         for name in node._fields:
@@ -547,7 +547,7 @@ def dump(node: object) -> str:
 
 
 def _without_docstrings(node: ast.AST, body: list[ast.stmt]) -> list[ast.stmt]:
-    """A body without its docstring, and a class's without those of its fields."""
+    """A body without its docstring; for a class, without its field docstrings too."""
     if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         return body
     last = len(body) if isinstance(node, ast.ClassDef) else 1
@@ -565,7 +565,12 @@ def main() -> int:
     """Write build/code/<stage>.txt for every stage."""
     root = Path()
     stages = [path.stem for path in sorted((root / "stages").glob("*.py")) if path.stem != "__init__"]
-    for stage, modules in closures(root, stages).items():
+    try:
+        found = closures(root, stages)
+    except SyntaxError as error:
+        sys.stderr.write(f"{error.filename}:{error.lineno}: {error.msg}; fix the file\n")
+        return ConfigError.exit_code
+    for stage, modules in found.items():
         lines = "".join(f"{hash_}  {module}  {' '.join(names)}\n" for module, (hash_, names) in modules.items())
         target = root / "build" / "code" / f"{stage}.txt"
         target.parent.mkdir(parents=True, exist_ok=True)

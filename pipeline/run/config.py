@@ -1,31 +1,33 @@
 """params.yaml + conf/ + command line -> frozen dataclasses, strictly.
 
-The first source that has a value for a key wins: command line, a value in params.yaml that is not null, the stage's
-preset (`conf/preset/<stage>/<name>.yaml`), its block of the scale file, the dataclass default. Groups are names in
-params.yaml (`model: nano`); Hydra's compose API reads the files they name. An unknown key, a missing key or a wrong
-type raises ConfigError naming file, block, key and the valid keys.
+Precedence, highest first: command line, non-null value in params.yaml, the stage's preset
+(`conf/preset/<stage>/<name>.yaml`), its block in the scale file, the dataclass default. Groups are names in
+params.yaml (`model: nano`); Hydra's compose API loads the files they name. An unknown key, a missing key or a wrong
+type raises a ConfigError that names the file, block, key and valid keys.
 
     python -m stages.language language.steps=3 runtime.fresh=true     one stage, without DVC
     python -m stages.language --help                                  every key: type, value, origin, meaning
-    python -m pipeline.run.config                                     checks the parameters of all stages
+    python -m pipeline.run.config                                     check the parameters of all stages
 
-The `runtime` block of params.yaml sets how a run is carried out. All stages read it and none tracks it, because none of
-it changes more of a result than its rounding.
+The `runtime` block of params.yaml controls how a run is executed. All stages read it and none tracks it, because it
+changes results by rounding at most.
 
-Not promised: interpolation (`${...}` in params.yaml is refused: the first `dvc exp run -S` would freeze it); equal bits
-between two precisions, micro-batches or process counts, or between compiled and eager layers (a resumed run that
-changes one of them logs that).
+Not guaranteed: interpolation (`${...}` in params.yaml is rejected: the first `dvc exp run -S` would freeze it);
+bit-identical results across precisions, micro-batches or process counts, or between compiled and eager layers (a
+resumed run that changes one of these logs it).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import importlib
 import re
 import sys
 import types
 import typing
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,61 +59,61 @@ class SandboxAddress:
     """`runtime.sandbox`: where generated code runs."""
 
     url: str | None = None
-    """Address of a sandbox service (python -m pipeline.sandbox.service); none: this machine."""
+    """URL of a sandbox service (python -m pipeline.sandbox.service); none: run code on this machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplerAddress:
-    """`runtime.sampler`: the engine of stages with `sampler: server`."""
+    """`runtime.sampler`: the sampling engine for stages with `sampler: server`."""
 
     url: str | None = None
-    """Address of a server that samples for the policy (python -m pipeline.serve MODEL --rollouts .work)."""
+    """URL of a server that samples for the policy (python -m pipeline.serve MODEL --rollouts .work)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Runtime:
-    """The `runtime` block: how a run is carried out. Read by all stages, tracked by none."""
+    """The `runtime` block: how a run is executed. Read by all stages, tracked by none."""
 
     device: str = "auto"
-    """auto: CUDA where there is one, else the CPU; cpu, cuda, mps (Apple's GPU: untested)."""
+    """auto: CUDA if available, else the CPU; cpu, cuda, mps (Apple GPUs: untested)."""
     precision: str = "auto"
     """auto, fp32, bf16, fp16."""
     base_weights: str = "auto"
-    """Of frozen matrices: fp32, bf16, below an adapter nf4 (the extra gpu); auto: bf16 on a GPU that trains in it."""
+    """Frozen matrices: fp32, bf16, or nf4 under an adapter (extra `gpu`); auto: bf16 on a GPU that trains in bf16."""
     micro_batch: int | str = "auto"
-    """Rows in one forward pass; auto: what fits the memory."""
+    """Rows per forward pass; auto: as many as fit in memory."""
     workers: int | str = "auto"
-    """Processes of the data stages; auto: one per core."""
+    """Worker processes for data stages; auto: one per core."""
     gradient_checkpointing: str = "none"
     """none, full, every_2, selective: recompute activations to save memory."""
     compile: bool | str = "auto"
-    """The layers; auto: where it pays (learning/performance.py)."""
+    """Whether to compile the layers; auto: when it pays off (learning/performance.py)."""
     pin_memory: bool | str = "auto"
-    """Batches in page-locked memory on their way to a GPU; auto: where there is one."""
+    """Copy batches to the GPU through pinned memory; auto: if there is a GPU."""
     logging_steps: int = 10
-    """Steps between rows of the curve."""
+    """Steps between logged rows of the curve."""
     save_steps: int = 500
-    """Steps between resumable states."""
+    """Steps between checkpoints (resumable training states)."""
     save_minutes: float = 2.0
-    """Minutes after which a resumable state is saved in any case."""
+    """Save a checkpoint at least this often, in minutes."""
     keep: int = 3
-    """Number of states to keep besides the best."""
+    """Number of checkpoints to keep in addition to the best one."""
     keep_models: tuple[int, ...] = ()
-    """Steps after which the model is written too, as models/<stage>-<step>."""
+    """Steps after which to also export the model, as models/<stage>-<step>."""
     async_save: bool = False
-    """Write states in a thread, from a copy in memory, while training goes on."""
+    """Write checkpoints from an in-memory copy, in a background thread, while training continues."""
     profile: bool = False
-    """Record some steps with torch.profiler (learning/performance.py)."""
+    """Record a few steps with torch.profiler (learning/performance.py)."""
     find_lr: bool = False
-    """Train nothing: search for a learning rate, write a plot and a line for params.yaml."""
+    """Instead of training, run a learning rate search; writes a plot and a line for params.yaml."""
     trackers: tuple[str, ...] = ()
-    """Besides DVC and MLflow: tensorboard, wandb (the extra `trackers`)."""
+    """In addition to DVC and MLflow: tensorboard, wandb (extra `trackers`)."""
     fresh: bool = False
-    """Delete the state and the finished result of this key first."""
+    """Delete this key's checkpoints and finished result first."""
     sandbox: SandboxAddress | None = None
-    """{url: http://machine:8801}: judge generated code on another machine."""
+    """{url: http://machine:8801}: run and judge generated code on another machine."""
     sampler: SamplerAddress | None = None
-    """{url: http://127.0.0.1:8100}: the engine of grpo.sampler: server."""
+    """{url: http://127.0.0.1:8100}: the engine for grpo.sampler: server."""
 
     @property
     def sandbox_url(self) -> str | None:
@@ -141,7 +143,7 @@ class Runtime:
         for name in ("micro_batch", "workers"):
             value = getattr(self, name)
             if value != "auto" and (isinstance(value, str) or value < 1):
-                raise ValueError(f"{name}: expected auto or a number from 1 on, got {value!r}")
+                raise ValueError(f"{name}: expected auto or a number of at least 1, got {value!r}")
         if unknown := sorted(set(self.trackers) - set(TRACKERS)):
             raise ValueError(f"trackers: expected some of {', '.join(TRACKERS)}, got {unknown[0]!r}")
         for name, minimum in {"keep": 1, "logging_steps": 1, "save_steps": 1, "save_minutes": 0}.items():
@@ -152,7 +154,7 @@ class Runtime:
 def group(name: str) -> Any:
     """A field filled from the selected file of a config group: `model: ModelConfig = group("model")`.
 
-    `group("model.vocab_size")` takes one key of the file, so that only this key is tracked.
+    `group("model.vocab_size")` takes a single key of the file, so only that key is tracked.
     """
     return dataclasses.field(metadata={"from": name})
 
@@ -160,13 +162,13 @@ def group(name: str) -> Any:
 def block(name: str) -> Any:
     """A field filled from another block of params.yaml: `sandbox: SandboxConfig = block("sandbox")`.
 
-    From another stage's block it takes only the keys of the field's dataclass, so that only these are tracked.
+    From another stage's block it takes only the keys of the field's dataclass, so only those are tracked.
     """
     return dataclasses.field(metadata={"from": name})
 
 
 def key_of(path: str, key: str) -> Any:
-    """A field filled from one key of a certain file of conf/, whichever file of its group is selected:
+    """A field filled from one key of a specific file in conf/, regardless of which file of its group is selected:
     `names: list[str] = key_of("conf/data/packages.yaml", "packages")`.
     """
     return dataclasses.field(metadata={"from": f"{path}:{key}"})
@@ -174,14 +176,14 @@ def key_of(path: str, key: str) -> Any:
 
 @dataclass(frozen=True)
 class Value:
-    """A raw YAML value, and where it was read, for messages."""
+    """A raw YAML value and its origin, for error messages."""
 
     raw: Any
     origin: str
 
 
 class Settings:
-    """The raw settings: params.yaml, the selected files of conf/, the command line."""
+    """The raw settings: params.yaml, the selected files in conf/, the command line."""
 
     def __init__(self, root: Path, overrides: list[str]) -> None:
         self.root = root
@@ -207,7 +209,7 @@ class Settings:
                 raise ConfigError(f"params.yaml: {key}: missing; add it (see params.yaml in the repository)")
 
     def name(self, group: str) -> str:
-        """The option selected for a group. Raises ConfigError when there is no such file."""
+        """The option selected for a group. Raises ConfigError if its file does not exist."""
         name = self.overrides.get(group, self.params.get(group))
         folder = self.root / "conf" / group
         options = sorted(p.stem for p in folder.glob("*.yaml"))
@@ -231,12 +233,12 @@ class Settings:
         return {str(key): value for key, value in plain.items()}
 
     def seed(self, key: str) -> int:
-        """A seed: `seed` for the draws of training, `data_seed` for those that make data or measure."""
+        """A seed: `seed` for training, `data_seed` for data generation and evaluation."""
         origin = "command line" if key in self.overrides else "params.yaml"
         return convert(Value(self.overrides.get(key, self.params.get(key)), origin), int, key)
 
     def layers(self, name: str) -> dict[str, Value]:
-        """The raw values of a stage's block, each from the highest layer that has its key."""
+        """The raw values of a stage's block, each from the highest layer that sets its key."""
         merged: dict[str, Value] = {}
         scale = self.name("scale")
         _merge(merged, self.groups.get(name), f"conf/scale/{scale}.yaml", name)
@@ -255,7 +257,7 @@ class Settings:
         return merged
 
     def group_values(self, group: str) -> dict[str, Value]:
-        """The raw values of a group's selected file, with command-line changes (`model.layers=2`)."""
+        """The raw values of a group's selected file, with command-line overrides (`model.layers=2`)."""
         merged: dict[str, Value] = {}
         _merge(merged, self.groups.get(group), f"conf/{group}/{self.name(group)}.yaml", group)
         self._override(merged, group)
@@ -284,14 +286,14 @@ def _merge(merged: dict[str, Value], layer: object, origin: str, name: str) -> N
 
 
 def read_yaml(path: Path) -> JsonObject:
-    """A YAML file as DVC reads it (YAML 1.2). Raises ConfigError with the line of a fault."""
+    """A YAML file, parsed as DVC does (YAML 1.2). Raises ConfigError with the offending line."""
     try:
         text = path.read_text(encoding="utf-8")
         tree = YAML(typ="safe", pure=True).load(text)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; run from the folder of dvc.yaml") from None
     except (YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"{path}: not valid YAML: {_fault(error)}") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: expected a mapping of keys, found {type(tree).__name__}")
     if "${" in "\n".join(line.split("#")[0] for line in text.splitlines()):
@@ -300,17 +302,40 @@ def read_yaml(path: Path) -> JsonObject:
 
 
 def _check_mapping(path: Path) -> None:
-    """Raise ConfigError for a file that Hydra would read as empty, or refuse with a traceback."""
+    """Raise ConfigError for a file that Hydra would treat as empty, or reject with a traceback."""
     try:
-        tree = yaml.load(path.read_bytes(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        tree = yaml.load(path.read_bytes(), Loader=_unique_keys())
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"{path}: not valid YAML: {_fault(error)}") from error
     if not isinstance(tree, dict | None):
         raise ConfigError(f"{path}: expected a mapping of keys, found {type(tree).__name__}")
 
 
+def _fault(error: Exception) -> str:
+    """A parser's message on one line, without its name for the text."""
+    return re.sub(r' in "<\w+ string>",', " at", " ".join(str(error).split()))
+
+
+@functools.cache
+def _unique_keys() -> type:
+    """A YAML loader that rejects duplicate keys, as Hydra does."""
+
+    base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+    class Loader(base):
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+            if repeated := [key for key, count in Counter(keys).items() if count > 1]:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"found duplicate key {repeated[0]!r}", node.start_mark
+                )
+            return super().construct_mapping(node, deep)
+
+    return Loader
+
+
 def parse_override(text: str) -> tuple[str, Any]:
-    """`language.steps=3` -> ("language.steps", 3). Raises ConfigError when there is no `=`."""
+    """`language.steps=3` -> ("language.steps", 3). Raises ConfigError if there is no `=`."""
     key, equals, raw = text.partition("=")
     if not equals or not key:
         raise ConfigError(f"command line: expected key=value such as language.steps=3, got {text!r}")
@@ -337,17 +362,17 @@ def listing(names: Iterable[str]) -> str:
 
 
 def without_password(url: str) -> str:
-    """An address as messages show it: without what precedes its last @."""
+    """A URL for messages: everything before its last @ is removed."""
     return re.sub(r"^([A-Za-z][\w+.-]*://)?.*@", r"\1", url, flags=re.DOTALL)
 
 
 def is_flat(kind: object) -> bool:
-    """Whether a field's type is a bare dataclass, whose keys are keys of the stage's block itself."""
+    """Whether a field's type is a bare dataclass, so its keys belong directly to the stage's block."""
     return dataclasses.is_dataclass(kind)
 
 
 def as_written(parameters: DataclassInstance) -> JsonObject:
-    """A stage's Params under the keys of its block: flat fields as their own keys, other blocks under their names."""
+    """A stage's Params with the keys of its block: flat fields inlined, other blocks nested under their names."""
     hints, plain = typing.get_type_hints(type(parameters)), dataclasses.asdict(parameters)
     written: JsonObject = {}
     for field in dataclasses.fields(parameters):
@@ -359,7 +384,7 @@ def as_written(parameters: DataclassInstance) -> JsonObject:
 
 
 def build(kind: type[T], values: dict[str, Value], where: str, settings: Settings | None = None) -> T:
-    """A dataclass from raw values: every key known, every type right, nothing missing. Raises ConfigError."""
+    """Build a dataclass from raw values. Raises ConfigError for an unknown key, a wrong type or a missing value."""
     hints = typing.get_type_hints(kind)
     known = _valid_keys(kind)
     for key, value in values.items():
@@ -419,13 +444,13 @@ def _valid_keys(kind: type[DataclassInstance]) -> set[str]:
         if field.metadata.get("from") is not None:
             continue
         inner = _valid_keys(hints[field.name]) if is_flat(hints[field.name]) else {field.name}
-        assert not keys & inner, f"{kind.__name__}: {keys & inner} stand in two places"
+        assert not keys & inner, f"{kind.__name__}: {keys & inner} appear in two places"
         keys |= inner
     return keys
 
 
 def type_name(kind: object) -> str:
-    """A type for a message: `float`, `int or none`, `list[str]`."""
+    """A type's name for messages: `float`, `int or none`, `list[str]`."""
     if kind is type(None):
         return "none"
     if isinstance(kind, types.UnionType):
@@ -438,7 +463,7 @@ def type_name(kind: object) -> str:
 
 
 def convert(value: Value, kind: object, where: str) -> Any:
-    """A raw YAML value as `kind`; floats accept integers and text such as "1e-3". Raises ConfigError."""
+    """Convert a raw YAML value to `kind`; floats accept integers and text such as "1e-3". Raises ConfigError."""
     raw, wrong = value.raw, f'{value.origin}: {where}: expected {type_name(kind)}, got "{value.raw}"'
     if isinstance(kind, types.UnionType):
         blocks = [option for option in typing.get_args(kind) if dataclasses.is_dataclass(option)]
@@ -478,7 +503,7 @@ def convert(value: Value, kind: object, where: str) -> Any:
 
 
 def _meant(blocks: list[Any], raw: Mapping[str, object]) -> object:
-    """Of several dataclasses the one that knows most of the keys, above all a `Literal` key with its value."""
+    """The dataclass that matches the most keys; matching the value of a `Literal` key matters most."""
 
     def fit(block: Any) -> tuple[int, bool]:
         hints, valid = typing.get_type_hints(block), _valid_keys(block)
@@ -487,7 +512,7 @@ def _meant(blocks: list[Any], raw: Mapping[str, object]) -> object:
         wrong = [key for key, values in options.items() if raw[key] not in values]
         return 2 * len(known) - len(raw) - 2 * len(wrong), bool(known)
 
-    return max(blocks, key=fit)  # at a tie the first
+    return max(blocks, key=fit)  # the first on a tie
 
 
 def stage_params(stage: str, settings: Settings) -> Any:
@@ -497,14 +522,14 @@ def stage_params(stage: str, settings: Settings) -> Any:
 
 
 def resolve(kind: type[T], settings: Settings, stage: str) -> tuple[T, Runtime]:
-    """Params and Runtime for a run of `stage`. Raises ConfigError."""
+    """Build Params and Runtime for a run of `stage`. Raises ConfigError."""
     parameters = build(kind, settings.layers(stage), stage, settings)
     return parameters, build(Runtime, settings.layers("runtime"), "runtime")
 
 
 def check(argv: list[str]) -> int:
-    """`python -m pipeline.run.config`: build the parameters of every stage, to find a typo, and all globs
-    that match nothing, before DVC deletes outs.
+    """`python -m pipeline.run.config`: build the parameters of every stage, to catch typos and globs that match
+    nothing before DVC deletes outs.
     """
     sys.path.insert(0, str(Path.cwd()))
     faults = 0

@@ -1,16 +1,16 @@
-"""What a stage costs: time, processor, memory, GPU and energy, measured while it runs.
+"""What a stage costs: time, CPU, memory, GPU and energy, measured while it runs.
 
     with measured(folder, start) as usage: ...     -> usage.totals(), usage.samples; $folder/usage.json
 
 Every EVERY seconds a thread samples this process and all its descendants (under a launcher: all processes of the run on
-this machine), so the workers of a data stage and the sandbox count too. Memory is the sum of proportional set sizes:
-each process counts its part of what it shares. Energy is what the processor packages (RAPL) and the GPUs (NVML) used
-meanwhile, for whatever program; where the system does not allow reading it, it is "not measured". Time and energy of a
-killed attempt stay in usage.json and are added to those of the attempt that resumes it, so the cost of a result
+this machine), so the workers of a data stage and the sandbox are included. Memory is the sum of proportional set sizes:
+each process counts its share of shared pages. Energy is what the CPU packages (RAPL) and the GPUs (NVML) used during
+that time, across all programs; it is "not measured" where the system does not allow reading it. The time and energy of
+a killed attempt stay in usage.json and are added to those of the attempt that resumes it, so the cost of a result
 includes both.
 
-None of this is a result: it goes to speed.json and MLflow, never into an out. Not promised: a peak of memory between
-two samples (except this process's own, which the system records), other machines of the same run.
+None of this is a result: it goes to speed.json and MLflow, never into an out. Not guaranteed: memory peaks between two
+samples (except this process's own, which the system records), other machines of the same run.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Usage:
         process = psutil.Process()
         self.root = (process.parent() or process) if "LOCAL_RANK" in os.environ else process
         self.before = before  # totals of killed attempts of the same key
-        self.began = time.monotonic() if began is None else began  # time.monotonic() when the stage began
+        self.began = time.monotonic() if began is None else began  # time.monotonic() when the stage started
         self.cores = len(process.cpu_affinity()) if sys.platform == "linux" else psutil.cpu_count() or 1
         self.meters = [*rapl(), *nvml()]
         # milliseconds since 1970, and values under MLflow's names of system metrics
@@ -70,8 +70,8 @@ class Usage:
         self._cpu, self._last = max(cpu, self._cpu), now
 
     def totals(self) -> dict[str, float | str]:
-        """`seconds`, `cpu_seconds`, `cpu_utilisation` (of the cores that the process may use), `host_memory_gb`
-        (peak), `joules` ("not measured" where it cannot be read), `gpu_seconds` (busy, where it can be read), `tries`.
+        """`seconds`, `cpu_seconds`, `cpu_utilisation` (of the cores available to the process), `host_memory_gb`
+        (peak), `joules` ("not measured" if unavailable), `gpu_seconds` (busy time, if available), `tries`.
         """
         own = self._own_totals()
         sums = {key: own[key] + self.before.get(key, 0.0) for key in own if key != "host_memory_gb"}
@@ -87,7 +87,7 @@ class Usage:
         return totals
 
     def _own_totals(self) -> dict[str, float]:
-        """Of this attempt alone."""
+        """The totals of this attempt only."""
         return {
             "seconds": time.monotonic() - self.began,
             "cpu_seconds": self._cpu - self._cpu_start,
@@ -105,7 +105,7 @@ class Usage:
         return [self.root, *self.root.children(recursive=True)]
 
     def _cpu_seconds(self) -> float:
-        """Of all living processes, and of ended ones that were waited for."""
+        """CPU seconds of all live processes, and of finished ones that were waited for."""
         total = 0.0
         for process in self._tree():
             with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
@@ -121,7 +121,7 @@ class Usage:
 
 
 def proportional_memory(process: psutil.Process) -> int:
-    """A process's proportional set size in bytes; the resident set size where the system does not report it."""
+    """A process's proportional set size in bytes; its resident set size if the system does not report the former."""
     with suppress(OSError, ValueError):
         text = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
         if (match := re.search(r"^Pss:\s+(\d+) kB", text, re.MULTILINE)) is not None:
@@ -130,13 +130,13 @@ def proportional_memory(process: psutil.Process) -> int:
 
 
 def own_peak_memory() -> int:
-    """This process's own peak of resident memory, bytes."""
+    """This process's own peak resident memory, bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
 
 class ProcessorPackage:
-    """A processor package's energy counter (Linux powercap), which wraps."""
+    """A CPU package's energy counter (Linux powercap), which wraps around."""
 
     def __init__(self, folder: Path) -> None:
         self.counter, self.range = folder / "energy_uj", int((folder / "max_energy_range_uj").read_text())
@@ -150,12 +150,12 @@ class ProcessorPackage:
         return used / 1e6
 
     def busy(self) -> float | None:
-        """None: this counter measures energy alone."""
+        """None: this counter measures only energy."""
         return None
 
 
 class Gpu:
-    """A GPU, through `library`: pynvml."""
+    """A GPU, read through `library`: pynvml."""
 
     def __init__(self, library: ModuleType, number: int) -> None:
         self.library, self.handle = library, library.nvmlDeviceGetHandleByIndex(number)
@@ -168,14 +168,14 @@ class Gpu:
             return None
 
     def joules(self) -> float:
-        """Energy since the last call; 0 where the GPU does not measure it."""
+        """Energy since the last call; 0 if the GPU does not measure it."""
         now = self._energy()
         used = 0.0 if now is None or self.last is None else now - self.last
         self.last = now
         return used
 
     def busy(self) -> float | None:
-        """The share of the last sampling period of the driver in which the GPU worked."""
+        """The fraction of the driver's last sampling period in which the GPU was busy."""
         try:
             return self.library.nvmlDeviceGetUtilizationRates(self.handle).gpu / 100
         except self.library.NVMLError:
@@ -183,9 +183,9 @@ class Gpu:
 
 
 def rapl(powercap: Path = POWERCAP) -> list[ProcessorPackage]:
-    """The processor packages whose energy this process may read."""
+    """The CPU packages whose energy this process is allowed to read."""
     packages = []
-    for folder in sorted(powercap.glob("intel-rapl:*")):  # AMD's too, in spite of the name
+    for folder in sorted(powercap.glob("intel-rapl:*")):  # AMD's too, despite the name
         with suppress(OSError, ValueError):
             if (folder / "name").read_text().startswith("package"):
                 packages.append(ProcessorPackage(folder))
@@ -193,7 +193,7 @@ def rapl(powercap: Path = POWERCAP) -> list[ProcessorPackage]:
 
 
 def nvml() -> list[Gpu]:
-    """The GPUs that are visible to this process; none without the extra `gpu`."""
+    """The GPUs visible to this process; none without the extra `gpu`."""
     try:
         import pynvml  # pyright: ignore[reportMissingImports]
     except ModuleNotFoundError:
@@ -209,11 +209,11 @@ def nvml() -> list[Gpu]:
 
 @contextmanager
 def measured(folder: Path, began: float | None = None) -> Iterator[Usage]:
-    """Measure the block; `folder`/usage.json has the totals of all attempts as of the last sample."""
+    """Measure the block; `folder`/usage.json has the totals of all attempts up to the last sample."""
     path = folder / "usage.json"
     try:
         earlier = json.loads(path.read_text())
-    except (OSError, ValueError):  # the first attempt, or the machine stopped while it was written
+    except (OSError, ValueError):  # the first attempt, or the machine went down mid-write
         earlier = {}
     usage, stopped = Usage(earlier, began), threading.Event()
 
@@ -234,7 +234,7 @@ def measured(folder: Path, began: float | None = None) -> Iterator[Usage]:
 
 
 def _write_usage(path: Path, usage: Usage) -> None:
-    """Write usage.json by rename; a full disk costs the numbers, not the run."""
+    """Write usage.json atomically; a full disk loses the numbers, not the run."""
     part = path.with_suffix(".part")
     with suppress(OSError):
         part.write_text(usage.state())

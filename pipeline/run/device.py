@@ -1,11 +1,11 @@
-"""What this process runs on: device, precision, threads, ranks, seeds. The only place that asks torch what it has.
+"""What this process runs on: device, precision, threads, ranks, seeds. The only module that queries torch for them.
 
-Nothing here is a parameter of an experiment: it is decided from the machine and the `runtime` block, and recorded by
-`tracking`. torch is imported inside the functions because the data stages start worker processes that hash and seed but
-never touch a tensor, and the import costs each of them seconds.
+None of this is an experiment parameter: it follows from the machine and the `runtime` block, and is recorded by
+`tracking`. torch is imported inside the functions because data stages start worker processes that hash and seed but
+never touch a tensor, and the import would cost each of them seconds.
 
-Not promised: equal bits between machines, or between thread counts. Equal runs on one machine with the same thread
-count are bit-equal on CPU.
+Not guaranteed: bit-identical results across machines or thread counts. On CPU, identical runs on one machine with the
+same thread count are bit-identical.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 M = TypeVar("M", bound="torch.nn.Module")
 ASKED = "STAGECOACH_DEVICE"  # `runtime.device` of this process and its children
 TOP_PAD = 64 << 20  # bytes by which the heap grows beyond a request
-# Dense bf16 FLOP/s of tensor cores, from NVIDIA's data sheets (SXM modules; without sparsity).
+# Dense bf16 tensor-core FLOP/s from NVIDIA's data sheets (SXM modules; without sparsity).
 DATA_SHEET = {"A100": 312e12, "H100": 989e12, "H200": 989e12}
 
 
 def stable_hash(*parts: int | str) -> int:
-    """64 bits of blake2b over the parts, each with its type: equal for any process, locale or hash seed."""
+    """64 bits of blake2b over the parts, each with its type: independent of process, locale and hash seed."""
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
         digest.update(f"{type(part).__name__}:{part}\0".encode())
@@ -45,21 +45,21 @@ def stable_hash(*parts: int | str) -> int:
 
 
 def generator(*parts: int | str) -> torch.Generator:
-    """A CPU generator seeded by the parts, so that its draws are a function of their values alone."""
+    """A CPU generator seeded by the parts, so that its draws depend only on their values."""
     import torch
 
     return torch.Generator().manual_seed(stable_hash(*parts) % 2**63)
 
 
 def seed_step(seed: int, step: int, micro: int, rank: int) -> None:
-    """Seed the global generators for one micro-batch (dropout): no state of them outlives a step, none is saved."""
+    """Seed the global generators for one micro-batch (dropout): their state never outlives a step and is not saved."""
     import torch
 
     torch.manual_seed(stable_hash("step", seed, step, micro, rank) % 2**63)
 
 
 def rank() -> int:
-    """This process's rank among the processes of a stage; 0 if there is one."""
+    """This process's rank among the processes of a stage; 0 if it is the only one."""
     return int(os.environ.get("RANK", "0"))
 
 
@@ -69,17 +69,17 @@ def world_size() -> int:
 
 
 def num_gpus() -> int:
-    """The number of CUDA devices that may be used."""
+    """The number of usable CUDA devices."""
     import torch
 
     return torch.cuda.device_count() if requested_kind() in ("auto", "cuda") else 0
 
 
 def claim_gpus(number: int = 1, locks: Path | None = None) -> str:
-    """Keep this process, and those that it starts, on so many GPUs that no other stage of this user has: stages side by
-    side take their own. They are free again when the process ends.
+    """Restrict this process and its children to `number` GPUs that no other stage of this user has claimed, so that
+    concurrent stages use different GPUs. The claim ends with the process.
 
-    Nothing happens without a GPU, and for a rank, whose parent has claimed its own. Returns what a person should know,
+    Does nothing without a GPU, or in a rank, since its parent has already claimed GPUs. Returns a message for the user,
     or "". Call it before CUDA is initialized.
     """
     if "LOCAL_RANK" in os.environ or not (count := num_gpus()):
@@ -94,22 +94,22 @@ def claim_gpus(number: int = 1, locks: Path | None = None) -> str:
             locks.mkdir(mode=0o700, exist_ok=True)
             held = os.open(locks / name.strip().replace("/", "-"), os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
-            return f"{locks} cannot be used ({error.strerror}): stages side by side may take the same GPU"
+            return f"{locks} cannot be used ({error.strerror}): concurrent stages may use the same GPU"
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             os.close(held)
             others.append(name)
         else:
-            mine.append(name)  # `held` stays open: its end is the process's
+            mine.append(name)  # `held` stays open until the process exits
     first = os.getpid() % max(1, len(others))
     shared = (others[first:] + others[:first])[: number - len(mine)]
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(mine + shared)
-    return f"no other GPU is free: another stage has {', '.join(shared)} too, and both are slower" if shared else ""
+    return f"no other GPU is free: sharing {', '.join(shared)} with another stage, which slows both" if shared else ""
 
 
 def request_kind(kind: str) -> None:
-    """Have this process and its children compute on `kind`: auto, cpu, cuda or mps."""
+    """Make this process and its children compute on `kind`: auto, cpu, cuda or mps."""
     os.environ[ASKED] = kind
 
 
@@ -119,7 +119,7 @@ def requested_kind() -> str:
 
 
 def device_kind() -> str:
-    """The kind of device to compute on: cuda, mps or cpu. Raises ConfigError if this machine lacks it."""
+    """The kind of device to compute on: cuda, mps or cpu. Raises ConfigError if this machine does not have it."""
     import torch
 
     available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
@@ -134,7 +134,7 @@ def device_kind() -> str:
 
 
 def is_lost_peer(error: RuntimeError) -> bool:
-    """Whether a collective failed because another process of this run is gone."""
+    """Whether a collective failed because another process of this run died."""
     import torch.distributed as dist
 
     messages = ("gloo", "Connection closed by peer", "Connection reset by peer", "NCCL", "Broken pipe")
@@ -142,7 +142,7 @@ def is_lost_peer(error: RuntimeError) -> bool:
 
 
 def workers(setting: int | str) -> int:
-    """Worker processes for data preparation: `runtime.workers`, or one per usable core for `auto`."""
+    """Number of worker processes for data preparation: `runtime.workers`, or one per usable core for `auto`."""
     if setting == "auto":
         return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, int(setting))
@@ -155,7 +155,7 @@ class Hardware:
     device: torch.device
     precision: str  # "fp32", "bf16", "fp16": the dtype of autocast; trained weights stay fp32
     threads: int
-    base_weights: str = "fp32"  # "fp32", "bf16", "nf4": of frozen matrices
+    base_weights: str = "fp32"  # "fp32", "bf16", "nf4": the dtype of frozen matrices
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
         """The context for a forward pass in `precision`; a null context for fp32."""
@@ -168,7 +168,7 @@ class Hardware:
 
 @functools.cache
 def keep_freed_memory() -> None:
-    """Keep glibc from returning large blocks to the system: else the 33 MB of logits are mapped afresh every step."""
+    """Keep glibc from returning large blocks to the system: otherwise the 33 MB of logits are remapped every step."""
     if platform.libc_ver()[0] != "glibc":
         return
     libc = ctypes.CDLL(None)
@@ -177,11 +177,11 @@ def keep_freed_memory() -> None:
 
 
 def hardware(precision: str = "auto", base_weights: str = "auto") -> Hardware:
-    """Device and precision of this process. `auto`: on CUDA bf16 or fp16; on a CPU bf16 if it has bf16 instructions,
-    else fp32. Frozen matrices are bf16 on a GPU that computes in it: on a CPU memory is seldom short.
+    """Device and precision of this process. `auto`: bf16 or fp16 on CUDA; on a CPU bf16 if it has bf16 instructions,
+    else fp32. Frozen matrices are bf16 on a GPU that computes in bf16; on a CPU memory is rarely scarce.
 
-    Raises ConfigError for frozen matrices in less than fp32 where passes are not in bf16, and for NF4 without CUDA and
-    bitsandbytes.
+    Raises ConfigError if frozen matrices use less than fp32 but forward passes are not in bf16, and for NF4 without
+    CUDA and bitsandbytes.
     """
     import torch
 
@@ -197,8 +197,8 @@ def hardware(precision: str = "auto", base_weights: str = "auto") -> Hardware:
     precision = best if precision == "auto" else precision
     if base_weights in ("bf16", "nf4") and precision != "bf16":
         raise ConfigError(
-            f"runtime.base_weights: {base_weights} is for passes in bf16, these are in {precision}; set it to auto or"
-            " fp32"
+            f"runtime.base_weights: {base_weights} requires passes in bf16, but they are in {precision}; set it to"
+            " auto or fp32"
         )
     if base_weights == "nf4" and (device.type != "cuda" or importlib.util.find_spec("bitsandbytes") is None):
         raise ConfigError(
@@ -211,7 +211,7 @@ def hardware(precision: str = "auto", base_weights: str = "auto") -> Hardware:
 
 
 def placed(model: M) -> M:
-    """The model where it answers fastest: on a GPU in its 16-bit precision, on a CPU as it is."""
+    """Move the model to where inference is fastest: to a GPU in 16-bit precision; unchanged on a CPU."""
     import torch
 
     config = hardware()
@@ -222,7 +222,7 @@ def placed(model: M) -> M:
 
 
 def has_fast_bf16() -> bool:
-    """Whether this CPU multiplies bf16 in hardware (AVX512-BF16 or AMX, ARM bf16); emulated bf16 is 50 times slower."""
+    """Whether this CPU multiplies bf16 in hardware (AVX512-BF16 or AMX, ARM bf16); emulated bf16 is 50x slower."""
     import torch
 
     if platform.machine() in ("aarch64", "arm64"):
@@ -233,7 +233,7 @@ def has_fast_bf16() -> bool:
 
 
 def accelerator(precision: str, folder: str) -> Accelerator:
-    """Accelerate, with everything that could change the mathematics switched off."""
+    """An Accelerator with everything that could change the math disabled."""
     from accelerate import Accelerator
 
     config = hardware(precision)
@@ -242,7 +242,7 @@ def accelerator(precision: str, folder: str) -> Accelerator:
 
 
 def describe(precision: str = "auto") -> dict[str, str]:
-    """Versions and device, for the tracker: facts about the run that never enter an out."""
+    """Versions and device, for the tracker: facts about the run that never go into an out."""
     import torch
 
     config = hardware(precision)
@@ -257,7 +257,7 @@ def describe(precision: str = "auto") -> dict[str, str]:
 
 
 def cpu_name() -> str:
-    """The processor's name according to the system."""
+    """The CPU's name as reported by the system."""
     with contextlib.suppress(OSError), Path("/proc/cpuinfo").open() as file:
         for line in file:
             if line.startswith("model name"):
@@ -276,7 +276,7 @@ def data_sheet_flops(device: torch.device) -> float | None:
 
 
 def gpu_utilisation(device: torch.device) -> float | None:
-    """The share of the last second in which a GPU was busy; None on a CPU, or without nvidia-ml-py."""
+    """The fraction of the last second a GPU was busy; None on a CPU or without nvidia-ml-py."""
     import torch
 
     if device.type != "cuda":
@@ -288,7 +288,7 @@ def gpu_utilisation(device: torch.device) -> float | None:
 
 
 def pins(setting: bool | str, device: torch.device) -> bool:
-    """Whether batches go through page-locked memory. Raises ConfigError for `true` without a GPU."""
+    """Whether batches go through pinned memory. Raises ConfigError for `true` without a GPU."""
     if setting is True and device.type != "cuda":
         raise ConfigError(f"runtime.pin_memory: true needs a CUDA device, this run is on {device.type}; set it to auto")
     return device.type == "cuda" and setting is not False
@@ -301,7 +301,7 @@ class Movable(Protocol):
 
 
 def move(batch: Movable, device: torch.device, *, pin: bool) -> Movable:
-    """A batch on the device. With `pin` it goes through page-locked memory, and the copy is asynchronous."""
+    """Move a batch to the device; with `pin`, asynchronously through pinned memory."""
     import torch
 
     if pin:
@@ -315,7 +315,7 @@ def move(batch: Movable, device: torch.device, *, pin: bool) -> Movable:
 
 @functools.cache
 def matmul_gflops(precision: str = "fp32", size: int = 1024, repeats: int = 8) -> float:
-    """Measured speed of a square matrix product in GFLOP/s: the yardstick for every reported time."""
+    """Measured speed of a square matmul in GFLOP/s: the yardstick for every reported time."""
     import time
 
     import torch
@@ -334,7 +334,7 @@ def matmul_gflops(precision: str = "fp32", size: int = 1024, repeats: int = 8) -
 
 
 def total_memory(device: torch.device) -> int:
-    """Bytes of the device's or the cgroup's memory: the total, not the free part, so that equal runs choose alike."""
+    """Memory of the device or the cgroup in bytes: total, not free, so that identical runs make the same choices."""
     import psutil
     import torch
 
@@ -348,7 +348,7 @@ def total_memory(device: torch.device) -> int:
 
 
 def peak_memory(device: torch.device) -> int:
-    """This process's peak of memory, bytes: allocated on the GPU, resident on a CPU."""
+    """This process's peak memory, bytes: allocated on the GPU, resident on a CPU."""
     import resource
 
     import torch
@@ -359,21 +359,21 @@ def peak_memory(device: torch.device) -> int:
 
 
 def resident_memory() -> int:
-    """Bytes of this process in the machine's memory now."""
+    """This process's current resident memory, bytes."""
     import psutil
 
     return psutil.Process().memory_info().rss
 
 
 def held_memory(device: torch.device) -> int:
-    """Bytes of this process's tensors on a GPU; 0 on a CPU, where torch does not count them."""
+    """Bytes of this process's tensors on a GPU; 0 on a CPU, where torch does not track them."""
     import torch
 
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
 def give_back(device: torch.device) -> None:
-    """Release the memory that the allocator caches: blocks of other sizes than those needed from now on."""
+    """Release the allocator's cached memory: its block sizes differ from those needed from now on."""
     import gc
 
     import torch
@@ -392,5 +392,5 @@ def need_memory(num_bytes: int, what: str) -> None:
     total = psutil.virtual_memory().total + psutil.swap_memory().total
     if num_bytes > total:
         raise ConfigError(
-            f"{what}: {num_bytes / 1e9:,.1f} GB needed, this machine has {total / 1e9:,.1f} GB; take a smaller model"
+            f"{what}: {num_bytes / 1e9:,.1f} GB needed, this machine has {total / 1e9:,.1f} GB; use a smaller model"
         )

@@ -1,11 +1,11 @@
-"""dvc.yaml as data: what each stage reads, makes and tracks. The graph is stated there and nowhere else.
+"""dvc.yaml as data: each stage's inputs, outputs and tracked parameters. The graph is defined only there.
 
     stages(root)              every stage, with the items of a matrix
-    maker(root, path)         the stage that makes a path, or a part of it
-    waits()                   which stage waits for which, from DVC itself
+    maker(root, path)         the stage that makes a path, or part of it
+    waits()                   the dependencies between stages, as DVC resolves them
 
-Templates are followed to a matrix (`${item.<name>}`) and to params.yaml (`${tools.base}`). `foreach` and `vars` are
-not; ours has none.
+Templates that refer to a matrix (`${item.<name>}`) or to params.yaml (`${tools.base}`) are resolved. `foreach` and
+`vars` are not supported; our dvc.yaml uses neither.
 """
 
 import itertools
@@ -32,7 +32,7 @@ class GraphStage:
 
 
 def stages(root: Path) -> dict[str, GraphStage]:
-    """All stages, in the order of the file; none where there is no dvc.yaml."""
+    """All stages, in file order; empty if there is no dvc.yaml."""
     path = root / "dvc.yaml"
     if not path.is_file():
         return {}
@@ -45,7 +45,7 @@ def stages(root: Path) -> dict[str, GraphStage]:
 
 
 def maker(root: Path, path: PurePosixPath) -> str | None:
-    """The stage with this out, one above it or one below it; without its item. None if no stage makes it."""
+    """The stage whose out is this path, a parent of it or a child; without its item. None if no stage makes it."""
     for stage in stages(root).values():
         for out in map(PurePosixPath, stage.outs):
             if path == out or out in path.parents or (path in out.parents and len(path.parts) > 1):
@@ -54,7 +54,7 @@ def maker(root: Path, path: PurePosixPath) -> str | None:
 
 
 def waits() -> dict[str, set[str]]:
-    """Every stage with the stages that it waits for, in topological order, as DVC has them."""
+    """Every stage and the stages it depends on, in topological order, according to DVC."""
     from dvc.repo import Repo  # here: the import takes a second
 
     with Repo() as repo:
@@ -69,7 +69,7 @@ def waits() -> dict[str, set[str]]:
 
 
 def _items(stage: JsonObject) -> Iterable[dict[str, str]]:
-    """The items of a stage's matrix; one empty item without a matrix."""
+    """The items of a stage's matrix; a single empty item if it has none."""
     matrix = stage.get("matrix", {})
     return [dict(zip(matrix, values, strict=True)) for values in itertools.product(*matrix.values())]
 

@@ -1,18 +1,18 @@
-"""MLflow: the store, a run for each stage that is built, and the registered models.
+"""MLflow: the store, one run per stage that is built, and the model registry.
 
-    connect()                      a client of the store, and the experiment of our runs
-    MlflowRun, Spool, deliver      the run of a stage; the same calls as lines in the work folder; making those calls
+    connect()                      a client for the store, and the experiment that contains our runs
+    MlflowRun, Spool, deliver      a stage's run; the same calls as lines in the work folder; replaying those calls
     register(client, run_id, ...)  a version of the model `stagecoach`, made by a run of stage deploy
-    versions, champion, crown      the versions, the one with the alias `champion`, and giving a version the alias
+    versions, champion, crown      the versions, the one with the alias `champion`, and assigning the alias
 
-    workspace                      a run for each DVC experiment (or for the workspace) and commit: headlines, report
-      workspace/language           nested under it, a run for each stage: parameters under the names of params.yaml,
+    workspace                      a run per DVC experiment (or the workspace) and commit: headline metrics, report
+      workspace/language           nested under it, a run per stage: parameters under their params.yaml names,
                                    inputs as datasets with their digests, the curve, final numbers, artifacts
 
 The store is `sqlite:///$DVC_ROOT/mlflow.db` unless MLFLOW_TRACKING_URI is set. A version is an MLflow model with a copy
-of the deployed model, so it loads after `prune` and on other machines (`pipeline/export/pyfunc.py`). The evaluation of
-a champion is stored with its run as the artifact `evaluation`, so that a later version can be compared with it item by
-item. Which version may be champion is decided in report/champion.py.
+of the deployed model, so it loads after `prune` and on other machines (`pipeline/export/pyfunc.py`). A champion's
+evaluation is stored with its run as the artifact `evaluation`, so that later versions can be compared with it item by
+item. Which version may become champion is decided in report/champion.py.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ if TYPE_CHECKING:
 Number = float | int | str
 NAME, ALIAS, EVALUATION = "stagecoach", "champion", "evaluation"
 WORKSPACE = "workspace"  # as in `dvc exp show`: what was built outside any experiment
-GROUP = "stagecoach.group"  # tag of the run that those of an experiment are nested under
+GROUP = "stagecoach.group"  # tag of an experiment's parent run
 NOTE = "mlflow.json"  # in the work folder: the id of its MLflow run
-SPOOL, LATER = "mlflow.jsonl", "later"  # in the work folder: calls of an MlflowRun; the STAGECOACH_MLFLOW that spools
-WAIT, SHORT_WAIT = 120.0, 5.0  # seconds for the store to open: for a run that trains, for one that is being stopped
+SPOOL, LATER = "mlflow.jsonl", "later"  # spooled MlflowRun calls in the work folder; the STAGECOACH_MLFLOW that spools
+WAIT, SHORT_WAIT = 120.0, 5.0  # seconds to wait for the store: for a training run, for one that is being stopped
 MAX_DIGEST = 36  # characters, in MLflow's tables
-DEFAULTS = {  # with its own, MLflow would retry for four minutes and warn at each try
+DEFAULTS = {  # by default MLflow would retry for four minutes and warn each time
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "DO_NOT_TRACK": "true",
     "MLFLOW_LOGGING_LEVEL": "ERROR",
@@ -57,13 +57,13 @@ DEFAULTS = {  # with its own, MLflow would retry for four minutes and warn at ea
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
 }
 LOADER = "pipeline.export.pyfunc"
-ANOTHER_PROGRAMS = ("gguf", "ollama", "onnx")  # folders of an export that MLflow's copy leaves out
+ANOTHER_PROGRAMS = ("gguf", "ollama", "onnx")  # folders of an export that are left out of MLflow's copy
 NEEDED = ("torch", "numpy", "pyyaml", "ruamel.yaml", "safetensors", "tokenizers", "tqdm")  # by LOADER
 
 
 @dataclass(frozen=True)
 class Description:
-    """What the run of a stage is created with."""
+    """What a stage's run is created with."""
 
     name: str  # evaluate@tools
     tags: dict[str, str] = field(default_factory=dict)
@@ -77,7 +77,7 @@ class Description:
 
     @property
     def group(self) -> str:
-        """What the runs of one experiment, or of the workspace at one commit, have in common."""
+        """The tag shared by the runs of one experiment, or of the workspace at one commit."""
         return f"{self.experiment} {self.tags.get('dvc.baseline') or self.tags.get('git.commit', '')}".strip()
 
 
@@ -94,14 +94,14 @@ class Version:
 
 
 def connect() -> tuple[MlflowClient, str]:
-    """A client, and the id of the experiment `stagecoach`, created if it is missing. Raises ConfigError, and whatever
-    MLflow raises.
+    """A client and the id of the experiment `stagecoach`, created if missing. Raises ConfigError, and whatever MLflow
+    raises.
     """
     for variable, value in DEFAULTS.items():
         os.environ.setdefault(variable, value)
     root = Path(os.environ.get("DVC_ROOT", ".")).resolve()
     uri = os.environ.get("MLFLOW_TRACKING_URI", f"sqlite:///{root / 'mlflow.db'}")
-    with warnings.catch_warnings(), _locked():  # else two first users would both create the tables
+    with warnings.catch_warnings(), _locked():  # otherwise two first users would both create the tables
         warnings.simplefilter("ignore")
         _check_file(uri)
         from mlflow.tracking import MlflowClient
@@ -116,7 +116,7 @@ def connect() -> tuple[MlflowClient, str]:
 
 @contextmanager
 def _locked() -> Iterator[None]:
-    """One process of this repository at a time."""
+    """Allow only one process of this repository at a time."""
     folder = Path(os.environ.get("DVC_ROOT", ".")).resolve() / ".work"
     folder.mkdir(exist_ok=True)
     with (folder / "mlflow.lock").open("w") as lock:
@@ -125,8 +125,8 @@ def _locked() -> Iterator[None]:
 
 
 def _check_file(uri: str) -> None:
-    """Raise ConfigError if SQLite cannot open the store's file, a folder for example: MLflow would try for 100
-    seconds.
+    """Raise ConfigError if SQLite cannot open the store's file, e.g. because it is a folder: MLflow would keep trying
+    for 100 seconds.
     """
     path = uri.removeprefix("sqlite:///").partition("?")[0]
     if path in (uri, "", ":memory:"):
@@ -135,7 +135,7 @@ def _check_file(uri: str) -> None:
         with contextlib.closing(sqlite3.connect(path, timeout=60.0)) as store:
             store.execute("pragma schema_version").fetchone()
     except sqlite3.Error as error:
-        what = "a folder" if Path(path).is_dir() else f"what SQLite cannot open ({error})"
+        what = "a folder" if Path(path).is_dir() else f"a file that SQLite cannot open ({error})"
         raise ConfigError(
             f"{path}: expected MLflow's database, found {what}; move it away, or set MLFLOW_TRACKING_URI"
         ) from error
@@ -145,11 +145,11 @@ def _check_file(uri: str) -> None:
 
 
 class MlflowRun:
-    """One MLflow run, started in a thread (importing MLflow takes seconds), continued by its id in the work folder.
+    """One MLflow run, opened in a thread (importing MLflow takes seconds) and resumed by its id in the work folder.
 
-    The first log waits up to WAIT seconds for the store (`connect`); a store that does not answer by then, or later,
-    costs one warning, by `warn`. STAGECOACH_MLFLOW=off switches MLflow off (for tests of other things); under the
-    launcher a stage has a Spool instead.
+    The first log waits up to WAIT seconds for the store (`connect`). If the store does not respond, then or later, the
+    run continues after one warning through `warn`. STAGECOACH_MLFLOW=off disables MLflow (for unrelated tests); under
+    the launcher a stage uses a Spool instead.
     """
 
     def __init__(self, description: Description, folder: Path, warn: Callable[[str], None]) -> None:
@@ -165,7 +165,7 @@ class MlflowRun:
     def _start(self) -> None:
         try:
             self._open()
-        except Exception as error:  # MLflow raises many types; none of them may cost a training run
+        except Exception as error:  # MLflow raises many types; none may end a training run
             self._fail(error)
 
     def _open(self) -> None:
@@ -184,7 +184,7 @@ class MlflowRun:
         try:
             client.update_run(run_id, status="RUNNING")
             data = client.get_run(run_id).data
-        except MlflowException:  # the store was deleted, or another one is in use now
+        except MlflowException:  # the store was deleted, or a different one is in use
             return ""
         self.parent_id = data.tags.get("mlflow.parentRunId", "")
         curve = [name for name in data.metrics if not name.startswith("system/")]
@@ -197,7 +197,7 @@ class MlflowRun:
         from mlflow.entities import Dataset, DatasetInput, InputTag, Param
 
         described = self.description
-        with _locked():  # else two stages would both create the parent
+        with _locked():  # otherwise two stages would both create the parent
             self.parent_id = self._parent(client, experiment)
         models = {f"input.{path}": digest for path, digest in described.inputs.items() if path.startswith("models/")}
         tags = described.tags | models | {"mlflow.parentRunId": self.parent_id, "mlflow.source.type": "LOCAL"}
@@ -207,7 +207,7 @@ class MlflowRun:
         run_id = run.info.run_id
         (self.folder / NOTE).write_text(json.dumps({"run_id": run_id}))
         params = [Param(k, str(v)[:500]) for k, v in sorted(described.parameters.items())]
-        for first in range(0, len(params), 100):  # as many as one batch takes
+        for first in range(0, len(params), 100):  # MLflow's limit per batch
             client.log_batch(run_id, params=params[first : first + 100])
         data = [
             DatasetInput(
@@ -222,7 +222,7 @@ class MlflowRun:
         return run_id
 
     def _parent(self, client: MlflowClient, experiment: str) -> str:
-        """The run of the experiment, created if it is missing."""
+        """The experiment's parent run, created if missing."""
         described = self.description
         quoted = described.group.replace("'", "\\'")
         found = client.search_runs([experiment], f"tags.`{GROUP}` = '{quoted}'", max_results=1)
@@ -236,11 +236,11 @@ class MlflowRun:
     def _fail(self, error: Exception) -> None:
         if not self.failed:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
-            self.warn(f"warning: MLflow does not answer ({type(error).__name__}: {reason[:200]}); going on without it")
+            self.warn(f"warning: MLflow failed ({type(error).__name__}: {reason[:200]}); continuing without it")
         self.failed = True
 
     def _wait_for_client(self, wait: float | None = None) -> MlflowClient | None:
-        """The client once the run is open; None if the store does not answer."""
+        """The client once the run is open; None if the store does not respond."""
         if self._thread.ident is not None and not self.failed:
             wait = WAIT if wait is None else wait
             self._thread.join(timeout=wait)
@@ -249,8 +249,8 @@ class MlflowRun:
         return None if self.failed else self.client
 
     def log(self, rows: list[dict[str, Number]]) -> None:
-        """Log rows of the curve, without what the run has already."""
-        if not rows or (client := self._wait_for_client()) is None:  # once it is open, `_resume` knows what it has
+        """Log rows of the curve, skipping what the run already has."""
+        if not rows or (client := self._wait_for_client()) is None:  # waiting: `_resume` finds out what the run has
             return
         if new_rows := unknown(rows, self._last_step, self._last_names):
             now = int(time.time() * 1000)
@@ -260,7 +260,7 @@ class MlflowRun:
             self._last_step = int(new_rows[-1]["step"])
 
     def system(self, samples: Sequence[tuple[int, Mapping[str, float]]]) -> None:
-        """Log how busy the machine was, under names that MLflow's page draws as system metrics."""
+        """Log machine utilization under names that MLflow displays as system metrics."""
         if samples and (client := self._wait_for_client()) is not None:
             numbered = enumerate(samples)
             values = [(k, v, when, step) for step, (when, values) in numbered for k, v in values.items()]
@@ -281,7 +281,7 @@ class MlflowRun:
         self._store(self.run_id, files)
 
     def summarize(self, numbers: Mapping[str, float], files: Sequence[Path]) -> None:
-        """Log numbers and files with the run of the experiment, beside those of its other stages."""
+        """Log numbers and files to the experiment's parent run, next to those of its other stages."""
         if (client := self._wait_for_client()) is not None and self.parent_id:
             now = int(time.time() * 1000)
             self._send(client, self.parent_id, [(name, value, now, 0) for name, value in numbers.items()])
@@ -297,7 +297,7 @@ class MlflowRun:
             self._fail(error)
 
     def _send(self, client: MlflowClient, run_id: str, values: Sequence[tuple[str, object, int, int]]) -> None:
-        """Log (name, value, milliseconds, step) tuples, without values that are not finite numbers."""
+        """Log (name, value, milliseconds, step) tuples, skipping values that are not finite numbers."""
         from mlflow.entities import Metric
 
         metrics = [
@@ -312,7 +312,7 @@ class MlflowRun:
             self._fail(error)
 
     def back_to(self, step: int) -> None:
-        """Accept the steps after this one again; those that the run has already stay beside them."""
+        """Accept the steps after this one again; values the run already has for them are kept too."""
         if self._wait_for_client() is not None:
             self._last_step = min(self._last_step, step)
 
@@ -324,8 +324,8 @@ class MlflowRun:
             self.end("FINISHED")
 
     def end(self, status: str, wait: float | None = None) -> None:
-        """Set the status of the run and of its experiment's; wait at most `wait` seconds (None: WAIT) for a store that
-        is still being opened.
+        """Set the status of the run and its parent; wait at most `wait` seconds (None: WAIT) for a store that is still
+        opening.
         """
         if (client := self._wait_for_client(wait)) is None:
             return
@@ -337,20 +337,20 @@ class MlflowRun:
 
 
 def unknown(rows: list[dict[str, Number]], last: int, names: Set[str]) -> list[dict[str, Number]]:
-    """The rows after the step `last`, and what its row has beside the values `names`."""
+    """The rows after the step `last`, and the values of its own row other than `names`."""
     new_rows = [row for row in rows if int(row["step"]) > last]
     more = [{k: v for k, v in row.items() if k not in names} for row in rows if int(row["step"]) == last]
     return [row for row in more if len(row) > 1] + new_rows
 
 
 def names_at(row: dict[str, Number], last: int, names: Set[str]) -> set[str]:
-    """The values that a tracker has at the step of `row`, the last that it got; before, it had `names` at `last`."""
+    """The values a tracker has at the step of `row`, which it received last; before, it had `names` at `last`."""
     return row.keys() - {"step"} | (names if int(row["step"]) == last else set())
 
 
 class Spool:
-    """The calls of an MlflowRun, as lines in the work folder. Importing MLflow takes two CPU seconds, so the launcher
-    makes the calls of all stages in one process (`deliver`).
+    """Records MlflowRun calls as lines in the work folder. Importing MLflow takes two CPU seconds, so the launcher
+    makes the calls of all stages from one process (`deliver`).
     """
 
     def __init__(self, description: Description, folder: Path) -> None:
@@ -392,13 +392,13 @@ class Spool:
         self._add("finish", final)
 
     def end(self, status: str, wait: float | None = None) -> None:
-        """MlflowRun.end, later; nothing is waited for here."""
+        """MlflowRun.end, later; does not wait."""
         self._add("end", status)
 
 
 def deliver(root: Path, ended: Callable[[], bool], warn: Callable[[str], None]) -> None:
-    """Make the calls that stages spool in the work directory `root`, also those of an earlier build, until `ended`,
-    which takes a moment, is true and none is left.
+    """Make the calls that stages spooled in the work directory `root`, including those of earlier builds, until `ended`
+    (which blocks briefly) returns true and none are left.
     """
     runs: dict[Path, MlflowRun] = {}
     is_last = False
@@ -410,7 +410,7 @@ def deliver(root: Path, ended: Callable[[], bool], warn: Callable[[str], None]) 
 
 
 def _taken(spool: Path) -> list[str]:
-    """The lines of a spool, which is empty from then on."""
+    """Read the lines of a spool and empty it."""
     if not spool.stat().st_size:
         return []
     with spool.open("r+", encoding="utf-8") as file:
@@ -424,7 +424,7 @@ def _make_call(runs: dict[Path, MlflowRun], folder: Path, call: list[Any], warn:
     if call[0] == "open":
         runs[folder] = MlflowRun(Description(**call[1]), folder, warn)
         return
-    if folder not in runs:  # an earlier build's process opened the run, and was killed
+    if folder not in runs:  # the run was opened by an earlier build's process, which was killed
         runs[folder] = MlflowRun(Description(folder.parent.name), folder, warn)
     run = runs[folder]
     match call:
@@ -456,7 +456,7 @@ def known_run(folder: Path) -> str:
 
 
 def register(client: MlflowClient, run_id: str, folder: Path, tags: Mapping[str, str]) -> Version:
-    """The version of a run, created from `folder` if the run has none yet: an MLflow model with a copy of the export,
+    """A run's version, created from `folder` if it does not exist yet: an MLflow model with a copy of the export,
     without the files for other programs.
     """
     from mlflow.exceptions import MlflowException
@@ -476,7 +476,7 @@ def register(client: MlflowClient, run_id: str, folder: Path, tags: Mapping[str,
 
 
 def _as_mlflow_model(folder: Path, scratch: Path) -> Path:
-    """An MLflow model in `scratch` of the export `folder`; files are linked, not copied, where that is possible."""
+    """Save the export `folder` as an MLflow model in `scratch`; files are linked instead of copied where possible."""
     import importlib.metadata
 
     from mlflow import pyfunc
@@ -491,7 +491,7 @@ def _as_mlflow_model(folder: Path, scratch: Path) -> Path:
         return target
 
     export = scratch / "export"
-    ignored = shutil.ignore_patterns(*ANOTHER_PROGRAMS, "SHA256SUMS")  # the sums name what is left out
+    ignored = shutil.ignore_patterns(*ANOTHER_PROGRAMS, "SHA256SUMS")  # the checksums list files that are left out
     shutil.copytree(folder, export, ignore=ignored, copy_function=link)
     params = ParamSchema(
         [
@@ -533,7 +533,7 @@ def champion(client: MlflowClient) -> Version | None:
 
 
 def crown(client: MlflowClient, version: Version, evaluation: list[Path], tags: Mapping[str, str]) -> None:
-    """Store a version's evaluation with its run, then make the version champion."""
+    """Store a version's evaluation with its run, then make the version the champion."""
     for path in evaluation:
         client.log_artifact(version.run_id, str(path), EVALUATION)
     for key, value in tags.items():

@@ -1,19 +1,19 @@
-"""Starts our own processes: data workers, the training processes of a stage, one of our modules beside another.
+"""Starts our own processes: data workers, the training processes of a stage, helper modules.
 
     pool_map(function, items, workers)          ordered results from worker processes
-    beside(module, arguments, log)              one of our modules while a block runs
-    output_of(command)                          what a foreign program writes, bounded in bytes and time
+    beside(module, arguments, log)              one of our modules in the background while a block runs
+    output_of(command)                          the output of an external program, bounded in bytes and time
     plan()                                      the processes that a stage trains in: STAGECOACH_LAUNCH
-    run_workers(plan, module, argv)             runs them; their common exit code
+    run_workers(plan, module, argv)             run them; returns their common exit code
 
-STAGECOACH_LAUNCH is empty or 1 (one process), `4` (processes of this machine, each with the whole model: DDP),
-`fsdp2:4` (each with a shard of it) or an Accelerate config file (conf/launch/*.yaml), the only form for several
-machines; MACHINE_RANK is the number of this one. Workers read their settings from the variables that `accelerate
-launch` sets, so starting them with it by hand works too. Where there are GPUs, Accelerate starts them. On a CPU it
-would silently turn FSDP into DDP and start one process, so there torch.distributed.run starts them, also for
+STAGECOACH_LAUNCH is empty or 1 (one process), `4` (processes on this machine, each with the full model: DDP),
+`fsdp2:4` (each with a shard) or an Accelerate config file (conf/launch/*.yaml), the only option for several machines;
+MACHINE_RANK is this machine's number. Workers read their settings from the variables that `accelerate launch` sets, so
+launching them with it directly works too. On GPUs, Accelerate starts the workers. On a CPU it would silently turn FSDP
+into DDP and start one process, so torch.distributed.run starts them instead, even for
 `accelerate launch --cpu --num_processes 2 -m stages.language`.
 
-Not promised: restarts of a failed worker (the same command resumes), elastic numbers of machines.
+Not guaranteed: restarting a failed worker (rerun the same command to resume), an elastic number of machines.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ Result = TypeVar("Result")
 Process: TypeAlias = "subprocess.Popen[bytes]"
 PR_SET_PDEATHSIG = 1
 END_SECONDS = 30
-SAVE_SECONDS = 300  # the time that workers have to save a state after a signal to end
+SAVE_SECONDS = 300  # how long workers have to save a checkpoint after a termination signal
 KINDS = ("MULTI_GPU", "MULTI_CPU", "FSDP")
-FSDP_KEYS: dict[str, tuple[object, ...]] = {  # the keys of fsdp_config, and the values that we implement
+FSDP_KEYS: dict[str, tuple[object, ...]] = {  # the keys of fsdp_config and their supported values
     "fsdp_version": (2,),
     "fsdp_auto_wrap_policy": ("TRANSFORMER_BASED_WRAP",),
     "fsdp_transformer_layer_cls_to_wrap": ("Block",),
@@ -59,7 +59,7 @@ FSDP_KEYS: dict[str, tuple[object, ...]] = {  # the keys of fsdp_config, and the
     "fsdp_offload_params": (True, False),
     "fsdp_state_dict_type": ("SHARDED_STATE_DICT",),
 }
-# What `beside` runs: `python -m MODULE ARGUMENTS`, bound to its parent process
+# What `beside` runs: `python -m MODULE ARGUMENTS`, tied to its parent process
 BESIDE = (
     "import runpy, sys; from pipeline.run.processes import die_with_parent; die_with_parent(int(sys.argv.pop(1))); "
     "runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
@@ -67,9 +67,9 @@ BESIDE = (
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel send SIGTERM when the parent dies, so that killing DVC leaves no orphan that keeps training.
+    """Have the kernel send SIGTERM when the parent dies, so that killing DVC does not leave an orphan training.
 
-    Raises SystemExit if the parent is gone already (it died between the fork and this call).
+    Raises SystemExit if the parent is already gone (it died between the fork and this call).
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -79,11 +79,11 @@ def die_with_parent(parent: int) -> None:
 
 def _start_worker(parent: int) -> None:
     die_with_parent(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends the pool; a worker's traceback would only hide why
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends the pool; a worker traceback would hide the cause
 
 
 def pool_map(function: Callable[[Item], Result], items: Iterable[Item], workers: int) -> Iterator[Result]:
-    """Apply `function` (module level) to the items in worker processes; yield results in the items' order.
+    """Apply `function` (defined at module level) to the items in worker processes; yield results in input order.
 
     At most 3 items per worker are in flight, so memory does not grow with the number of items. An exception in a worker
     is raised here; a killed worker raises concurrent.futures.process.BrokenProcessPool.
@@ -109,9 +109,9 @@ def pool_map(function: Callable[[Item], Result], items: Iterable[Item], workers:
 class Plan:
     """The processes of a training stage."""
 
-    processes: int  # of each machine
+    processes: int  # per machine
     machines: int = 1
-    machine: int = 0  # the number of this one; 0 has rank 0, which writes
+    machine: int = 0  # this machine's number; machine 0 has rank 0, which writes
     address: str = ""  # of machine 0
     port: int = 0
     on_cpu: bool
@@ -121,7 +121,7 @@ class Plan:
     file: Path | None = None
 
     def environment(self) -> dict[str, str]:
-        """The settings of the workers, in Accelerate's variables."""
+        """The workers' settings as Accelerate's environment variables."""
         variables = {"ACCELERATE_USE_FSDP": str(self.sharded).lower()}
         if self.sharded:
             variables |= {
@@ -136,7 +136,7 @@ class Plan:
 
 
 def plan() -> Plan | None:
-    """The plan of STAGECOACH_LAUNCH; None for one process, and inside a worker. Raises ConfigError."""
+    """The plan set by STAGECOACH_LAUNCH; None for one process, and inside a worker. Raises ConfigError."""
     launch = "" if "LOCAL_RANK" in os.environ else os.environ.get("STAGECOACH_LAUNCH") or _asked_of_accelerate()
     kind, _, count = launch.rpartition(":")
     if launch == "":
@@ -162,10 +162,10 @@ def plan() -> Plan | None:
 
 
 def _asked_of_accelerate() -> str:
-    """What `accelerate launch` was asked for where it started one process of several, as STAGECOACH_LAUNCH; else "".
+    """If `accelerate launch` started one process of several, its request in STAGECOACH_LAUNCH form; else "".
 
-    On a CPU it sets the address of their group, and leaves starting the others to mpirun. Raises ConfigError where its
-    command line does not say how many.
+    On a CPU it sets the address of the process group and leaves starting the others to mpirun. Raises ConfigError if
+    its command line does not give their number.
     """
     by_accelerate = {"MASTER_ADDR", "ACCELERATE_MIXED_PRECISION"} <= os.environ.keys()
     if not by_accelerate or any(name in os.environ for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")):
@@ -196,10 +196,10 @@ def _read_plan(path: Path) -> Plan:
         raise ConfigError(f"{path}: not an Accelerate config file: {error}") from error
     if kind == "DEEPSPEED":
         raise ConfigError(
-            f"{path}: DeepSpeed is not carried through: it clips and steps inside its own backward pass, so the loop"
-            " could neither skip a bad step nor save a state that other numbers of processes read."
-            " conf/launch/fsdp2.yaml cuts weights, gradients and moments as ZeRO-3 does; fsdp_offload_params: true"
-            " keeps them in the machine's memory"
+            f"{path}: DeepSpeed is not supported: it clips and steps inside its own backward pass, so the training loop"
+            " could not skip a bad step or save a checkpoint that loads with a different number of processes."
+            " conf/launch/fsdp2.yaml shards weights, gradients and moments as ZeRO-3 does; fsdp_offload_params: true"
+            " keeps them in CPU memory"
         )
     expected = {"distributed_type": (kind, KINDS), "mixed_precision": (config.mixed_precision or "no", ("no",))}
     for key, value in sections.items():
@@ -249,9 +249,9 @@ def _plan_of(path: Path, config: ClusterConfig, fsdp: JsonObject, *, sharded: bo
 
 
 def run_workers(workers: Plan, module: str, argv: list[str]) -> int:
-    """Run `python -m module argv` in all processes of this machine; 0, or the `exit_code` of those that failed.
+    """Run `python -m module argv` in all processes of this machine; returns 0, or the `exit_code` of those that failed.
 
-    They die with this process, receive its signals, and have SAVE_SECONDS to save a state.
+    The processes die with this one, receive its signals, and have SAVE_SECONDS to save a checkpoint.
     """
     import logging
 
@@ -260,7 +260,7 @@ def run_workers(workers: Plan, module: str, argv: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     for name in logging.root.manager.loggerDict:
-        if name.startswith(launcher.__name__.rpartition(".")[0]):  # the worker itself reports its error, once
+        if name.startswith(launcher.__name__.rpartition(".")[0]):  # the worker reports its own error, once
             logging.getLogger(name).setLevel(logging.CRITICAL)
     os.environ.update(workers.environment())
     sys.stdout.flush()
@@ -308,7 +308,7 @@ def _torch_workers(workers: Plan, module: str, argv: list[str]) -> None:
 
 
 def _accelerate_workers(workers: Plan, module: str, argv: list[str]) -> None:
-    """On GPUs, by an Accelerate config file. Untested: no machine with GPUs was at hand."""
+    """Start the workers on GPUs from an Accelerate config file. Untested: no machine with GPUs was available."""
     from accelerate.commands import launch
 
     arguments = [
@@ -328,9 +328,9 @@ def _accelerate_workers(workers: Plan, module: str, argv: list[str]) -> None:
 
 
 def exit_code(codes: dict[int, int]) -> int:
-    """The common exit code of processes that failed (rank -> code, below 0 for a signal); reports a killed one.
+    """The common exit code of failed processes (rank -> code, negative for a signal); reports a killed one.
 
-    A failed gate or a wrong input is taken as the cause of everything else, then a killed process, then an error.
+    A failed gate or invalid input is assumed to be the root cause; then a killed process, then an error.
     """
     killed = {rank: -code for rank, code in codes.items() if code < 0}
     causes = sorted(code for code in codes.values() if code in (2, 3))
@@ -339,7 +339,7 @@ def exit_code(codes: dict[int, int]) -> int:
         sys.stderr.write(
             f"process {rank} was killed by {signal.Signals(number).name}"
             + (" (the kernel does so when memory runs out)" if number == signal.SIGKILL else "")
-            + "; the others were ended. The same command resumes from the newest state\n"
+            + "; the others were stopped. Rerun the same command to resume from the newest state\n"
         )
         return 128 + number
     others = sorted(code for code in codes.values() if code > 0)
@@ -350,9 +350,9 @@ def exit_code(codes: dict[int, int]) -> int:
 def beside(module: str, arguments: list[str], log: Path, handed: Sequence[int] = ()) -> Iterator[Process]:
     """Run one of our modules in its own process while the block runs, with its output in `log`.
 
-    At the end of the block it gets SIGTERM, and SIGKILL if it has not ended within END_SECONDS. It gets SIGTERM too
-    when this process dies, however it dies, or the thread that entered the block ends. It inherits the descriptors
-    `handed`.
+    At the end of the block it gets SIGTERM, then SIGKILL if it has not exited within END_SECONDS. It also gets SIGTERM
+    when this process dies for any reason, or when the thread that entered the block ends. It inherits the file
+    descriptors `handed`.
     """
     command = [sys.executable, "-c", BESIDE, str(os.getpid()), module, *arguments]
     with log.open("wb") as file:
@@ -368,12 +368,12 @@ def beside(module: str, arguments: list[str], log: Path, handed: Sequence[int] =
             process.wait()
 
 
-# --- a foreign program ------------------------------------------------------------------------------------------------
+# --- external programs ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Output:
-    """What a program wrote, and how it ended: `code` None where it was stopped at a bound."""
+    """A program's output and exit code; `code` is None if it was stopped at a limit."""
 
     output: bytes
     errors: str
@@ -381,7 +381,7 @@ class Output:
 
 
 def output_of(command: Sequence[str], *, environment: dict[str, str], most_bytes: int, seconds: float) -> Output:
-    """Run a program until it has written `most_bytes`, or for so many seconds. Raises FileNotFoundError."""
+    """Run a program until it exits, has written `most_bytes`, or `seconds` have passed. Raises FileNotFoundError."""
     with tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, env=environment

@@ -1,9 +1,9 @@
-"""What happens around a stage's `run`: arguments, key, lock, resuming, tracking, publishing, exit codes.
+"""Everything around a stage's `run`: arguments, key, lock, resuming, tracking, publishing, exit codes.
 
     main(run, inputs={...}, outs={...})        at the end of every stages/<s>.py, called through pipeline.run.config
 
-A finished key is only exported; an unfinished one resumes. An out appears whole or not at all. Exit codes: 0 done, 2
-wrong configuration or input, 3 a failed gate, 128 + signal when stopped, 1 everything else (`pipeline/run/errors.py`).
+A finished key is only exported; an unfinished one resumes. Outs are published atomically. Exit codes: 0 success, 2
+invalid configuration or input, 3 a failed gate, 128 + signal when stopped, 1 anything else (`pipeline/run/errors.py`).
 """
 
 from __future__ import annotations
@@ -34,33 +34,33 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 ANY = ("*",)
-LOGS = Path("logs")  # for a person who looks while a stage runs; in no out, and not in git
+LOGS = Path("logs")  # for watching a stage while it runs; not in any out, and not in git
 RESUME = "--resume"
-WIDEST = 40  # characters of a value in the summary of a stage
+WIDEST = 40  # characters of a value in a stage's summary
 WITHOUT_TORCH = ("corpus", "tasks", "encode")
-SHOWN = ("seed", "data_seed", "scale", "model", "data")  # of params.yaml, in MLflow's runs beside the stage's own
+SHOWN = ("seed", "data_seed", "scale", "model", "data")  # also shown in MLflow, from params.yaml
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Wiring:
-    """The paths of a stage's inputs and outs, relative to the folder of dvc.yaml, and how the stage runs.
+    """The paths of a stage's inputs and outs, relative to dvc.yaml, and how the stage runs.
 
-    In a path `{item}` is the matrix item, `{key}` the value of a text key of the stage's parameters.
+    In a path, `{item}` is the matrix item and `{key}` the value of a string key of the stage's parameters.
     """
 
     inputs: dict[str, str]
     outs: dict[str, str]
-    items: tuple[str, ...] = ()  # of the matrix; ANY: any identifier
+    items: tuple[str, ...] = ()  # matrix items; ANY: any identifier
     optional: tuple[str, ...] = ()  # inputs that may be absent
-    chosen: Callable[..., dict[str, str]] | None = None  # further inputs, by the stage's Params
+    chosen: Callable[..., dict[str, str]] | None = None  # additional inputs that depend on the stage's Params
     of_item: Callable[[str], tuple[str, ...]] | None = None  # the inputs that an item reads; None: all of them
-    seed: str = "seed"  # the key of its seed; "data_seed" for a stage that makes data or measures
+    seed: str = "seed"  # the key of its seed; "data_seed" for a stage that generates data or evaluates
     metrics: str | None = "metrics/{name}.json"  # the final numbers; None: the stage writes its own
-    trains: bool = False  # has a curve and a line for `dvc metrics show`, and may run in several processes
+    trains: bool = False  # has a curve and metrics for `dvc metrics show`, and may run in several processes
 
 
 def main(run: Callable[..., None], **wiring: Any) -> None:
-    """Run a stage as a command, and exit. `wiring`: the fields of Wiring."""
+    """Run a stage as a command and exit. `wiring`: the fields of Wiring."""
     start = time.monotonic()
     module = sys.modules[run.__module__]
     stage = Path(inspect.getfile(run)).stem
@@ -74,30 +74,28 @@ def main(run: Callable[..., None], **wiring: Any) -> None:
         if not device.is_lost_peer(error):
             raise
         first = str(error).splitlines()[0][:200]
-        _complain(
-            f"stage_{stage}{_rank_suffix()}: another process of this run is gone: {first}. The same command resumes"
-        )
+        _complain(f"stage_{stage}{_rank_suffix()}: another process of this run is gone: {first}. Rerun to resume")
         _exit(1)
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
         _complain(
             f"stage_{stage}: no space left on the device of {error.filename or 'the work folder'}. Nothing was"
-            " published; free some space (python -m pipeline.run.workdir prune removes unfinished work) and run again:"
+            " published; free some space (python -m pipeline.run.workdir prune removes unfinished work) and rerun:"
             " it resumes."
         )
         _exit(1)
     except workdir.Stopped as end:
-        _complain(f"stage_{stage}{_rank_suffix()}: stopped by {end.name} outside the loop; the same command resumes")
+        _complain(f"stage_{stage}{_rank_suffix()}: stopped by {end.name} outside the loop; rerun to resume")
         _exit(end.status)
     except KeyboardInterrupt:  # data stages; a training stage handles the signal itself
-        _complain(f"stage_{stage}: interrupted; the same command resumes")
+        _complain(f"stage_{stage}: interrupted; rerun to resume")
         _exit(128 + signal.SIGINT)
     _exit(0)
 
 
 def _logged(*arguments: Any) -> None:
-    """`_run`, of whose exceptions the log has the traceback."""
+    """`_run`, with the traceback of unexpected exceptions in the log."""
     try:
         _run(*arguments)
     except StagecoachError:
@@ -108,14 +106,14 @@ def _logged(*arguments: Any) -> None:
 
 
 def _complain(text: str) -> None:
-    """Why the stage ends, on stderr and in the log."""
+    """Write why the stage stops to stderr and to the log."""
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()
     tracking.LOG.info("%s", text)
 
 
 def _write_exit_code(code: int) -> None:
-    """Write the exit code where `pipeline.tools.launch` reads it: DVC reports only that its command failed."""
+    """Write the exit code for `pipeline.tools.launch`: DVC reports only that its command failed."""
     path = os.environ.get("STAGECOACH_ENDED")
     if path and "LOCAL_RANK" not in os.environ:
         with suppress(OSError):
@@ -159,7 +157,7 @@ def _run(
     if runtime.find_lr:
         folder = _finder_folder(folder, stage, wiring)
     plan = processes.plan() if wiring.trains else None
-    is_follower = plan is not None and plan.machine > 0  # machine 0 has the lock, starts afresh and publishes
+    is_follower = plan is not None and plan.machine > 0  # machine 0 locks, starts over and publishes
     if device.rank() == 0 and not is_follower:
         workdir.need_writable(folder / "lock", *(target for target, _ in out_paths(folder, wiring, names)))
     if is_follower:
@@ -173,11 +171,11 @@ def _run(
             workdir.back_to(folder, resumed)
         if workdir.is_finished(folder):
             again = f"python -m stages.{' '.join(filter(None, (stage, item)))} runtime.fresh=true"
-            tracking.say(f"{name}: already computed (key {lineage['key']}); exported. To compute it again: {again}")
+            tracking.say(f"{name}: already computed (key {lineage['key']}); exported. To recompute: {again}")
             absent = [n for n in runtime.keep_models if not (folder / f"out/models/{names['name']}-{n}").is_dir()]
             if wiring.trains and absent:
                 tracking.say(
-                    f"{name}: without the model of step {absent[0]}: runtime.fresh=true trains again and keeps it"
+                    f"{name}: the model of step {absent[0]} was not kept: retrain with runtime.fresh=true to keep it"
                 )
         else:
             number = 1 if plan is None else 0 if plan.on_cpu else plan.processes
@@ -198,7 +196,7 @@ def _run(
 
 
 def _family(stage: str, item: str | None, seed: int, parameters: DataclassInstance, lineage: JsonObject) -> str:
-    """The key without what sets nothing but the number of steps; empty where no key is of that kind."""
+    """The key without the settings that only change the number of steps; empty if there are none."""
     fit = getattr(parameters, "fit", None)
     lengths = getattr(fit, "length_keys", ())
     if fit is None or not lengths:
@@ -209,12 +207,12 @@ def _family(stage: str, item: str | None, seed: int, parameters: DataclassInstan
 
 
 def _finder_folder(folder: Path, stage: str, wiring: Wiring) -> Path:
-    """The work folder of a search for a learning rate, beside the run's own. Raises ConfigError."""
+    """The work folder of a learning rate search, next to the run's own. Raises ConfigError."""
     if not wiring.trains:
         raise ConfigError(f"runtime.find_lr: stage_{stage} trains nothing; set it on the command line of one that does")
     if os.environ.get("DVC_STAGE"):
         raise ConfigError(
-            "runtime.find_lr: a search makes no out for DVC; take it out of params.yaml and run "
+            "runtime.find_lr: a search produces no out for DVC; remove it from params.yaml and run "
             f"python -m stages.{stage} runtime.find_lr=true"
         )
     return folder.with_name(f"{folder.name}-find-lr")
@@ -234,7 +232,7 @@ def _compute(
     if device.rank() == 0:
         for path in outs.values():
             path.parent.mkdir(parents=True, exist_ok=True)
-            workdir.remove(path)  # a killed run may have left half of it
+            workdir.remove(path)  # a killed run may have left it half-written
     if wiring.trains:
         job.stop.install()
     with cost.measured(folder, start) if device.rank() == 0 else nullcontext() as usage:
@@ -261,13 +259,13 @@ def _compute(
 
 
 def out_paths(folder: Path, wiring: Wiring, names: dict[str, str]) -> list[tuple[Path, Path]]:
-    """(target, source) of everything that a finished key publishes."""
+    """(target, source) for everything that a finished key publishes."""
     paths = [path.format(**names) for path in wiring.outs.values()]
     if wiring.metrics:
         paths.append(wiring.metrics.format(**names))
     if wiring.trains:
         paths += [f"metrics/{names['name']}.csv", f"metrics/training/{names['name']}.json"]
-        kept = (folder / "out/models").glob(f"{names['name']}-*")  # of runtime.keep_models
+        kept = (folder / "out/models").glob(f"{names['name']}-*")  # from runtime.keep_models
         paths += sorted(f"models/{path.name}" for path in kept if path.name.rpartition("-")[2].isdecimal())
     return [(Path(path), folder / "out" / path) for path in paths]
 
@@ -279,7 +277,7 @@ def split_arguments(argv: list[str], stage: str, wiring: Wiring) -> tuple[str | 
         place = argv.index(RESUME)
         argv, step = [*argv[:place], *argv[place + 2 :]], "".join(argv[place + 1 : place + 2])
         if not wiring.trains or not step.isdecimal():
-            raise ConfigError(f"usage: python -m stages.{stage} {RESUME} STEP, of a stage that trains; got {step!r}")
+            raise ConfigError(f"usage: python -m stages.{stage} {RESUME} STEP, for a training stage; got {step!r}")
         resumed = int(step)
     items = [text for text in argv if "=" not in text]
     overrides = [text for text in argv if "=" in text]
@@ -307,18 +305,18 @@ def _check_inputs(inputs: dict[str, Path], optional: tuple[str, ...]) -> None:
 
 
 def remedy(path: Path) -> str:
-    """What to do about a missing input: the `dvc repro` that makes it, by its path."""
+    """What to do about a missing input: usually the `dvc repro` command that makes it."""
     if stage := graph.maker(Path(), PurePosixPath(path)):
         return f"make it with: dvc repro {stage}"
-    if path.parts[0] == "models" and path.name != "scratch":  # it stands in git
-        return f"models/ holds: {', '.join(sorted(p.name for p in path.parent.glob('*'))) or 'nothing'}"
+    if path.parts[0] == "models" and path.name != "scratch":  # it is in git
+        return f"models/ contains: {', '.join(sorted(p.name for p in path.parent.glob('*'))) or 'nothing'}"
     if path.parts[0] == "metrics":
         return "make it with: dvc repro"
-    return "it belongs to the repository: restore it with git checkout"
+    return "it is part of the repository: restore it with git checkout"
 
 
 def _lineage(stage: str, item: str | None, seed: int, resolved: JsonObject, inputs: dict[str, Path]) -> JsonObject:
-    """What the run is computed from: its key, the hash of its code, the digest of each input."""
+    """What the run is computed from: its key, its code hash, and the digest of each input."""
     code = {module: hash_ for module, (hash_, _) in codehash.closures(Path(), [stage])[stage].items()}
     digests = {name: workdir.digest(path) if path.exists() else "absent" for name, path in inputs.items()}
     key = workdir.make_key(stage=stage, item=item, seed=seed, parameters=resolved, inputs=digests, code=code)
@@ -331,15 +329,15 @@ def _lineage(stage: str, item: str | None, seed: int, resolved: JsonObject, inpu
 
 
 def _lineage_path(path: Path) -> str:
-    """An input's path in the lineage. Outside the repository the name alone: the location changes no result."""
+    """An input's path in the lineage. Outside the repository just its name: the location does not affect results."""
     return path.name if path.is_absolute() else str(path)
 
 
 def _make_job(
     stage: str, item: str | None, seed: int, written: JsonObject, runtime: Runtime, folder: Path, lineage: JsonObject
 ) -> workdir.Job:
-    """The job of an unfinished key. The caller must hold the key's lock: this opens its MLflow run, with the parameters
-    as they are `written` in params.yaml.
+    """The job of an unfinished key. The caller must hold the key's lock: this opens its MLflow run, with parameters as
+    `written` in params.yaml.
     """
     tags = {
         "stage": stage,
@@ -436,9 +434,9 @@ def meanings(kind: type) -> dict[str, str]:
 
 
 def explain(kind: type[DataclassInstance], settings: Settings, name: str) -> list[str]:
-    """A line for each key of a block: key, present value, type, origin, meaning."""
+    """A line for each key of a block: key, current value, type, origin, meaning."""
     values = settings.layers(name)
-    hints, texts = typing.get_type_hints(kind), meanings(kind)  # once: both read source
+    hints, texts = typing.get_type_hints(kind), meanings(kind)  # once: both parse source code
     lines = []
     for field in dataclasses.fields(kind):
         hint = hints[field.name]

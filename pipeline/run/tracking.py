@@ -1,23 +1,24 @@
-"""Numbers for people: the step curve, final metrics, MLflow, other trackers, the progress bar. Nothing else logs any.
+"""Metrics and logging: the step curve, final metrics, MLflow, other trackers, the progress bar. All go through here.
 
-    metrics/<stage>.csv             the curve, a row for each logged step     (DVC plots)
+    metrics/<stage>.csv             the curve, a row per logged step          (DVC plots)
     metrics/<stage>.json            final numbers and `lineage`
-    metrics/training/<stage>.json   the few of them that people compare       (DVC metrics)
-    .work/.../speed.json            how fast and where: never in an out
-    logs/<stage>.log, .jsonl        what a stage says, and its curve with speed and memory, as they come
-    MLflow                          one run for each built stage (`pipeline/run/mlflow_store.py`)
+    metrics/training/<stage>.json   the headline numbers among them           (DVC metrics)
+    .work/.../speed.json            speed and hardware: never in an out
+    logs/<stage>.log, .jsonl        a stage's messages, and its curve with speed and memory, live
+    MLflow                          one run per built stage (`pipeline/run/mlflow_store.py`)
     runtime.trackers                TensorBoard, Weights & Biases: the curve, through Accelerate's trackers
 
-DVC's files contain no clock, id or host: equal runs give equal bytes. A failing MLflow costs one warning, never the
-run. The other trackers come with the extra `trackers`. TensorBoard's files are in the work folder (`tensorboard
---logdir .work`); the environment variables of Weights & Biases set where its runs go (WANDB_MODE=offline keeps them in
-the work folder).
+DVC's files contain no clock, id or host: identical runs give identical bytes. An MLflow failure causes one warning and
+never stops the run. The other trackers come with the extra `trackers`. TensorBoard's files are in the work folder
+(`tensorboard --logdir .work`); the environment variables of Weights & Biases set where its runs go
+(WANDB_MODE=offline keeps them in the work folder).
 
-A row is sent once it is complete, within SEND_SECONDS of its step or after its evaluation, with `speed/` values that no
-out has. Steps that a resumed run repeats are sent once: they are equal.
+A row is sent once it is complete, within SEND_SECONDS of its step or after its evaluation, with `speed/` values that
+are not in any out. Steps that a resumed run repeats are sent once: they are identical.
 
-Not promised: that MLflow has what was being delivered when the launcher was killed; that the other trackers have steps
-only once after a `kill -9`; that Weights & Biases, which refuses steps that it has, shows what follows a rollback.
+Not guaranteed: that MLflow receives what was in flight when the launcher was killed; that the other trackers have each
+step only once after a `kill -9`; that Weights & Biases, which rejects steps it already has, shows what follows a
+rollback.
 """
 
 from __future__ import annotations
@@ -45,15 +46,15 @@ from pipeline.run.types import JsonObject
 if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker
 
-SEND_SECONDS = 5.0  # between two sendings of the curve
-LINE_SECONDS = 10.0  # between two lines of progress where there is no terminal
-LOG = logging.getLogger("stagecoach.stage")  # what `say` says; without `log_to` nobody listens
+SEND_SECONDS = 5.0  # between two sends of the curve
+LINE_SECONDS = 10.0  # between two progress lines if there is no terminal
+LOG = logging.getLogger("stagecoach.stage")  # receives the output of `say`; goes nowhere without `log_to`
 
 
 class Tracker:
-    """The numbers of one stage run. `parameters` and `inputs` (path -> digest) describe it for MLflow; `quiet` opens no
-    MLflow run and no others, as for ranks other than 0; `others`: names of `runtime.trackers`; `live`: the file of the
-    curve as it comes.
+    """The numbers of one stage run. `parameters` and `inputs` (path -> digest) describe it for MLflow; `quiet` opens
+    neither MLflow nor other trackers, as on ranks other than 0; `others`: names of `runtime.trackers`; `live`: the file
+    for the live curve.
     """
 
     def __init__(
@@ -72,11 +73,10 @@ class Tracker:
         self.rows: list[dict[str, Number]] = []
         self.final: JsonObject = {}
         self.speed: JsonObject = {}
-        self.tokens_per_second = 0.0  # of the last `beat`
         self._logged = 0  # rows already in MLflow
         self._sent_at = -SEND_SECONDS
-        self._measured: dict[int, dict[str, Number]] = {}  # by step: what the clock and the memory say
-        # once the run has succeeded: a model to register, files to store, what to show of the whole experiment
+        self._measured: dict[int, dict[str, Number]] = {}  # by step: speed and memory
+        # once the run has succeeded: a model to register, files to store, a summary for the whole experiment
         self._model: tuple[Path, dict[str, str]] | None = None
         self._files: list[Path] = []
         self._summary: tuple[dict[str, float], list[Path]] = ({}, [])
@@ -91,48 +91,47 @@ class Tracker:
         self._live = None if quiet else live
 
     def log(self, step: int, values: Mapping[str, Number]) -> None:
-        """Add values to the curve at `step`; a second call with the same step adds to the same row."""
+        """Add values to the curve at `step`; another call with the same step extends the same row."""
         if self.rows and self.rows[-1]["step"] == step:
             self.rows[-1].update(values)
         else:
             self.rows.append({"step": step, **values})
 
     def restore(self, rows: list[dict[str, Number]]) -> None:
-        """Continue the curve of a resumed state."""
+        """Continue the curve of a resumed run."""
         self.rows = list(rows)
-        self._logged = 0  # MlflowRun.log and Others.log skip the steps that they have
+        self._logged = 0  # MlflowRun.log and Others.log skip the steps they already have
 
     def report(self, **numbers: object) -> None:
         """Final numbers for metrics/<stage>.json."""
         self.final.update(numbers)
 
     def register(self, folder: Path, **tags: str) -> None:
-        """Register what was made with MLflow as a version of the model, once the run has succeeded."""
+        """Register the result with MLflow as a model version, once the run has succeeded."""
         self._model = (folder, tags)
 
     def store(self, *files: Path) -> None:
-        """Store files with MLflow's run, once it has succeeded."""
+        """Store files with the MLflow run, once it has succeeded."""
         self._files += files
 
     def summarize(self, numbers: Mapping[str, float], *files: Path) -> None:
-        """Log numbers and files with MLflow's run of the whole experiment, once this one has succeeded."""
+        """Log numbers and files to the MLflow run of the whole experiment, once this one has succeeded."""
         self._summary = (dict(numbers), list(files))
 
     def headlines(self) -> dict[str, Number]:
-        """The final numbers that `dvc metrics show` and `dvc exp show` print: best validation, tokens read."""
+        """The final numbers that `dvc metrics show` and `dvc exp show` print: best validation, tokens seen."""
         best = self.final.get("best", {})
         headlines = {name: best[name] for name in ("val_loss", "val_bpb") if name in best}
         return headlines | {name: self.final[name] for name in ("tokens",) if name in self.final}
 
     def flush(self) -> None:
-        """Send the curve to the trackers, without its last row, which may still grow. Called after each saved state."""
+        """Send the curve to the trackers, except its last row, which may still grow. Called after each checkpoint."""
         self._send(max(self._logged, len(self.rows) - 1))
 
     def beat(self, measured: Mapping[str, float]) -> None:
-        """Show the last row, which is complete, with what was `measured` since the one before."""
+        """Show the last row, which is complete, with what was `measured` since the previous one."""
         if not self.rows:
             return
-        self.tokens_per_second = measured.get("tokens_per_second", 0.0)
         step = int(self.rows[-1]["step"])
         self._measured[step] = {f"speed/{name}": value for name, value in measured.items()}
         if self._live is not None:
@@ -141,13 +140,13 @@ class Tracker:
                 with self._live.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(self.rows[-1] | self._measured[step]) + "\n")
             except OSError as error:
-                say(f"warning: {self._live} is not written: {error.strerror}")
+                say(f"warning: cannot write {self._live}: {error.strerror}")
                 self._live = None
         if time.monotonic() - self._sent_at >= SEND_SECONDS:
             self._send(len(self.rows))
 
     def back_to(self, step: int) -> None:
-        """Go back to a step: the next rows replace those of the steps after it."""
+        """Go back to a step: the next rows replace those after it."""
         for tracker in (self._mlflow, self._others):
             if tracker is not None:
                 tracker.back_to(step)
@@ -160,7 +159,7 @@ class Tracker:
         self._logged, self._sent_at = end, time.monotonic()
 
     def abandon(self, status: str) -> None:
-        """Set MLflow's status of a run that ended early: "KILLED" (it resumes) or "FAILED", without a long wait."""
+        """Set the MLflow status of a run that ended early: "KILLED" (resumable) or "FAILED", without a long wait."""
         if self._mlflow is not None:
             self._mlflow.end(status, wait=SHORT_WAIT)
 
@@ -168,7 +167,7 @@ class Tracker:
         """Close the run: speed.json, MLflow's final metrics, `system` metrics (milliseconds, values) and status."""
         self._send(len(self.rows))
         if self._mlflow is not None:
-            write_json(self.folder / "speed.json", self.speed)  # its device and clock belong to no out
+            write_json(self.folder / "speed.json", self.speed)  # device and timings do not belong in an out
             self._mlflow.system(system)
             if self._model is not None:
                 self._mlflow.register(*self._model)
@@ -189,11 +188,9 @@ class Others:
 
         installed = {"tensorboard": is_tensorboard_available(), "wandb": is_wandb_available()}
         if missing := [name for name in names if not installed[name]]:
-            raise ConfigError(
-                f"runtime.trackers: {missing[0]} is not installed: pip install '.[trackers]', or take it off the list"
-            )
+            raise ConfigError(f"runtime.trackers: {missing[0]} is not installed: pip install '.[trackers]', or drop it")
         self.names, self.run, self.folder, self.parameters = names, run, folder, parameters
-        self.note = folder / "trackers.json"  # the last step that they have
+        self.note = folder / "trackers.json"  # the last step they have
         known = json.loads(self.note.read_text()) if self.note.is_file() else {}
         self._last, self._names = int(known.get("step", -1)), set[str](known.get("names", ()))
         self._open: list[GeneralTracker] = []
@@ -202,7 +199,7 @@ class Others:
         from accelerate.state import PartialState
         from accelerate.tracking import TensorBoardTracker, WandBTracker
 
-        PartialState()  # the trackers read from it whether this is the main process
+        PartialState()  # tells the trackers whether this is the main process
         if "tensorboard" in self.names:
             self._open.append(TensorBoardTracker(self.run, str(self.folder / "tensorboard")))
         if "wandb" in self.names:
@@ -215,7 +212,7 @@ class Others:
             tracker.store_init_configuration(configuration)
 
     def log(self, rows: list[dict[str, Number]]) -> None:
-        """Log rows of the curve, without what the trackers have already."""
+        """Log rows of the curve, skipping what the trackers already have."""
         if not (new_rows := unknown(rows, self._last, self._names)):
             return
         if not self._open:
@@ -243,7 +240,7 @@ class Others:
 
 
 def clean(value: Any) -> Any:
-    """A number, short string or nested dict as DVC can show it: NaN and infinity become text, floats keep 7 digits."""
+    """Convert a number, short string or nested dict for DVC: NaN and infinity become text, floats keep 7 digits."""
     if isinstance(value, Mapping):
         return {str(key): clean(entry) for key, entry in value.items()}
     if isinstance(value, bool) or value is None:
@@ -262,7 +259,7 @@ def duration(seconds: float) -> str:
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "", separator: str = "/") -> JsonObject:
-    """Nested dicts as one with names such as `a/b`."""
+    """Flatten nested dicts into one with names such as `a/b`."""
     flat: JsonObject = {}
     for key, value in values.items():
         name = f"{prefix}{key}"
@@ -271,13 +268,13 @@ def flatten(values: Mapping[str, Any], prefix: str = "", separator: str = "/") -
 
 
 def write_json(path: Path, value: Mapping[str, object]) -> None:
-    """Write a metrics file: sorted keys, two spaces, one line feed at the end."""
+    """Write a metrics file: sorted keys, two-space indent, trailing newline."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(clean(value), indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def write_curve(path: Path, rows: list[dict[str, Number]]) -> None:
-    """Write the curve as CSV: `step` first, then every name, sorted; empty where a row has no value."""
+    """Write the curve as CSV: `step` first, then all names, sorted; missing values are empty."""
     names = ["step", *sorted({name for row in rows for name in row} - {"step"})]
     buffer = io.StringIO()
     writer = csv.DictWriter(buffer, names, lineterminator="\n")
@@ -288,7 +285,7 @@ def write_curve(path: Path, rows: list[dict[str, Number]]) -> None:
 
 
 class Progress:
-    """A bar with ETA on a terminal, a line every 30 seconds elsewhere; silent if all is done within two seconds."""
+    """A progress bar with ETA on a terminal, a line every 30 seconds elsewhere; silent if done within two seconds."""
 
     def __init__(self, total: float | None, desc: str, unit: str, initial: float = 0) -> None:
         self._bar = tqdm(
@@ -321,7 +318,7 @@ class Progress:
             say(f"{self.desc}: {self.done:.0f}{total} {self.unit}{self._note}, {duration(elapsed)}{left}")
 
     def note(self, text: str) -> None:
-        """Show a short text behind the numbers, such as the loss."""
+        """Show a short text after the numbers, such as the loss."""
         self._note = f", {text}"
         self._bar.set_postfix_str(text, refresh=False)
 
@@ -332,7 +329,7 @@ class Progress:
 
 @contextmanager
 def progress(*, total: float | None = None, desc: str, unit: str = "it", initial: float = 0) -> Iterator[Progress]:
-    """Progress of a task of `total` units (None: unknown); a resumed one starts at `initial`."""
+    """Show the progress of a task with `total` units (None: unknown); a resumed one starts at `initial`."""
     bar = Progress(total, desc, unit, initial)
     try:
         yield bar
@@ -341,16 +338,16 @@ def progress(*, total: float | None = None, desc: str, unit: str = "it", initial
 
 
 def say(text: str) -> None:
-    """Print a line on stderr, above any progress bar, and into the log; rank 0 only."""
+    """Print a line to stderr, above any progress bar, and to the log; rank 0 only."""
     if rank() == 0:
         tqdm.write(text, file=sys.stderr)
         sys.stderr.flush()
-        if LOG.handlers:  # else a program that sets up logging, as the server does, would print it twice
+        if LOG.handlers:  # otherwise a program that sets up logging, like the server, would print it twice
             LOG.info("%s", text)
 
 
 class _LogFile(logging.FileHandler):
-    """A file that ends no run: one that cannot be opened or written is given up."""
+    """A log file that never stops a run: if it cannot be opened or written, it is dropped."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -363,7 +360,7 @@ class _LogFile(logging.FileHandler):
 
 
 def log_to(path: Path) -> None:
-    """Append to a file what `say` says from now on, each line with the time."""
+    """Append the output of `say` to a file from now on, each line with a timestamp."""
     for handler in list(LOG.handlers):
         LOG.removeHandler(handler)
         handler.close()

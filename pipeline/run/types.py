@@ -1,4 +1,4 @@
-"""The type of free-form JSON, so that `Any` stands for nothing else."""
+"""The type of free-form JSON, so that `Any` is used for nothing else."""
 
 from typing import Any
 

@@ -1,23 +1,23 @@
-"""The keyed work directory: resumable state and finished artifacts, keyed by what they are computed from.
+"""The keyed work directory: checkpoints and finished artifacts, keyed by what they are computed from.
 
     $DVC_ROOT/.work/<stage>[@item]/<key>/
         lock            flock: a second run of the same key waits, then exports
         parts/          resumable pieces of data stages
-        step-00000400/  states of training stages (learning/states.py)
+        step-00000400/  checkpoints of training stages (learning/states.py)
         out/            what is published; complete once finished.json exists
         finished.json   sizes and sha256 of everything in out/
-    family          the key without the length of the run: a longer run goes on from a state of this one
+    family          the key without the length of the run: a longer run can continue from one of its checkpoints
 
-    python -m pipeline.run.workdir prune           remove unfinished work that no process holds; states of finished runs
-    ... prune --finished                           what finished runs have too: DVC's cache has what they published
+    python -m pipeline.run.workdir prune           remove unfinished work not in use, and checkpoints of finished runs
+    ... prune --finished                           also remove finished work: DVC's cache has what was published
 
 key = 16 hex of sha256 over canonical JSON of [format, stage, item, seed, resolved parameters, digest of each input,
-code closure]. Device, dtype, process and worker counts are not part of it: they change no result that is promised.
+code closure]. Device, dtype, process and worker counts are not part of it: they do not affect any guaranteed result.
 STAGECOACH_WORK moves the directory.
 
-Publishing makes hard links (copies across file systems) in `.<name>.<pid>.part` beside the target, then moves the old
-target away and renames the new one into its place. We never write into a published file, so a link into the DVC cache
-stays intact. Not promised: two publishes of one out by different keys at the same moment (DVC's own lock forbids them).
+Publishing creates hard links (copies across file systems) in `.<name>.<pid>.part` next to the target, then moves the
+old target away and renames the new one into place. We never write to a published file, so links into the DVC cache
+stay intact. Not guaranteed: concurrent publishing of one out by different keys (DVC's own lock prevents it).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -50,12 +50,12 @@ from pipeline.run.types import JsonObject
 T = TypeVar("T")
 FORMAT = 1
 KEEP_NEWEST, KEEP_SECONDS = 4, 30 * 24 * 3600
-KEPT, FAMILY = "kept.json", "family"  # files of a key: the states that outlive the run, and `Job.family`
+KEPT, FAMILY = "kept.json", "family"  # files of a key: checkpoints that outlive the run, and `Job.family`
 COMPUTING = ("numpy", "safetensors", "tokenizers", "torch")  # packages that may change a result
 
 
 class Stopped(SystemExit):
-    """A signal ended the stage where no training loop could save a state; the exit code is 128 + signal."""
+    """A signal stopped the stage outside the training loop, so nothing was saved; the exit code is 128 + signal."""
 
     def __init__(self, number: int) -> None:
         super().__init__(128 + number)
@@ -65,9 +65,9 @@ class Stopped(SystemExit):
 class StopRequest:
     """SIGTERM and SIGINT in a training stage.
 
-    While a model is built, data are read or a result is written, the first signal raises Stopped: all that is lost is
-    work that no state covers. Within `heeded` it sets a flag, which the training loop reads at every step. A second
-    signal ends the process at once.
+    While a model is built, data is loaded or a result is written, the first signal raises Stopped: only work since the
+    last checkpoint is lost. Within `heeded` it sets a flag that the training loop checks at every step. A second signal
+    ends the process immediately.
     """
 
     def __init__(self) -> None:
@@ -81,8 +81,8 @@ class StopRequest:
 
     @contextmanager
     def heeded(self) -> Iterator[None]:
-        """Runs a loop that reads `signal` and saves before it ends. Raises Stopped after the loop for a signal that
-        the loop did not see.
+        """Runs a loop that checks `signal` and saves before it exits. Raises Stopped after the loop for a signal that
+        the loop missed.
         """
         self._heeded = True
         try:
@@ -102,19 +102,19 @@ class StopRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """The run that a stage is in."""
+    """One run of a stage."""
 
     stage: str
     item: str | None
     key: str
-    seed: int  # of training, or data_seed for a stage that makes data or measures
+    seed: int  # for training, or data_seed for a stage that generates data or evaluates
     folder: Path  # the keyed work folder; resumable parts go into folder / "parts"
     workers: int
     runtime: Runtime
     tracker: Tracker
     lineage: JsonObject
     stop: StopRequest
-    family: str = ""  # the key without what sets the length of the run; empty where that sets more
+    family: str = ""  # the key without the settings for run length; empty if those change more than that
 
     @property
     def name(self) -> str:
@@ -126,13 +126,13 @@ class Job:
         self.tracker.report(**numbers)
 
     def register(self, folder: Path, **tags: str) -> None:
-        """Register what was made in `folder` with MLflow as a version of the model, once the run has succeeded."""
+        """Register the contents of `folder` with MLflow as a model version, once the run has succeeded."""
         self.tracker.register(folder, **tags)
 
 
 def versions() -> dict[str, str]:
-    """Versions of the packages that compute, and the hash of the lock file. Part of no key, so a new version
-    invalidates nothing.
+    """Versions of the packages that affect results, and the hash of the lock file. Not part of any key, so a new
+    version invalidates nothing.
     """
     installed = {name: importlib.metadata.version(name) for name in COMPUTING}
     lock = Path("requirements.lock")
@@ -140,12 +140,12 @@ def versions() -> dict[str, str]:
 
 
 def root() -> Path:
-    """Where `.work` is: beside dvc.yaml of the main checkout, also inside a temporary copy made by `dvc exp run`."""
+    """Where `.work` is: next to dvc.yaml in the main checkout, even in a temporary copy made by `dvc exp run`."""
     return Path(os.environ.get("STAGECOACH_WORK") or Path(os.environ.get("DVC_ROOT", ".")) / ".work").resolve()
 
 
 def canonical(value: object) -> str:
-    """JSON with sorted keys and no spaces: equal values give equal text."""
+    """JSON with sorted keys and no spaces, so equal values give equal text."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
 
 
@@ -163,7 +163,7 @@ def sha256(path: Path) -> str:
 def make_key(
     *, stage: str, item: str | None, seed: int, parameters: JsonObject, inputs: dict[str, str], code: dict[str, str]
 ) -> str:
-    """The 16 hex digits that name everything a run is computed from."""
+    """The 16 hex digits that identify everything a run is computed from."""
     return canonical_hash([FORMAT, stage, item, seed, parameters, inputs, code])
 
 
@@ -179,15 +179,13 @@ def digest(path: Path) -> str:
 
 
 def _file_state(path: Path) -> str:
-    """Size, mtime and inode, so that an unchanged gigabyte is not read again."""
+    """Size, mtime and inode, so that large unchanged files are not reread."""
     stat = path.stat()
     return f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}|{stat.st_ino}"
 
 
 class JsonCache:
-    """Results of earlier computations, as JSON in `.work/<name>`: the newest `max_entries`. A damaged file counts as
-    empty.
-    """
+    """Cached results, as JSON in `.work/<name>`: the newest `max_entries`. A corrupt file counts as empty."""
 
     def __init__(self, name: str, max_entries: int) -> None:
         self.path, self.max_entries = root() / name, max_entries
@@ -198,21 +196,23 @@ class JsonCache:
             self.entries = {}
 
     def get(self, key: str, compute: Callable[[], T]) -> T:
-        """The result of `compute`, from the cache if it holds the key."""
+        """The result of `compute`, from the cache if the key is in it."""
         if key not in self.entries:
             self.entries[key] = compute()
             self.changed = True
         return self.entries[key]
 
     def save(self) -> None:
-        """Write the file if there are new entries, whole or not at all."""
-        if self.changed:
+        """Write the file atomically if there are new entries; a folder that cannot be written keeps none."""
+        if not self.changed:
+            return
+        with suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(self.path, json.dumps(dict(list(self.entries.items())[-self.max_entries :])))
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a small file so that a reader sees either the old or the new one, even after a crash."""
+    """Write a small file so that readers see either the old or the new version, even after a crash."""
     part = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.part")
     with part.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -223,7 +223,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """fsync a directory, so that a rename in it survives a power cut."""
+    """fsync a directory, so that a rename in it survives a power failure."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -237,33 +237,33 @@ def need_space(folder: Path, num_bytes: int) -> None:
     if free < num_bytes:
         raise StagecoachError(
             f"{folder}: no space: {num_bytes / 1e6:,.1f} MB needed, {free / 1e6:,.1f} MB free. Nothing was written; "
-            "free some space (python -m pipeline.run.workdir prune removes unfinished work) and run again: it resumes."
+            "free some space (python -m pipeline.run.workdir prune removes unfinished work) and rerun: it resumes."
         )
 
 
 def need_writable(*targets: Path) -> None:
-    """Raise ConfigError if a target could not be published: before the work is done, not after it."""
+    """Raise ConfigError if a target cannot be published: before the work is done, not after."""
     for target in targets:
         folder = next(folder for folder in target.absolute().parents if folder.exists())
         if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-            what = "cannot be written" if folder.is_dir() else "is no folder"
+            what = "is not writable" if folder.is_dir() else "is not a folder"
             raise ConfigError(
-                f"{target}: {folder} {what}; nothing was computed. Make it writable (see ls -ld) and run again"
+                f"{target}: {folder} {what}; nothing was computed. Make it writable (see ls -ld) and rerun"
             )
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the key's flock; wait for another holder, naming it each minute. The descriptor survives `execv`.
+    """Hold the key's flock; wait for another holder, reporting its pid every minute. The descriptor survives `execv`.
 
-    Raises StagecoachError in a training process whose key is not the one that its launcher has locked.
+    Raises StagecoachError in a training process whose key differs from the one its launcher has locked.
     """
     folder.mkdir(parents=True, exist_ok=True)
     locked_folder = os.environ.get("STAGECOACH_LOCKED", str(folder))
     if locked_folder != str(folder):
         raise StagecoachError(
-            f"the stage was started for the key {Path(locked_folder).name} and finds {folder.name} now: an input, a"
-            " parameter or the code changed in this moment; run it again"
+            f"the stage was started for key {Path(locked_folder).name}, but its key is now {folder.name}: an input, a"
+            " parameter or the code changed in the meantime; run it again"
         )
     if "STAGECOACH_LOCKED" in os.environ or device.rank() > 0:  # the launcher holds the lock, or rank 0 does
         yield
@@ -301,7 +301,7 @@ def is_finished(folder: Path) -> bool:
     for name, (size, hash_) in recorded.items():
         path = folder / "out" / name
         if not path.is_file() or path.stat().st_size != size or sha256(path) != hash_:
-            say(f"{folder}: {name} was changed after it was finished; computing it again")
+            say(f"{folder}: {name} was changed after it was finished; recomputing")
             return False
     return True
 
@@ -316,26 +316,26 @@ def mark_finished(folder: Path) -> None:
 
 
 def drop_states(folder: Path) -> None:
-    """Remove what only an unfinished run needs: parts, and training states but those in KEPT, for a longer run."""
+    """Remove what only an unfinished run needs: parts, and checkpoints except those in KEPT, for a longer run."""
     for entry in (*folder.glob("step-*"), folder / "parts"):
         if entry.name not in kept_states(folder):
             remove(entry)
 
 
 def kept_states(folder: Path) -> list[str]:
-    """The states that stay after the end of the run."""
+    """The checkpoints that are kept after the run has finished."""
     path = folder / KEPT
     return json.loads(path.read_text()) if path.is_file() else []
 
 
 def back_to(folder: Path, step: int) -> None:
-    """Remove the states after `step`, and the result if the run is finished. Raises ConfigError without that state."""
+    """Remove checkpoints after `step`, and the result if finished. Raises ConfigError if `step` has no checkpoint."""
     steps = sorted(int(path.name.removeprefix("step-")) for path in folder.glob("step-????????"))
     if step not in steps:
         listed = ", ".join(map(str, steps)) or "none"
         raise ConfigError(
-            f"--resume {step}: there is no such state of this run; the states in {folder} are of the steps: {listed}."
-            " Without --resume the run resumes at the last one, runtime.fresh=true starts over"
+            f"--resume {step}: this run has no such state; {folder} has states for the steps: {listed}."
+            " Without --resume the run resumes at the last one; runtime.fresh=true starts over"
         )
     remove(folder / "finished.json")
     for late in steps:
@@ -345,7 +345,7 @@ def back_to(folder: Path, step: int) -> None:
 
 @contextmanager
 def held(folder: Path) -> Iterator[bool]:
-    """Hold a key's lock if no process has it, and tell whether it is held: then nothing in it changes meanwhile."""
+    """Take a key's lock if it is free, and yield whether it was: if so, nothing in the key changes in the meantime."""
     with (folder / "lock").open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -358,13 +358,13 @@ def held(folder: Path) -> Iterator[bool]:
 
 
 def relatives(folder: Path, family: str) -> list[Path]:
-    """The work folders of runs that differ from the one of `folder` in their length alone."""
+    """The work folders of runs that differ from the one in `folder` only in their length."""
     marks = sorted(folder.parent.glob(f"*/{FAMILY}"))
     return [mark.parent for mark in marks if mark.parent != folder and mark.read_text() == family]
 
 
 def publish(source: Path, target: Path) -> None:
-    """Replace `target` by a finished file or folder: all of it or nothing."""
+    """Replace `target` with a finished file or folder, all or nothing."""
     target.parent.mkdir(parents=True, exist_ok=True)
     _clear_leftovers(target)
     part = target.with_name(f".{target.name}.{os.getpid()}.part")
@@ -381,7 +381,7 @@ def publish(source: Path, target: Path) -> None:
 
 
 def link_or_copy(source: str, target: str) -> str:
-    """Make `target` a hard link of `source`, or a copy where it cannot be one; for `shutil.copytree`."""
+    """Make `target` a hard link to `source`, or a copy if that fails; for `shutil.copytree`."""
     try:
         os.link(source, target)
     except OSError:  # another file system, or one without hard links
@@ -390,7 +390,7 @@ def link_or_copy(source: str, target: str) -> str:
 
 
 def remove(path: Path) -> None:
-    """Delete a file, a link, or a folder with everything in it; do nothing if it is absent."""
+    """Delete a file, a link, or a folder and its contents; do nothing if it does not exist."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -398,7 +398,7 @@ def remove(path: Path) -> None:
 
 
 def _clear_leftovers(target: Path) -> None:
-    """Remove `.part`s of dead processes beside the target."""
+    """Remove `.part`s left by dead processes next to the target."""
     for leftover in target.parent.glob(f".{target.name}.*.part"):
         pid = leftover.name[len(target.name) + 2 :].split(".")[0]
         if pid.isdecimal() and not _is_alive(int(pid)):
@@ -416,14 +416,14 @@ def _is_alive(pid: int) -> bool:
 
 
 def start_over(folder: Path) -> None:
-    """Empty a key (`runtime.fresh: true`), but for its lock."""
+    """Empty a key (`runtime.fresh: true`), except for its lock."""
     for entry in folder.iterdir():
         if entry.name != "lock":
             remove(entry)
 
 
 def prune_finished(stage_folder: Path, current: str) -> None:
-    """Empty this stage's finished keys over 30 days old, never the newest 4, the current one, or speed.json."""
+    """Empty this stage's finished keys over 30 days old, but keep the newest 4, the current one, and speed.json."""
     finished = sorted(stage_folder.glob("*/finished.json"), key=lambda p: p.stat().st_mtime, reverse=True)
     for mark in finished[KEEP_NEWEST:]:
         if mark.parent.name != current and time.time() - mark.stat().st_mtime > KEEP_SECONDS:
@@ -433,9 +433,9 @@ def prune_finished(stage_folder: Path, current: str) -> None:
 
 
 def prune(*, finished: bool = False) -> Iterator[tuple[Path, int]]:
-    """Remove every key that is neither finished nor locked by a living process, and the states that finished runs have
-    kept for longer ones; with `finished` all that finished runs hold but speed.json. Yields what was removed, and the
-    bytes that this freed: none for what has another link, as in models/ or DVC's cache.
+    """Remove every key that is neither finished nor locked by a live process, and the checkpoints that finished runs
+    kept for longer ones; with `finished`, also everything in finished runs except speed.json. Yields what was removed
+    and the bytes freed: zero for files with another link, as in models/ or DVC's cache.
     """
     for lock in sorted(root().glob("*/*/lock")):
         with held(lock.parent) as is_held:
@@ -445,7 +445,7 @@ def prune(*, finished: bool = False) -> Iterator[tuple[Path, int]]:
             doomed = [lock.parent] if not done else sorted(lock.parent.glob("step-*"))
             if done and finished:
                 doomed = [entry for entry in lock.parent.iterdir() if entry.name not in ("speed.json", "lock")]
-                doomed.sort(key=lambda entry: entry.name != "finished.json")  # half of a key is no finished one
+                doomed.sort(key=lambda entry: entry.name != "finished.json")  # a half-removed key is unfinished
             for path in doomed:
                 num_bytes = freed_by_removing(path)
                 remove(path)
@@ -453,7 +453,7 @@ def prune(*, finished: bool = False) -> Iterator[tuple[Path, int]]:
 
 
 def freed_by_removing(path: Path) -> int:
-    """Bytes on the disk that removing a file or folder frees."""
+    """Bytes of disk space freed by removing a file or folder."""
     files = [path] if not path.is_dir() else [file for file in path.rglob("*") if file.is_file()]
     status = [file.lstat() for file in files]
     return sum(512 * one.st_blocks for one in status if one.st_nlink == 1)
@@ -461,11 +461,9 @@ def freed_by_removing(path: Path) -> int:
 
 def main() -> int:
     """Command line of `python -m pipeline.run.workdir`."""
-    parser = argparse.ArgumentParser(
-        prog="python -m pipeline.run.workdir", description="Look after the work directory."
-    )
-    parser.add_argument("command", choices=["prune"], help="prune: remove unfinished work that no process holds")
-    parser.add_argument("--finished", action="store_true", help="also what finished runs hold besides their outs")
+    parser = argparse.ArgumentParser(prog="python -m pipeline.run.workdir", description="Clean up the work directory.")
+    parser.add_argument("command", choices=["prune"], help="prune: remove unfinished work that is not in use")
+    parser.add_argument("--finished", action="store_true", help="also remove the work of finished runs")
     arguments = parser.parse_args()
     total = 0
     for path, num_bytes in prune(finished=arguments.finished):

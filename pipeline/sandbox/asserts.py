@@ -1,12 +1,12 @@
-"""Public tests written as `assert` statements: the calls of the candidate they need, and whether they hold.
+"""Public tests written as `assert` statements: the candidate calls they need, and whether they hold.
 
 `assert f(1, [2]) == 3` must not run next to the candidate: the process that evaluates the `==` can be manipulated to
 yield True. So the calls with literal arguments are extracted with `ast` and answered in the sandbox as values. The rest
 of the expression is evaluated here, on decoded values, by a small interpreter that supports literals, comparisons,
-`and`/`or`/`not`, arithmetic on numbers, subscripts and the functions of FUNCTIONS. Comparisons mean what Python's `==`
-means on plain data (`messages.equal`, mode `python`). An assert that needs more is "unprotected": `parse` returns None.
+`and`/`or`/`not`, arithmetic on numbers, subscripts and the functions in FUNCTIONS. Comparisons follow Python's `==` on
+plain data (`messages.equal`, mode `python`). An assert that needs more is "unprotected": `parse` returns None.
 
-Not promised: short-circuit evaluation of the calls (all are made), or asserts about objects, exceptions and output.
+Not guaranteed: short-circuit evaluation of the calls (all are made), or asserts about objects, exceptions and output.
 """
 
 import ast
@@ -38,11 +38,11 @@ NUMBERS = (bool, int, float)
 
 
 class _Unsupported(ValueError):
-    """The assert uses something that the interpreter does not support."""
+    """The assert uses something the interpreter does not support."""
 
 
 class _EvaluationError(Exception):
-    """The expression cannot be evaluated on these answers: a type error, an opaque value."""
+    """The expression cannot be evaluated on these answers, e.g. a type error or an opaque value."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class AssertedCall:
 
 @dataclass(frozen=True)
 class Assertion:
-    """An assert whose truth depends on the answers to `calls` alone."""
+    """An assert whose truth depends only on the answers to `calls`."""
 
     expression: ast.expr
     calls: tuple[AssertedCall, ...]
@@ -64,7 +64,7 @@ class Assertion:
     def holds(self, answers: list[object]) -> bool:
         """Whether the assert is true; `answers` are decoded values (`messages.decode`), one per call.
 
-        Any operation on an opaque value, or one that fails in Python, makes it false.
+        Any operation on an opaque value, or one that would fail in Python, makes it false.
         """
         assert len(answers) == len(self.calls)
         try:

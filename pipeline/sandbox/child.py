@@ -1,12 +1,12 @@
-"""The child of the fork server: isolates itself, loads one source, calls it, and reports the values.
+"""The fork server's child: isolates itself, loads one source, calls it, and reports the values.
 
-`run` starts right after the fork, in a process that has no job in its memory, and never returns. From its channel it
-reads two numbers, isolates itself, writes R, and only then reads its job; once it has read the arguments of the tests
-it writes A. From then on everything in this process belongs to the candidate, and what it sends is a claim that the
-judge checks. Standard library and neighboring modules only: `jail.py` loads this file by its path.
+`run` starts right after the fork, in a process with no job in its memory, and never returns. It reads two numbers from
+its channel, isolates itself, writes R, and only then reads its job; after reading the arguments of the tests it writes
+A. From then on everything in this process belongs to the candidate, and what it sends is a claim that the judge checks.
+Standard library and neighboring modules only: `jail.py` loads this file by its path.
 
-Not promised: that the candidate leaves this process as it was. It may replace every function defined here; it then
-only forges its own answers, and still has no access to expected values.
+Not guaranteed: that the candidate leaves this process intact. It may replace any function defined here; it can then
+only forge its own answers, and still has no access to expected values.
 """
 
 import ast
@@ -26,7 +26,7 @@ import messages
 from messages import ChildJob, read_exactly, read_frame, write_all
 
 LAYERS = {"sealed": ("landlock", "seccomp"), "unsafe": ()}  # unsafe: resource limits only, if the user allows it
-CHANNEL = 3  # descriptor of a socket: the job and "go" come in, frames go out
+CHANNEL = 3  # socket descriptor: the job and "go" come in, frames go out
 ALLOWANCE = struct.Struct("<Qd")  # the first message to a child: bytes of memory, seconds of CPU
 ISOLATED, READ = b"R", b"A"  # what a child writes before its first frame
 NOT_ISOLATED = 70  # exit code of a child that could not isolate itself
@@ -34,16 +34,16 @@ NOT_ISOLATED = 70  # exit code of a child that could not isolate itself
 
 @dataclass(frozen=True)
 class Cell:
-    """The isolation that every child of a server gets."""
+    """The isolation of every child of a server."""
 
     layers: tuple[str, ...]
-    memory: int  # bytes of address space at the start of a child
+    memory: int  # bytes of address space when a child starts
     parent: int  # pid of the process that a child must not outlive
-    alone: bool  # its user runs no processes but this server's
+    alone: bool  # its user runs only this server's processes
 
 
 def enter(cell: Cell, memory: int, cpu_seconds: float) -> None:
-    """Isolate this process. `memory` and `cpu_seconds` are what the candidate may use on top.
+    """Isolate this process. `memory` and `cpu_seconds` are the candidate's own allowance.
 
     Raises OSError or Refused if a layer cannot be installed; then no untrusted code may run.
     """
@@ -55,9 +55,9 @@ def enter(cell: Cell, memory: int, cpu_seconds: float) -> None:
 
 
 def prepare_streams() -> list[IO[str]]:
-    """Text streams on descriptors 0 to 2, made once in the server because that is slow; children set the descriptors.
+    """Text streams on descriptors 0 to 2, created once in the server to save time; children set the descriptors.
 
-    Until then the descriptors are pipes, so that the streams are created as not seekable.
+    Until then the descriptors are pipes, so that the streams are created as non-seekable.
     """
     source, sink = os.pipe()
     for fd, pipe_end in ((0, source), (1, sink), (2, sink)):
@@ -103,7 +103,7 @@ def _make_framer(nonce: str) -> Callable[[str], bytes]:
 
 
 def _run_function(job: ChildJob) -> NoReturn:
-    """Load the source as a module, then call its entry point once per test, each time after a "go"."""
+    """Load the source as a module, then call its entry point once per test, after a "go" each time."""
     read, write, leave, encode, frame = os.read, os.write, os._exit, messages.encode, _make_framer(job["nonce"])
     entry, last, describe = job["entry"], frame('"end":true'), _describe
     arguments, failure = [], None
@@ -147,7 +147,7 @@ def _run_program(job: ChildJob) -> NoReturn:
     for stream in {id(s): s for s in (sys.stdout, out)}.values():
         try:
             stream.flush()
-        except (ValueError, OSError, AttributeError):  # closed or replaced by the candidate: earlier output counts
+        except (ValueError, OSError, AttributeError):  # closed or replaced by the candidate; earlier output counts
             continue
     answer = '"i":0,"v":null' if failure is None else f'"i":0,"e":{failure[1]}'
     write_all(CHANNEL, frame(answer) + last, write)
@@ -155,7 +155,7 @@ def _run_program(job: ChildJob) -> NoReturn:
 
 
 def _load(source: str, module: types.ModuleType) -> tuple[str, str] | None:
-    """Compile and run the source in the module. Returns None, or the stage that failed and the exception as JSON."""
+    """Compile and run the source in the module. Returns None, or the failed step and the exception as JSON."""
     sys.modules[module.__name__] = module
     stage, describe = "compile", _describe
     try:
@@ -170,7 +170,7 @@ def _load(source: str, module: types.ModuleType) -> tuple[str, str] | None:
 
 
 def _describe(error: BaseException) -> str:
-    """The exception's type and the start of its message, as JSON. Drops its frames first, which keep memory alive."""
+    """The exception's type and the start of its message, as JSON. First drops its frames, which keep memory alive."""
     error.__traceback__ = error.__context__ = None
     name, message = type(error).__name__, ""
     try:

@@ -1,7 +1,7 @@
 """Block `sandbox` of params.yaml: what a candidate may use and import, and whether it may run without a sandbox.
 
-All of these settings change verdicts, so DVC tracks them. Where candidates run (`runtime.sandbox.url`) changes no
-verdict and is not tracked.
+All of these settings affect verdicts, so DVC tracks them. Where candidates run (`runtime.sandbox.url`) does not, and is
+not tracked.
 """
 
 from dataclasses import dataclass, field
@@ -9,28 +9,28 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What one candidate may use."""
+    """Limits for one candidate."""
 
     cpu_seconds: float = 0.5
-    """Of one test, where the problem does not say."""
+    """CPU limit per test, unless the problem sets one."""
     job_cpu_seconds: float = 10.0
-    """Of all tests of a candidate together."""
+    """CPU limit for all tests of a candidate together."""
     wall_extra_seconds: float = 2.0
-    """A test may last 4 x its CPU limit and this."""
+    """Wall-clock limit per test: 4 x its CPU limit plus this."""
     timeouts: int = 3
-    """After so many the rest of the tests time out."""
+    """After this many timeouts, the remaining tests count as timed out."""
     memory_mib: int = 256
-    """Address space above the server's own."""
+    """Address space on top of the server's own."""
     stdout_kib: int = 64
-    """What a candidate may write; more ends it."""
+    """Maximum stdout; a candidate that writes more is killed."""
     stderr_kib: int = 8
-    """The same of its errors."""
+    """The same for stderr."""
     results_kib: int = 4096
-    """Of all answers of a candidate."""
+    """Maximum size of all answers of a candidate."""
     source_kib: int = 64
-    """Of the candidate's code; a longer one is not run."""
+    """Maximum size of the candidate's code; longer code is not run."""
     max_tests: int = 256
-    """Of a problem; one with more is refused."""
+    """Maximum tests per problem; a problem with more is rejected."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -38,7 +38,7 @@ class Limits:
                 raise ValueError(f"{name}: expected a positive number, got {value}")
 
     def wall(self, cpu_seconds: float) -> float:
-        """The wall-clock limit in seconds that goes with a CPU limit."""
+        """The wall-clock limit in seconds for a CPU limit."""
         return 4 * cpu_seconds + self.wall_extra_seconds
 
 
@@ -48,9 +48,9 @@ class SandboxConfig:
 
     limits: Limits = field(default_factory=Limits)
     preload: tuple[str, ...] = ()
-    """Modules that candidates may import besides the standard library's: [numpy]."""
+    """Modules that candidates may import besides the standard library: [numpy]."""
     allow_unsafe: bool = False
-    """Where there is no sandbox: run with resource limits only, and mark the results."""
+    """Without a sandbox: run with resource limits only, and mark the results."""
 
 
 def job_limits(limits: Limits, cpu_seconds: float, job_cpu: float, job_wall: float) -> dict[str, float]:

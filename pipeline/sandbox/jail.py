@@ -1,10 +1,10 @@
 """The server that runs untrusted code: a watcher, a zygote that never sees a job, and one child for each job.
 
 `servers.py` executes `python -P -s -S -B jail.py` with an empty environment, so this process never contained the
-trainer's memory, keys or data. It reads settings, imports what candidates may use, gives up root, tests its layers and
+trainer's memory, keys or data. It reads settings, imports what candidates may use, drops root, tests its layers and
 splits in two (`Zygote`). The watcher then reads jobs as frames (4 bytes of little-endian length, JSON) on stdin and
-answers each on stdout. Each job runs in one child: copied from the zygote, isolated by `kernel.py`, sent its job, told
-"go" before each test, killed, waited for. The child writes on fd 3: the byte R when it is isolated, A when it has read
+answers each on stdout. Each job runs in one child: forked from the zygote, isolated by `kernel.py`, sent its job, sent
+"go" before each test, killed and reaped. The child writes to fd 3: the byte R once it is isolated, A once it has read
 its job, then per test `{"n": nonce, "i": index, "v": value}` or `{"n", "i", "e": [type, message]}`, or once
 `{"n", "load", "e"}` if the source does not load, then `{"n", "end"}`.
 
@@ -13,31 +13,31 @@ its job, then per test `{"n": nonce, "i": index, "v": value}` or `{"n", "i", "e"
     answer    {"id", "frames", "status", "signal", "cpu_ms", "wall_ms", "max_rss_kb", "stdout", "stderr", "cut"}
               or {"id", "fault"}
 
-Neighboring modules: `child.py` runs in the copies, `kernel.py` has the layers, `watch.py` applies the limits,
-`messages.py` has the messages. `python -m pipeline.sandbox.jail --probe` prints what this machine enforces. Standard
-library only, nothing of the project.
+Related modules: `child.py` runs in the forks, `kernel.py` implements the layers, `watch.py` applies the limits,
+`messages.py` defines the messages. `python -m pipeline.sandbox.jail --probe` prints what this machine enforces.
+Standard library only, no project imports.
 
 The attacker is the code of a model that is rewarded for passing: careless, greedy, tuned to cheat, and one of a group
 that the same server judges in turn. Through the service it may be hostile, and one tenant among several. Profile
-`sealed` promises:
+`sealed` guarantees:
 
     no way out         no file, no network, no program, no other process touched (signal, trace, limit, memory)
-    no secret          nothing of the trainer, of another candidate or of another tenant in its address space: the
-                       memory that it starts with was made before the first job, and no job, answer or exit status
-                       reaches the process that it is a copy of
+    no secret          nothing from the trainer, another candidate or another tenant in its address space: its initial
+                       memory was set up before the first job, and no job, answer or exit status reaches the process
+                       it is forked from
     no forged pass     what it sends is a claim that `judge.py` compares; expected values never leave the trainer
     bounds             CPU and wall time, address space, 64 threads, 32 descriptors, output; reading arguments counts
     nothing left over  no process, descriptor, shared memory; all die with the watcher, which ends with the trainer
 
-`sealed` needs Linux with seccomp, otherwise it is refused; Landlock is added where the kernel has it. `unsafe` is
-resource limits only, for machines without a sandbox where the user allows it, and promises none of this.
+`sealed` needs Linux with seccomp, otherwise it is refused; Landlock is added if the kernel supports it. `unsafe` means
+resource limits only, for machines without a sandbox if the user allows it, and guarantees none of this.
 
-Not promised: protection from bugs of the kernel (a candidate makes system calls, if few) or of the processor (CPU
-caches, timing, speculation: a candidate can measure time, and what else runs on a core); secrecy of the inputs of
-hidden tests, which it receives; strong tests: a program that is right on all of them passes; fair shares between
-candidates, beyond the limits; an exact number of threads where the servers run as a user other than root (the kernel
-counts a user's processes over the whole machine, so the watcher counts, every 10 ms). This is not a virtual machine:
-code of strangers belongs on a machine of its own.
+Not guaranteed: protection from bugs in the kernel (a candidate makes system calls, if few) or the processor (CPU
+caches, timing, speculation: a candidate can measure time, and what else runs on a core); secrecy of hidden test inputs,
+which it receives; strong tests: a program that is right on all of them passes; fair shares between candidates, beyond
+the limits; an exact thread count if the servers run as a user other than root (the kernel counts a user's processes
+machine-wide, so the watcher counts, every 10 ms). This is not a virtual machine: run strangers' code on a separate
+machine.
 """
 
 import builtins
@@ -61,9 +61,9 @@ from pathlib import Path
 from typing import NoReturn, TypedDict
 
 # The after-fork handlers of threading, random and logging would run Python in every child and touch 170 pages: a sixth
-# of the cost of a child. A server has one thread, and a child seeds `random` itself.
+# of a child's cost. A server has one thread, and a child seeds `random` itself.
 _register_at_fork, os.register_at_fork = os.register_at_fork, lambda **_: None
-sys.path.insert(0, str(Path(__file__).parent))  # left out by -P; neighbors are imported without the project package
+sys.path.insert(0, str(Path(__file__).parent))  # omitted by -P; neighbors are imported without the project package
 import child  # noqa: E402
 import kernel  # noqa: E402
 from messages import ChildJob, ChildResult, Fault, read_frame, write_frame  # noqa: E402
@@ -71,8 +71,8 @@ from watch import Watch  # noqa: E402
 
 sys.path.pop(0)
 
-# What a candidate may import: nothing can be loaded after isolation. Each shared library makes every fork slower, so
-# those that cannot work in here (asyncio, subprocess, multiprocessing) and OpenSSL stay out.
+# What a candidate may import: nothing can be loaded after isolation. Each shared library slows down every fork, so
+# modules that cannot work here (asyncio, subprocess, multiprocessing) and OpenSSL are excluded.
 MODULES = """
 __future__ abc argparse array ast base64 binascii bisect builtins calendar cmath codecs collections collections.abc
 colorsys concurrent.futures.thread contextlib contextvars copy copyreg csv ctypes dataclasses datetime decimal difflib
@@ -85,7 +85,7 @@ encodings.punycode encodings.raw_unicode_escape encodings.rot_13 encodings.unico
 encodings.utf_16_be encodings.utf_16_le encodings.utf_32 encodings.utf_8 encodings.utf_8_sig
 """
 WITHOUT_OPENSSL = "_hashlib"  # hashlib falls back to its own implementations
-CONTROL = child.CHANNEL + 1  # the zygote's descriptor of its socket to the watcher; a child closes it
+CONTROL = child.CHANNEL + 1  # the zygote's descriptor for its socket to the watcher; a child closes it
 REFUSALS = (errno.EPERM, errno.EACCES, errno.ENOSYS)
 PATIENCE = 20  # seconds for a trial that takes a millisecond
 MEMORY = 1 << 30
@@ -103,9 +103,9 @@ class Enforced(TypedDict):
 
 
 def prepare(preload: list[str], paths: list[str], profile: str) -> Enforced:
-    """Import what candidates may use, give up root, test the layers.
+    """Import what candidates may use, drop root, test the layers.
 
-    Returns what is enforced. Raises Refused, or ImportError for a module of `preload`.
+    Returns what is enforced. Raises Refused, or ImportError for a module in `preload`.
     """
     os.environ.clear()
     os.environ |= {"TZ": "UTC0", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
@@ -124,7 +124,7 @@ def prepare(preload: list[str], paths: list[str], profile: str) -> Enforced:
     if profile == "sealed":
         self_test(alone=alone)
     gc.collect()
-    gc.freeze()  # so that no page is copied in a child only because the collector wrote to it
+    gc.freeze()  # so that the collector's writes do not copy pages in a child
     return {
         "profile": profile,
         "architecture": platform.machine(),
@@ -140,7 +140,7 @@ def serve() -> None:
     jobs, answers = (fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10) for fd in (0, 1))
     sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, sys.__stdout__, sys.__stderr__ = child.prepare_streams()
     null = os.open(os.devnull, os.O_RDWR)
-    for fd in range(child.CHANNEL + 1):  # no descriptor of ours stays where a child puts its own
+    for fd in range(child.CHANNEL + 1):  # none of our descriptors stay where a child puts its own
         os.dup2(null, fd)
     sys.argv = ["candidate"]
     settings = read_frame(jobs)
@@ -166,20 +166,20 @@ def serve() -> None:
 
 
 class Zygote:
-    """The watcher's handle on the zygote, the process that every candidate is a copy of. It never sees a job.
+    """The watcher's handle on the zygote, the process that every candidate is forked from. It never sees a job.
 
     trainer -- jobs, answers -->  watcher  -- one byte, four descriptors -->  zygote
                                      |                                          | clone
                                      +--------- job, "go", answers ---------> child
 
     Creating it splits a prepared server in two. This process continues as the watcher, the only one that reads jobs and
-    keeps answers. The other half becomes the zygote, which only waits for a byte and copies itself. A candidate's job
-    goes from the watcher straight to the copy, over the copy's own channel. So the memory that a candidate inherits
-    contains nothing of an earlier job: no frame, no object, no freed block, no buffer, no descriptor.
+    keeps answers. The other half becomes the zygote, which only waits for a byte and forks. A candidate's job goes from
+    the watcher straight to the fork, over the fork's own channel. So the memory that a candidate inherits contains
+    nothing from earlier jobs: no frame, no object, no freed block, no buffer, no descriptor.
 
-    A copy is a child of the watcher, not of the zygote (CLONE_PARENT). The watcher waits for it, so no pid is reused
+    A fork is a child of the watcher, not of the zygote (CLONE_PARENT). The watcher waits for it, so no pid is reused
     while it still refers to a child, and not even an exit status reaches the zygote. Zygote and children die with the
-    watcher. Outside of Linux, where the only profile is `unsafe`, the server forks itself and none of this holds.
+    watcher. Outside Linux, where the only profile is `unsafe`, the server forks itself and none of this applies.
     """
 
     def __init__(self, cell: child.Cell) -> None:
@@ -211,7 +211,7 @@ class Zygote:
 
 
 def _serve_forks(control: int, cell: child.Cell) -> NoReturn:
-    """Copy this process for each message, until the watcher closes its end."""
+    """Fork this process for each message, until the watcher closes its end."""
     try:
         kernel.die_with(cell.parent)
         os.dup2(control, CONTROL)
@@ -244,9 +244,9 @@ def run(job: ChildJob, zygote: Zygote, jobs: int) -> ChildResult | Fault:
 
 
 def probe() -> Mapping[str, object]:
-    """What profile `sealed` enforces on this machine, or `refused`: why it is not available.
+    """What profile `sealed` enforces on this machine, or `refused`: why it is unavailable.
 
-    Runs in a child, because afterwards a process cannot write to files.
+    Runs in a child, because the process cannot write to files afterward.
     """
     source, sink = os.pipe()
     if os.fork() == 0:
@@ -264,11 +264,11 @@ def probe() -> Mapping[str, object]:
 
 
 def self_test(*, alone: bool) -> None:
-    """Before the first job, try in a child what must not succeed. Raises Refused naming what did.
+    """Before the first job, attempt in a child what must not succeed. Raises Refused naming what did.
 
-    One child is behind the seccomp filter alone and one behind Landlock alone, so that neither layer hides the absence
-    of the other. The rest (identity, limits, descriptors, session, no_new_privs) is read back. It shows that each layer
-    is there, not that the kernel has no holes.
+    One child runs behind only the seccomp filter and one behind only Landlock, so that neither layer hides the absence
+    of the other. The rest (identity, limits, descriptors, session, no_new_privs) is read back. This shows that each
+    layer is present, not that the kernel has no holes.
     """
     kernel.filter_code()  # built once, inherited by every child; raises Refused for an unsupported architecture
     if b"CapEff:\t0000000000000000" not in Path("/proc/self/status").read_bytes():
@@ -284,7 +284,7 @@ def self_test(*, alone: bool) -> None:
 
 
 def _try_fork_sibling() -> None:
-    """Fork as a zygote does. Raises Refused if the copy does not become our child."""
+    """Fork like a zygote. Raises Refused if the fork does not become our child."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -294,9 +294,7 @@ def _try_fork_sibling() -> None:
     try:
         pids = {os.waitpid(-1, 0)[0], os.waitpid(-1, 0)[0]}
     except ChildProcessError as error:
-        raise kernel.Refused(
-            "self-test: a process cannot make another one for its parent (clone, CLONE_PARENT)"
-        ) from error
+        raise kernel.Refused("self-test: a process cannot fork a child for its parent (clone, CLONE_PARENT)") from error
     assert pid in pids
 
 
@@ -316,7 +314,7 @@ def _path_attempts() -> dict[str, Callable[[], object]]:
 
 
 def _link_attempts() -> dict[str, Callable[[], object]]:
-    """File operations that Landlock does not cover, or only since a recent ABI."""
+    """File operations that Landlock does not cover, or only in recent ABIs."""
     return {
         "symlink": lambda: Path("link").symlink_to("/"),
         "hard link": lambda: os.link("own", "link"),
@@ -358,7 +356,7 @@ def _succeeded(attempts: Iterable[tuple[str, Callable[[], object]]]) -> list[str
 
 
 def _find_faults(*, alone: bool) -> list[str]:
-    """What is wrong with this child's limits, identity and descriptors."""
+    """Faults in this child's limits, identity and descriptors."""
     faults = kernel.faults(MEMORY, alone=alone)
     for fd in range(child.CHANNEL + 1, 256):
         with contextlib.suppress(OSError):
@@ -368,7 +366,7 @@ def _find_faults(*, alone: bool) -> list[str]:
 
 
 def _run_in_child(layers: tuple[str, ...], trial: Callable[[int], list[str]], *, alone: bool) -> None:
-    """Run a trial in a child behind the layers. Raises Refused with what it reports, and if it reports nothing."""
+    """Run a trial in a child behind the layers. Raises Refused with its report, or if it reports nothing."""
     parent, (outside, inside) = os.getpid(), os.pipe()
     pid = os.fork()
     if pid == 0:

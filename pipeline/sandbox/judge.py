@@ -4,8 +4,8 @@
         for verdict in judge.judge([Program(source, "add", problem.tests)]):
             verdict.verdict, verdict.score      # "passed", 1.0
 
-Expected values stay in this process; the child gets only arguments. The reports of a child are claims: a wrong nonce,
-an index out of turn or bad JSON is `unsafe` and scores 0; a value counts only if it equals the expected one.
+Expected values stay in this process; the child gets only arguments. A child's reports are mere claims: a wrong nonce,
+an index out of order or bad JSON is `unsafe` and scores 0; a value counts only if it equals the expected one.
 
 | verdict | reason |
 |---|---|
@@ -16,26 +16,26 @@ an index out of turn or bad JSON is `unsafe` and scores 0; a value counts only i
 | unsafe | forged |
 | unscorable | harness (a server died twice, no service), unprotected (no test can be judged) |
 
-A program's verdict is that of its first test that fails; its score is tests passed / tests that can be judged. An
+A program's verdict is that of its first failing test; its score is tests passed / tests that can be judged. An
 unscorable program has the score None, never 0 or 1.
 
-Not promised: that the tests are strong, that hidden inputs stay hidden from the candidate, or a verdict on asserts that
-need more than values (`asserts.py`): they are counted in `unprotected` and do not enter the score.
+Not guaranteed: that the tests are strong, that hidden inputs stay hidden from the candidate, or a verdict on asserts
+that need more than values (`asserts.py`): these are counted in `unprotected` and do not affect the score.
 
-There are two ways to judge many candidates with fewer runs. `scores` judges candidates that our own generators wrote.
-Several sources for one problem share one child, because a fork for each costs more than running them.
+There are two ways to judge many candidates with fewer runs. `scores` judges candidates written by our own generators.
+Several sources for one problem share one child, because forking for each costs more than running them.
 
     [(tests, entry_point, [source, ...]), ...]  --one program each-->  scores of every source, in order
 
-The program that is judged contains the sources as texts, and its tests select which one is called with what. Each
-source has its own namespace, so it sees what it would see alone. If anything but a value or an exception comes back (a
-time-out, a lack of memory, an exit, too much output), that problem's candidates are judged again one by one, so their
-scores are those that they have alone. Never for programs that a model wrote: programs that share a child can read each
-other's answers and forge each other's verdicts.
+The judged program contains the sources as strings, and its tests select which one to call with what. Each source has
+its own namespace, so it behaves as if it ran alone. If anything but a value or an exception comes back (a timeout, out
+of memory, an exit, too much output), that problem's candidates are judged again one by one, so they get the scores they
+would get alone. Never use this for model-generated programs: programs that share a child can read each other's answers
+and forge each other's verdicts.
 
-`RememberingJudge` runs once what a policy samples repeatedly. Of eight answers of a small policy to one problem three
-or four are distinct, and many come back an epoch later. It has the interface of `Judge`; its memory lasts as long as
-the object and is in no state of a run.
+`RememberingJudge` deduplicates what a policy samples repeatedly. A small policy's eight answers to one problem contain
+three or four distinct ones, and many recur an epoch later. It has the interface of `Judge`; its cache lives as long as
+the object and is not part of a run's saved state.
 """
 
 import functools
@@ -62,7 +62,7 @@ class Candidate:
     source: str | None  # None or blank: the reply contained no code
     entry_point: str
     tests: list[JsonObject]
-    cpu_seconds: float | None = None  # of one test; None: the sandbox's default
+    cpu_seconds: float | None = None  # per test; None: the sandbox's default
     compare: str = "strict"  # how `expected` is compared: strict, python, close (`messages.equal`)
 
     def __post_init__(self) -> None:
@@ -72,9 +72,9 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class TestResult:
-    """The result of one test. `message` is for people: the exception or how the process ended, escaped."""
+    """The result of one test. `message` is for humans: the exception or how the process ended, escaped."""
 
-    __test__ = False  # not a test class: tells pytest not to collect it
+    __test__ = False  # keeps pytest from collecting it
 
     verdict: str
     reason: str
@@ -96,7 +96,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class _Check:
-    """One parsed test: the calls (or the stdin) to send, and what the answers are compared with."""
+    """One parsed test: the calls (or the stdin) to send, and what to compare the answers with."""
 
     requests: list[dict[str, str]]
     visible: bool
@@ -106,7 +106,7 @@ class _Check:
 
 @dataclass(frozen=True)
 class _Answer:
-    """A child's answer to one call: a decoded value, or why there is none."""
+    """A child's answer to one call: a decoded value, or why it is missing."""
 
     value: object = None
     verdict: str = ""  # "" if there is a value
@@ -114,7 +114,7 @@ class _Answer:
     message: str = ""
 
 
-NOT_REACHED = _Answer(verdict="timeout", message="not reached: too many time-outs")
+NOT_REACHED = _Answer(verdict="timeout", message="not reached: too many timeouts")
 FORGED = _Answer(verdict="unsafe", reason="forged")
 
 
@@ -122,7 +122,7 @@ class Judge:
     """Judges programs in the sandbox, `workers` at a time. A context manager: entering starts the servers.
 
     `url` is the address of a sandbox service (`runtime.sandbox.url`); None: this machine. Entering raises ConfigError
-    where there is no sandbox and `allow_unsafe` is false, or where the service does not answer or fit.
+    if there is no sandbox and `allow_unsafe` is false, or if the service is unreachable or incompatible.
     """
 
     def __init__(self, config: SandboxConfig, workers: int, url: str | None = None) -> None:
@@ -136,7 +136,7 @@ class Judge:
         self.pool.__exit__(*exception)
 
     def judge(self, programs: Iterable[Candidate]) -> Iterator[Verdict]:
-        """The verdicts in the order of the programs; reads a few programs ahead, so they may be endless.
+        """Yield verdicts in the order of the programs; reads only a few programs ahead, so they may be endless.
 
         Raises DataError for a malformed test.
         """
@@ -153,9 +153,9 @@ class Judge:
             yield self._verdict(program, checks, unprotected, reports)
 
     def texts(self, source: str, entry_point: str, calls: Iterable[list[object]]) -> Iterator[tuple[str | None, str]]:
-        """For each call of a function of our own code, in a child of its own: the text it returns, or None, and why.
+        """Call a function of our own code, one child per call; yields the returned text, or None and the reason.
 
-        `calls` are lists of plain arguments. What comes back is believed, so the source must not be a candidate's.
+        `calls` are lists of plain arguments. The results are trusted, so the source must not be a candidate's.
         """
         cpu_seconds = self.config.limits.cpu_seconds
         tasks = (Task(source, entry_point, [{"args": repr(call), "kwargs": "{}"}], cpu_seconds) for call in calls)
@@ -168,7 +168,7 @@ class Judge:
             yield text, answer.message or answer.verdict or ("" if text is not None else "no text")
 
     def _parse_tests(self, program: Candidate) -> tuple[list[_Check], int]:
-        """The tests that can be judged, and the number of those that cannot."""
+        """The tests that can be judged, and the number of tests that cannot."""
         if len(program.tests) > self.config.limits.max_tests:
             raise DataError(f"{program.entry_point}: expected at most {self.config.limits.max_tests} tests")
         parsed = [parse_test(test, program.entry_point) for test in program.tests]
@@ -225,7 +225,7 @@ class Judge:
 
 
 def _judge_test(check: _Check, answers: list[_Answer], compare: str) -> TestResult:
-    """The result of one test; takes its answers from the front of the list."""
+    """The result of one test; pops its answers from the front of the list."""
     own_answers = [answers.pop(0) for _ in check.requests]
     failure = next((answer for answer in own_answers if answer.verdict), None)
     if failure is not None:
@@ -292,7 +292,7 @@ def _is_program(check: _Check) -> bool:
 
 
 def _rejection(program: Candidate, limits: Limits) -> tuple[str, str] | None:
-    """Verdict and reason for a source that is not run at all; None for one that is."""
+    """Verdict and reason for a source that is rejected without running; otherwise None."""
     if program.source is None or not program.source.strip():
         return "no_code", ""
     if len(program.source.encode("utf-8", "surrogatepass")) > limits.source_kib << 10:
@@ -301,17 +301,17 @@ def _rejection(program: Candidate, limits: Limits) -> tuple[str, str] | None:
 
 
 def _lines(text: str) -> list[str]:
-    """The lines of an output for comparison: right-stripped, without blank lines at the end."""
+    """The lines of an output for comparison: right-stripped, without trailing blank lines."""
     return [line.rstrip() for line in text.rstrip().split("\n")]
 
 
 def _escape(text: str) -> str:
-    """A candidate's text made safe for a terminal or a page: control characters and lone surrogates escaped."""
+    """Make a candidate's text safe for a terminal or a page: escape control characters and lone surrogates."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 def _answers(reports: list[Report], count: int) -> list[_Answer]:
-    """The answers to `count` calls; a call that no child ran counts as a time-out."""
+    """The answers to `count` calls; a call that no child ran counts as a timeout."""
     answers = [NOT_REACHED] * count
     for report in reports:
         answers[report.first : report.first + report.given] = _child_answers(report)
@@ -319,25 +319,25 @@ def _answers(reports: list[Report], count: int) -> list[_Answer]:
 
 
 def _child_answers(report: Report) -> list[_Answer]:
-    """One child's answers, one for each of its calls."""
+    """One child's answers, one per call."""
     answers: list[_Answer] = []
     for index, frame in enumerate(report.frames):
         try:
             answer, is_load = _parse_frame(messages.parse(frame), report, index)
         except messages.Malformed:
             answer, is_load = FORGED, True
-        if is_load:  # ignores all later frames
+        if is_load:  # ignore all later frames
             return [answer] * report.given
         answers.append(answer)
     failure = _failure(report)
     if failure is None:
         return answers
-    answers = answers[: report.given - 1]  # all answered but without an end frame: the last one was sent while exiting
+    answers = answers[: report.given - 1]  # all answered but no end frame: the last answer was sent while exiting
     return [*answers, failure, *[NOT_REACHED if report.timed_out else failure] * (report.given - len(answers) - 1)]
 
 
 def _parse_frame(tree: object, report: Report, index: int) -> tuple[_Answer, bool]:
-    """The answer in a frame, and whether it reports that the source did not load. Raises Malformed."""
+    """The answer in a frame, and whether it reports a load failure. Raises Malformed."""
     match tree:
         case (("n", report.nonce), ("i", number), ("v", value)) if type(number) is int and number == index:
             return _Answer(report.stdout if report.is_program else messages.decode(value)), False
@@ -358,7 +358,7 @@ def _exception_answer(kind: str, text: str) -> _Answer:
 
 
 def _failure(report: Report) -> _Answer | None:
-    """The answer to the calls that a child left unanswered, from how it ended; None for a regular end."""
+    """The answer for calls that a child left unanswered, based on how it ended; None for a normal end."""
     if report.timed_out:
         return _Answer(verdict="timeout", message=f"{report.cut} limit")
     if report.cut == "forged":
@@ -367,7 +367,7 @@ def _failure(report: Report) -> _Answer | None:
         return _Answer(verdict="error", reason="crash", message="too many threads")
     if report.cut is not None:
         return _Answer(verdict="error", reason="output", message="too much output")
-    if report.signal == signal.SIGKILL:  # not by itself, not by us: the kernel was out of memory
+    if report.signal == signal.SIGKILL:  # neither by itself nor by us: the kernel ran out of memory
         return _Answer(verdict="memory", message="killed by the kernel")
     if report.signal is not None:
         return _Answer(verdict="error", reason="crash", message=f"signal {report.signal}")
@@ -392,7 +392,7 @@ def {call}(number, arguments):
 
 @dataclass(frozen=True)
 class Candidates:
-    """Sources that are judged by the same tests, of the form {"args", "expected", "visible"}."""
+    """Sources to judge with the same tests, of the form {"args", "expected", "visible"}."""
 
     sources: Sequence[str]
     entry_point: str
@@ -400,7 +400,7 @@ class Candidates:
 
 
 def scores(judge: Judge, problems: Iterable[Candidates]) -> Iterator[list[float | None]]:
-    """For each problem, the share of the tests that each source passes; None where it cannot be judged."""
+    """For each problem, the fraction of tests that each source passes; None if it cannot be judged."""
     batches = [batch for candidates in problems for batch in _split(candidates, judge.config.limits.max_tests)]
     joint_verdicts = list(judge.judge(_joint_program(batch) for _, batch in batches))
     unclear = [batch for (_, batch), verdict in zip(batches, joint_verdicts, strict=True) if not _is_clear(verdict)]
@@ -421,7 +421,7 @@ def scores(judge: Judge, problems: Iterable[Candidates]) -> Iterator[list[float 
 
 
 def _split(candidates: Candidates, max_tests: int) -> Iterator[tuple[bool, Candidates]]:
-    """Batches of as many sources as fit `max_tests`, each with whether it is the last of its problem."""
+    """Batches of as many sources as fit `max_tests`, each flagged if it is the last of its problem."""
     size = max(1, max_tests // max(1, len(candidates.tests)))
     sources = candidates.sources
     batches = [sources[first : first + size] for first in range(0, len(sources), size)]
@@ -438,7 +438,7 @@ def _joint_program(batch: Candidates) -> Candidate:
 
 
 def _is_clear(verdict: Verdict) -> bool:
-    """Whether each test gave a value, or an exception that does not depend on the depth of the calls."""
+    """Whether each test returned a value, or raised an exception that does not depend on call depth."""
     return bool(verdict.results) and all(
         result.verdict in ("passed", "wrong")
         or (result.reason == "exception" and not result.message.startswith("RecursionError"))
@@ -456,12 +456,12 @@ MOST_REMEMBERED = 2**14  # verdicts, of one or two kilobytes each
 
 
 class RememberingJudge(Judge):
-    """A judge for the samples of a policy, which repeat: equal programs run once.
+    """A judge for policy samples, which often repeat: identical programs run once.
 
-    Verdicts that depend on program and tests alone are remembered: the `MOST_REMEMBERED` most recently used. Others (a
-    time-out, a lack of memory, a harness failure: a busy machine may be the cause) hold only for equal programs of the
-    same call, so that equal answers of a group get equal rewards. They are not remembered, so that a resumed run, which
-    starts without memory, gets the same rewards.
+    Verdicts that depend only on program and tests are cached: the `MOST_REMEMBERED` most recently used. Others (a
+    timeout, out of memory, a harness failure: a busy machine may be the cause) are shared only between identical
+    programs of the same call, so that identical answers in a group get equal rewards. They are not cached, so that a
+    resumed run, which starts with an empty cache, gets the same rewards.
     """
 
     def __init__(self, config: SandboxConfig, workers: int, url: str | None = None) -> None:
@@ -469,9 +469,9 @@ class RememberingJudge(Judge):
         self._memory: OrderedDict[bytes, Verdict] = OrderedDict()
 
     def judge(self, programs: Iterable[Candidate]) -> Iterator[Verdict]:
-        """As `Judge.judge`, for a finite number of programs."""
-        pending: deque[bytes] = deque()  # programs that were read and whose verdicts were not yielded yet
-        running: deque[bytes] = deque()  # those of them that run in the sandbox
+        """Like `Judge.judge`, for a finite number of programs."""
+        pending: deque[bytes] = deque()  # programs read but not yet answered with a verdict
+        running: deque[bytes] = deque()  # those running in the sandbox
         verdicts: dict[bytes, Verdict | None] = {}  # of this call; None: still running
 
         def new_programs() -> Iterator[Candidate]:
@@ -507,12 +507,12 @@ class RememberingJudge(Judge):
 
 
 def _key(program: Candidate) -> bytes:
-    """A hash of all that a verdict depends on."""
+    """A hash of everything a verdict depends on."""
     return hashlib.sha256(json.dumps(vars(program), sort_keys=True).encode()).digest()
 
 
 def _is_reproducible(verdict: Verdict) -> bool:
-    """Whether every result depends on program and tests alone, even on a busy machine."""
+    """Whether every result depends only on program and tests, even on a busy machine."""
     results = [(result.verdict, result.reason) for result in verdict.results]
     return verdict.verdict != "unscorable" and all(
         name in ("passed", "wrong", "syntax") or reason == "exception" for name, reason in results

@@ -1,16 +1,16 @@
-"""The Linux kernel's part of the sandbox, through ctypes: seccomp, Landlock, resource limits, process identity.
+"""The kernel side of the sandbox, through ctypes: seccomp, Landlock, resource limits, process identity (Linux).
 
 Every function acts on the calling process and cannot be undone; the child of `jail.py` calls them between fork and the
-first line of untrusted code. Standard library only, nothing of the project: `jail.py` loads this file by its path.
+first line of untrusted code. Standard library only, no project imports: `jail.py` loads this file by its path.
 
-The seccomp filter of profile `sealed` (classic BPF) is an allow-list of system calls and their arguments. Everything
-else returns EPERM; clone3 and calls beyond LAST_KNOWN return ENOSYS, so that libc falls back. A call of a foreign
-architecture kills.
+The seccomp filter of profile `sealed` (classic BPF) is an allowlist of system calls and their arguments. Everything
+else returns EPERM; clone3 and calls beyond LAST_KNOWN return ENOSYS, so that libc falls back. A call from a foreign
+architecture kills the process.
 
 Sources: seccomp(2), landlock(7), prctl(2), setrlimit(2); bpf's classic instruction set in linux/filter.h; syscall
 numbers from the kernel's arch/x86/entry/syscalls/syscall_64.tbl and include/uapi/asm-generic/unistd.h (aarch64).
 
-Not promised: protection from bugs of the kernel, or from CPU side channels; architectures other than these two.
+Not guaranteed: protection from kernel bugs or CPU side channels; architectures other than these two.
 """
 
 import ctypes
@@ -25,9 +25,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 OWN_UIDS = range(1 << 30, 1 << 31)  # root switches to a random one, so that no other processes count toward its limit
-UIDS = (61000, 65534)  # tried in turn where the user namespace maps none of those
+UIDS = (61000, 65534)  # tried in turn if the user namespace maps none of those
 NOFILE, STACK = 32, 8 << 20
-THREADS = 64  # of one candidate, its main thread included
+THREADS = 64  # per candidate, including its main thread
 SERVER = 2  # watcher and zygote, which count toward the same limit
 
 PR_SET_PDEATHSIG, PR_GET_PDEATHSIG, PR_GET_DUMPABLE, PR_SET_DUMPABLE = 1, 2, 3, 4
@@ -70,7 +70,7 @@ def landlock_version() -> int:
 
 
 def install_landlock() -> None:
-    """Forbid every right on files, network and scopes that this kernel's Landlock supports. Raises OSError."""
+    """Deny every file, network and scope right that this kernel's Landlock supports. Raises OSError."""
     version, machine = landlock_version(), architecture()
     files = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
     rights = struct.pack("=QQQ", files, 3 if version >= 4 else 0, 3 if version >= 6 else 0)
@@ -81,9 +81,9 @@ def install_landlock() -> None:
 
 
 def write_only_below(folder: Path) -> None:
-    """Forbid this process and its children every change of files outside `folder`, and signals to others.
+    """Deny this process and its children any file changes outside `folder`, and signals to other processes.
 
-    For a repository's own tests: they may read what the user may. Needs no_new_privs. Raises OSError, Refused.
+    For a repository's own tests, which may read what the user may. Needs no_new_privs. Raises OSError, Refused.
     """
     version, machine = landlock_version(), architecture()
     if not version:
@@ -102,7 +102,7 @@ def write_only_below(folder: Path) -> None:
 
 
 def install_no_network() -> None:
-    """Forbid this process and its children sockets other than those of this machine (AF_UNIX), and io_uring.
+    """Deny this process and its children any sockets except local ones (AF_UNIX), and io_uring.
 
     Needs no_new_privs. Raises OSError, Refused.
     """
@@ -117,9 +117,9 @@ def install_no_network() -> None:
 
 
 def drop_identity() -> bool:
-    """Give up root for good: groups, all ids, and with them the capabilities. Returns whether the uid is ours alone.
+    """Drop root permanently: groups, all ids, and with them the capabilities. Returns whether the uid is ours alone.
 
-    Raises Refused if no other id can be taken, or if an id of root remains.
+    Raises Refused if no other id is available, or if a root id remains.
     """
     own = OWN_UIDS[int.from_bytes(os.urandom(8)) % len(OWN_UIDS)]
     if 0 in (os.getuid(), os.geteuid()):
@@ -137,7 +137,7 @@ def drop_identity() -> bool:
 
 
 def fixed_limits() -> dict[int, int]:
-    """The resource limits that are the same for all jobs."""
+    """The resource limits common to all jobs."""
     limits = {
         resource.RLIMIT_FSIZE: 0,
         resource.RLIMIT_CORE: 0,
@@ -150,16 +150,16 @@ def fixed_limits() -> dict[int, int]:
 
 
 def limit(which: int, value: int) -> None:
-    """Lower one resource limit for good, unless it is lower already."""
+    """Lower one resource limit permanently, unless it is already lower."""
     hard = resource.getrlimit(which)[1]
     value = value if hard == resource.RLIM_INFINITY else min(value, hard)
     resource.setrlimit(which, (value, value))
 
 
 def harden() -> None:
-    """Restrict the server, and so its children: core dumps, new privileges, files, open descriptors.
+    """Restrict the server and thus its children: core dumps, new privileges, files, open descriptors.
 
-    Call it after `drop_identity`, which would make the process dumpable again.
+    Call this after `drop_identity`, which would make the process dumpable again.
     """
     for which, value in fixed_limits().items():
         limit(which, value)
@@ -181,7 +181,7 @@ def fork_sibling() -> int:
 
 
 def die_with(parent: int) -> None:
-    """Ask the kernel to kill this process when `parent` dies; exit at once if it is dead already."""
+    """Ask the kernel to kill this process when `parent` dies; exit immediately if it is already dead."""
     prctl(PR_SET_PDEATHSIG, SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
@@ -190,7 +190,7 @@ def die_with(parent: int) -> None:
 def isolate(memory: int, cpu_seconds: float, parent: int, *, alone: bool) -> None:
     """Set a child's limits: address space in bytes, a session, death with its parent; threads if its uid is `alone`.
 
-    RLIMIT_CPU is set only where there is no CPU clock to watch: on Linux it would make that clock tick in jiffies.
+    RLIMIT_CPU is set only if there is no CPU clock to watch: on Linux it would make that clock tick in jiffies.
     """
     os.setsid()
     if sys.platform != "linux":
@@ -203,7 +203,7 @@ def isolate(memory: int, cpu_seconds: float, parent: int, *, alone: bool) -> Non
 
 
 def faults(memory: int, *, alone: bool) -> list[str]:
-    """The names of what `harden` and `isolate` should have set in this process but did not."""
+    """Names of the settings that `harden` and `isolate` should have applied to this process but did not."""
     signal = ctypes.c_int(0)
     _libc.prctl(PR_GET_PDEATHSIG, ctypes.byref(signal), 0, 0, 0)
     is_faulty = {
@@ -220,13 +220,13 @@ def faults(memory: int, *, alone: bool) -> list[str]:
 
 
 def trace(pid: int) -> None:
-    """ptrace(PTRACE_CONT) on a process that we do not trace, for the self-test. Raises OSError: ESRCH, or refused."""
+    """ptrace(PTRACE_CONT) on a process we do not trace, for the self-test. Raises OSError: ESRCH, or refused."""
     if _libc.ptrace(7, pid, None, None) < 0:
         raise OSError(ctypes.get_errno(), "ptrace")
 
 
 def cpu_clock(pid: int) -> float:
-    """CPU seconds of a running process; 0.0 once it is dead, and where the system has no such clock."""
+    """CPU seconds of a running process; 0.0 once it is dead, or if the system has no such clock."""
     if sys.platform != "linux":
         return 0.0
     try:
@@ -236,7 +236,7 @@ def cpu_clock(pid: int) -> float:
 
 
 def num_threads(pid: int) -> int:
-    """The number of threads of a process that was not waited for, from the link count of their folder. 0 if unknown."""
+    """The thread count of a process not yet reaped, from the link count of its task folder. 0 if unknown."""
     try:
         return os.stat(f"/proc/{pid}/task").st_nlink - 2  # noqa: PTH116  a Path would cost three times as much
     except OSError:  # /proc is hidden, or there is none
@@ -252,8 +252,8 @@ def address_space() -> int:
 
 EPERM, ENOSYS = 1, 38
 
-# name: (x86_64, aarch64); None where the architecture has no such call. No call here takes a path, an address or
-# another process.
+# name: (x86_64, aarch64); None if the architecture has no such call. No call here takes a path, an address or another
+# process.
 ALLOWED: dict[str, tuple[int | None, int | None]] = {
     "read": (0, 63),
     "write": (1, 64),
@@ -319,7 +319,7 @@ ALLOWED: dict[str, tuple[int | None, int | None]] = {
     "getrandom": (318, 278),
     "rseq": (334, 293),
 }
-CHECKED = {  # allowed only with some arguments
+CHECKED = {  # allowed only with certain arguments
     "ioctl": (16, 29),
     "clone": (56, 220),
     "fcntl": (72, 25),
@@ -328,7 +328,7 @@ CHECKED = {  # allowed only with some arguments
 }
 CLONE3 = 435
 LAST_KNOWN = 470
-# All the flags with which glibc and musl start a thread; with fewer it would have its own descriptors or signals
+# The flags with which glibc and musl start a thread; with fewer, it would have its own descriptors or signals
 CLONE_OF_THREADS = (0x003D0F00, 0x007D0F00)
 FCNTL_COMMANDS = (0, 1030, 1, 2, 3)  # F_DUPFD, F_DUPFD_CLOEXEC, F_GETFD, F_SETFD, F_GETFL
 IOCTL_REQUESTS = (0x5401, 0x5451)  # TCGETS, FIOCLEX
@@ -370,7 +370,7 @@ def architecture() -> Architecture:
 def filter_program(machine: Architecture) -> list[Instruction]:
     """The filter as classic BPF.
 
-    It looks the call up by binary search: the kernel runs a new filter once for every call number, so a chain of
+    Looks the call up by binary search: the kernel runs a new filter once for every call number, so a linear chain of
     comparisons would cost each child half a millisecond.
     """
     permitted, forbidden = [(RETURN, 0, 0, ALLOW)], [(RETURN, 0, 0, ERRNO | EPERM)]
@@ -388,7 +388,7 @@ def filter_program(machine: Architecture) -> list[Instruction]:
 
 
 def _number_of_call(machine: Architecture) -> list[Instruction]:
-    """The first instructions of a filter: load the number of the call, if it is one of this architecture."""
+    """The first instructions of a filter: load the call number, if the call is for this architecture."""
     program = [(LOAD, 0, 0, 4), (JUMP_EQ, 1, 0, machine.audit), (RETURN, 0, 0, KILL), (LOAD, 0, 0, 0)]
     if machine.column == 0:  # x32 calls carry this bit under the same architecture word
         program += [(JUMP_SET, 0, 1, 0x40000000), (RETURN, 0, 0, KILL)]
@@ -402,12 +402,12 @@ def _search(ranges: list[tuple[int, list[Instruction]]]) -> list[Instruction]:
     below, above = _search(ranges[:middle]), _search(ranges[middle:])
     if len(below) < 256:
         return [(JUMP_GE, len(below), 0, ranges[middle][0]), *below, *above]
-    # a conditional jump of classic BPF spans a byte; JUMP spans all
+    # a conditional jump in classic BPF spans one byte; JUMP has no such limit
     return [(JUMP_GE, 0, 1, ranges[middle][0]), (JUMP, 0, 0, len(below)), *below, *above]
 
 
 def _checks() -> dict[str, list[Instruction]]:
-    """The instructions that decide about the calls of CHECKED by their arguments."""
+    """The instructions that check the arguments of the calls in CHECKED."""
     forbidden = (RETURN, 0, 0, ERRNO | EPERM)
     return {
         "ioctl": [(LOAD, 0, 0, 24), *_one_of(IOCTL_REQUESTS), forbidden],
@@ -422,13 +422,13 @@ def _checks() -> dict[str, list[Instruction]]:
 
 
 def _one_of(constants: tuple[int, ...]) -> list[Instruction]:
-    """Allow if the loaded word is one of these, else fall through."""
+    """Allow if the loaded word is one of these, otherwise fall through."""
     return [step for constant in constants for step in ((JUMP_EQ, 0, 1, constant), (RETURN, 0, 0, ALLOW))]
 
 
 @functools.cache
 def filter_code() -> tuple[bytes, ctypes.Array[ctypes.c_char]]:
-    """The filter for seccomp(2), made once before any fork: struct sock_fprog, and the code it points to.
+    """The filter for seccomp(2), built once before any fork: struct sock_fprog, and the code it points to.
 
     Raises Refused.
     """

@@ -3,18 +3,18 @@
 A frame is 4 bytes of little-endian length, then JSON in ASCII. `read_frame` reads only what our own processes send;
 `watch.py` reads what a candidate sends.
 
-The child calls `encode`. It accepts exact built-in types only, so a subclass, or an object whose `__eq__` always
-returns True, becomes an opaque mark. The judge calls `decode` and `equal`, which never run code of the child and never
+The child calls `encode`. It accepts only exact built-in types, so a subclass, or an object whose `__eq__` always
+returns True, becomes an opaque marker. The judge calls `decode` and `equal`, which never run the child's code and never
 hash its keys. Sets and dicts are compared as sorted lists of canonical texts, so colliding keys cost nothing.
 
     null true false "text" [list] 12        as they are (integers below 2^53)
     {"i": hex} {"f": float.hex} {"c": [re, im]} {"b": base64} {"t": tuple} {"s": set} {"z": frozenset} {"d": [[k, v]]}
     {"o": type}                             opaque: everything else; a value that is too deep, too long or cyclic
 
-Standard library only, nothing of the project: `jail.py` loads this file by its path.
+Standard library only, no project imports: `jail.py` loads this file by its path.
 
-Not promised: a bound on the size of a frame; the order of dict keys, identity (one list referenced twice), or the sign
-and payload of a NaN.
+Not guaranteed: a bound on the size of a frame; the order of dict keys, identity (one list referenced twice), or the
+sign and payload of a NaN.
 """
 
 import base64
@@ -31,21 +31,21 @@ from typing import Any, NoReturn, TypedDict, TypeVar
 
 MAX_DEPTH = 32
 MAX_NODES = 100_000
-MAX_BYTES = 1 << 20  # of the encoded text
-MAX_FRAME = MAX_BYTES + 4096  # of a frame, which has one value, or an exception of at most 200 characters
+MAX_BYTES = 1 << 20  # of encoded text
+MAX_FRAME = MAX_BYTES + 4096  # a frame has one value, or an exception of at most 200 characters
 MAX_INT_BITS = 1 << 20  # larger integers are opaque: 10^6 digits are an attack on the comparison, not an answer
-PLAIN_INT = 1 << 53  # JSON readers agree on integers below this one
+PLAIN_INT = 1 << 53  # JSON parsers agree on integers below this
 RELATIVE, ABSOLUTE = 1e-6, 1e-9  # mode "close"
 MODES = ("strict", "python", "close")
 Item = TypeVar("Item")
 Bytes = TypeVar("Bytes", str, bytes)
 _HEX = re.compile(r"-?0x[0-9a-f]+")
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
-_MAX_COMMAS = 2 * MAX_NODES  # outside of strings: a node has at most two
+_MAX_COMMAS = 2 * MAX_NODES  # outside strings: a node has at most two
 
 
 class Malformed(ValueError):
-    """The text is not what `encode` writes: it was forged."""
+    """The text was not written by `encode`: it is forged."""
 
 
 class _TooLarge(Exception):
@@ -73,7 +73,7 @@ class Mapping:
 
 @dataclass(frozen=True)
 class Opaque:
-    """A value of a type that is not plain data; equals nothing."""
+    """A value that is not plain data; equals nothing."""
 
     type: str
 
@@ -90,7 +90,7 @@ def encode(value: object) -> str:
 
 
 def _tree(value: Any, budget: list[int], depth: int) -> object:
-    """The JSON tree of a value. `budget` counts down the nodes and bytes allowed. Raises _TooLarge."""
+    """The JSON tree of a value. `budget` counts down the allowed nodes and bytes. Raises _TooLarge."""
     budget[0] -= 1
     if budget[0] < 0 or depth > MAX_DEPTH:
         raise _TooLarge
@@ -130,19 +130,19 @@ def _spend(data: Bytes, budget: list[int]) -> Bytes:
 
 
 def _type_name(value: object) -> str:
-    name = type(value).__name__  # a metaclass may forge it: only for messages to people
+    name = type(value).__name__  # a metaclass may forge it: use only in messages for humans
     return name[:80] if type(name) is str else "?"
 
 
 def parse(text: str) -> Any:
-    """Parse JSON, with objects as tuples of (key, value) pairs, so that nothing is hashed. Raises Malformed."""
+    """Parse JSON, with objects as tuples of (key, value) pairs to avoid hashing. Raises Malformed."""
 
     def refuse(word: str) -> NoReturn:
         raise Malformed(f"{word[:20]!r} is no value of this protocol")
 
     if len(text) > MAX_FRAME or not text.isascii():
         raise Malformed("not ASCII text of a bounded length")
-    # Counted before parsing, which would create the objects.
+    # Count before parsing, which would create the objects.
     if text.count(",") > _MAX_COMMAS and _STRING.sub("", text).count(",") > _MAX_COMMAS:
         raise Malformed("more nodes than encode writes")
     try:
@@ -154,13 +154,13 @@ def parse(text: str) -> Any:
 def decode(tree: Any) -> Any:
     """The value of a parsed tree: plain Python, with Bag, Mapping and Opaque for what must not be hashed.
 
-    Raises Malformed, also for a tree that is deeper or has more nodes than `encode` writes.
+    Raises Malformed, including for a tree that is deeper or larger than `encode` writes.
     """
     return _decode(tree, [MAX_NODES], 0)
 
 
 def _decode(tree: Any, budget: list[int], depth: int) -> Any:
-    """As `decode`; `budget` counts down the nodes allowed."""
+    """Like `decode`; `budget` counts down the allowed nodes."""
     budget[0] -= 1
     if budget[0] < 0 or depth > MAX_DEPTH:
         raise Malformed("larger or deeper than encode writes")
@@ -209,12 +209,12 @@ def _decode_text(tag: str, content: Any) -> Any:
 
 
 def bag(items: list[Any]) -> Bag:
-    """The set of some values, without duplicates; hashes only their texts. Raises ValueError for opaque values."""
+    """Build a set of values without duplicates; hashes only their texts. Raises ValueError for opaque values."""
     return Bag([item for item, _ in mapping([(item, None) for item in items]).pairs], frozen=False)
 
 
 def mapping(pairs: list[tuple[Any, Any]]) -> Mapping:
-    """The dict of some pairs: of equal keys the first one, with the last value. Raises ValueError for opaque keys."""
+    """Build a dict from pairs: equal keys keep the first key and the last value. Raises ValueError for opaque keys."""
     pair_of_text: dict[str, tuple[Any, Any]] = {}
     for key, value in pairs:
         text = _key_text(key)
@@ -226,11 +226,11 @@ def _key_text(value: object) -> str:
     try:
         return canonical(value, "python")
     except Incomparable as error:
-        raise ValueError("no plain data in a set or as a key of a dict") from error
+        raise ValueError("expected plain data in a set or as a dict key") from error
 
 
 def check(value: Item) -> Item:
-    """Return a value in the form of `decode` if it is within the limits of an answer. Raises ValueError."""
+    """Return a decoded value if it is within the limits of an answer. Raises ValueError."""
     budget = [MAX_NODES, MAX_BYTES]
 
     def visit(value: object, depth: int) -> None:
@@ -268,8 +268,8 @@ def has_opaque(value: object) -> bool:
 def equal(expected: object, actual: object, mode: str = "strict") -> bool:
     """Whether two decoded values are equal.
 
-    `strict`: equal types at every level, a NaN equals a NaN, -0.0 differs from 0.0. `python`: as `==` on plain data.
-    `close`: as strict, but a float also equals a float or int within 1e-6 relative or 1e-9 absolute, never a bool.
+    `strict`: equal types at every level, a NaN equals a NaN, -0.0 differs from 0.0. `python`: like `==` on plain data.
+    `close`: like strict, but a float also equals a float or int within 1e-6 relative or 1e-9 absolute, never a bool.
     Opaque equals nothing.
     """
     assert mode in MODES, mode
@@ -358,12 +358,12 @@ def _close_numbers(expected: float | complex, actual: complex) -> bool:
             return cmath.isclose(actual, expected, rel_tol=RELATIVE, abs_tol=ABSOLUTE)
         assert not isinstance(actual, complex)
         return math.isclose(actual, expected, rel_tol=RELATIVE, abs_tol=ABSOLUTE)
-    except OverflowError:  # an integer beyond the floats
+    except OverflowError:  # an integer too large for a float
         return False
 
 
 def _sort_key(value: object) -> tuple[int, float, str]:
-    """Orders numbers by size, so that close elements of two sets are compared; the rest by text."""
+    """Order numbers by size, so that close elements of two sets are compared; everything else by text."""
     if isinstance(value, int | float) and not isinstance(value, bool) and value == value:
         try:
             return 0, float(value), ""
@@ -373,7 +373,7 @@ def _sort_key(value: object) -> tuple[int, float, str]:
 
 
 class JobLimits(TypedDict):
-    """Limits of one child: seconds of a test and of the whole job, bytes of memory and of what it sends."""
+    """Limits of one child: seconds per test and per job, bytes of memory and of output."""
 
     cpu: float
     wall: float
@@ -397,7 +397,7 @@ class ChildJob(TypedDict):
 
 
 class ChildResult(TypedDict):
-    """What a child did. `status` and `signal` only if it ended by itself, `cut` if the server ended it."""
+    """What a child did. `status` and `signal` only if it ended on its own, `cut` if the server killed it."""
 
     id: str
     frames: list[str]
@@ -412,7 +412,7 @@ class ChildResult(TypedDict):
 
 
 class Fault(TypedDict):
-    """The answer where the sandbox failed; it is no evidence about the candidate."""
+    """The answer when the sandbox itself failed; it says nothing about the candidate."""
 
     id: str
     fault: str
@@ -428,7 +428,7 @@ def read_frame(fd: int) -> Any:
 
 
 def read_exactly(fd: int, size: int) -> bytes | None:
-    """Read exactly `size` bytes; None if the stream ends before."""
+    """Read exactly `size` bytes; None if the stream ends early."""
     parts = bytearray()
     while len(parts) < size:
         chunk = os.read(fd, min(size - len(parts), 1 << 20))

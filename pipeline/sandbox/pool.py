@@ -1,14 +1,14 @@
-"""Runs candidates as jobs: splits them, retries after a time-out, applies a candidate's limits across all its children.
+"""Runs candidates as jobs: splits them, retries after a timeout, applies a candidate's limits across all its children.
 
-A `Task` is one candidate and its tests, without expected values. For a function it becomes one job (a test that runs
-out of time is given up and a fresh child continues with the next one), for a program that reads stdin one job per test.
-The result is `Report`s: what each child sent and how it ended, which only `judge.py` interprets.
+A `Task` is one candidate and its tests, without expected values. A function becomes one job (a test that times out is
+abandoned and a fresh child continues with the next one); a program that reads stdin becomes one job per test. The
+result is `Report`s: what each child sent and how it ended, which only `judge.py` interprets.
 
 Jobs run in the fork servers of this machine (`servers.py`) or, given an address, in those of a sandbox service
 (`remote.py`); both implement `call`, so a candidate's verdict does not depend on where it ran. Threads here only wait.
 
-Not promised: equal wall-clock limits under any load; they are meant for programs that sleep, and 4 x CPU + 2 s wide.
-CPU limits apply under any load.
+Not guaranteed: consistent wall-clock limits under load; they target programs that sleep and allow 4 x CPU + 2 s. CPU
+limits apply under any load.
 """
 
 import logging
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 __all__ = ["Limits", "NoSandboxError", "Pool", "Report", "SandboxConfig", "Task"]
 
 LOG = logging.getLogger(__name__)
-AHEAD = 4  # tasks read ahead for every thread
-GRACE_SECONDS = 30.0  # after a job's own wall limit, until the server counts as hung
+AHEAD = 4  # tasks to read ahead per thread
+GRACE_SECONDS = 30.0  # beyond a job's own wall limit before the server counts as hung
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,14 @@ class Task:
 
 @dataclass(frozen=True)
 class Report:
-    """The result of one child: it ran the `given` tests from number `first` on and answered len(frames) of them."""
+    """The result of one child: it ran `given` tests starting at number `first` and answered len(frames) of them."""
 
     first: int
     given: int
     is_program: bool
     nonce: str
     frames: list[str]
-    status: int | None  # exit code, if it exited by itself before it sent its end
+    status: int | None  # exit code, if it exited on its own before sending its end frame
     signal: int | None
     cut: str | None  # why the server killed it: cpu, wall, threads, output, forged
     stdout: str
@@ -69,7 +69,7 @@ class Report:
 class Pool:
     """Runs tasks, as a context manager; `url` is the address of a sandbox service, None: this machine.
 
-    Entering raises ConfigError where there is no sandbox and `allow_unsafe` is false, or no service that fits.
+    Entering raises ConfigError if there is no sandbox and `allow_unsafe` is false, or no compatible service.
     """
 
     def __init__(self, config: SandboxConfig, workers: int, url: str | None = None) -> None:
@@ -86,7 +86,7 @@ class Pool:
         self.host.stop()
 
     def map(self, tasks: Iterable[Task | None]) -> Iterator[list[Report] | None]:
-        """The reports of each task in order; None for a task that is None or whose server died twice.
+        """Yield the reports of each task in order; None if the task is None or its server died twice.
 
         Reads only a few tasks ahead, so `tasks` may be endless.
         """
@@ -106,7 +106,7 @@ class Pool:
                     future.cancel()
 
     def run(self, task: Task) -> list[Report] | None:
-        """The reports of one task, in the order of its tests; None where its servers failed."""
+        """The reports of one task, in the order of its tests; None if its servers failed."""
         try:
             return self._run_program(task) if task.entry is None else self._run_function(task)
         except HarnessError as error:
@@ -114,7 +114,7 @@ class Pool:
             return None
 
     def _run_function(self, task: Task) -> list[Report]:
-        """Run all tests in one child; after a test that ran out of time, the rest in a fresh one."""
+        """Run all tests in one child; after a timeout, run the rest in a fresh one."""
         budget, reports, first, timeouts = Budget(self.config.limits), [], 0, 0
         while first < len(task.tests) and timeouts < self.config.limits.timeouts and budget.is_left():
             report = self._run_job(task, first, task.tests[first:], budget)
@@ -136,7 +136,7 @@ class Pool:
         return reports
 
     def _run_job(self, task: Task, first: int, tests: list[dict[str, str]], budget: "Budget") -> Report:
-        """Run tests in one child. The nonce is new for every job."""
+        """Run tests in one child, with a new nonce per job."""
         nonce = os.urandom(16).hex()
         job = {
             "id": nonce,
@@ -165,13 +165,13 @@ class Pool:
 
 
 def _remote(url: str, config: SandboxConfig) -> "Remote":
-    from pipeline.sandbox.remote import Remote  # imported here because judging on this machine needs no HTTP client
+    from pipeline.sandbox.remote import Remote  # imported lazily: judging on this machine needs no HTTP client
 
     return Remote(url, config)
 
 
 class Budget:
-    """The CPU and wall seconds that a candidate has left across all its children, as their servers measured them.
+    """CPU and wall seconds that a candidate has left across all its children, as measured by their servers.
 
     Waiting for a busy server or service does not count.
     """
@@ -181,7 +181,7 @@ class Budget:
         self.wall_left = limits.wall(limits.job_cpu_seconds)
 
     def spend(self, answer: JsonObject) -> None:
-        """Subtract what one child used."""
+        """Subtract one child's usage."""
         self.cpu_left -= answer["cpu_ms"] / 1000
         self.wall_left -= answer["wall_ms"] / 1000
 

@@ -1,15 +1,15 @@
-"""Runs a repository's own tests in a process that can change nothing but its copy, and records calls of its functions.
+"""Runs a repository's own tests in a process that can change only its copy, and records calls to its functions.
 
     python -P -S? recorder.py  <- {"folder", "paths": [to import from], "functions": {file: [names]}, "seconds"}
                                -> {"tests": {passed, failed, ...}, "calls": {file::name: [[args, kwargs, result], ...]}}
 
-`sandbox/recording.py` starts it. A call counts if its arguments, written before it, and its result are plain data
-(numbers, texts, None, lists, tuples, dicts, sets of these): written as Python literals, they become the tests of a
-task. A function that gave two results to equal arguments is left out. pytest runs the tests where it is installed, with
-doctests; else unittest does, and doctest. Results are written again and again, so that what a killed run found is kept.
+Started by `sandbox/recording.py`. A call counts if its arguments, serialized beforehand, and its result are plain data
+(numbers, strings, None, lists, tuples, dicts, sets of these): written as Python literals, they become the tests of a
+task. Calls that returned different results for equal arguments are dropped. The tests run with pytest if installed,
+including doctests, otherwise with unittest and doctest. Results are written repeatedly, so a killed run loses little.
 
-The repository's tests are the user's code: they may read what the user may. They have no network, change no file
-outside their copy, signal nobody, and end with a time limit each. Standard library only, nothing of the project.
+The repository's tests are the user's code: they may read what the user may. They have no network, cannot change files
+outside their copy or signal other processes, and each has a time limit. Standard library only, no project imports.
 """
 
 import ast
@@ -38,11 +38,11 @@ import kernel
 
 sys.path.pop(0)
 RECORD = "_stagecoach_record"
-MOST_CALLS = 32  # of a function
-MOST_TRIES = 1000  # calls that are looked at: a hot function stays fast
+MOST_CALLS = 32  # per function
+MOST_TRIES = 1000  # calls to inspect, so that a hot function stays fast
 LONGEST = 2000  # characters of arguments, and of a result
 DEEPEST = 6
-TEST_SECONDS = 10  # of one test
+TEST_SECONDS = 10  # per test
 MEMORY = 4 << 30
 FILE_BYTES = 100 << 20
 PLAIN = (type(None), bool, int, float, complex, str, bytes)
@@ -50,11 +50,11 @@ TABLE: dict[str, "Recorded"] = {}
 
 
 class TooLong(BaseException):
-    """A test ran out of time. No Exception, so that a test's own `except` does not catch it."""
+    """A test timed out. Not an Exception, so that a test's own `except` does not catch it."""
 
 
 class Recorded:
-    """The calls of one function."""
+    """The calls to one function."""
 
     def __init__(self) -> None:
         self.calls: dict[tuple[str, str], str] = {}
@@ -64,7 +64,7 @@ class Recorded:
 
 
 def literal(value: Any, depth: int = 0) -> str:
-    """The value as a Python literal. Raises ValueError for what is no plain data."""
+    """The value as a Python literal. Raises ValueError if it is not plain data."""
     kind = type(value)
     if kind in PLAIN:
         if kind in (float, complex) and value - value != 0:
@@ -85,7 +85,7 @@ def literal(value: Any, depth: int = 0) -> str:
 
 
 def recorder(key: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """The decorator of one function."""
+    """The decorator for one function."""
 
     def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
         seen = TABLE.setdefault(key, Recorded())
@@ -126,14 +126,14 @@ class Loader(importlib.machinery.SourceFileLoader):
         self.file, self.names = file, set(names)
 
     def path_stats(self, path: Any) -> Any:
-        """No bytecode is used."""
+        """Never use bytecode."""
         raise OSError
 
     def set_data(self, *_: Any, **__: Any) -> None:
-        """No bytecode is written."""
+        """Never write bytecode."""
 
     def source_to_code(self, data: Any, path: Any, **_: Any) -> types.CodeType:
-        """Compile with a decorator on each function."""
+        """Compile with a recording decorator on each function."""
         tree = ast.parse(data)
         for node in tree.body:
             if isinstance(node, ast.FunctionDef) and node.name in self.names:
@@ -149,7 +149,7 @@ class Finder(importlib.abc.MetaPathFinder):
         self.functions = {str(folder / file): (file, names) for file, names in functions.items()}
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """As PathFinder, with our loader for a file whose functions are recorded."""
+        """Like PathFinder, with our loader for files whose functions are recorded."""
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         if spec is None or spec.origin not in self.functions:
             return None
@@ -160,7 +160,7 @@ class Finder(importlib.abc.MetaPathFinder):
 
 @contextlib.contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """Raise TooLong in a body that lasts longer."""
+    """Raise TooLong if the body takes longer than `seconds`."""
 
     def stop(*_: object) -> None:
         raise TooLong(f"{seconds:g} seconds")
@@ -175,7 +175,7 @@ def within(seconds: float) -> Iterator[None]:
 
 
 class Report:
-    """Counts tests, and writes what was found so far."""
+    """Counts tests, and writes the results so far."""
 
     def __init__(self, out: Path) -> None:
         self.out, self.counts, self.written = out, dict[str, int](), 0.0
@@ -187,7 +187,7 @@ class Report:
             self.write()
 
     def write(self) -> None:
-        """Write all, in one step."""
+        """Write everything atomically."""
         calls = {
             key: [[*asked, result] for asked, result in seen.calls.items() if asked not in seen.unequal]
             for key, seen in sorted(TABLE.items())
@@ -199,7 +199,7 @@ class Report:
 
 
 class Plugin:
-    """pytest: a time limit for each test, and its outcome."""
+    """pytest plugin: a time limit for each test, and its outcome."""
 
     def __init__(self, report: Report) -> None:
         self.report = report
@@ -225,7 +225,7 @@ class Plugin:
 
 
 def by_pytest(folder: Path, report: Report) -> bool:
-    """Run all tests by pytest; whether it is there."""
+    """Run all tests with pytest; returns whether it is installed."""
     if importlib.util.find_spec("pytest") is None:
         return False
     import pytest
@@ -238,7 +238,7 @@ def by_pytest(folder: Path, report: Report) -> bool:
 
 
 class Outcomes(unittest.TestResult):
-    """unittest: the same."""
+    """The same for unittest."""
 
     report: Report
 
@@ -257,7 +257,7 @@ class Outcomes(unittest.TestResult):
 
 
 def by_unittest(folder: Path, files: Sequence[str], report: Report) -> None:
-    """Run the tests by unittest, file by file, and the doctests."""
+    """Run the tests with unittest, file by file, and the doctests."""
     result = Outcomes()
     result.report = report
     for file in files:

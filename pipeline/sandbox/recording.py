@@ -1,10 +1,10 @@
-"""Records what the functions of a repository return in its own tests: a copy of it, and a process of `recorder.py`.
+"""Records what a repository's functions return in its own tests, by running `recorder.py` on a copy.
 
     record(root, files, functions, seconds) -> Recorded
 
-The copy has every regular file but hidden ones and links, up to MOST_BYTES; a test that deletes files deletes those.
-The process is told to end after `seconds`; what it had found by then counts. Equal on every machine are the calls that
-the tests make, not which tests run: those that need the network, a package that is missing or a C extension fail.
+The copy has every regular file except hidden ones and links, up to MOST_BYTES; tests that delete files only affect the
+copy. The process is killed after `seconds`; everything recorded by then counts. The calls that tests make are the same
+on every machine, but not which tests run: those that need the network, a missing package or a C extension fail.
 """
 
 import contextlib
@@ -25,20 +25,20 @@ from pipeline.run.errors import DataError
 from pipeline.sandbox.servers import NoSandboxError
 
 RECORDER = Path(__file__).with_name("recorder.py")
-MOST_BYTES = 1 << 30  # of a copy
+MOST_BYTES = 1 << 30  # per copy
 FOUND = ".stagecoach-calls.json"
 SKIPPED = ("node_modules", "__pycache__")
-TAIL = 1000  # characters of what the process said that an error shows
+TAIL = 1000  # characters of process output to show in an error
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """What was found."""
+    """The recorded tests and calls."""
 
     tests: dict[str, int]  # passed, failed, skipped, not collected
     calls: dict[str, list[tuple[str, str, str]]]  # file::function -> (arguments, keyword arguments, result), literals
     timed_out: bool
-    said: str  # the end of what they printed
+    said: str  # the end of their output
 
 
 def record(
@@ -47,11 +47,11 @@ def record(
     """Run the tests below `root`.
 
     `files`: its Python files; `paths`: folders from which its modules are imported; `functions`: file -> names to
-    record. Raises DataError where the process found nothing at all and why, NoSandboxError without Landlock.
+    record. Raises DataError with the reason if nothing was recorded, NoSandboxError without Landlock.
     """
     with (
         tempfile.TemporaryDirectory(prefix="stagecoach-record-", ignore_cleanup_errors=True) as scratch,
-        tempfile.TemporaryFile() as output,  # no pipe: a process that a test left behind would hold it open
+        tempfile.TemporaryFile() as output,  # not a pipe: a process that a test left behind would keep it open
     ):
         folder = Path(scratch) / root.resolve().name
         _copy(root, folder)
@@ -88,7 +88,7 @@ def record(
         if not found.is_file():
             if "Landlock" in said:
                 raise NoSandboxError(f"the tests of {root} cannot run: this kernel has no Landlock (Linux 5.13)")
-            reason = f"they took more than {seconds:g} seconds" if timed_out else said or "no reason was said"
+            reason = f"they took more than {seconds:g} seconds" if timed_out else said or "no output"
             raise DataError(f"{root}: its tests could not be run: {reason}")
         row = json.loads(found.read_text(encoding="utf-8"))
     calls = {key: [(args, kwargs, result) for args, kwargs, result in seen] for key, seen in row["calls"].items()}
@@ -96,7 +96,7 @@ def record(
 
 
 def _end(process: subprocess.Popen[bytes], scratch: Path) -> None:
-    """End the process, and those that its tests started and left: they stand in the copy."""
+    """Kill the process, and any that its tests left running: their working directory is in the copy."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -1,13 +1,13 @@
 """The client of a sandbox service, used by `Pool`: sends the jobs of many threads in batches over HTTP.
 
-Only jobs travel: sources, arguments, stdin. Expected values, and with them the verdicts, stay in the trainer. Jobs are
-pure, so a batch that fails on the way is sent again: three times, then its candidates are unscorable (`harness`). If
-the service reports that it is full, the request is repeated for ten minutes. The token is STAGECOACH_SANDBOX_TOKEN.
+Only jobs are sent: sources, arguments, stdin. Expected values, and thus the verdicts, stay in the trainer. Jobs are
+pure, so a batch that fails in transit is retried: three times, then its candidates are unscorable (`harness`). If the
+service reports that it is full, the request is retried for ten minutes. The token is STAGECOACH_SANDBOX_TOKEN.
 
-`start` queries what the service enforces and refuses one whose ceilings or modules would change verdicts. A user and
-password in the url are sent, and appear in no message.
+`start` queries what the service enforces and rejects a service whose ceilings or modules would change verdicts. A user
+name and password in the url are sent, but never appear in messages.
 
-Not promised: privacy on the way. Over anything but a trusted network put TLS in front of the service and use https.
+Not guaranteed: privacy in transit. Over anything but a trusted network, put TLS in front of the service and use https.
 """
 
 import json
@@ -27,11 +27,11 @@ from pipeline.sandbox.servers import HarnessError
 
 BATCH = 128  # jobs in one request
 BATCH_BYTES = 8 << 20
-SENDERS = 2  # concurrent requests: while one runs the next is prepared
-BATCH_WAIT = 0.005  # seconds that a batch waits for another job
+SENDERS = 2  # concurrent requests: one runs while the next is prepared
+BATCH_WAIT = 0.005  # seconds a batch waits for another job
 RETRIES = 3
-PAUSE = 0.5  # seconds before the first retry, doubled for each further one
-BUSY_SECONDS = 600.0  # how long requests to a full service are repeated
+PAUSE = 0.5  # seconds before the first retry, doubled each time
+BUSY_SECONDS = 600.0  # how long to retry requests to a full service
 TIMEOUT = httpx.Timeout(10.0, read=900.0)  # 128 sleepers on two workers take five minutes
 TOKEN = "STAGECOACH_SANDBOX_TOKEN"
 ANSWER = frozenset({"id", "frames", "status", "signal", "cpu_ms", "wall_ms", "max_rss_kb", "stdout", "stderr", "cut"})
@@ -40,7 +40,7 @@ _PendingJob = tuple[str, "Future[JsonObject]"]  # the text of a job, and the fut
 
 
 class Remote:
-    """A client of the service at `url` (without a scheme: http). `threads` threads may use `call` at once."""
+    """A client of the service at `url` (default scheme: http). `threads` threads may use `call` concurrently."""
 
     profile = "sealed"  # a service is never unsafe
 
@@ -48,7 +48,7 @@ class Remote:
         base_url = address(url)
         self.url, self.config, self.threads = without_password(base_url), config, BATCH * SENDERS  # url: for messages
         self.enforced: JsonObject = {}  # the answer of /health
-        self.num_restarts = 0  # requests that had to be sent again
+        self.num_restarts = 0  # requests that had to be retried
         self._jobs: queue.Queue[_PendingJob | None] = queue.Queue()
         token = os.environ.get(TOKEN)
         headers = {"Authorization": f"Bearer {token}"} if token else {}
@@ -56,7 +56,7 @@ class Remote:
         self._senders = [threading.Thread(target=self._send_batches, daemon=True) for _ in range(SENDERS)]
 
     def start(self) -> None:
-        """Query what the service enforces. Raises ConfigError if it does not answer or does not fit this run."""
+        """Query what the service enforces. Raises ConfigError if it is unreachable or incompatible with this run."""
         try:
             answer = self._client.get("/health", timeout=10.0)
         except httpx.HTTPError as error:
@@ -104,7 +104,7 @@ class Remote:
             try:
                 for (_, future), answer in zip(batch, self._post_batch([text for text, _ in batch]), strict=True):
                     future.set_result(answer)
-            except Exception as error:  # any error: a future without a result would hang the trainer
+            except Exception as error:  # any error: an unresolved future would hang the trainer
                 for _, future in batch:
                     future.set_exception(error)
 
@@ -115,7 +115,7 @@ class Remote:
                 item = self._jobs.get(timeout=BATCH_WAIT)
             except queue.Empty:
                 break
-            if item is None:  # `stop`: put back, the sender reads it after this batch
+            if item is None:  # `stop`: put it back for the sender to read after this batch
                 self._jobs.put(None)
                 break
             batch.append(item)
@@ -123,7 +123,7 @@ class Remote:
         return batch
 
     def _post_batch(self, texts: list[str]) -> list[JsonObject]:
-        """The answers to a batch. Raises HarnessError after the last attempt, ConfigError if the service refuses."""
+        """Send a batch and return its answers. Raises HarnessError after the last attempt, ConfigError if rejected."""
         body = f'{{"jobs":[{",".join(texts)}]}}'.encode("ascii")
         failures, busy_until = 0, time.monotonic() + BUSY_SECONDS
         while True:
@@ -149,7 +149,7 @@ class Remote:
             self.num_restarts += 1
 
     def stop(self) -> None:
-        """End the senders after the requests on the way, and close the client."""
+        """Stop the senders after the requests in flight, and close the client."""
         if self._senders[0].is_alive():
             for _ in self._senders:
                 self._jobs.put(None)
@@ -159,7 +159,7 @@ class Remote:
 
 
 def address(url: str, key: str = "runtime.sandbox.url") -> str:
-    """The base URL of a service from what the user wrote: http if there is no scheme, no slash at the end.
+    """The base URL of a service from user input: http if there is no scheme, no trailing slash.
 
     Raises ConfigError.
     """
@@ -187,7 +187,7 @@ def _check_status(answer: httpx.Response) -> None:
 
 
 def _parse_answers(answer: httpx.Response, count: int) -> list[JsonObject]:
-    """The answers in a response. Raises ValueError if the stream broke off or the content is something else."""
+    """The answers in a response. Raises ValueError if the stream was cut off or has unexpected content."""
     answers = json.loads(answer.content)
     if not isinstance(answers, list) or len(answers) != count or not all(isinstance(a, dict) for a in answers):
         raise ValueError(f"expected a list of {count} answers")

@@ -1,9 +1,9 @@
-"""The fork servers of this machine: one process of `jail.py` per worker. Starts them and restarts what dies.
+"""The fork servers of this machine: one `jail.py` process per worker. Starts them and restarts those that die.
 
-The servers are executed, never forked (`subprocess`), with an environment of one variable and no descriptors but three,
-so no memory, key or file of the trainer reaches them. Their answers are not trusted; `judge.py` checks them.
+The servers are executed, never forked (`subprocess`), with a single environment variable and only three descriptors, so
+no memory, key or file of the trainer reaches them. Their answers are not trusted; `judge.py` checks them.
 
-Not promised: that a server survives its jobs. A job whose server dies twice raises HarnessError, which is no evidence
+Not guaranteed: that a server survives its jobs. A job whose server dies twice raises HarnessError, which says nothing
 about the candidate.
 """
 
@@ -31,8 +31,8 @@ ENVIRONMENT = {"PYTHONHASHSEED": "0"}  # same iteration order of sets in every r
 ATTEMPTS = 2  # a job that kills its server this many times is unscorable
 START_SECONDS = 120.0
 UNSAFE_WARNING = (
-    "no sandbox here: programs run with resource limits only, and could read and write your files. They are our"
-    " generators', or sandbox.allow_unsafe is true"
+    "no sandbox here: programs run with resource limits only, and could read and write your files. They come from our"
+    " own generators, or sandbox.allow_unsafe is true"
 )
 NO_SANDBOX = (
     "Running generated code safely needs Linux with seccomp. Set runtime.sandbox.url to a Linux machine, "
@@ -45,11 +45,11 @@ class NoSandboxError(ConfigError):
 
 
 class HarnessError(RuntimeError):
-    """The server died, hung, or could not isolate a child: no evidence about the candidate."""
+    """The server died, hung, or could not isolate a child; says nothing about the candidate."""
 
 
 class Server:
-    """One process of `jail.py`. Not thread-safe."""
+    """One `jail.py` process. Not thread-safe."""
 
     def __init__(self, config: SandboxConfig, profile: str) -> None:
         self.config, self.profile = config, profile
@@ -57,7 +57,7 @@ class Server:
         self.ready: JsonObject = {}
 
     def launch(self) -> None:
-        """Execute the process and send its settings; `greet` waits for the answer."""
+        """Start the process and send its settings; `greet` waits for the answer."""
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-s", "-S", "-B", str(JAIL)],
             stdin=subprocess.PIPE,
@@ -65,18 +65,18 @@ class Server:
             stderr=subprocess.DEVNULL,
             env=ENVIRONMENT,
             cwd="/",
-            start_new_session=True,  # an interrupt at the terminal reaches only the trainer
+            start_new_session=True,  # Ctrl-C in the terminal reaches only the trainer
             bufsize=0,
         )
         paths = sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}) if self.config.preload else []
         self._send({"preload": list(self.config.preload), "paths": paths, "profile": self.profile})
 
     def greet(self) -> None:
-        """Wait until the server has tested its layers. Raises ConfigError if it refuses to work."""
+        """Wait until the server has tested its layers. Raises ConfigError if it refuses to start."""
         answer = self._receive(START_SECONDS)
         if "missing" in answer:
             self.stop()
-            raise ConfigError(f"sandbox.preload: {answer['missing']}; install it or take it off the list")
+            raise ConfigError(f"sandbox.preload: {answer['missing']}; install it or remove it from the list")
         if "refused" in answer:
             self.stop()
             raise NoSandboxError(answer["refused"])
@@ -109,14 +109,14 @@ class Server:
             chunk = os.read(fd, size - len(data)) if ready else b""
             if not chunk:
                 self.stop()
-                raise HarnessError("the sandbox server died" if ready else "the sandbox server hangs")
+                raise HarnessError("the sandbox server died" if ready else "the sandbox server hung")
             data += chunk
             if size == 4 and len(data) == 4:
                 size += struct.unpack("<I", data)[0]
         return json.loads(data[4:])
 
     def stop(self) -> None:
-        """End the process; its children die with it."""
+        """Stop the process; its children die with it."""
         process, self.process = self.process, None
         if process is None:
             return
@@ -132,9 +132,9 @@ class Server:
 
 
 class Servers:
-    """`workers` servers of one profile; `call` may be used by as many threads at once.
+    """`workers` servers of one profile; as many threads may use `call` concurrently.
 
-    `start` raises ConfigError where there is no sandbox and `allow_unsafe` is false.
+    `start` raises ConfigError if there is no sandbox and `allow_unsafe` is false.
     """
 
     def __init__(self, config: SandboxConfig, workers: int) -> None:
@@ -148,7 +148,7 @@ class Servers:
         self._free: queue.SimpleQueue[Server] = queue.SimpleQueue()
 
     def start(self) -> None:
-        """Start the servers of profile `sealed`, or without a sandbox those of `unsafe` if the user allows it."""
+        """Start servers with profile `sealed` or, without a sandbox and if the user allows it, `unsafe`."""
         try:
             self._start("sealed")
         except NoSandboxError as error:
@@ -185,7 +185,7 @@ class Servers:
             self._free.put(server)
 
     def _call(self, server: Server, job: JsonObject, seconds: float) -> JsonObject:
-        """Call the server, starting it again if it is dead, with ATTEMPTS attempts in all."""
+        """Call the server, restarting it if it is dead, with ATTEMPTS attempts in total."""
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 if server.process is None:
@@ -196,10 +196,10 @@ class Servers:
             except (HarnessError, NoSandboxError) as error:
                 if attempt == ATTEMPTS:
                     raise HarnessError(f"its server failed {ATTEMPTS} times: {error}") from error
-                LOG.warning("sandbox: a server is started again, its job runs anew: %s", error)
+                LOG.warning("sandbox: restarting a server and rerunning its job: %s", error)
         raise AssertionError("unreachable")
 
     def stop(self) -> None:
-        """End every server; the children die with them."""
+        """Stop every server; the children die with them."""
         for server in self.running:
             server.stop()

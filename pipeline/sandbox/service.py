@@ -1,17 +1,17 @@
-"""The sandbox over HTTP, so that many training nodes can use one machine for generated code.
+"""The sandbox over HTTP, so that many training nodes can share one machine for running generated code.
 
     python -m pipeline.sandbox.service --host 127.0.0.1 --port 8801 [--workers N] [--preload numpy]
 
     GET  /health     what this machine enforces: profile, ceilings, architecture, uid
     POST /run_batch  {"jobs": [job]} -> [answer] in order; both as in `jail.py`
 
-The trainer's client is `remote.py` (`runtime.sandbox.url`). Judging stays there: no expected value comes over the wire.
-With STAGECOACH_SANDBOX_TOKEN set, every request must carry it; without one only this machine may send requests, and
-only to a loopback name. Limits above CEILINGS are lowered to them. At most 1024 jobs and 16 MiB a request; a full
-queue: 429. There is no `allow_unsafe` here: without a sandbox the service does not start.
+The trainer's client is `remote.py` (`runtime.sandbox.url`). Judging stays there: no expected values go over the wire.
+With STAGECOACH_SANDBOX_TOKEN set, every request must carry it; without one, only this machine may send requests, and
+only to a loopback name. Limits above CEILINGS are clamped. At most 1024 jobs and 16 MiB per request; a full queue
+returns 429. There is no `allow_unsafe` here: without a sandbox the service does not start.
 
-Not promised: fair shares between clients, privacy on the way (put TLS in front of it), or defense against a flood of
-connections; code of strangers belongs on a machine of its own.
+Not guaranteed: fairness between clients, privacy in transit (put TLS in front of it), or defense against a flood of
+connections; run strangers' code on a separate machine.
 """
 
 import argparse
@@ -42,10 +42,10 @@ from pipeline.sandbox.pool import GRACE_SECONDS
 from pipeline.sandbox.remote import TOKEN
 from pipeline.sandbox.servers import HarnessError, Servers
 
-MAX_JOBS, MAX_BYTES = 1024, 16 << 20  # of one request
-MAX_QUEUED = 4096  # waiting or running jobs of all requests
+MAX_JOBS, MAX_BYTES = 1024, 16 << 20  # per request
+MAX_QUEUED = 4096  # waiting or running jobs across all requests
 WINDOW = 64  # jobs of one request that run ahead of the answer being sent: bounds the answers in memory
-MAX_ARGUMENT = 1 << 20  # characters of the text of a test's arguments, which the server parses
+MAX_ARGUMENT = 1 << 20  # characters in a test's argument text, which the server parses
 CEILINGS: dict[str, float] = {
     "cpu": 60.0,
     "job_cpu": 60.0,
@@ -63,7 +63,7 @@ _NONCE = re.compile(r"[0-9a-f]{32}")
 
 
 class _Refusal(Exception):
-    """A request is refused, with an HTTP status and the reason."""
+    """A rejected request, with an HTTP status and the reason."""
 
     def __init__(self, status: int, reason: str) -> None:
         super().__init__(reason)
@@ -71,7 +71,7 @@ class _Refusal(Exception):
 
 
 class SandboxService:
-    """The state that the routes share: the servers, threads that wait for them, the queue length."""
+    """State shared by the routes: the servers, threads that wait for them, the queue length."""
 
     def __init__(self, servers: Servers, token: str | None) -> None:
         self.servers, self.token = servers, token
@@ -79,7 +79,7 @@ class SandboxService:
         self.queued = 0
 
     def health(self) -> JsonObject:
-        """What is enforced, for people and for `remote.py`."""
+        """What is enforced, for humans and for `remote.py`."""
         return {
             **self.servers.enforced,
             "status": "ok",
@@ -97,12 +97,12 @@ class SandboxService:
             if not hmac.compare_digest(*digests):
                 raise _Refusal(401, f"expected the bearer token of {TOKEN}")
         elif not is_loopback(request.url.hostname or ""):
-            raise _Refusal(403, "without a token only a loopback name may be asked")
+            raise _Refusal(403, "without a token, only requests to a loopback name are allowed")
 
     async def body(self, request: Request) -> object:
         """The JSON of a request. Raises _Refusal."""
         if request.headers.get("content-type", "").split(";")[0].strip() != "application/json":
-            raise _Refusal(415, "expected application/json")  # it makes a browser send a preflight request
+            raise _Refusal(415, "expected application/json")  # forces browsers to send a preflight request
         data = bytearray()
         async for chunk in request.stream():
             data += chunk
@@ -114,7 +114,7 @@ class SandboxService:
             raise _Refusal(400, f"expected JSON: {error}") from error
 
     def enqueue(self, count: int) -> None:
-        """Add jobs to the queue's count. Raises _Refusal."""
+        """Add jobs to the queue length. Raises _Refusal."""
         if count > MAX_JOBS:
             raise _Refusal(413, f"expected at most {MAX_JOBS} jobs, found {count}")
         if self.queued + count > MAX_QUEUED:
@@ -122,7 +122,7 @@ class SandboxService:
         self.queued += count
 
     async def run(self, jobs: list[JsonObject]) -> AsyncGenerator[JsonObject, None]:
-        """Run jobs and yield the answers in order. Lowers the queue's count, also if the client goes away."""
+        """Run jobs and yield the answers in order. Decrements the queue length, even if the client disconnects."""
         num_left, waiting = len(jobs), deque[Future[JsonObject]]()
         remaining = iter(jobs)
         try:
@@ -166,14 +166,14 @@ def create_app(service: SandboxService) -> FastAPI:
         jobs = parse_jobs(await service.body(request))
         service.enqueue(len(jobs))
         chunks = _encode_list(service.run(jobs))
-        first = await anext(chunks)  # started, so that its `finally` runs even if the client is gone
+        first = await anext(chunks)  # start it, so that its `finally` runs even if the client is gone
         return StreamingResponse(_chain(first, chunks), media_type="application/json")
 
     return app
 
 
 async def _encode_list(answers: AsyncGenerator[JsonObject, None]) -> AsyncGenerator[bytes, None]:
-    """Encode answers as a JSON list, one chunk for each."""
+    """Encode answers as a JSON list, one chunk each."""
     start = b"["
     async with aclosing(answers):
         async for answer in answers:
@@ -190,7 +190,7 @@ async def _chain(first: bytes, chunks: AsyncGenerator[bytes, None]) -> AsyncGene
 
 
 def parse_jobs(body: object) -> list[JsonObject]:
-    """The jobs of a request, checked and with clamped limits. Raises _Refusal naming the first fault."""
+    """The jobs of a request, validated and with clamped limits. Raises _Refusal naming the first fault."""
     if not isinstance(body, dict) or set(body) != {"jobs"} or not isinstance(body["jobs"], list):
         raise _Refusal(422, 'expected {"jobs": [job]}')
     jobs = []
@@ -231,12 +231,12 @@ def _find_fault(job: object) -> str | None:
 
 
 def clamp(job: JsonObject) -> JsonObject:
-    """The job with no limit above CEILINGS."""
+    """The job with its limits capped at CEILINGS."""
     return job | {"limits": {name: min(value, CEILINGS[name]) for name, value in job["limits"].items()}}
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host name means this machine alone."""
+    """Whether a host name refers only to this machine."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -270,12 +270,14 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8801)
-    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="children at once")
-    parser.add_argument("--preload", nargs="*", default=[], help="modules that candidates may import: numpy")
+    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="concurrent children")
+    parser.add_argument("--preload", nargs="*", default=[], help="modules that candidates may import, e.g. numpy")
     options = parser.parse_args(argv)
     token = os.environ.get(TOKEN) or None
     servers = Servers(SandboxConfig(preload=tuple(options.preload)), options.workers)
     try:
+        if not 0 < options.port <= 65535:
+            raise ConfigError(f"--port: expected 1 to 65535, got {options.port}")
         if token is None and not is_loopback(options.host):
             raise ConfigError(f"--host {options.host}: expected a loopback address, or a token in {TOKEN}")
         servers.start()

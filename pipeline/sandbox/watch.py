@@ -1,12 +1,12 @@
-"""One child, seen from the watcher: sends its job and input, reads its output, measures its time, kills it.
+"""The watcher's view of one child: sends its job and input, reads its output, measures its time, kills it.
 
-The child owns its end of every pipe, so nothing that arrives is trusted: bytes are counted, frames must begin as an
-answer to this job does, an answer must follow its question, and the judge checks the contents. The CPU clock of a
-child is read while it waits for its next "go", so load on the machine moves no test over its limit. The time it takes
-to read the arguments counts toward the whole job, and toward no test. Standard library and neighboring modules only:
-`jail.py` loads this file by its path.
+The child owns its end of every pipe, so nothing that arrives is trusted: bytes are counted, frames must begin like an
+answer to this job, an answer must follow its question, and the judge checks the contents. A child's CPU clock is read
+while it waits for its next "go", so machine load pushes no test over its limit. Time spent reading the arguments counts
+toward the whole job but not toward any test. Standard library and neighboring modules only: `jail.py` loads this file
+by its path.
 
-Not promised: an exact wall-clock limit under any load; it is meant for programs that sleep.
+Not guaranteed: an exact wall-clock limit under load; it targets programs that sleep.
 """
 
 import contextlib
@@ -21,13 +21,13 @@ import child
 import kernel
 from messages import ChildJob, ChildResult, Fault, frame
 
-TICK = 0.01  # most seconds between two checks of a child's clock and threads
+TICK = 0.01  # maximum seconds between checks of a child's clock and threads
 
 
 class Watch:
     """One child's frames, output and clocks."""
 
-    start_seconds = 20.0  # for a child to isolate itself: no candidate code runs yet, so only a stalled machine waits
+    start_seconds = 20.0  # for a child to isolate itself; no candidate code runs yet, so only a stalled machine waits
 
     def __init__(self, job: ChildJob, pid: int, channel: int, out: int, err: int, stdin: int) -> None:
         self.job, self.pid, self.limits = job, pid, job["limits"]
@@ -36,13 +36,13 @@ class Watch:
         request |= {"tests": [] if job["entry"] is None else job["tests"]}
         start = child.ALLOWANCE.pack(int(self.limits["memory"]), self.limits["job_cpu"]) + frame(request)
         text = job["tests"][0].get("stdin", "").encode("utf-8", "surrogatepass")
-        self.pending = {channel: memoryview(start), stdin: memoryview(text)}  # bytes still to be sent
+        self.pending = {channel: memoryview(start), stdin: memoryview(text)}  # bytes not yet sent
         self.head = f'{{"n":"{job["nonce"]}",'.encode("ascii")
         self.buffer, self.output = bytearray(), {out: bytearray(), err: bytearray()}
         self.caps = {out: self.limits["stdout"], err: self.limits["stderr"]}
         self.received = 0
         self.frames: list[str] = []
-        self.handshake = b""  # the bytes R and A, as far as they have arrived
+        self.handshake = b""  # the bytes R and A received so far
         self.ended, self.closed = False, False
         self.cut: str | None = None
         self.exit: tuple[int, resource.struct_rusage] | None = None  # wait status and usage, once waited for
@@ -53,11 +53,11 @@ class Watch:
         self.poller = select.poll()
 
     def until_done(self, jobs: int) -> None:
-        """Serve the child until it ends, dies, or exceeds a limit. Exits with the trainer, when `jobs` is closed."""
-        self.poller.register(jobs, 0)  # only to see it closed
+        """Serve the child until it ends, dies, or exceeds a limit. Exits when the trainer closes `jobs`."""
+        self.poller.register(jobs, 0)  # only to detect its closing
         for fd in (self.channel, self.out, self.err, self.stdin):
             os.set_blocking(fd, False)
-        # Registered first: its frames are read before its output.
+        # Registered first, so that frames are read before output.
         self.poller.register(self.channel, select.POLLIN | select.POLLOUT)
         for fd in (self.out, self.err):
             self.poller.register(fd, select.POLLIN)
@@ -82,13 +82,13 @@ class Watch:
                 self._check_limits()
 
     def _poll_timeout(self) -> float:
-        """Seconds until the CPU limit can be reached at the earliest, at most TICK."""
+        """Seconds until the CPU limit could be reached, at most TICK."""
         if self.closed:
             return 0.001
         return min(TICK, max(0.001, self.limits["cpu"] - (kernel.cpu_clock(self.pid) - self.cpu_mark)))
 
     def _check_limits(self) -> None:
-        """Record whether the child has died, or cut it where it exceeds a limit."""
+        """Record whether the child has died, or cut it off if it exceeds a limit."""
         if self.closed:
             pid, status, usage = os.wait4(self.pid, os.WNOHANG)
             if pid:
@@ -112,7 +112,7 @@ class Watch:
 
     @property
     def has_started(self) -> bool:
-        """Whether the candidate may have started to run."""
+        """Whether the candidate may have started running."""
         return len(self.handshake) == 2
 
     def _exceeds_cpu(self, cpu: float) -> bool:
@@ -122,13 +122,13 @@ class Watch:
         )
 
     def _send(self, fd: int) -> None:
-        """Send what the pipe accepts: of the job on the channel, of the input on stdin."""
+        """Send as much as the pipe accepts: job data on the channel, input on stdin."""
         data = self.pending[fd]
         try:
             data = data[os.write(fd, data[:65536]) :] if data else data
         except BlockingIOError:
             return
-        except OSError:  # it does not read, or has died: the end of file on the channel shows which
+        except OSError:  # it does not read, or has died: end of file on the channel shows which
             data = memoryview(b"")
         self.pending[fd] = data
         if data:
@@ -171,7 +171,7 @@ class Watch:
             self._accept(frame)
 
     def _read_handshake(self) -> None:
-        """Read one of the two bytes before the first frame: R for isolated, A for job read. Our own code sends them."""
+        """Read one of the two bytes before the first frame: R (isolated), A (job read). Our own code sends them."""
         self.handshake += bytes(self.buffer[:1])
         del self.buffer[0]
         self.cpu_mark, self.wall_mark = kernel.cpu_clock(self.pid), time.monotonic()
@@ -187,7 +187,7 @@ class Watch:
         if len(self.buffer) < 4:
             return None
         size = struct.unpack("<I", self.buffer[:4])[0]
-        if size > self.limits["results"]:  # an answer to this job that is too long, or a made-up number
+        if size > self.limits["results"]:  # an oversized answer to this job, or a made-up number
             self.cut = "output" if len(start) == len(self.head) else "forged"
         if self.cut is not None or len(self.buffer) < 4 + size:
             return None
@@ -198,7 +198,7 @@ class Watch:
         return body.decode("ascii", "replace")
 
     def _accept(self, frame: str) -> None:
-        """Accept an answer if its test had been started and the CPU clock is within the limits."""
+        """Accept an answer if its test was started and the CPU clock is within the limits."""
         count = len(self.job["tests"])
         if len(self.frames) == count:
             self.ended = frame == f'{{"n":"{self.job["nonce"]}","end":true}}' and not self.buffer
@@ -245,11 +245,11 @@ class Watch:
             self.exit = os.wait4(self.pid, 0)[1:]
 
     def answer(self) -> ChildResult | Fault:
-        """The answer for the pool. `status` and `signal` only if the child ended by itself, `cut` if we ended it."""
+        """The answer for the pool. `status` and `signal` only if the child ended on its own, `cut` if we killed it."""
         assert self.exit is not None
         status, usage = self.exit
         if not self.handshake and self.cut != "output":  # only a candidate writes; R may arrive after its output
-            return {"id": self.job["id"], "fault": f"a child could not close itself off (wait status {status})"}
+            return {"id": self.job["id"], "fault": f"a child could not isolate itself (wait status {status})"}
         if self.cut is None and not self.ended and self.buffer:
             self.cut = "forged"
         alone = self.died and self.cut is None

@@ -1,23 +1,24 @@
-"""Serve models over HTTP: OpenAI's API, and a page to talk to them.
+"""Serve models over HTTP: an OpenAI-compatible API and a chat page.
 
     python -m pipeline.serve models/rlhf [models/dpo models/reward ...] [--host 127.0.0.1] [--port 8000]
         [--weights int8|native] [--rows 8] [--queue 32] [--rate 200] [--api-key-file FILE]
         [--feedback FILE] [--allow-host NAME ...] [--allow-origin ORIGIN ...]
 
-Without models it serves models/deploy, else rlhf, tools or code, and the reward model beside it. Port 0 takes a free
-port, which is printed. Keys come from a file, one a line, or from STAGECOACH_API_KEYS; without one, any address but the
-loopback is refused.
+Without arguments it serves models/deploy, or else rlhf, tools or code, together with the reward model. Port 0 picks a
+free port and prints it. API keys come from a file (one per line) or from STAGECOACH_API_KEYS; without keys, only
+loopback addresses are allowed.
 
-An adapter is served beside its base, here as the model `tools:lora`:
+To serve an adapter, name its base too; here the adapter becomes the model `tools:lora`:
 
     python -m pipeline.serve models/tools models/lora/adapter
 
-For a policy that trains (grpo.sampler: server), alone with it: its run publishes weights below the named folder.
+To sample for a policy in training (grpo.sampler: server), serve that model alone; the training run publishes its
+weights below the given folder.
 
     python -m pipeline.serve models/tools --rollouts .work --port 8100
 
-One worker process answers (granian, HTTP/1.1) and is restarted when it dies. SIGTERM ends the server; running answers
-have 20 seconds to finish. Not here: TLS; put a proxy in front.
+One worker process (granian, HTTP/1.1) handles all requests and is restarted if it dies. SIGTERM stops the server;
+running requests get 20 seconds to finish. No TLS; put a proxy in front.
 """
 
 import argparse
@@ -45,23 +46,23 @@ from pipeline.serve.guard import KEYS, Keys, Options
 DEFAULT_MODELS = ("deploy", "rlhf", "tools", "code")  # the first that was built
 DRAIN_SECONDS = 20
 HEADER_BYTES, HEADER_MILLISECONDS = 16_384, 10_000
-# how long the engine's thread may hold up a request's; Python's 5 ms is half of what a refusal may take
+# how long the engine's thread may block a request's; Python's default of 5 ms is half the budget of a refusal
 SWITCH_SECONDS = 0.001
 
 
 def choose_models(models: list[Path], root: Path = Path("models")) -> list[Path]:
-    """The directories to serve. Raises ConfigError where no model was built yet."""
+    """The directories to serve. Raises ConfigError if no model has been built yet."""
     if models:
         return models
     built = [root / name for name in DEFAULT_MODELS if (root / name / "config.json").is_file()]
     if not built:
-        raise ConfigError(f"{root}/ holds no model to serve; build one with make, or name a directory")
+        raise ConfigError(f"{root}/ has no model to serve; build one with make, or name a directory")
     reward = root / "reward"
     return [built[0], *([reward] if (reward / "config.json").is_file() else [])]
 
 
 def check_address(host: str, keys: Keys) -> None:
-    """Raise ConfigError for an address that others can reach, unless there are keys."""
+    """Raise ConfigError for an address that other machines can reach, unless there are keys."""
     try:
         loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -71,7 +72,7 @@ def check_address(host: str, keys: Keys) -> None:
 
 
 def free_port(host: str, port: int) -> int:
-    """The port, or a free one for 0. Raises ConfigError for one that is taken, or that no port can be."""
+    """The port, or a free one for 0. Raises ConfigError if it is taken or invalid."""
     if not 0 <= port <= 65535:
         raise ConfigError(f"--port: expected 0 (a free one) to 65535, got {port}")
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
@@ -84,32 +85,32 @@ def free_port(host: str, port: int) -> int:
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """Parse the command line; exits with a message where it is wrong."""
+    """Parse the command line; exits with a message if it is invalid."""
     parser = argparse.ArgumentParser(
-        prog="python -m pipeline.serve", description="Serve models: OpenAI's API and a page."
+        prog="python -m pipeline.serve", description="Serve models: an OpenAI-compatible API and a chat page."
     )
-    parser.add_argument("models", type=Path, nargs="*", help="model directories (default: what make built)")
+    parser.add_argument("models", type=Path, nargs="*", help="model directories (default: the ones make built)")
     parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8000, help="0: a free one")
+    parser.add_argument("--port", type=int, default=8000, help="0: pick a free port")
     parser.add_argument(
-        "--weights", choices=("int8", "native"), help="default: int8 from 50 M parameters on an x86 CPU"
+        "--weights", choices=("int8", "native"), help="default: int8 for 50 M parameters and up on an x86 CPU"
     )
     parser.add_argument(
-        "--rows", type=int, help="requests that are answered at a time (8; with --rollouts 64): twice the users at once"
+        "--rows", type=int, help="requests decoded at a time (8; with --rollouts 64): twice the concurrent users"
     )
-    parser.add_argument("--queue", type=int, help="requests that wait (32, with --rollouts 1024); more get 429")
+    parser.add_argument("--queue", type=int, help="requests that may wait (32; with --rollouts 1024); more get 429")
     parser.add_argument(
-        "--rate", type=float, help="requests a second of one key, or of one address (200, with --rollouts any); 0: any"
+        "--rate", type=float, help="requests a second per key or address (200; with --rollouts no limit); 0: no limit"
     )
     parser.add_argument(
-        "--rollouts", type=Path, help="serve a policy that trains; its run publishes weights below this folder (.work)"
+        "--rollouts", type=Path, help="serve a policy in training; its run publishes weights below this folder (.work)"
     )
-    parser.add_argument("--api-key-file", type=Path, help="keys, one a line")
+    parser.add_argument("--api-key-file", type=Path, help="API keys, one per line")
     parser.add_argument(
-        "--feedback", type=Path, help="preferences from the page: feedback/preferences.jsonl; labels go beside it"
+        "--feedback", type=Path, help="where to store preferences (feedback/preferences.jsonl); labels go next to it"
     )
-    parser.add_argument("--allow-host", action="append", default=[], help="a Host that may ask besides localhost")
-    parser.add_argument("--allow-origin", action="append", default=[], help="an Origin whose pages may ask")
+    parser.add_argument("--allow-host", action="append", default=[], help="a Host to accept in addition to localhost")
+    parser.add_argument("--allow-origin", action="append", default=[], help="an Origin whose pages may call the API")
     arguments = parser.parse_args(argv)
     for name, usual, for_rollouts in (("rows", 8, 64), ("queue", 32, 1024), ("rate", 200.0, 0.0)):
         if getattr(arguments, name) is None:
@@ -120,7 +121,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> int:
-    """Check everything that can be checked, then serve until a signal. Returns an exit code."""
+    """Check everything that can be checked up front, then serve until a signal. Returns an exit code."""
     arguments = parse()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
     try:
@@ -128,7 +129,7 @@ def main() -> int:
         check_address(arguments.host, keys)
         models = choose_models(arguments.models)
         if arguments.rollouts is not None and not arguments.models:
-            models = models[:1]  # without the reward model beside it
+            models = models[:1]  # without the reward model
         options = Options(
             models=tuple(models),
             weights=arguments.weights,
@@ -171,8 +172,8 @@ def main() -> int:
 
 
 def load(options: Options) -> ASGIApp:
-    """The application, made in the worker process, which ends with its parent."""
-    from pipeline.serve.api import make  # here, so that the parent needs no torch
+    """Create the application in the worker process, which exits with its parent."""
+    from pipeline.serve.api import make  # imported here so that the parent does not load torch
 
     die_with_parent(os.getppid())
     sys.setswitchinterval(SWITCH_SECONDS)

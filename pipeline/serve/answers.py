@@ -1,24 +1,23 @@
-"""The answers to one request: from the tokens of an engine's thread to an HTTP answer, whole or as an event stream.
+"""The answers to one request: turns tokens from an engine's thread into an HTTP response, whole or as an event stream.
 
     Assembler(tokenizer, stops).hear(Said) -> deltas     .close() -> the rest
     async with Answers(engine, requests, assemblers) as answers:
         async for event in answers: ...         (index, Delta), Frame, Finished or Ping
 
-An `Assembler` gives text without broken characters or stop strings, and pieces of tool calls. Some text is held back
-until more is known: bytes that do not yet make a character, a possible beginning of a stop string, white space that may
-precede a call, and the bracket that may close a call. A call is recognized by its control tokens, never by text that
-spells them:
+An `Assembler` emits text without broken characters or stop strings, and pieces of tool calls. It buffers text that is
+still ambiguous: bytes of an incomplete character, a possible prefix of a stop string, white space that may precede a
+call, and the bracket that may close a call. A call is recognized by its control tokens, never by text that spells them:
 
     <tool_call> {"name": "f", "arguments": {...}} </tool_call>      the tags are single tokens
 
-Joined, the deltas are the answer, however it was cut into tokens. Not here: whether a call fits its schema
+The concatenated deltas are the answer, however it was tokenized. Not here: checking calls against their schema
 (`chat_completions.py`).
 
-Leaving the block of `Answers`, for whatever reason, cancels what still runs: when a client disconnects, its rows are
-free before the next step. The same holds for a client that does not read. Its answers are cancelled when they are both
-MOST_UNREAD events and UNREAD_SECONDS behind; an event loop that was kept busy for a moment also receives many events at
-once. The stream ends when one event has waited SEND_SECONDS for the connection, up to a quarter more. The connection
-itself stays until the client reads or closes it, or the server ends.
+Leaving the `Answers` block for any reason cancels whatever is still running: when a client disconnects, its rows are
+free before the next step. The same applies to a client that stops reading. Its answers are cancelled only when they are
+both MOST_UNREAD events and UNREAD_SECONDS behind, because a briefly blocked event loop also receives many events at
+once. The stream ends when one event has waited SEND_SECONDS for the connection, or up to a quarter longer. The
+connection itself stays open until the client reads or closes it, or the server exits.
 """
 
 import asyncio
@@ -59,7 +58,7 @@ from pipeline.text.tokenizer import Tokenizer
 LOG = logging.getLogger(__name__)
 
 CALL_BEGIN = re.compile(r'\s*\{"name": "([^"\\]*)", "arguments": ')  # names need no escapes (`protocol.py`, NAME)
-CALL_END = re.compile(r"\}?\s*\Z")  # what may be the end of a call behind its arguments
+CALL_END = re.compile(r"\}?\s*\Z")  # possible end of a call after its arguments
 LOG = logging.getLogger(__name__)
 MOST_UNREAD, UNREAD_SECONDS = 256, 2.0
 PING_SECONDS = 15.0
@@ -67,17 +66,17 @@ SEND_SECONDS = 60.0  # how long one event may wait for a connection whose buffer
 STREAM_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
-    "x-accel-buffering": "no",  # a proxy must not collect the events
+    "x-accel-buffering": "no",  # a proxy must not buffer the events
 }
 DONE = b"data: [DONE]\n\n"
-CLIENT_CLOSED = 499  # nginx's status for a client that has disconnected; it appears in the log alone
+CLIENT_CLOSED = 499  # nginx's status for a client that has disconnected; it appears only in the log
 
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class CallPiece:
-    """More of a call; the first piece has its id and name, the others more of the arguments."""
+    """Part of a call: the first piece has its id and name, later pieces have more of the arguments."""
 
     index: int
     arguments: str = ""
@@ -87,7 +86,7 @@ class CallPiece:
 
 @dataclass(frozen=True)
 class Delta:
-    """The next part of an answer, and the tokens it was made from."""
+    """The next part of an answer and its tokens."""
 
     content: str = ""
     call: CallPiece | None = None
@@ -96,19 +95,19 @@ class Delta:
 
 @dataclass
 class PartialCall:
-    """A call as far as it was generated."""
+    """A call generated so far."""
 
     id: str
     text: str = ""  # everything between its tags
     name: str | None = None
-    num_parsed: int = 0  # characters of `text` that were sent as arguments, or belong to the name
+    num_parsed: int = 0  # characters of `text` already sent as arguments, or part of the name
     closed: bool = False
     arguments: str = ""
 
 
 @dataclass
 class Assembler:
-    """Assembles one answer. `stopped`: a stop string was found; later tokens are ignored."""
+    """Assembles one answer. `stopped`: a stop string was found, so later tokens are ignored."""
 
     tokenizer: Tokenizer
     stops: Sequence[str] = ()
@@ -124,7 +123,7 @@ class Assembler:
         self._call: PartialCall | None = None  # the open one
 
     def hear(self, event: Said) -> list[Delta]:
-        """Add a token; the deltas that are now certain."""
+        """Add a token and return the deltas that are now final."""
         if self.stopped:
             return []
         self._tokens.append(event)
@@ -137,7 +136,7 @@ class Assembler:
         return self._add_text(self._decoder.decode(self.tokenizer.token_bytes[event.token]))
 
     def close(self) -> list[Delta]:
-        """End the answer: the text that was held back, and the tokens not yet sent."""
+        """End the answer and return the buffered text and unsent tokens."""
         if self.stopped:
             return self._make_delta("")
         rest = self._decoder.decode(b"", final=True)
@@ -150,7 +149,7 @@ class Assembler:
 
     def _add_text(self, text: str) -> list[Delta]:
         self._buffer += text
-        if self.calls and not self._buffer.strip():  # the line feed between two calls is no content
+        if self.calls and not self._buffer.strip():  # the newline between two calls is not content
             return []
         cut = self._cut_at_stop(self._buffer)
         if cut is not None:
@@ -161,12 +160,12 @@ class Assembler:
         return self._make_delta(text) if text else []
 
     def _cut_at_stop(self, text: str) -> str | None:
-        """The text before its first stop string; None where it has none."""
+        """The text before its first stop string, or None if it has none."""
         positions = [position for stop in self.stops if (position := text.find(stop)) >= 0]
         return text[: min(positions)] if positions else None
 
     def _num_uncertain(self) -> int:
-        """How many last characters may belong to a stop string, or are space that may precede a call."""
+        """How many trailing characters may belong to a stop string or are space that may precede a call."""
         most = 0
         for stop in self.stops:
             for size in range(min(len(stop) - 1, len(self._buffer)), most, -1):
@@ -177,7 +176,7 @@ class Assembler:
         return max(most, spaces)
 
     def _strip_layout(self, text: str, *, last: bool) -> str:
-        """Text without the space before or behind a call, which is layout."""
+        """Strip the white space around a call, which is layout."""
         return text.rstrip() if (self.tools and (not last or self.calls)) else text
 
     def _make_delta(self, text: str) -> list[Delta]:
@@ -234,7 +233,7 @@ class Assembler:
 
 @dataclass(frozen=True)
 class TokenUsage:
-    """The tokens of a request."""
+    """Token counts of a request."""
 
     prompt: int
     completion: int
@@ -260,18 +259,18 @@ class Finished:
 
 @dataclass(frozen=True)
 class Frame:
-    """An answer's canvas after a step."""
+    """The canvas of an answer after one step."""
 
     index: int
     canvas: Denoised
 
 
 class Ping:
-    """No event for a while; keeps the connection open."""
+    """Keeps the connection open when there is no event for a while."""
 
 
 def refuse_when_full(engine: Loop, owner: str) -> None:
-    """Raise ApiFault 429, before any work is done for a request that the queue would refuse."""
+    """Raise ApiFault 429 before doing any work for a request that the queue would refuse."""
     if engine.full(owner):
         raise ApiFault(
             429, "all rows are busy and the queue is full; try again", code="queue_full", retry=RETRY_SECONDS
@@ -279,7 +278,7 @@ def refuse_when_full(engine: Loop, owner: str) -> None:
 
 
 def unheard(_: Event) -> None:
-    """Placeholder listener of a request that is not submitted yet."""
+    """Placeholder listener for a request that has not been submitted."""
 
 
 class Answers:
@@ -294,8 +293,8 @@ class Answers:
         n: int = 1,
         identity: str = "",
     ) -> None:
-        """`n` requests in a row have the same prompt. Their listeners and `identity`, that of the HTTP request, are
-        set here.
+        """Each `n` consecutive requests share a prompt. Sets their listeners and `identity`, that of the HTTP
+        request.
         """
         self.engine, self.requests, self.assemblers, self.n = engine, requests, assemblers, n
         self.identity = identity
@@ -309,7 +308,7 @@ class Answers:
         self._loop = asyncio.get_running_loop()
 
     async def __aenter__(self) -> "Answers":
-        """Raises ApiFault: 429 where the queue is full, 400 for what can never be served, 503 where the engine is
+        """Raises ApiFault: 429 if the queue is full, 400 if the request can never be served, 503 if the engine is
         dead.
         """
         try:
@@ -349,8 +348,8 @@ class Answers:
         self._queue.put_nowait((index, event))
 
     def _ping(self) -> None:
-        """Queue a Ping after a silence. One timer serves all events: a timeout for each would cost more than to send
-        it.
+        """Queue a Ping after a silence. One timer covers all events: a timeout per event would cost more than sending
+        the event.
         """
         silence = time.monotonic() - self._read
         if silence >= PING_SECONDS:
@@ -360,7 +359,7 @@ class Answers:
         self._timer = self._loop.call_later(PING_SECONDS - silence, self._ping)
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, Delta] | Frame | Finished | Ping]:
-        """Events until all answers have ended. Raises ApiFault where one of them failed."""
+        """Yield events until all answers have ended. Raises ApiFault if one of them failed."""
         while any(end is None for end in self.ends):
             message = await self._queue.get()
             self._read = time.monotonic()
@@ -391,7 +390,7 @@ class Answers:
 
     @property
     def usage(self) -> TokenUsage:
-        """Of all answers that have ended; a prompt is counted once, however many answers it gets."""
+        """Token usage of all finished answers; a prompt counts once, no matter how many answers it has."""
         ended = [end for end in self.ends if end is not None]
         first_ended = [end for end in self.ends[:: self.n] if end is not None]  # the first answer to each prompt
         return TokenUsage(
@@ -405,15 +404,15 @@ def _fault(end: Ended, identity: str) -> ApiFault:
     if end.reason == "timeout":
         return ApiFault(503, "the answer took too long; ask for fewer tokens", code="timeout")
     if end.reason == "slow":
-        return ApiFault(400, "the schema takes too long to follow; make it simpler", code="schema_too_slow")
+        return ApiFault(400, "the schema takes too long to follow; simplify it", code="schema_too_slow")
     if end.reason == "cancelled":
-        return ApiFault(503, "the answer was given up: it was not read, or the server is stopping", code="cancelled")
+        return ApiFault(503, "the answer was cancelled: it was not read, or the server is stopping", code="cancelled")
     return internal(identity)
 
 
 class Mailbox:
-    """Delivers events from the engines' threads to one event loop. The loop is woken once for all events since the last
-    delivery, because a step sends an event for every row.
+    """Delivers events from the engines' threads to one event loop. A step sends an event for every row, so the loop is
+    woken only once for all events since the last delivery.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -422,11 +421,11 @@ class Mailbox:
         self._scheduled = False
 
     def post(self, handler: Callable[[int, Event], None], index: int, event: Event) -> None:
-        """From any thread: call `handler(index, event)` on the loop, soon, in the order of the posts. Raises
-        RuntimeError where the loop is closed.
+        """From any thread, schedule `handler(index, event)` on the loop, in the order of the posts. Raises RuntimeError
+        if the loop is closed.
         """
         self._pending.append((handler, index, event))
-        if not self._scheduled:  # else the delivery is still to come, and includes this event
+        if not self._scheduled:  # else the pending delivery will include this event
             self._schedule()
 
     def _schedule(self) -> None:
@@ -452,7 +451,7 @@ class Mailbox:
 
     @staticmethod
     def of(loop: asyncio.AbstractEventLoop) -> "Mailbox":
-        """The mailbox of a loop, of which there is one."""
+        """The one mailbox of a loop."""
         return MAILBOXES.setdefault(loop, Mailbox(loop))
 
 
@@ -465,19 +464,19 @@ MAILBOXES: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Mailbox] = weakr
 async def respond(
     request: Request, answers: Answers, complete: Callable[[Answers], Awaitable[JsonObject | bytes]]
 ) -> Response:
-    """All answers in one JSON response. Raises ApiFault, also where the client disconnects."""
+    """All answers in one JSON response. Raises ApiFault, including when the client disconnects."""
     async with answers:
         return JsonResponse(await unless_disconnected(request.receive, complete(answers)))
 
 
 async def unless_disconnected(receive: Receive, work: Awaitable[Result]) -> Result:
-    """The result of the work. Raises ApiFault where the client disconnects first."""
+    """The result of the work. Raises ApiFault if the client disconnects first."""
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_wait_for_disconnect(receive))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
-        raise ApiFault(400, "the client went away", code="client_closed")
+        raise ApiFault(400, "the client disconnected", code="client_closed")
     finally:
         task.cancel()
         gone.cancel()
@@ -489,8 +488,8 @@ async def _wait_for_disconnect(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events. The answers must be entered already, so that a refusal has its own status; they are left
-    here.
+    """Server-sent events. The answers must already be entered, so that a refusal can still set the status; this class
+    exits them.
     """
 
     def __init__(
@@ -499,11 +498,11 @@ class EventStream(Response):
         stream: Callable[[Answers], AsyncIterator[bytes]],
         on_done: Callable[[int, str | None], None],
     ) -> None:
-        """`on_done` gets the status that a response in one piece would have had, and an error's code."""
+        """`on_done` receives the status that a non-streamed response would have had, and an error's code."""
         super().__init__(headers=STREAM_HEADERS)
         del self.headers["content-length"]
         self.answers, self.stream, self.on_done = answers, stream, on_done
-        self._sending_since: float | None = None  # None: no event waits for the connection
+        self._sending_since: float | None = None  # None: no event is waiting for the connection
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sending = asyncio.ensure_future(self._send_all(scope, send))
@@ -511,7 +510,7 @@ class EventStream(Response):
         status, code = CLIENT_CLOSED, None
         try:
             while not sending.done() and not gone.done():
-                # a check now and then: a timeout for each event would cost more
+                # check periodically: a timeout per event would cost more
                 await asyncio.wait({sending, gone}, timeout=SEND_SECONDS / 4, return_when=asyncio.FIRST_COMPLETED)
                 if self._sending_since is not None and time.monotonic() - self._sending_since > SEND_SECONDS:
                     code = "unread"
@@ -530,7 +529,7 @@ class EventStream(Response):
         try:
             async for event in self.stream(self.answers):
                 await self._send(send, event)
-        except ApiFault as fault:  # too late for a status
+        except ApiFault as fault:  # too late to set the status
             status, code = fault.status, fault.code
             await self._send(send, b"data: " + dumps(fault.body) + b"\n\n")
         except Exception:

@@ -1,20 +1,20 @@
-"""The server: OpenAI's routes, a few of its neighbors' (/tokenize, /score, /metrics), and the page.
+"""The server: OpenAI's routes, a few from other servers (/tokenize, /score, /metrics), and the page.
 
-    make(options) -> an ASGI application; models load in the background, and /health says 503 until they are ready
+    make(options) -> an ASGI application; models load in the background, and /health returns 503 until they are ready
 
 Routes are thin: a body is validated (`protocol.py`), prepared (`chat_completions.py`, `completions.py`), submitted to
-an engine and answered, whole or as a stream (`answers.py`). Slow work that needs no engine runs on pools of its own
-(`guard.py`), never on the event loop. Every error is OpenAI's object, and every request has passed the guard. The log
-has a request's id, counts and times, never a text or a key.
+an engine and answered, whole or as a stream (`answers.py`). Slow work that needs no engine runs on separate pools
+(`guard.py`), never on the event loop. Every error is an OpenAI error object, and every request has passed the guard.
+The log records a request's id, counts and times, never text or keys.
 
-Routes beside OpenAI's, for the page: how a model reads a text, what a reward model thinks of it, and what people do.
+Routes in addition to OpenAI's, for the page: tokenization, rewards and human feedback.
 
     POST /tokenize  /detokenize  /apply-template      ids, pieces, the rendered prompt
     POST /score                                       the reward of each conversation's last answer
     POST /preferences                                 one answer is better than the other (with --feedback)
     POST /labels                                      an answer is good or bad (with --feedback)
-    POST /render                                      Markdown as clean HTML
-    POST /update_weights_from_disk                    new weights of a policy that trains (with --rollouts)
+    POST /render                                      Markdown to sanitized HTML
+    POST /update_weights_from_disk                    new weights for a policy in training (with --rollouts)
     GET  /  /page/{name}                              the page's files
 
 The names and docstrings of the route functions are part of /openapi.json.
@@ -76,7 +76,7 @@ MEDIA_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css
 
 
 def make(options: Options) -> ASGIApp:
-    """The application. Raises ConfigError for keys or a feedback file that cannot be used."""
+    """Create the application. Raises ConfigError for unusable keys or an unusable feedback file."""
     service = Service(options)
     app = FastAPI(title="Stagecoach", openapi_url=None, docs_url=None, redoc_url=None, lifespan=_lifespan(service))
     _handle_errors(app, service)
@@ -91,7 +91,7 @@ def make(options: Options) -> ASGIApp:
 
     @app.get("/health")
     async def health() -> Response:
-        """200 where a request would be answered, else 503; public."""
+        """200 if the server can answer requests, else 503; public."""
         state = service.health()
         return JsonResponse({"status": "ok" if state == "ready" else state}, 200 if state == "ready" else 503)
 
@@ -100,7 +100,7 @@ def make(options: Options) -> ASGIApp:
 
 
 class Service:
-    """The state that the routes share."""
+    """State shared by the routes."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
@@ -139,20 +139,20 @@ class Service:
             engine.others = [other for other in engines if other is not engine]
             self._engines.enter_context(engine)
         self._catalog, self._metrics = catalog, Metrics(catalog)
-        gc.freeze()  # a large body makes Python visit all live objects: those of the models need not be visited
+        gc.freeze()  # a large body triggers a full garbage collection, which can skip the models' objects
         self.state = "ready"
         models = [f"{model.id} ({model.kind}, {model.parameters:,} parameters)" for model in catalog.served.values()]
         LOG.info("ready: %s", ", ".join(models))
 
     def _fail(self, code: int, message: str) -> None:
-        """Report the failure to the parent process and end it: a restarted worker would fail again."""
+        """Report the failure to the parent process and stop it: a restarted worker would fail again."""
         self.state = "failed"
         if self.options.failure is not None:
             self.options.failure.write_text(f"{code}\n{message}\n", encoding="utf-8")
             os.kill(os.getppid(), signal.SIGTERM)
 
     async def watch(self) -> None:
-        """Restart engines whose loop has died; until then /health says so, and their requests get 503."""
+        """Restart engines whose loop has died; until then /health and their requests return 503."""
         while True:
             await asyncio.sleep(WATCH_SECONDS)
             for served in self._catalog.served.values() if self._catalog is not None else ():
@@ -162,20 +162,20 @@ class Service:
                     self.metrics.restarts.labels(served.id).inc()
 
     def stop(self) -> None:
-        """Stop the engines; open answers end with an error."""
+        """Stop the engines; answers in progress end with an error."""
         self.state = "stopping"
         self._engines.close()
 
     @property
     def catalogue(self) -> Catalog:
-        """The models. Raises ApiFault 503 until they are loaded."""
+        """The served models. Raises ApiFault 503 until they are loaded."""
         if self._catalog is None:
-            raise ApiFault(503, "the models are being loaded; try again", code="model_loading", retry=2)
+            raise ApiFault(503, "the models are still loading; try again", code="model_loading", retry=2)
         return self._catalog
 
     @property
     def metrics(self) -> Metrics:
-        """The metrics. Raises as `catalogue`."""
+        """The metrics. Raises like `catalogue`."""
         _ = self.catalogue
         assert self._metrics is not None
         return self._metrics
@@ -195,7 +195,7 @@ def _lifespan(service: Service) -> Callable[[FastAPI], AbstractAsyncContextManag
         loading = threading.Thread(target=service.start, name="loading", daemon=True)
         loading.start()
         watching = asyncio.create_task(service.watch())
-        with service.workshop:  # on this thread: the worker ends with it
+        with service.workshop:  # on this thread: the worker exits with it
             try:
                 yield
             finally:
@@ -209,12 +209,12 @@ def _lifespan(service: Service) -> Callable[[FastAPI], AbstractAsyncContextManag
 
 
 def _openai(service: Service) -> APIRouter:
-    """OpenAI's routes, which take an engine's time."""
+    """OpenAI's routes, which need an engine."""
     routes = APIRouter(route_class=ParsedRoute, dependencies=[Depends(service.keys.authenticate)])
 
     @routes.post("/v1/chat/completions")
     async def chat_completions(body: ChatBody, request: Request) -> Response:
-        """An assistant's turn."""
+        """Generate an assistant turn."""
         served, engine = service.catalogue.generative(body.model)
         sender = Sender.of(request)
         refuse_when_full(engine, sender.owner)
@@ -231,7 +231,7 @@ def _openai(service: Service) -> APIRouter:
 
     @routes.post("/v1/completions")
     async def text_completions(body: CompletionBody, request: Request) -> Response:
-        """A text that goes on."""
+        """Complete a text."""
         served, engine = service.catalogue.causal(body.model)
         sender = Sender.of(request)
         refuse_when_full(engine, sender.owner)
@@ -265,7 +265,7 @@ async def _answer(
     """Submit the requests, respond with their answers, and record the outcome."""
     record = functools.partial(_record, service.metrics, request.scope["identity"], model, answers)
     if streamed:
-        await answers.__aenter__()  # a refusal must come before the stream begins
+        await answers.__aenter__()  # a refusal must be sent before the stream begins
         return EventStream(answers, stream, record)
     status, code = 500, None
     try:
@@ -280,7 +280,7 @@ async def _answer(
 
 
 def _record(metrics: Metrics, identity: str, model: str, answers: Answers, status: int, code: str | None) -> None:
-    """Write the outcome of a request to the log and the metrics."""
+    """Record the outcome of a request in the log and the metrics."""
     seconds, usage = time.monotonic() - answers.began, answers.usage
     LOG.info(
         "%s %s %d prompt=%d cached=%d said=%d first=%.3f seconds=%.3f",
@@ -314,13 +314,13 @@ def _about(service: Service, app: FastAPI) -> APIRouter:
 
     @routes.get("/v1/models")
     async def models() -> Response:
-        """All of them."""
+        """List the models."""
         cards = [served.card(service.preferences is not None) for served in service.catalogue.served.values()]
         return JsonResponse({"object": "list", "data": cards})
 
     @routes.get("/v1/models/{name}")
     async def model(name: str) -> Response:
-        """One of them."""
+        """Retrieve a model."""
         return JsonResponse(service.catalogue.find(name).card(service.preferences is not None))
 
     @routes.get("/metrics")
@@ -336,12 +336,12 @@ def _about(service: Service, app: FastAPI) -> APIRouter:
 
 
 def _texts(service: Service) -> APIRouter:
-    """How a model reads a text and a conversation; Markdown as HTML."""
+    """Tokenize text, render conversations, and convert Markdown to HTML."""
     routes, pools = APIRouter(route_class=ParsedRoute), service.pools
 
     @routes.post("/tokenize")
     async def tokenize(body: TokenizeBody, request: Request) -> Response:
-        """A text's ids. Control tokens that it spells are text."""
+        """Tokenize a text. Control tokens spelled out in it are treated as text."""
         served = service.catalogue.find(body.model)
 
         def build() -> Response:
@@ -354,7 +354,7 @@ def _texts(service: Service) -> APIRouter:
 
     @routes.post("/detokenize")
     async def detokenize(body: DetokenizeBody, request: Request) -> Response:
-        """The text of ids."""
+        """Convert token ids to text."""
         served = service.catalogue.find(body.model)
         if wrong := next((id_ for id_ in body.tokens if id_ >= served.tokenizer.vocab_size), None):
             raise invalid("tokens", f"tokens: {wrong} is not one of the tokenizer's {served.tokenizer.vocab_size} ids")
@@ -363,7 +363,7 @@ def _texts(service: Service) -> APIRouter:
 
     @routes.post("/apply-template")
     async def apply_template(body: TemplateBody, request: Request) -> Response:
-        """A conversation as the model reads it."""
+        """Render a conversation with the model's chat template."""
         served, sender = service.catalogue.find(body.model), Sender.of(request)
         messages, tools = [message.plain() for message in body.messages], [tool.plain() for tool in body.tools or []]
         ids = await chats.encode(served, messages, tools, sender, pools, generation_prompt=body.add_generation_prompt)
@@ -376,7 +376,7 @@ def _texts(service: Service) -> APIRouter:
 
     @routes.post("/render")
     async def render(body: RenderBody, request: Request) -> Response:
-        """HTML without scripts, styles and pictures."""
+        """Render Markdown as HTML without scripts, styles or images."""
         try:
             return JsonResponse({"html": await service.workshop.html(body.markdown, Sender.of(request).asker)})
         except JobRefused as error:
@@ -392,12 +392,12 @@ def _pieces(served: Served, ids: list[int]) -> list[JsonObject]:
 
 
 def _judgments(service: Service) -> APIRouter:
-    """What a reward model and a person think of answers."""
+    """Rewards from a reward model and feedback from people."""
     routes, pools = APIRouter(route_class=ParsedRoute), service.pools
 
     @routes.post("/score")
     async def score(body: ScoreBody, request: Request) -> Response:
-        """Raw rewards: comparable within a prompt only."""
+        """Compute raw rewards, comparable only within a prompt."""
         served = service.catalogue.find(body.model, "reward")
         scores = []
         for index, conversation in enumerate(body.conversations):
@@ -415,12 +415,12 @@ def _judgments(service: Service) -> APIRouter:
 
     @routes.post("/preferences")
     async def preferences(body: PreferenceBody, request: Request) -> Response:
-        """Store a choice."""
+        """Store a preference between two answers."""
         return await stored(service.preferences, "preferences", body, request)
 
     @routes.post("/labels")
     async def labels(body: LabelBody, request: Request) -> Response:
-        """Store that an answer is good or bad."""
+        """Store a good or bad label for an answer."""
         return await stored(service.labels, "labels", body, request)
 
     async def stored(
@@ -437,12 +437,12 @@ def _judgments(service: Service) -> APIRouter:
 
 
 def _weights(service: Service, folder: Path) -> APIRouter:
-    """New weights of a policy that trains (--rollouts)."""
+    """New weights for a policy in training (--rollouts)."""
     routes = APIRouter(route_class=ParsedRoute)
 
     @routes.post("/update_weights_from_disk")
     async def update_weights(body: WeightsBody) -> Response:
-        """Answer with the weights of a directory from now on, with an empty prefix cache; SGLang's route."""
+        """Load new weights from a directory and clear the prefix cache; SGLang's route."""
         path, (served, *_) = Path(body.model_path).resolve(), service.catalogue.served.values()
         if not path.is_relative_to(folder):
             raise invalid("model_path", "model_path: expected a directory below the folder of --rollouts")
@@ -458,7 +458,7 @@ def _weights(service: Service, folder: Path) -> APIRouter:
 
 
 def _page() -> APIRouter:
-    """The page. It is public, since it has no secrets; what it requests needs the key."""
+    """The page. It is public, since it has no secrets; its API calls need the key."""
     routes = APIRouter()
     files = {path.name: path.read_bytes() for path in sorted(PAGE.iterdir()) if path.suffix in MEDIA_TYPES}
 
@@ -486,7 +486,7 @@ def _page() -> APIRouter:
 
 
 def _handle_errors(app: FastAPI, service: Service) -> None:
-    """Turn every error into OpenAI's object."""
+    """Turn every error into an OpenAI error object."""
 
     def respond(fault: ApiFault) -> Response:
         if service.state == "ready":
@@ -513,7 +513,7 @@ def _handle_errors(app: FastAPI, service: Service) -> None:
 
 
 def _validation_fault(errors: Sequence[JsonObject]) -> ApiFault:
-    """The first mistake in a body, by its field."""
+    """The first invalid field of a body."""
     first = errors[0]
     path = [
         str(part) for part in first["loc"][1:] if isinstance(part, int) or re.fullmatch(r"[A-Za-z_]{1,40}", str(part))
@@ -524,7 +524,7 @@ def _validation_fault(errors: Sequence[JsonObject]) -> ApiFault:
 
 
 class _ErrorLog:
-    """Logs unexpected exceptions under the request's id; the client gets only the id."""
+    """Log unexpected exceptions with the request's id; the client gets only the id."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app

@@ -1,13 +1,13 @@
-"""Talk to a model in the terminal, with streaming.
+"""Chat with a model in the terminal, with streaming.
 
     python -m pipeline.serve.chat models/deploy [--system TEXT] [--tools FILE] [--temperature 0] [--seed 0]
 
-A line is a turn; after a backslash at its end the turn continues on the next line. `/quit`, an empty line or Ctrl-D
-ends; `/help` lists the other commands; another word after a slash is refused, not sent. `--tools` names a JSON file
-with the tools the model may call (OpenAI form). Calls are complete and fit their tools (`generation/constrain.py`);
-they are shown, not run. Ctrl-C stops an answer and drops it with its question; so does an answer that only repeats
-itself. The server's engine decodes, so the conversation so far is not read again on each turn. Not promised: that a
-small model knows anything.
+Each line is a turn; end a line with a backslash to continue on the next. `/quit`, an empty line or Ctrl-D quits;
+`/help` lists the other commands; unknown commands are rejected, not sent. `--tools` takes a JSON file with the tools
+the model may call (OpenAI format). Calls are always complete and match their tools (`generation/constrain.py`); they
+are shown, not run. Ctrl-C stops an answer and drops it together with its question; the same happens when an answer
+only repeats itself. Decoding uses the server's engine, so earlier turns are not re-read. Not guaranteed: that a small
+model knows anything.
 """
 
 import argparse
@@ -34,25 +34,25 @@ from pipeline.serve.loop import Ended, Event, GenerationRequest, OutputConstrain
 from pipeline.text import chat
 from pipeline.text.tokenizer import Tokenizer
 
-COMMAND = re.compile(r"/[a-z]+(?=\s|$)")  # a path such as /etc/hosts is no command
+COMMAND = re.compile(r"/[a-z]+(?=\s|$)")  # a path such as /etc/hosts is not a command
 ENDS = ("/quit", "/exit", "/bye")
 NEW = ("/new", "/clear")
-HELP = """a line that ends in \\ goes on in the next
-/new or /clear forgets the conversation
-/regenerate answers the last question anew
-/temperature X, /seed N: how the next answers are drawn; temperature 0 is greedy
-/tool TEXT answers the model's call with a result
-/quit, an empty line or Ctrl-D ends
+HELP = """end a line with \\ to continue on the next
+/new or /clear starts a new conversation
+/regenerate answers the last question again
+/temperature X, /seed N: sampling of the next answers; temperature 0 is greedy
+/tool TEXT returns a result to the model's call
+/quit, an empty line or Ctrl-D quits
 """
 REPEATED, PERIOD = 48, 8  # an answer is stopped when its last 48 tokens repeat a piece of at most 8
 
 
 class Repetition(Exception):
-    """The model only repeats itself."""
+    """The model is only repeating itself."""
 
 
 class Conversation:
-    """The messages so far, and the model that continues them."""
+    """The messages so far and the model that continues them."""
 
     def __init__(self, model: Transformer, tokenizer: Tokenizer, tools: list[JsonObject], system: str) -> None:
         self.model, self.tokenizer, self.tools, self.system = model, tokenizer, tools, system
@@ -68,7 +68,7 @@ class Conversation:
     def answer(self, message: JsonObject, sampling: Sampling, seed: int, screen: TextIO) -> JsonObject:
         """Add a user or tool message, stream the assistant's turn to `screen`, add it and return it.
 
-        Raises InputError when the conversation no longer fits the context, and Repetition; nothing is added then.
+        Raises InputError if the conversation no longer fits the context, and Repetition; then nothing is added.
         """
         prompt = chat.render(self.tokenizer, [*self.messages, message], self.tools, generation_prompt=True).ids
         room = self.model.config.max_context - len(prompt)
@@ -103,7 +103,7 @@ class Conversation:
         return turn
 
     def take_back(self) -> JsonObject | None:
-        """Remove the last question and its answer; returns the question, or None where there is none."""
+        """Remove the last question and its answer; returns the question, or None if there is none."""
         if len(self.messages) < 2 or self.messages[-1]["role"] != "assistant":
             return None
         question = self.messages[-2]
@@ -121,7 +121,7 @@ def speak(
     constraint: OutputConstraint | None,
     on_token: Callable[[int], None],
 ) -> Completion:
-    """Generate one answer; `on_token` gets each token as it comes. An exception, also from `on_token`, cancels it."""
+    """Generate one answer; `on_token` receives each token. Any exception, including one from `on_token`, cancels it."""
     tokens: list[Said] = []
     ends: list[Ended] = []
 
@@ -153,7 +153,7 @@ def speak(
 
 
 class TokenWriter:
-    """Writes tokens as they come, holding back bytes that do not yet make a character."""
+    """Writes tokens as they arrive, buffering the bytes of incomplete characters."""
 
     def __init__(self, tokenizer: Tokenizer, screen: TextIO) -> None:
         self.tokenizer, self.screen = tokenizer, screen
@@ -161,7 +161,7 @@ class TokenWriter:
         self.last: list[int] = []
 
     def token(self, token: int) -> None:
-        """Show one more token of the answer. Raises Repetition when the last tokens repeat one short piece."""
+        """Show one more token. Raises Repetition when the last tokens repeat one short piece."""
         self.screen.write(printable(self.decoder.decode(self.tokenizer.token_bytes[token])))
         self.screen.flush()
         self.last = [*self.last[1 - REPEATED :], token]
@@ -169,17 +169,17 @@ class TokenWriter:
             raise Repetition
 
     def close(self) -> None:
-        """Show what is left: an incomplete character."""
+        """Show what remains: an incomplete character."""
         self.screen.write(printable(self.decoder.decode(b"", final=True)))
 
 
 def printable(text: str) -> str:
-    """The text without control characters: what a model writes must not steer the terminal."""
+    """The text without control characters: model output must not control the terminal."""
     return "".join(character for character in text if character in "\n\t" or character.isprintable())
 
 
 def load_tools(path: Path | None) -> list[JsonObject]:
-    """The tools of a JSON file. Raises InputError when it is not a list of function tools."""
+    """Load tools from a JSON file. Raises InputError if it is not a list of function tools."""
     if path is None:
         return []
     try:
@@ -194,7 +194,7 @@ def load_tools(path: Path | None) -> list[JsonObject]:
 
 
 def read(keyboard: TextIO) -> str:
-    """A turn: a line, and the next one after a backslash at its end."""
+    """Read a turn: one line, plus the next after each trailing backslash."""
     line = keyboard.readline()
     while line.endswith("\\\n"):
         line = f"{line[:-2]}\n{keyboard.readline()}"
@@ -202,7 +202,7 @@ def read(keyboard: TextIO) -> str:
 
 
 def talk(conversation: Conversation, sampling: Sampling, seed: int, keyboard: TextIO, screen: TextIO) -> None:
-    """The loop of turns, until the input ends."""
+    """Take turns until the input ends."""
     turn = 0
     while True:
         screen.write("\n> ")
@@ -239,10 +239,10 @@ def talk(conversation: Conversation, sampling: Sampling, seed: int, keyboard: Te
         except KeyboardInterrupt:
             screen.write(" [stopped]")
         except Repetition:
-            screen.write(" [stopped: it repeats itself; the question is forgotten]")
+            screen.write(" [stopped: repetition; the question was dropped]")
         except InputError as error:
             screen.write(f"{error}\n")
-        turn += 1  # also after a stopped answer: the same question then gets another seed
+        turn += 1  # even after a stopped answer, so the same question gets another seed
 
 
 def _change_sampling(sampling: Sampling, seed: int, command: str, value: str) -> tuple[Sampling, int, str]:
@@ -259,7 +259,7 @@ def _change_sampling(sampling: Sampling, seed: int, command: str, value: str) ->
 def main() -> int:
     """The command line; returns an exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m pipeline.serve.chat", description="Talk to a model in the terminal."
+        prog="python -m pipeline.serve.chat", description="Chat with a model in the terminal."
     )
     parser.add_argument("model", type=Path, help="a model directory, such as models/deploy")
     parser.add_argument("--system", default="", help="system message")
@@ -282,8 +282,8 @@ def main() -> int:
         return error.exit_code
     model = device.placed(model.train(False))
     sys.stdout.write(
-        f"{options.model}: {model.num_parameters() / 1e6:.1f} M parameters. /new starts over, /quit or an empty line"
-        " ends, /help.\n"
+        f"{options.model}: {model.num_parameters() / 1e6:.1f} M parameters. /help lists commands, /quit or an empty"
+        " line quits.\n"
     )
     talk(Conversation(model, tokenizer, tools, options.system), sampling, options.seed, sys.stdin, sys.stdout)
     return 0

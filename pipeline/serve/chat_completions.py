@@ -1,18 +1,18 @@
-"""POST /v1/chat/completions: a conversation in, one assistant's turn or several out, whole or as a stream of chunks.
+"""POST /v1/chat/completions: a conversation in, one or more assistant turns out, whole or as a stream of chunks.
 
     request = await prepare(body, served, engine, sender, pools)
     complete(request, answers) -> the JSON object       stream(request, answers) -> the chunks
 
-A stream has OpenAI's order: a delta with the role; deltas of content or of calls; an empty one with the finish reason;
-where requested, a chunk without choices that has the token counts; [DONE]. A masked-diffusion model sends what stands
-to the left of its first mask. With stream_options.include_denoising each step's canvas is a chunk too. Extensions:
-`return_token_ids` adds the prompt's ids to the first chunk of all, the answer's ids to each choice, and `id` to each
+A stream follows OpenAI's order: a delta with the role; deltas of content or calls; an empty delta with the finish
+reason; if requested, a chunk without choices that has the token counts; [DONE]. A masked-diffusion model sends the text
+to the left of its first mask. With stream_options.include_denoising, each step's canvas is a chunk too. Extensions:
+`return_token_ids` adds the prompt's ids to the very first chunk, the answer's ids to each choice, and `id` to each
 log-probability.
 
-Tool calls and JSON that were promised follow a grammar. The worker process checks it first (`workshop.py`), and it is
-compiled here only if that was cheap. The output is then parsed and validated by another program than the one that
-constrained it, before an answer is reported as a call: a wrong grammar is our failure, a 500 and a counter, and never a
-surprise for the client.
+Required tool calls and JSON are decoded under a grammar. The worker process checks it first (`workshop.py`), and it is
+compiled here only if that was cheap. Before an answer is reported as a call, its output is parsed and validated by
+different code from the one that constrained it: a wrong grammar is our failure (a 500 and a counter), never a surprise
+for the client.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ from pipeline.text import chat
 from pipeline.text.tokenizer import Tokenizer
 
 INVALID_STRUCTURE = "invalid_structure"
-# characters of a conversation and its tools that the event loop encodes itself: a switch of threads takes as long
+# conversations up to this many characters, tools included, are encoded on the event loop: a thread switch costs as much
 INLINE_CHARACTERS = 8_000
 MIN_TEMPERATURE = 1e-5
 
@@ -52,18 +52,18 @@ MIN_TEMPERATURE = 1e-5
 class Sender:
     """Who sent a request."""
 
-    owner: str  # of its rows: a key's digest, or ""
-    asker: str  # of its places: the owner, or an address
-    identity: str  # of the request
+    owner: str  # owns the rows: a key's digest, or ""
+    asker: str  # takes the places: the owner, or an address
+    identity: str  # the request's id
 
     @classmethod
     def of(cls, request: Request) -> "Sender":
-        """The sender as the guard identified it."""
+        """The sender, as identified by the guard."""
         return cls(request.scope["owner"], request.scope["asker"], request.scope["identity"])
 
 
 class Pools:
-    """Where the work of the routes runs that needs no engine, each kind with places of its own."""
+    """Thread pools for work that needs no engine, one per kind of work."""
 
     def __init__(self, workshop: Workshop) -> None:
         self.workshop = workshop
@@ -75,7 +75,7 @@ class Pools:
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """A validated chat request: everything that can be refused early was."""
+    """A validated chat request: it passed every check that can run early."""
 
     body: ChatBody
     served: Served
@@ -92,7 +92,7 @@ class ChatRequest:
         return Answers(self.engine, self.requests, assemblers, n=len(self.requests), identity=identity)
 
     def envelope(self, kind: str) -> JsonObject:
-        """The first fields of an answer and of each chunk."""
+        """The leading fields of an answer and of each chunk."""
         return envelope(self.id, kind, self.created, self.served)
 
 
@@ -163,7 +163,7 @@ async def complete(request: ChatRequest, answers: Answers) -> JsonObject:
 
 
 async def stream(request: ChatRequest, answers: Answers) -> AsyncIterator[bytes]:
-    """The chunks, as lines of an event stream, without [DONE]. Raises ApiFault."""
+    """Yield the chunks as lines of an event stream, without [DONE]. Raises ApiFault."""
     envelope = request.envelope("chat.completion.chunk")
     prompt: JsonObject = {"prompt_token_ids": request.prompt} if request.body.return_token_ids else {}
     for index in range(len(request.requests)):
@@ -211,7 +211,7 @@ async def encode(
 
 
 def refuse_unsupported(body: ChatBody) -> None:
-    """Raise ApiFault for parameters that a masked-diffusion model cannot follow, since it writes all positions at
+    """Raise ApiFault for parameters that a masked-diffusion model cannot support, since it writes all positions at
     once.
     """
     shaped = body.response_format is not None and body.response_format.type != "text"
@@ -226,18 +226,18 @@ def refuse_unsupported(body: ChatBody) -> None:
     if wrong := next((name for name, value in parameters.items() if value), None):
         raise invalid(
             wrong,
-            f"{wrong}: a masked-diffusion model does not have it; leave it out, or ask a causal model",
+            f"{wrong}: not supported by a masked-diffusion model; leave it out, or use a causal model",
             "unsupported_parameter",
         )
 
 
 def refuse_frames(body: GenerationBody, served: Served) -> None:
-    """Raise ApiFault where a causal model should show canvases: it has none."""
+    """Raise ApiFault if a causal model is asked for canvases: it has none."""
     if body.with_frames:
         raise invalid(
             "stream_options",
-            f"stream_options.include_denoising: {served.id!r} is a causal model, only a masked-diffusion one has"
-            " canvases",
+            f"stream_options.include_denoising: {served.id!r} is a causal model, only masked-diffusion models"
+            " have canvases",
         )
 
 
@@ -245,7 +245,7 @@ def token_budget(prompt: list[int], served: Served, requested: int | None, param
     """How many tokens an answer may have. Raises ApiFault for a prompt that fills the context."""
     room = served.context - len(prompt)
     if room < 1:
-        # begins as OpenAI's does: litellm and others recognize the error by these words
+        # starts like OpenAI's message: litellm and others recognize the error by these words
         raise invalid(
             param,
             f"This model's maximum context length is {served.context} tokens, the prompt has {len(prompt)}; shorten it",
@@ -255,8 +255,8 @@ def token_budget(prompt: list[int], served: Served, requested: int | None, param
 
 
 def make_sampling(temperature: float | None, top_p: float | None, top_k: int | None, budget: int) -> Sampling:
-    """Sampling with OpenAI's defaults: temperature 1, nothing cut off. Below MIN_TEMPERATURE it is greedy, which
-    float32 cannot tell from it.
+    """Sampling with OpenAI's defaults: temperature 1, no truncation. Greedy below MIN_TEMPERATURE, where float32 makes
+    no difference.
     """
     temperature = 1.0 if temperature is None else temperature
     temperature = temperature if temperature >= MIN_TEMPERATURE else 0.0
@@ -264,7 +264,7 @@ def make_sampling(temperature: float | None, top_p: float | None, top_k: int | N
 
 
 def make_seeds(seed: int | None, count: int) -> list[int]:
-    """A seed for each answer; the first is the requested seed itself, a random one for None."""
+    """A seed for each answer; the first is the requested seed, or a random one for None."""
     first = secrets.randbits(63) if seed is None else seed
     return [first if number == 0 else stable_hash(first, "answer", number) for number in range(count)]
 
@@ -278,7 +278,7 @@ def ban_control_tokens(tokenizer: Tokenizer, *, with_calls: bool) -> dict[int, f
 
 
 def check_biases(biases: dict[int, float], served: Served) -> dict[int, float]:
-    """The same biases. Raises ApiFault where one is of a token outside the vocabulary."""
+    """Return the biases unchanged. Raises ApiFault if a token is outside the vocabulary."""
     if wrong := next((token for token in biases if token >= served.vocab_size), None):
         raise invalid("logit_bias", f"logit_bias: token {wrong} is not in the vocabulary of {served.vocab_size}")
     return biases
@@ -288,7 +288,7 @@ def check_biases(biases: dict[int, float], served: Served) -> dict[int, float]:
 
 
 def envelope(id_: str, kind: str, created: int, served: Served) -> JsonObject:
-    """The first fields of an answer and of each chunk."""
+    """The leading fields of an answer and of each chunk."""
     first = {"id": id_, "object": kind, "created": created, "model": served.id}
     return first | {"system_fingerprint": served.fingerprint}
 
@@ -314,9 +314,9 @@ def _delta_body(delta: Delta) -> JsonObject:
 
 
 async def finish_reason(request: ChatRequest, answers: Answers, event: Finished) -> str:
-    """OpenAI's finish reason. Raises ApiFault where a call or an object does not fit its schema.
+    """OpenAI's finish reason. Raises ApiFault if a call or an object does not match its schema.
 
-    The check runs on a thread: a schema can ask for ten thousand looks at an answer.
+    The check runs on a thread: a schema can require ten thousand checks of an answer.
     """
     assembler, form = answers.assemblers[event.index], request.body.response_format
     if assembler.calls:
@@ -325,7 +325,7 @@ async def finish_reason(request: ChatRequest, answers: Answers, event: Finished)
     if form is None or form.type == "text":
         return event.reason
     await asyncio.to_thread(check_format, form, assembler)
-    return "stop"  # a complete object was not cut, even if its last token was the last of the budget
+    return "stop"  # a complete object was not truncated, even if it used the whole budget
 
 
 def token_fields(request: ChatRequest, tokens: tuple[Said, ...]) -> JsonObject:
@@ -351,7 +351,7 @@ def _token_logprob(request: ChatRequest, token: int, logprob: float) -> JsonObje
 
 
 def decode_token(tokenizer: Tokenizer, token: int) -> tuple[bytes, str]:
-    """A token's bytes and its text, in which incomplete characters are replaced."""
+    """A token's bytes and its text, with incomplete characters replaced."""
     if token >= tokenizer.vocab_size:
         return b"", ""
     raw = tokenizer.token_bytes[token] or tokenizer.decode([token], skip_special=False).encode()
@@ -364,7 +364,7 @@ def decode_token(tokenizer: Tokenizer, token: int) -> tuple[bytes, str]:
 async def make_constraints(
     body: ChatBody, served: Served, budget: int, asker: str, pools: Pools
 ) -> list[Constraint | None]:
-    """A constraint for each of the `n` answers, or None. Raises ApiFault: 400 for what cannot be promised, 429."""
+    """A constraint for each of the `n` answers, or None. Raises ApiFault: 400 for an unsupported schema, 429."""
     count, job = body.n or 1, _grammar_job(body)
     if job is None:
         return [None] * count
@@ -378,7 +378,7 @@ async def make_constraints(
 
 
 def _grammar_job(body: ChatBody) -> JsonObject | None:
-    """The worker's job for the grammar of a request; None where it needs none."""
+    """The worker job that builds a request's grammar; None if it needs no grammar."""
     choice, form = body.tool_choice or "auto", body.response_format
     if body.tools and choice != "none":
         name = choice.function.name if isinstance(choice, NamedTool) else choice
@@ -392,10 +392,10 @@ def _grammar_job(body: ChatBody) -> JsonObject | None:
 
 
 def check_calls(body: ChatBody, assembler: Assembler) -> None:
-    """Raise ApiFault 500 where a call is incomplete, or does not fit its tool."""
+    """Raise ApiFault 500 if a call is incomplete or does not match its tool."""
     rules = {tool.function.name: tool.function.parameters or {} for tool in body.tools or []}
     if any(not _fits(call, rules) for call in assembler.calls):
-        raise ApiFault(500, "the model's call does not fit its tool", code=INVALID_STRUCTURE)
+        raise ApiFault(500, "the model's call does not match its tool", code=INVALID_STRUCTURE)
 
 
 def _fits(call: PartialCall, rules: dict[str, JsonObject]) -> bool:
@@ -405,7 +405,7 @@ def _fits(call: PartialCall, rules: dict[str, JsonObject]) -> bool:
 
 
 def check_format(form: ResponseFormat, assembler: Assembler) -> None:
-    """Raise ApiFault 500 where the answer does not fit the requested format."""
+    """Raise ApiFault 500 if the answer does not match the requested format."""
     rules = {"type": "object"} if form.json_schema is None else form.json_schema.rules
     if schemas.mistake(rules, assembler.content) is not None:
-        raise ApiFault(500, "the model's answer does not fit the response_format", code=INVALID_STRUCTURE)
+        raise ApiFault(500, "the model's answer does not match the response_format", code=INVALID_STRUCTURE)

@@ -1,10 +1,11 @@
 """POST /v1/completions: continues a text, or fills in between a prefix and a `suffix`; the prompt as text or as ids.
 
-`echo` puts the prompt before the answer; with `logprobs` also its log-probabilities, equal to teacher forcing. With
-`max_tokens: 0` there is only the prompt, which is how benchmarks score a text. A scored prompt waits in the engine's
-queue like any other request, and is scored beside other answers before its own begin. There the token that ended an
-answer has a log-probability too, though it adds no text: a client that scores a prompt with `max_tokens: 1`, as
-lm-evaluation-harness does, takes the last entry for the generated one. Stop strings, `n` and streams work as in a chat.
+`echo` prepends the prompt to the answer; with `logprobs` it also returns the prompt's log-probabilities, equal to
+teacher forcing. `max_tokens: 0` returns only the prompt, which is how benchmarks score a text. A scored prompt waits in
+the engine's queue like any other request, and is scored alongside other answers before its own begin. With `echo`, the
+token that ended an answer also has a log-probability, though it adds no text: a client that scores a prompt with
+`max_tokens: 1`, as lm-evaluation-harness does, drops the last entry as the generated one. Stop strings, `n` and streams
+work as in chat.
 """
 
 import asyncio
@@ -45,7 +46,7 @@ class Told:
 
     tokenizer: Tokenizer
     offset: int = 0  # characters of text before the next token
-    names: dict[int, tuple[str, str]] = field(default_factory=dict)  # token -> its text and label, a cache
+    names: dict[int, tuple[str, str]] = field(default_factory=dict)  # cache: token -> its text and label
     fields: dict[str, list[object]] = field(
         default_factory=lambda: {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     )
@@ -66,14 +67,14 @@ class Told:
         return self.names[token]
 
     def take(self) -> dict[str, list[object]]:
-        """The fields of all tokens since the last call."""
+        """Return the fields of all tokens added since the last call."""
         fields, self.fields = self.fields, {name: [] for name in self.fields}
         return fields
 
 
 def label(tokenizer: Tokenizer, token: int) -> str:
-    """A token as a key of `top_logprobs`: its text, or its bytes where they are an incomplete character, since the
-    texts of these are all alike.
+    """A token as a key of `top_logprobs`: its text, or its bytes if they are an incomplete character, since all of
+    those have the same text.
     """
     raw, text = decode_token(tokenizer, token)
     return text if text.encode() == raw else "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
@@ -106,11 +107,11 @@ class CompletionRequest:
         return Answers(self.engine, self.requests, assemblers, n=self.n, identity=identity)
 
     def usage(self, answers: Answers) -> TokenUsage:
-        """The token counts, also where nothing was generated."""
+        """The token counts, even if nothing was generated."""
         return answers.usage if self.requests else TokenUsage(sum(map(len, self.prompts)), 0, 0)
 
     def envelope(self) -> JsonObject:
-        """The first fields of an answer and of each chunk."""
+        """The leading fields of an answer and of each chunk."""
         return envelope(self.id, "text_completion", self.created, self.served)
 
 
@@ -162,11 +163,11 @@ def _encode(prompt: str | list[int], suffix: str | None, served: Served) -> list
     ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
     if suffix is not None:
         return [tokenizer.fim_prefix, *ids, tokenizer.fim_suffix, *tokenizer.encode(suffix), tokenizer.fim_middle]
-    return ids or [tokenizer.end_of_text]  # which begins a document
+    return ids or [tokenizer.end_of_text]  # this token begins a document
 
 
 async def score_prompts(request: CompletionRequest, identity: str) -> list[list[Score]]:
-    """The score of every token of each prompt, if the request needs them; the first token's has no log-probability.
+    """The score of every prompt token, if the request needs them; each first token has no log-probability.
 
     Raises ApiFault, as an answer does.
     """
@@ -189,7 +190,7 @@ async def score_prompts(request: CompletionRequest, identity: str) -> list[list[
 
 
 async def complete(request: CompletionRequest, scores: list[list[Score]], answers: Answers) -> bytes:
-    """All choices in one JSON object; `scores` are the prompts'. Raises ApiFault."""
+    """All choices in one JSON object; `scores` belong to the prompts. Raises ApiFault."""
     tokens: list[list[Said]] = [[] for _ in request.requests]
     reasons = ["length"] * request.num_choices
     async for event in answers:
@@ -197,7 +198,7 @@ async def complete(request: CompletionRequest, scores: list[list[Score]], answer
             reasons[event.index] = event.reason
         elif not isinstance(event, Ping | Frame):
             tokens[event[0]] += event[1].tokens
-    if scores:  # up to a hundred thousand of them: the event loop must not wait while they are written
+    if scores:  # up to a hundred thousand: serializing them must not block the event loop
         return await asyncio.to_thread(_write_completion, request, scores, answers, tokens, reasons)
     return _write_completion(request, scores, answers, tokens, reasons)
 
@@ -221,13 +222,13 @@ def _write_completion(
         if request.body.return_token_ids:
             choice["token_ids"] = [event.token for event in tokens[index]] if request.requests else []
             choice["prompt_token_ids"] = request.prompts[index // request.n]
-        choices.append(to_json(choice))  # one by one: other Python threads stand still while one is written
+        choices.append(to_json(choice))  # one at a time: each one blocks other Python threads
     end = dumps(request.envelope() | {"usage": request.usage(answers).body()})
     return b'{"choices":[' + b",".join(choices) + b"]," + end[1:]
 
 
 async def stream(request: CompletionRequest, scores: list[list[Score]], answers: Answers) -> AsyncIterator[bytes]:
-    """The chunks, as lines of an event stream, without [DONE]. Raises ApiFault."""
+    """Yield the chunks as lines of an event stream, without [DONE]. Raises ApiFault."""
     logprobs, names = [], dict[int, tuple[str, str]]()
     for index in range(request.num_choices):
         if scores:
@@ -267,7 +268,7 @@ async def stream(request: CompletionRequest, scores: list[list[Score]], answers:
 def _echo(
     request: CompletionRequest, scores: list[list[Score]], index: int, names: dict[int, tuple[str, str]]
 ) -> tuple[Told, str]:
-    """A choice's log-probabilities and text so far: those of the prompt if it is echoed, else empty."""
+    """A choice's initial log-probabilities and text: the prompt's if it is echoed, else empty."""
     logprobs = Told(request.served.tokenizer, names=names)
     if not request.body.echo:
         return logprobs, ""

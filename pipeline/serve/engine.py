@@ -3,28 +3,29 @@
     Engine(model, rows=8, queue=32).submit(GenerationRequest) -> Ticket     events go to the request's listener, which
                                                                             is called on the engine's thread
 
-Each step feeds every busy row at most CHUNK tokens of its prompt, or its last token. A new prompt therefore slows its
-neighbors by one chunk a step and stops none (Yu et al. 2022, Orca). While few rows are busy, each may generate several
+Each step feeds every busy row up to CHUNK tokens of its prompt, or its last token. So a new prompt slows the other rows
+by one chunk a step and never blocks them (Yu et al. 2022, Orca). While few rows are busy, each may generate several
 tokens a step by checking a draft (`Drafter`).
 
-An answer depends on (model, prompt, sampling, seed) alone: each token is chosen by one uniform number, a function of
-(seed, position), so neighbors, cached prefixes, drafts and cancelled requests change nothing but rounding
+An answer depends only on (model, prompt, sampling, seed): each token is chosen by one uniform number, a function of
+(seed, position), so other rows, cached prefixes, drafts and cancelled requests change nothing but rounding
 (`generation/sampling.py`).
 
-A scored prompt is read like any other, SCORE_CHUNK tokens a step, in SCORE_SHARE of the time while others generate.
+A scored prompt is processed like any other, SCORE_CHUNK tokens a step, using SCORE_SHARE of the time while others
+generate.
 
-A fault in a row's own work (its grammar, sampling, draft or listener) fails that row alone. A grammar that takes more
-than CONSTRAINT_SECONDS and CONSTRAINT_SECONDS_PER_TOKEN a token ends its answer: all rows wait while a mask is made.
-The thread, the queue and the faults of what rows share are those of every engine (`loop.py`).
+A failure in a row's own work (its grammar, sampling, draft or listener) fails only that row. A grammar that takes more
+than CONSTRAINT_SECONDS and CONSTRAINT_SECONDS_PER_TOKEN a token ends its answer: all rows wait while a mask is built.
+The thread, the queue and failures in shared work are handled as in every engine (`loop.py`).
 
-Prefix cache: a row that has ended keeps its keys and values until another request takes it. A request takes the free
-row with the longest common prefix. If a busy row has more of the prompt, that prefix is copied; if no row has any, the
-request takes the row that has been idle longest. Only rows of the same owner are compared: how fast an answer comes
-must not tell one user what another asked.
+Prefix cache: a finished row keeps its keys and values until another request takes it. A request takes the free row with
+the longest common prefix. If a busy row shares more of the prompt, that prefix is copied; if no row shares any, the
+request takes the row that has been idle longest. Only rows of the same owner are compared: response times must not
+reveal to one user what another asked.
 
-Decoder: a server mostly decodes one or two of its rows, each by one token or by a short draft. `RowDecoder` reads the
-keys and values of these rows in place and copies nothing; the queries of a group become rows of one product. Idle rows
-cost nothing, except those between busy ones where TOGETHER or more rows share a product. Shapes as in `model/cache.py`:
+Decoder: a server mostly decodes one or two of its rows, each by one token or a short draft. `RowDecoder` reads the keys
+and values of these rows in place and copies nothing; the queries of a group become rows of one product. Idle rows cost
+nothing, except those between busy ones when TOGETHER or more rows share a product. Shapes as in `model/cache.py`:
 keys (R, K, h, S), values (R, K, S, h); n new tokens of a row, N of all rows, G = H / K.
 """
 
@@ -63,44 +64,44 @@ from pipeline.serve.loop import (
 
 __all__ = ["Ended", "Engine", "EngineStopped", "Event", "GenerationRequest", "QueueFull", "Said", "Ticket"]
 
-CHUNK = 256  # prompt tokens of a row in one step
-SCORE_CHUNK = 64  # of a scored prompt: each token needs the logits of the whole vocabulary
-SCORE_SHARE = 0.25  # of the time that scoring may take while others generate, here or on another engine of the process
+CHUNK = 256  # prompt tokens per row per step
+SCORE_CHUNK = 64  # the same for a scored prompt: each token needs the logits of the whole vocabulary
+SCORE_SHARE = 0.25  # share of time for scoring while others generate, here or on another engine of the process
 PAUSE_SECONDS = 0.005
-CONSTRAINT_SECONDS = 2.0  # of processor time, for an answer
-CONSTRAINT_SECONDS_PER_TOKEN = 0.01  # and for each of its tokens
-DRAFT_ROWS = 2  # with more busy rows a step is bound by arithmetic, not by reading weights, and drafts are not free
-SHARED = 16  # a shorter common prefix is read again: looking for it costs more
-FREE_SHARE = 0.25  # of the free memory, what keys and values may take
+CONSTRAINT_SECONDS = 2.0  # CPU time per answer
+CONSTRAINT_SECONDS_PER_TOKEN = 0.01  # plus this much per token
+DRAFT_ROWS = 2  # with more busy rows a step is bound by compute, not by reading weights, and drafts are not free
+SHARED = 16  # a shorter common prefix is recomputed: looking for it costs more
+FREE_SHARE = 0.25  # share of the free memory that keys and values may take
 CGROUP = Path("/sys/fs/cgroup")
-NARROW = 16  # new tokens of a row up to which plain products beat the fused kernel, which needs the keys copied
-TOGETHER = 4  # from so many rows of one token each, one product serves all rows
-DRAFT = 8  # tokens of a draft
-MATCHED = (3, 2)  # how many last tokens are looked up, the longer match first
-# checking DRAFT tokens takes as long as up to PAYS more steps (docs/LOG.md): a draft with fewer accepted ones fails
+NARROW = 16  # up to this many new tokens in a row, plain products beat the fused kernel, which needs a copy of the keys
+TOGETHER = 4  # with at least this many rows of one token each, one product serves all rows
+DRAFT = 8  # tokens per draft
+MATCHED = (3, 2)  # lengths of the suffixes to look up, longest first
+# checking DRAFT tokens costs as much as up to PAYS extra steps (docs/LOG.md): a draft with fewer accepted tokens fails
 PAYS = 2
 LONGEST_WAIT = 64
 
 
 @dataclass
 class Slot:
-    """A row of the cache: its contents, their owner, and the request that runs on it."""
+    """A row of the cache: its contents, their owner, and the request running on it."""
 
     held: list[int] = field(default_factory=list)  # ids whose keys and values are in the row
     owner: str = ""
-    used: int = 0  # when its last request ended, as a count
+    used: int = 0  # when its last request ended, as a counter value
     ticket: Ticket | None = None
-    sampling: Sampling = Sampling(1)  # rows with equal ones are sampled together
-    num_cached: int = 0  # tokens of the prompt that were already in the row
+    sampling: Sampling = Sampling(1)  # rows with equal sampling are sampled together
+    num_cached: int = 0  # prompt tokens that were already in the row
     num_generated: int = 0
-    uniform_numbers: np.ndarray = field(default_factory=lambda: np.zeros(0))  # one for each token of the budget
+    uniform_numbers: np.ndarray = field(default_factory=lambda: np.zeros(0))  # one per token of the budget
     pending: list[int] = field(default_factory=list)  # ids still to be fed
     drafter: "Drafter | None" = None
     constraint_seconds: float = 0.0
 
     @property
     def remaining(self) -> int:
-        """How many more tokens may be generated."""
+        """How many more tokens can be generated."""
         return len(self.uniform_numbers) - self.num_generated
 
 
@@ -114,17 +115,17 @@ class _Candidate:
 
 
 class Engine(Loop):
-    """Decodes many requests together. `with` runs its thread; without it only `step` makes progress."""
+    """Decodes many requests together. `with` runs its thread; otherwise only `step` makes progress."""
 
     slots: list[Slot]
 
     def __init__(
         self, model: Transformer, *, rows: int = 8, queue: int = 32, drafts: bool = True, rollouts: bool = False
     ) -> None:
-        """`rollouts`: for a policy that trains. Its owner may have all rows, log-probabilities are those at the
-        sampling temperature, and the stop token is said.
+        """`rollouts`: for a policy in training. One owner may use all rows, log-probabilities are taken at the sampling
+        temperature, and the stop token is part of the answer.
 
-        Raises ValueError for a bidirectional model, InputError where the rows may take too much memory.
+        Raises ValueError for a bidirectional model, InputError if the rows may take too much memory.
         """
         config = model.config
         super().__init__(
@@ -137,18 +138,18 @@ class Engine(Loop):
         self._reset()
 
     def load(self, model: Transformer) -> None:
-        """Answer with another model of the same shape from now on. Raises as `between_answers`."""
+        """Switch to another model of the same shape. Raises like `between_answers`."""
         self.between_answers(lambda: setattr(self, "model", model.train(False)))
 
     def _reset_rows(self) -> None:
         self.decoder = RowDecoder(self.model, self.rows)
         self.slots = [Slot() for _ in range(self.rows)]
-        self._scored_until = 0.0  # while others generate, nothing more is scored before this time
+        self._scored_until = 0.0  # while others generate, scoring pauses until this time
 
     def _assign_row(self, ticket: Ticket) -> None:
         request = ticket.request
         ids = list(request.ids)
-        reusable = ids if request.score is None else ids[:1]  # a scored prompt is read from its beginning
+        reusable = ids if request.score is None else ids[:1]  # a scored prompt is processed from the start
         row, num_cached = take_row(self.slots, self.decoder.cache, reusable, request.owner)
         budget = 0 if request.score is not None else min(request.sampling.max_new_tokens, self.context - len(ids))
         self.slots[row] = Slot(
@@ -164,7 +165,7 @@ class Engine(Loop):
         self._counts.update(prompt_tokens=len(ids), cached_tokens=num_cached)
 
     def _advance(self, busy: list[int]) -> None:
-        """Feed every busy row, and emit the tokens of those whose prompt is read."""
+        """Feed every busy row, and emit tokens for those whose prompt is done."""
         began, scoring = time.monotonic(), [row for row in busy if self._request(row).score is not None]
         if began < self._scored_until and (len(scoring) < len(busy) or any(other.busy for other in self.others)):
             busy, scoring = [row for row in busy if row not in scoring], []
@@ -196,19 +197,19 @@ class Engine(Loop):
             self._scored_until = now + (now - began) * (1 / SCORE_SHARE - 1)
 
     def _max_chunk(self, row: int) -> int | None:
-        """How many tokens a row may read in a step; None: all, since its hook needs the whole prompt."""
+        """How many tokens a row may take in a step; None: all, since its hook needs the whole prompt."""
         if self.decoder.cache.reads_at_once:
             return None
         return CHUNK if self._request(row).score is None else SCORE_CHUNK
 
     def _will_generate(self, row: int) -> bool:
-        """Whether the next step reads the rest of a row's prompt, so that a token follows."""
+        """Whether the next step finishes a row's prompt, so that a token follows."""
         most = self._max_chunk(row)
         return self._request(row).score is None and (most is None or len(self.slots[row].pending) <= most)
 
     def _score(self, row: int, num: int, logits: Tensor) -> None:
-        """Report the log-probabilities of the tokens behind the last `num` read ones; `logits` (num, V). The last token
-        ends the request.
+        """Report the log-probabilities of the tokens that follow the last `num` processed ones; `logits` (num, V). The
+        last token ends the request.
         """
         slot, request = self.slots[row], self._request(row)
         begin = len(slot.held) - num + 1  # of the tokens that these logits predict
@@ -225,7 +226,7 @@ class Engine(Loop):
             self._finish(row, "length")
 
     def _draft(self, row: int) -> list[int]:
-        """Likely tokens after the next one. None under a constraint, which must take a token before it allows the
+        """Likely tokens after the next one. None under a constraint, which must take each token before it allows the
         next.
         """
         slot, draft = self.slots[row], list[int]()
@@ -236,7 +237,7 @@ class Engine(Loop):
         return draft
 
     def _generate(self, candidates: list[_Candidate]) -> None:
-        """Sample and emit tokens: together for rows with equal sampling, and one by one where that fails."""
+        """Sample and emit tokens: together for rows with equal sampling, or one by one if that fails."""
         groups: dict[Sampling, list[tuple[_Candidate, Tensor]]] = {}
         for candidate in candidates:
             with self._isolate(candidate.row):
@@ -246,7 +247,7 @@ class Engine(Loop):
         for sampling, group in groups.items():
             try:
                 choices = self._sample(sampling, group)
-            except Exception:  # the retry below finds the row that is to blame, and logs it
+            except Exception:  # the retry below finds and logs the row to blame
                 choices = []
                 for pair in group:
                     with self._isolate(pair[0].row):
@@ -258,7 +259,7 @@ class Engine(Loop):
     def _sample(
         self, sampling: Sampling, group: list[tuple[_Candidate, Tensor]]
     ) -> list[tuple[_Candidate, list[int], Tensor]]:
-        """The tokens of each row, and the log-probabilities (n, V) they were drawn from, before bias and constraint.
+        """The tokens of each row, and the log-probabilities (n, V) they were sampled from, before bias and constraint.
         Raises ValueError for NaN and infinity.
         """
         slots, counts = [self.slots[candidate.row] for candidate, _ in group], [len(logits) for _, logits in group]
@@ -277,7 +278,7 @@ class Engine(Loop):
         return [(candidate, row_tokens.tolist(), row_logprobs) for (candidate, _), row_tokens, row_logprobs in parts]
 
     def _constrain_logits(self, candidate: _Candidate) -> Tensor | None:
-        """A row's logits (n, V) under its bias and constraint; None where the constraint took too long and ended the
+        """A row's logits (n, V) under its bias and constraint; None if the constraint took too long, which ends the
         answer.
         """
         request, logits = self._request(candidate.row), candidate.logits
@@ -298,7 +299,7 @@ class Engine(Loop):
 
     @contextmanager
     def _time_constraint(self, row: int) -> Iterator[None]:
-        """Add up a constraint's time, and end the answer of one that has taken too much: all rows wait for it."""
+        """Track a constraint's time, and end its answer once it has taken too long: all rows wait for it."""
         slot, began = self.slots[row], time.thread_time()
         yield
         slot.constraint_seconds += time.thread_time() - began
@@ -306,7 +307,7 @@ class Engine(Loop):
             self._finish(row, "slow")
 
     def _accept(self, candidate: _Candidate, tokens: list[int], logprobs: Tensor) -> None:
-        """Emit a row's sampled tokens (n,) as long as they agree with its draft; the rest of the draft is rewound."""
+        """Emit a row's sampled tokens (n,) as long as they match its draft; the rest of the draft is rewound."""
         slot, ticket = self.slots[candidate.row], self.slots[candidate.row].ticket
         assert ticket is not None
         draft, num_accepted = candidate.draft, 0
@@ -322,7 +323,7 @@ class Engine(Loop):
             self._counts.update(drafted_tokens=len(draft), accepted_tokens=num_accepted)
 
     def _emit(self, row: int, token: int, logprobs: Tensor) -> None:
-        """Pass a token to the constraint and the listener, and end the answer where it is complete. `logprobs` (V,)."""
+        """Pass a token to the constraint and the listener; end the answer if it is complete. `logprobs` (V,)."""
         slot, request = self.slots[row], self._request(row)
         if request.constraint is not None:
             with self._time_constraint(row):
@@ -330,7 +331,7 @@ class Engine(Loop):
             if slot.ticket is None:
                 return
             if not 0 <= token < len(logprobs):
-                raise ValueError(f"a constraint says token {token}, which is not in the vocabulary")
+                raise ValueError(f"a constraint returned token {token}, which is not in the vocabulary")
         logprob = float(logprobs[token])
         if math.isnan(logprob):
             raise ValueError("the model's logits are not finite")
@@ -353,7 +354,7 @@ class Engine(Loop):
             self._finish(row, "length")
 
     def _fail(self, row: int, error: BaseException) -> None:
-        """As `Loop._fail`. Also clears the row: a NaN behind its end would reach the next request."""
+        """Like `Loop._fail`, but also clears the row: a NaN past its end would reach the next request."""
         super()._fail(row, error)
         self.slots[row].held, cache = [], self.decoder.cache
         for tensor in (*cache.keys, *cache.values):
@@ -362,7 +363,7 @@ class Engine(Loop):
             cache.hook.zero(row)
 
     def _finish(self, row: int, reason: str, message: str = "") -> None:
-        """As `Loop._finish`. The row keeps its contents for the next request with the same prefix."""
+        """Like `Loop._finish`. The row keeps its contents for the next request with the same prefix."""
         slot = self.slots[row]
         ticket, slot.ticket, slot.pending, slot.used = slot.ticket, None, [], next(self._end_counter)
         assert ticket is not None
@@ -370,7 +371,7 @@ class Engine(Loop):
 
 
 def _concatenate(parts: list[Tensor]) -> Tensor:
-    """Parts joined along the first dimension; a single one is not copied."""
+    """Concatenate along the first dimension; a single part is not copied."""
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -378,7 +379,7 @@ def _concatenate(parts: list[Tensor]) -> Tensor:
 
 
 def take_row(slots: Sequence[Slot], cache: KVCache, ids: list[int], owner: str) -> tuple[int, int]:
-    """(row, cached): the free row for a prompt, and how many of its first positions already hold the prompt."""
+    """(row, cached): the free row for a prompt, and how many of its leading positions already hold the prompt."""
     free = [row for row, slot in enumerate(slots) if slot.ticket is None]
     lengths = {row: _common_prefix(slot.held, ids) for row, slot in enumerate(slots) if slot.owner == owner}
     lengths = {row: length for row, length in lengths.items() if length >= SHARED and not cache.reads_at_once}
@@ -399,9 +400,7 @@ def take_row(slots: Sequence[Slot], cache: KVCache, ids: list[int], owner: str) 
 
 
 def _common_prefix(held: list[int], ids: list[int]) -> int:
-    """Length of the common prefix; at most all but the last of `ids`, which is always fed, since its logits are
-    needed.
-    """
+    """Length of the common prefix, excluding the last of `ids`, which is always fed because its logits are needed."""
     most = min(len(held), len(ids) - 1)
     if held[:most] == ids[:most]:
         return most
@@ -409,22 +408,20 @@ def _common_prefix(held: list[int], ids: list[int]) -> int:
 
 
 def check_memory(config: ModelConfig, rows: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise InputError where the keys and values of so many rows may take more than FREE_SHARE of the free memory."""
+    """Raise InputError if the keys and values of that many rows may take more than FREE_SHARE of the free memory."""
     row = 2 * config.layers * config.kv_heads * config.head_dim * config.max_context * dtype.itemsize
     most = int(free_memory(device) * FREE_SHARE)
     if rows * row > most:
         fits = most // row
-        advice = (
-            f"ask for at most --rows {fits}" if fits else "it needs a larger machine, or a model of a shorter context"
-        )
+        advice = f"use at most --rows {fits}" if fits else "use a larger machine, or a model with a shorter context"
         raise InputError(
-            f"--rows {rows}: so many rows of {config.max_context} tokens take {rows * row / 2**30:.1f} GiB of keys and"
+            f"--rows {rows}: rows of {config.max_context} tokens take {rows * row / 2**30:.1f} GiB of keys and"
             f" values, more than a quarter of the free memory ({most / 2**30:.1f} GiB); {advice}"
         )
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that are free on a CUDA device, else in this machine or the control group that it runs in."""
+    """Free bytes on a CUDA device, else on this machine or in its control group."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     free = [psutil.virtual_memory().available]
@@ -437,14 +434,14 @@ def free_memory(device: torch.device) -> int:
 
 
 class RowDecoder(Decoder):
-    """`Decoder` of a server, for a cache whose rows share no prompts."""
+    """The server's `Decoder`, for a cache whose rows share no prompts."""
 
     @torch.no_grad()
     def advance(self, rows: Sequence[int], tokens: Sequence[Sequence[int]], wanted: Sequence[int]) -> Tensor:
         """Append `tokens[i]` (at least one) to row `rows[i]`. Returns logits (sum of wanted, V), row by row, after the
         last `wanted[i]` tokens of each.
 
-        Raises ValueError where a row would outgrow the model's context; then no row has changed.
+        Raises ValueError if a row would exceed the model's context; then no row has changed.
         """
         counts = [len(row_tokens) for row_tokens in tokens]
         layout = RowLayout(self.cache, rows, counts)
@@ -459,14 +456,14 @@ class RowDecoder(Decoder):
         return self.model.logits(hidden)
 
     def rewind(self, row: int, length: int) -> None:
-        """Drop what a row holds behind its first `length` tokens."""
-        assert length <= self.cache.own[row], "a row cannot be rewound to what it does not hold"
+        """Drop everything in a row after its first `length` tokens."""
+        assert length <= self.cache.own[row], "a row cannot be rewound past its own length"
         self.cache.own[row] = length
 
 
 class RowLayout:
-    """An attention layout: row `rows[i]` of a cache gets `counts[i]` tokens of the line. The constructor extends the
-    rows.
+    """An attention layout: row `rows[i]` of a cache receives `counts[i]` tokens of the line. The constructor extends
+    the rows.
     """
 
     def __init__(self, cache: KVCache, rows: Sequence[int], counts: Sequence[int]) -> None:
@@ -546,20 +543,20 @@ def _additive_mask(hidden: Tensor) -> Tensor:
 
 
 class Drafter:
-    """Drafts by prompt lookup: the tokens that followed the last few where they stood before may well follow again.
+    """Drafts by prompt lookup: finds an earlier occurrence of the last few tokens and proposes what followed them.
 
     Prompt lookup (Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding) is speculative decoding (Leviathan et al.
     2022, arXiv:2211.17192) without a second model. One step of the model checks a whole draft. A draft token is
-    accepted where it equals the token that the position's own uniform number samples, so an answer is the same with
-    drafts and without, at any temperature.
+    accepted if it equals the token sampled with the position's own uniform number, so an answer is the same with and
+    without drafts, at any temperature.
 
-    Code and tool calls repeat earlier text. Where a text does not, drafts cost time: after a failed draft the row waits
-    1, then 2, 4, ... tokens before it tries again.
+    Code and tool calls repeat earlier text. Other text does not, and drafts then cost time: after a failed draft the
+    row waits 1, then 2, 4, ... tokens before it tries again.
     """
 
     def __init__(self, ids: Iterable[int]) -> None:
         self.ids: list[int] = []
-        self.after: dict[tuple[int, ...], int] = {}  # a pair or triple -> the position behind its last occurrence
+        self.after: dict[tuple[int, ...], int] = {}  # a pair or triple -> the position after its last occurrence
         self.failures = self.wait = 0
         for token in ids:
             self._append(token)
@@ -570,7 +567,7 @@ class Drafter:
         self._append(token)
 
     def guess(self, most: int) -> list[int]:
-        """At most `most` and DRAFT tokens that may come next; a repeating text is drafted to keep repeating."""
+        """Up to min(`most`, DRAFT) tokens that may come next; repetitive text is drafted to keep repeating."""
         if self.wait or most < 1:
             return []
         for length in MATCHED:
@@ -581,7 +578,7 @@ class Drafter:
         return []
 
     def judge(self, right: int) -> None:
-        """Adapt the wait to how many tokens of the last draft were accepted."""
+        """Adapt the wait to the number of accepted tokens in the last draft."""
         self.failures = 0 if right >= PAYS else self.failures + 1
         self.wait = min(2**self.failures // 2, LONGEST_WAIT)
 

@@ -1,16 +1,16 @@
-"""What people find good on the page: appended to two files that `stage_tasks` reads on the next `dvc repro`.
+"""Feedback from the page, appended to two files that `stage_tasks` reads on the next `dvc repro`.
 
     preferences.jsonl   one answer is better than another (`ingest/records.py`, Pair), as in `data/preferences`
-    labels.jsonl        an answer is good, or bad (Label), as in `data/labels`; it stands beside the other file
+    labels.jsonl        an answer is good or bad (Label), as in `data/labels`; in the same folder
 
-A line has the source "page" and the name of the API key that gave it: `key-` and the first 8 hex digits of its sha256,
-null where no key is needed. A line is written whole or not at all, also with several servers and on a full disk. The
-same choice is stored once; who changes their mind about an answer has given both labels, which cancel out. A file may
-grow to 16 MiB.
+Each line has the source "page" and the name of the API key that sent it: `key-` and the first 8 hex digits of its
+sha256, or null without keys. A line is written completely or not at all, even with several servers and on a full disk.
+Duplicates are stored once. If someone changes their mind about an answer, both labels are stored and cancel out. A file
+can grow to 16 MiB.
 
-A file is only ever appended to. A line that cannot be parsed (cut by a crash, broken by an editor) stays where it is
-and stops nothing: `stage_tasks` reports it in `feedback-rejected.jsonl`. That stage also decides how far to trust the
-rows (`tasks.feedback`), because everybody who may ask may also give feedback.
+Files are append-only. A line that cannot be parsed (truncated by a crash, broken by an editor) stays where it is and
+does no harm: `stage_tasks` reports it in `feedback-rejected.jsonl`. That stage also decides how far to trust the rows
+(`tasks.feedback`), because anyone who can use the server can also give feedback.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ class Feedback:
     """A file of preferences or of labels."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ConfigError where it cannot be written."""
+        """Raises ConfigError if it cannot be written."""
         self.path = path
         try:
             with _open_locked(path):
@@ -46,11 +46,11 @@ class Feedback:
             raise ConfigError(f"--feedback {path}: cannot be written ({error})") from error
 
     def add(self, body: PreferenceBody | LabelBody, owner: str) -> tuple[bool, int]:
-        """Store a preference or a label. Returns whether it is new, and how many the file has. `owner`: the digest of
-        the key that asked, empty without keys.
+        """Store a preference or a label. Returns whether it is new and how many the file has. `owner`: the digest of
+        the request's key, empty without keys.
 
-        Raises ApiFault: 413 for a full file, 507 for a full disk, 503 for a file that cannot be written; nothing is
-        stored then.
+        Raises ApiFault without storing anything: 413 if the file is full, 507 if the disk is full, 503 if the file
+        cannot be written.
         """
         record = _pair(body, owner) if isinstance(body, PreferenceBody) else _label(body, owner)
         try:
@@ -60,7 +60,7 @@ class Feedback:
             if error.errno in NO_SPACE:
                 raise ApiFault(
                     507,
-                    f"no space left for {self.path}; nothing was stored; free some and send it again",
+                    f"no space left for {self.path}; nothing was stored; free some space and try again",
                     code="no_space",
                 ) from error
             raise ApiFault(
@@ -73,12 +73,12 @@ class Feedback:
         if record.id in ids:
             return False, len(ids)
         line = (records.dumps(record) + "\n").encode()
-        if content and not content.endswith(b"\n"):  # cut by a crash or an editor
+        if content and not content.endswith(b"\n"):  # truncated by a crash or an editor
             line = b"\n" + line
         if len(content) + len(line) > MOST_BYTES:
             raise ApiFault(
                 413,
-                f"{self.path} is full ({len(content)} of {MOST_BYTES} bytes); train on it, then begin a new one",
+                f"{self.path} is full ({len(content)} of {MOST_BYTES} bytes); train on it, then start a new one",
                 code="feedback_full",
             )
         try:
@@ -92,7 +92,7 @@ class Feedback:
 
 
 def labels_beside(preferences: Path) -> Path:
-    """The file of labels that belongs to a file of preferences. Raises ConfigError where both would be one."""
+    """The label file for a preference file. Raises ConfigError if both would be the same file."""
     labels = preferences.with_name("labels.jsonl")
     if labels == preferences:
         raise ConfigError(f"--feedback {preferences}: labels are stored under this name; name it preferences.jsonl")
@@ -101,7 +101,7 @@ def labels_beside(preferences: Path) -> Path:
 
 @contextlib.contextmanager
 def _open_locked(path: Path) -> Iterator[int]:
-    """The file, open for appending and locked; created where it does not exist. Raises OSError."""
+    """Open the file for appending and lock it, creating it if needed. Raises OSError."""
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -115,7 +115,7 @@ def _open_locked(path: Path) -> Iterator[int]:
 
 
 def _is_current(path: Path, descriptor: int) -> bool:
-    """Whether the open file is still the one at that path."""
+    """Whether the open file is still the one at `path`."""
     try:
         return os.path.samestat(path.stat(), os.fstat(descriptor))
     except FileNotFoundError:
@@ -131,7 +131,7 @@ def _read_all(descriptor: int) -> bytes:
 
 
 def _parse_ids(content: bytes) -> Iterator[str]:
-    """The ids of the lines that can be parsed."""
+    """The ids of all parsable lines."""
     for line in content.removeprefix(BOM).splitlines():
         try:
             record = json.loads(line)

@@ -1,37 +1,37 @@
-"""The outermost layer of the server: who may ask, from where, and how much. Every request must pass:
+"""The outermost layer of the server: access control and rate limits. Every request must pass:
 
-    Host          one of ours, else 421: a page of another site whose name resolves to this address gets nothing
+    Host          one of ours, else 421: another site's page whose name resolves to this address gets nothing
                   (DNS rebinding)
     Origin        none, our own, or an allowed one, else 403; no answer carries CORS headers for others
-    key           of every request that can have a body, else 401: before the first byte of the body, whatever the path;
-                  compared as digests in constant time. It is also a dependency of every route but the public ones
+    key           on every request that can have a body, else 401: before the first byte of the body, on any path;
+                  compared as digests in constant time. Also a dependency of every route except the public ones
                   (`Keys.authenticate`)
-    rate          of the key, or of the address without one (`Rates`), else 429 after HOLD_SECONDS
-    Content-Type  JSON, else 415: what a form of another site can send is never read
+    rate          per key, or per address without keys (`Rates`), else 429 after HOLD_SECONDS
+    Content-Type  JSON, else 415: a form on another site cannot submit anything
     body          1 MiB within 10 seconds, else 413 or 408; JSON without constants and lone surrogates, else 400;
                   parsed once
 
-The HTTP server bounds headers (16 KB, 10 seconds, `__main__.py`). Not here: encryption; put a proxy in front for that.
+The HTTP server limits headers (16 KB, 10 seconds, `__main__.py`). No encryption; put a proxy in front.
 
-Also how many jobs run beside the engines, and how often one client may ask:
+The module also limits how many jobs run alongside the engines, and how many requests a client can send:
 
     async with Places("texts to render", running=2, waiting=16).place(asker): ...    ApiFault 429 where all are taken
     await Pool("conversations to score", running=1, waiting=8).run(asker, function, ...)   the same, on its own threads
-    Rates(per_second).take(asker, cost) -> seconds to wait, 0 where the cost was taken
+    Rates(per_second).take(asker, cost) -> seconds to wait, 0 if the cost was charged
 
-`asker` is a key's digest, or an address where no key is needed.
+`asker` is a key's digest, or an address if no keys are set.
 
-Places: a free place goes to the asker with the fewest running jobs, of equals to the first that came. One asker gets at
-most half of all places, and never the last running one while there are several. Each kind of work has its own places,
-so a client that fills one leaves the others alone.
+Places: a free place goes to the asker with the fewest running jobs, first come, first served among equals. One asker
+gets at most half of all places, and never the last running one if there are several. Each kind of work has its own
+places, so a client that fills one does not affect the others.
 
-Rates: a token bucket for each asker (Turner 1986), which fills by `per_second` and holds BURST_SECONDS of it. A request
-costs 1, and 1 more for each whole COST_BYTES of its body. A request that the queue refuses costs REFUSED_COST more, so
-that a client which retries at once is refused by the guard, where it costs nothing. Beyond MOST_BUCKETS the least
-recently used buckets are dropped, which forgives their askers.
+Rates: a token bucket per asker (Turner 1986), refilled at `per_second` up to BURST_SECONDS' worth. A request costs 1,
+plus 1 for each full COST_BYTES of its body. A request refused by the queue costs REFUSED_COST more, so that a client
+that retries immediately is refused by the guard, which is cheap. Beyond MOST_BUCKETS the least recently used buckets
+are dropped, which resets their askers.
 
-Not promised: a limit for each client behind one proxy; without keys they are one address. Not here: processes that can
-be ended (`workshop.py`), the engines' queue (`loop.py`). Imports no torch, so that the command starts at once.
+Not guaranteed: a limit per client behind one proxy; without keys they share one address. Not here: killable processes
+(`workshop.py`), the engines' queue (`loop.py`). Does not import torch, so the command starts immediately.
 """
 
 import asyncio
@@ -62,9 +62,9 @@ from pipeline.serve.protocol import ApiFault
 
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 MOST_BYTES, MOST_SECONDS = 2**20, 10.0
-HOLD_SECONDS, MOST_HELD = 0.5, 64  # how long a refusal by the rate is held back, and how many at a time
+HOLD_SECONDS, MOST_HELD = 0.5, 64  # how long a rate-limit refusal is delayed, and how many at a time
 WITH_BODY = ("POST", "PUT", "PATCH")
-SURROGATES = re.compile(r"\\u[dD][89a-fA-F]")  # an escape that may be half of a character
+SURROGATES = re.compile(r"\\u[dD][89a-fA-F]")  # an escape that may be half of a surrogate pair
 KEYS = "STAGECOACH_API_KEYS"  # an environment variable: keys, separated by commas
 SHORTEST_KEY = 16
 POLICY = (
@@ -85,7 +85,7 @@ CORS = {
 }
 Weights = Literal["int8", "native"]
 RETRY_SECONDS = 1
-WAIT_SECONDS = 10.0  # for a place
+WAIT_SECONDS = 10.0  # longest wait for a place
 PER_SECOND = 200.0
 BURST_SECONDS = 5.0
 COST_BYTES = 16 * 1024
@@ -97,7 +97,7 @@ Result = TypeVar("Result")
 
 
 class Guard:
-    """ASGI middleware with the checks of this module."""
+    """ASGI middleware that runs the checks of this module."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class Guard:
         hosts: Collection[str] = (),
         origins: Collection[str] = (),
     ) -> None:
-        """Without `keys` everybody may ask; without `rates` there is no limit."""
+        """Without `keys` anyone may send requests; without `rates` there is no limit."""
         self.app, self.keys, self.rates = app, keys or Keys([]), rates
         self.hosts, self.origins = {*LOOPBACK, *(host.lower() for host in hosts)}, set(origins)
         self._held = 0
@@ -141,7 +141,7 @@ class Guard:
         await self.app(scope, receive, self._fine_refusals(scope["asker"], _add_headers(extra, send)))
 
     async def _hold(self) -> None:
-        """Wait before a refusal by the rate: a client that retries at once comes rarely then."""
+        """Delay a rate-limit refusal, which slows down a client that retries immediately."""
         if self._held >= MOST_HELD:
             return
         self._held += 1
@@ -151,7 +151,7 @@ class Guard:
             self._held -= 1
 
     def _fine_refusals(self, asker: str, send: Send) -> Send:
-        """Charge more for a request that was refused with 429 behind the guard."""
+        """Charge extra for a request that was refused with 429 after the guard."""
 
         async def send_and_fine(message: Message) -> None:
             if self.rates is not None and message["type"] == "http.response.start" and message["status"] == 429:
@@ -178,30 +178,30 @@ class Guard:
         """Raises ApiFault 429."""
         if self.rates is not None and (seconds := self.rates.take(asker, price)):
             raise ApiFault(
-                429, "too much was asked for in a short time; try again", code="rate_limited", retry=math.ceil(seconds)
+                429, "too many requests in a short time; try again", code="rate_limited", retry=math.ceil(seconds)
             )
 
     def _check_origin(self, scope: Scope, headers: Headers) -> str:
-        """Check Host and Origin. Returns the foreign origin that may read the answer, or "". Raises ApiFault."""
+        """Check Host and Origin. Returns the foreign origin allowed to read the answer, or "". Raises ApiFault."""
         hosts = headers.getlist("host")
         if len(hosts) != 1 or _host_name(hosts[0]) not in self.hosts:
             raise ApiFault(
-                421,
-                "this server does not answer to that Host; start it with --allow-host NAME",
-                code="host_not_allowed",
+                421, "that Host is not allowed; start the server with --allow-host NAME", code="host_not_allowed"
             )
         origin = headers.get("origin")
         if origin is None or origin == f"{scope.get('scheme', 'http')}://{hosts[0]}":
             return ""
         if origin not in self.origins:
             raise ApiFault(
-                403, "pages of that Origin may not ask; start it with --allow-origin ORIGIN", code="origin_not_allowed"
+                403,
+                "that Origin is not allowed; start the server with --allow-origin ORIGIN",
+                code="origin_not_allowed",
             )
         return origin
 
 
 def _host_name(host: str) -> str:
-    """A Host header without its port. A malformed one gives a name that no list contains."""
+    """A Host header without its port. A malformed one yields a name that no list contains."""
     name, colon, port = host.rpartition(":")
     if colon and port.isdecimal() and not name.endswith(":"):
         host = name
@@ -209,7 +209,7 @@ def _host_name(host: str) -> str:
 
 
 def _add_headers(extra: dict[str, str], send: Send) -> Send:
-    """Add headers to an answer, except those it has already."""
+    """Add headers to an answer, except those it already has."""
 
     async def send_with_headers(message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -234,13 +234,13 @@ async def _read_json(headers: Headers, receive: Receive) -> tuple[bytes, object]
     length = headers.get("content-length", "")
     if length.isdecimal() and (len(length) > 9 or int(length) > MOST_BYTES):
         raise ApiFault(
-            413, f"the body has more than {MOST_BYTES} bytes, which is the most that is read", code="body_too_large"
+            413, f"the body has more than {MOST_BYTES} bytes, the most this server accepts", code="body_too_large"
         )
     try:
         async with asyncio.timeout(MOST_SECONDS):
             body = await _read_body(receive)
     except TimeoutError:
-        raise ApiFault(408, f"the body did not come within {MOST_SECONDS:.0f} seconds", code="body_too_slow") from None
+        raise ApiFault(408, f"the body took more than {MOST_SECONDS:.0f} seconds", code="body_too_slow") from None
     try:
         text = body.decode()
         parsed = json.loads(text, parse_constant=_refuse_constant)
@@ -248,7 +248,7 @@ async def _read_json(headers: Headers, receive: Receive) -> tuple[bytes, object]
             json.dumps(parsed, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         reason = str(error) if isinstance(error, json.JSONDecodeError) else type(error).__name__
-        raise ApiFault(400, f"the body is not JSON that can be read ({reason})", code="invalid_json") from None
+        raise ApiFault(400, f"the body is not valid JSON ({reason})", code="invalid_json") from None
     return body, parsed
 
 
@@ -257,7 +257,7 @@ async def _read_body(receive: Receive) -> bytes:
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise ApiFault(400, "the client went away", code="client_closed")
+            raise ApiFault(400, "the client disconnected", code="client_closed")
         pieces.append(message.get("body", b""))
         size += len(pieces[-1])
         if size > MOST_BYTES:
@@ -271,7 +271,7 @@ def _refuse_constant(constant: str) -> NoReturn:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """Deliver the body once, then the messages behind it, such as the client's disconnect."""
+    """Deliver the body once, then the messages after it, such as the client's disconnect."""
     replayed = False
 
     async def receive_again() -> Message:
@@ -285,7 +285,7 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 
 
 class ParsedRoute(APIRoute):
-    """A route that takes the body as the guard has parsed it."""
+    """A route that reuses the body already parsed by the guard."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler = super().get_route_handler()
@@ -302,41 +302,41 @@ class _ParsedRequest(Request):
 
 
 class Keys:
-    """The valid API keys; without any, everybody may ask."""
+    """The valid API keys; without any, access is open."""
 
     def __init__(self, keys: Collection[str]) -> None:
-        """Raises ConfigError for a key that is short enough to guess."""
+        """Raises ConfigError if a key is short enough to guess."""
         if short := sum(len(key) < SHORTEST_KEY for key in keys):
             raise ConfigError(
-                f"{short} of the API keys have fewer than {SHORTEST_KEY} characters; make some: openssl rand -hex 24"
+                f"{short} of the API keys have fewer than {SHORTEST_KEY} characters; generate one: openssl rand -hex 24"
             )
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     @classmethod
     def load(cls, file: Path | None) -> "Keys":
-        """Keys from a file, one a line, and from the environment. Raises ConfigError."""
+        """Load keys from a file, one per line, and from the environment. Raises ConfigError."""
         keys = [key for key in os.environ.get(KEYS, "").split(",") if key.strip()]
         if file is not None:
             try:
                 keys += file.read_text(encoding="utf-8").split("\n")
             except (OSError, UnicodeDecodeError) as error:
-                raise ConfigError(f"{file}: expected API keys, one a line ({error})") from error
+                raise ConfigError(f"{file}: expected API keys, one per line ({error})") from error
             if not any(key.strip() for key in keys):
-                raise ConfigError(f"{file}: expected API keys, one a line, found none")
+                raise ConfigError(f"{file}: expected API keys, one per line, found none")
         return cls([key.strip() for key in keys if key.strip()])
 
     def __bool__(self) -> bool:
         return bool(self._digests)
 
     async def authenticate(self, request: Request) -> str:
-        """As `owner`, for use as a dependency. A coroutine, because FastAPI runs a plain function on a thread, and its
-        turn takes milliseconds while an engine is busy.
+        """Like `owner`, for use as a dependency. A coroutine, because FastAPI runs plain functions on a thread, which
+        takes milliseconds while an engine is busy.
         """
         return request.scope["owner"] if "owner" in request.scope else self.owner(request)
 
     def owner(self, request: Request) -> str:
-        """The digest of the request's key, or "" where no key is needed. Raises ApiFault 401. Every key is compared,
-        whether an earlier one matched or not.
+        """The digest of the request's key, or "" if no keys are set. Raises ApiFault 401. Every key is compared, even
+        after a match.
         """
         if not self._digests:
             return ""
@@ -359,15 +359,15 @@ class Places:
     """Places for jobs of one kind, on one event loop."""
 
     def __init__(self, jobs: str, *, running: int, waiting: int) -> None:
-        """`jobs` names them in messages; at most `running` run and `waiting` wait."""
+        """`jobs` is the name used in messages; at most `running` run and `waiting` wait."""
         self.jobs, self.running, self.waiting = jobs, running, waiting
         self._running: Counter[str] = Counter()
         self._waiting: list[_Waiter] = []
 
     @asynccontextmanager
     async def place(self, asker: str) -> AsyncIterator[None]:
-        """Wait for a place and hold it. Raises ApiFault 429 where too many wait, too many of this asker's, or one
-        for too long.
+        """Wait for a place and hold it. Raises ApiFault 429 if too many jobs wait, in total or from this asker, or
+        after too long a wait.
         """
         own = self._running[asker] + sum(waiter.asker == asker for waiter in self._waiting)
         if len(self._waiting) >= self.waiting or own >= max(1, (self.running + self.waiting) // 2):
@@ -392,7 +392,7 @@ class Places:
             self._release(asker)
 
     def _full(self) -> ApiFault:
-        return ApiFault(429, f"too many {self.jobs} wait; try again", code="queue_full", retry=RETRY_SECONDS)
+        return ApiFault(429, f"too many {self.jobs} are waiting; try again", code="queue_full", retry=RETRY_SECONDS)
 
     def _release(self, asker: str) -> None:
         self._running[asker] -= 1
@@ -401,7 +401,7 @@ class Places:
         self._grant()
 
     def _grant(self) -> None:
-        """Give free places to those who wait."""
+        """Give free places to waiting jobs."""
         while self._running.total() < self.running:
             ready = [waiter for waiter in self._waiting if self._running[waiter.asker] < max(1, self.running - 1)]
             if not ready:
@@ -413,7 +413,7 @@ class Places:
 
 
 class ThreadPlaces(Places):
-    """Places with a thread each."""
+    """Places with one thread each."""
 
     def __init__(self, jobs: str, *, running: int, waiting: int) -> None:
         super().__init__(jobs, running=running, waiting=waiting)
@@ -422,26 +422,26 @@ class ThreadPlaces(Places):
     async def run(
         self, asker: str, function: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
     ) -> Result:
-        """What the function returns, or raises. Raises ApiFault as `place`."""
+        """Run the function and return its result. Raises what it raises, and ApiFault like `place`."""
         async with self.place(asker):
             loop = asyncio.get_running_loop()
             return await loop.run_in_executor(self._threads, lambda: function(*args, **kwargs))
 
 
 def cost(length: int) -> int:
-    """The cost of a request whose body has so many bytes."""
+    """The cost of a request with a body of `length` bytes."""
     return 1 + length // COST_BYTES
 
 
 class Rates:
-    """A token bucket for each asker."""
+    """A token bucket per asker."""
 
     def __init__(self, per_second: float = PER_SECOND, clock: Callable[[], float] = time.monotonic) -> None:
         self.per_second, self._clock = per_second, clock
-        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()  # asker -> (its tokens, at which time)
+        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()  # asker -> (tokens, as of this time)
 
     def take(self, asker: str, cost: float) -> float:
-        """Seconds to wait; 0 where the cost was taken. A cost above the whole bucket needs a full one."""
+        """Seconds to wait, or 0 if the cost was charged. A cost above the bucket's capacity needs a full bucket."""
         now, most = self._clock(), self.per_second * BURST_SECONDS
         tokens, since = self._buckets.get(asker, (most, now))
         tokens = min(most, tokens + (now - since) * self.per_second)
@@ -454,33 +454,33 @@ class Rates:
         return 0.0 if enough else (cost - tokens) / self.per_second
 
     def fine(self, asker: str, cost: float) -> None:
-        """Take a cost, or as much of it as the bucket holds."""
+        """Charge a cost, or as much of it as the bucket has."""
         tokens, since = self._buckets.get(asker, (self.per_second * BURST_SECONDS, self._clock()))
         self._buckets[asker] = (max(0.0, tokens - cost), since)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What the server serves, and to whom: made from the command line, and sent to the worker process."""
+    """What to serve and to whom; built from the command line and sent to the worker process."""
 
     models: tuple[Path, ...]
     weights: Weights | None = None  # None: by size
-    rows: int = 8  # requests that run at a time
+    rows: int = 8  # requests that run at once
     queue: int = 32  # requests that wait
-    rate: float = 200.0  # requests a second of a key, or of an address without one (`Rates`); 0: no limit
+    rate: float = 200.0  # requests per second per key, or per address without keys (`Rates`); 0: no limit
     api_key_file: Path | None = None
     feedback: Path | None = None
     hosts: tuple[str, ...] = ()
     origins: tuple[str, ...] = ()
-    rollouts: Path | None = None  # the folder below which a training run publishes weights of the one model
-    failure: Path | None = None  # where the worker writes why it cannot start; its parent reads it
+    rollouts: Path | None = None  # the folder below which a training run publishes the model's weights
+    failure: Path | None = None  # where the worker writes why it cannot start, for its parent
 
     def check(self) -> None:
-        """Raise ConfigError for models that would fail to load in the worker."""
+        """Raise ConfigError if a model would fail to load in the worker."""
         for model in self.models:
             if not (model / "config.json").is_file() and not (model / "adapter_config.json").is_file():
                 raise ConfigError(f"{model}: expected a model directory with config.json; build one with dvc repro")
         if self.rollouts is not None and (len(self.models) > 1 or self.weights == "int8"):
-            raise ConfigError("--rollouts: expected one model, in its own weights; int8 is for answers to people")
+            raise ConfigError("--rollouts: expected one model with native weights; int8 is for serving people")
         if self.rollouts is not None and not self.rollouts.is_dir():
             raise ConfigError(f"--rollouts: expected a folder, found none at {self.rollouts}")

@@ -1,4 +1,4 @@
-"""What every engine of the server shares: a thread, a bounded queue, and the fair admission of requests to rows.
+"""The base of every engine: a thread, a bounded queue, and fair admission of requests to rows.
 
     with Loop(...) as engine: engine.submit(GenerationRequest) -> Ticket     events go to the request's listener, which
                                                                              is called on the engine's thread
@@ -6,13 +6,13 @@
 The events of a request are Said, Said, ..., Ended; of a scored prompt Read, Read, ..., Ended; of a masked-diffusion
 model also Denoised.
 
-A request that cannot be served fails alone, at whatever step it fails: in its sampling, its grammar, its draft or its
-listener. A fault of what rows share (the forward pass, the queue) fails all open requests and marks the engine dead
-(`alive`), until its owner restarts it.
+A request that cannot be served fails alone, no matter where it fails: in its sampling, grammar, draft or listener. A
+failure in shared work (the forward pass, the queue) fails all open requests and marks the engine dead (`alive`) until
+its owner restarts it.
 
-An owner has at most MOST_OF_ONE rows, unless the engine is its alone. A free row goes to the owner with the fewest,
-then to the request that came first. A full queue still takes requests of an owner that holds less than half of the
-places, so no owner can shut out another.
+An owner has at most MOST_OF_ONE rows, unless it has the engine alone. A free row goes to the owner with the fewest
+rows, then to the earliest request. A full queue still accepts requests from an owner with less than half of the places,
+so no owner can lock out another.
 
 Not here: what a row does in a step. `engine.py` decodes left to right, a wing may denoise canvases (`Denoised`).
 """
@@ -44,21 +44,21 @@ class QueueFull(InputError):
 
 
 class EngineStopped(RuntimeError):
-    """The engine's loop has ended, by a fault or because it was closed: it takes no requests."""
+    """The engine's loop has ended, by a failure or because it was closed; it accepts no requests."""
 
 
 @dataclass(frozen=True)
 class Said:
-    """One more token of the answer. `logprob` is the model's own, at temperature 1, before bias, top-p and top-k."""
+    """The next token of the answer. `logprob` is the model's own, at temperature 1, before bias, top-p and top-k."""
 
     token: int
     logprob: float
-    top: tuple[tuple[int, float], ...] = ()  # the most likely tokens with their log-probabilities, falling
+    top: tuple[tuple[int, float], ...] = ()  # the most likely tokens with their log-probabilities, in descending order
 
 
 @dataclass(frozen=True)
 class Read:
-    """The next tokens of a scored prompt, as many as a step read: each one's log-probability, and the most likely
+    """The tokens of a scored prompt processed in one step: each one's log-probability, and the most likely
     alternatives.
 
     The first token of a prompt has no score: nothing precedes it.
@@ -74,7 +74,7 @@ class Ended:
 
     reason: str  # stop, length, cancelled, timeout, slow (its grammar), error
     prompt_tokens: int
-    cached_tokens: int  # of the prompt, taken from an earlier request's row
+    cached_tokens: int  # prompt tokens taken from an earlier request's row
     new_tokens: int
     message: str = ""
 
@@ -93,18 +93,20 @@ Event = Said | Read | Denoised | Ended
 
 
 class OutputConstraint(Protocol):
-    """What an answer may consist of. One object serves one request, and is called on the engine's thread alone.
+    """Restricts the tokens of an answer. Each object serves one request and is called only on the engine's thread.
 
-    `remaining` is how many tokens may still be generated, the current one included. Both methods are called once a
+    `remaining` is how many tokens may still be generated, including the current one. Both methods are called once per
     token, in this order. An exception from either ends the request with "error".
     """
 
     def allowed(self, remaining: int) -> Tensor | None:
-        """(V,) bool on the CPU, True where a token may be chosen; None: all may."""
+        """(V,) bool on the CPU, True for tokens that may be chosen; None: all of them."""
         ...
 
     def take(self, token: int, remaining: int) -> int:
-        """Advance by the sampled token; the token to emit: the same or another. A stop token ends the answer."""
+        """Advance by the sampled token and return the token to emit, the same or another. A stop token ends the
+        answer.
+        """
         ...
 
 
@@ -116,15 +118,15 @@ class GenerationRequest:
     sampling: Sampling
     seed: int
     listener: Callable[[Event], None]
-    stop: Collection[int] = ()  # tokens that end the answer; they are not part of it
-    say_stop: bool = False  # report the one that ended it as its last token
-    bias: dict[int, float] = field(default_factory=dict)  # token -> what is added to its logit
+    stop: Collection[int] = ()  # tokens that end the answer and are not part of it
+    say_stop: bool = False  # report the stop token as the last token
+    bias: dict[int, float] = field(default_factory=dict)  # token -> value added to its logit
     top: int = 0  # how many alternatives to report with each token
     owner: str = ""  # rows are shared between requests of one owner only
-    seconds: float = 600.0  # from `submit` on
+    seconds: float = 600.0  # counted from `submit`
     constraint: OutputConstraint | None = None
     frames: bool = False  # report each step of a canvas
-    score: int | None = None  # generate nothing; report the prompt's log-probabilities with so many alternatives
+    score: int | None = None  # generate nothing; report the prompt's log-probabilities with this many alternatives
     identity: str = "a request"  # of the HTTP request, for the log
 
 
@@ -137,65 +139,65 @@ class Ticket:
         self.cancelled = threading.Event()
 
     def cancel(self) -> None:
-        """Give up, from any thread, also from within the listener: no more tokens come, and the row is free before the
-        next step.
+        """Cancel the request, from any thread, including within the listener: no more tokens are sent, and the row is
+        free before the next step.
         """
         self.cancelled.set()
 
 
 @dataclass(frozen=True)
 class Stats:
-    """The state of an engine, and its counts since it was made; a restart keeps them."""
+    """The state of an engine, and its counts since creation; a restart keeps them."""
 
     running: int  # requests
     waiting: int
-    cache_share: float  # of the cache's positions, those held by running requests
+    cache_share: float  # share of the cache's positions used by running requests
     steps: int
     prompt_tokens: int
-    cached_tokens: int  # of these, not read but taken from a row
+    cached_tokens: int  # of these, reused from a row instead of computed
     generated_tokens: int
     drafted_tokens: int
     accepted_tokens: int  # of these, generated
 
 
 class Row(Protocol):
-    """What the loop needs of an engine's row."""
+    """What the loop needs from an engine's row."""
 
     ticket: Ticket | None  # the request that runs on it
     owner: str
 
     @property
     def held(self) -> list[int]:
-        """The tokens in it, of prompt and answer."""
+        """Its tokens, prompt and answer."""
         ...
 
 
 class Loop(ABC):
-    """Base of the engines. `with` runs the thread; without it only `step` makes progress."""
+    """Base of the engines. `with` runs the thread; otherwise only `step` makes progress."""
 
     slots: Sequence[Row]
 
     def __init__(self, *, rows: int, queue: int, context: int, vocabulary: int, alone: bool = False) -> None:
-        """`context` is the longest prompt and answer together. `alone`: one owner may have all rows and places.
+        """`context` limits prompt and answer together. `alone`: one owner may use all rows and places.
 
-        Raises ValueError for impossible numbers.
+        Raises ValueError for invalid numbers.
         """
         if rows < 1 or queue < 0:
             raise ValueError(f"expected rows >= 1 and queue >= 0, got {rows} and {queue}")
         self.rows, self.queue, self.context, self.vocabulary = rows, queue, context, vocabulary
         self.alone = alone
-        self.others: Sequence[Loop] = ()  # of the same process: work that can wait gives way to their answers
+        self.others: Sequence[Loop] = ()  # in the same process: low-priority work yields to their answers
         self._changed = threading.Condition()
         self._errands: deque[tuple[Callable[[], None], Future[None]]] = deque()
         self._counts: Counter[str] = Counter()
 
     @abstractmethod
     def _reset_rows(self) -> None:
-        """Make empty rows."""
+        """Create empty rows."""
 
     @abstractmethod
     def _assign_row(self, ticket: Ticket) -> None:
-        """Give a request a free row. An exception fails this request alone."""
+        """Assign a free row to a request. An exception fails only this request."""
 
     @abstractmethod
     def _advance(self, busy: list[int]) -> None:
@@ -206,7 +208,7 @@ class Loop(ABC):
         """Free a row and send the last event of its request."""
 
     def _reset(self) -> None:
-        """Make empty rows, an empty queue, and a thread that is not started."""
+        """Create empty rows, an empty queue, and a thread that is not started."""
         self._reset_rows()
         self.waiting: deque[Ticket] = deque()
         self.alive, self._stopping = True, False
@@ -223,9 +225,9 @@ class Loop(ABC):
         self._thread.join()
 
     def restart(self) -> None:
-        """Run again after a fault of the loop, with an empty cache; earlier requests have ended with "error".
+        """Restart a dead loop with an empty cache; earlier requests have ended with "error".
 
-        From any thread but the engine's. Raises RuntimeError where the loop is not dead.
+        Call from any thread but the engine's. Raises RuntimeError if the loop is not dead.
         """
         if self.alive:
             raise RuntimeError("the engine is alive: only a dead one is restarted")
@@ -236,7 +238,7 @@ class Loop(ABC):
 
     @property
     def busy(self) -> int:
-        """How many rows have a request."""
+        """The number of rows with a request."""
         return sum(slot.ticket is not None for slot in self.slots)
 
     def stats(self) -> Stats:
@@ -252,12 +254,12 @@ class Loop(ABC):
     def submit(self, request: GenerationRequest) -> Ticket:
         """Queue a request.
 
-        Raises InputError for one that can never be served, QueueFull for one that cannot be now, EngineStopped where
-        none can.
+        Raises InputError if it can never be served, QueueFull if it cannot be served now, EngineStopped if the engine
+        has stopped.
         """
         num, most = len(request.ids), self.context - (request.score is None)
         if not 0 < num <= most:
-            raise InputError(f"the prompt has {num} tokens; expected 1 to {most}, the context less what is to be said")
+            raise InputError(f"the prompt has {num} tokens; expected 1 to {most}, the context minus the answer")
         if wrong := [id_ for id_ in (*request.ids, *request.bias) if not 0 <= id_ < self.vocabulary]:
             raise InputError(f"token {wrong[0]} is not in the vocabulary of {self.vocabulary}")
         ticket = Ticket(request)
@@ -271,7 +273,7 @@ class Loop(ABC):
         return ticket
 
     def full(self, owner: str) -> bool:
-        """Whether a request of this owner must be refused: all places are taken, at most half of them by others."""
+        """Whether this owner's request must be refused: all places are taken, at most half of them by others."""
         with self._changed:
             places, taken = self.queue + self.rows, len(self.waiting) + self.busy
             own = sum(ticket.request.owner == owner for ticket in self.waiting)
@@ -279,9 +281,9 @@ class Loop(ABC):
             return taken >= places and (self.alone or own >= places // 2 or own == taken)
 
     def between_answers(self, errand: Callable[[], None]) -> None:
-        """Run `errand` on the engine's thread, with empty rows after it. Returns when it has run: rows that are busy
-        end first, and what waits begins after it. Raises EngineStopped, and what the errand raises: then the engine is
-        dead too, since its rows may be half of the old and half of the new.
+        """Run `errand` on the engine's thread, then empty all rows. Busy rows finish first, waiting requests begin
+        afterward; returns once the errand is done. Raises EngineStopped, and whatever the errand raises: the engine is
+        then dead too, since its rows may mix old and new state.
         """
         done: Future[None] = Future()
         with self._changed:
@@ -302,15 +304,15 @@ class Loop(ABC):
                     if self._stopping:
                         break
                 self.step()
-        except BaseException:  # also a library's panic, which is no Exception
+        except BaseException:  # including a library's panic, which is not an Exception
             LOG.exception("the engine's loop died")
             self.alive = False
         finally:
             self._finish_all("error" if not self.alive else "cancelled")
 
     def step(self) -> None:
-        """Drop cancelled and late requests, admit waiting ones, and advance the busy rows. Errands go first: nothing
-        is admitted until no row is busy and they are done.
+        """Drop cancelled and expired requests, admit waiting ones, and advance the busy rows. Errands go first: nothing
+        is admitted until all rows are idle and the errands are done.
         """
         self._drop()
         while self._errands and not self.busy:
@@ -325,7 +327,7 @@ class Loop(ABC):
             errand()
             self._reset_rows()
         except BaseException as error:
-            self.alive = False  # before the caller hears of it, who may restart the engine at once
+            self.alive = False  # before notifying the caller, who may restart the engine at once
             done.set_exception(error)
             raise
         done.set_result(None)
@@ -351,15 +353,14 @@ class Loop(ABC):
                 self.waiting.remove(ticket)
             try:
                 self._assign_row(ticket)
-            except Exception as error:  # whatever it is, it is this request's: the others continue
+            except Exception as error:  # any exception here belongs to this request; the others continue
                 LOG.exception("%s could not begin", ticket.request.identity)
                 notify(ticket, Ended("error", len(ticket.request.ids), 0, 0, type(error).__name__))
 
     def _next_ticket(self) -> Ticket | None:
-        """Of the waiting requests the one whose owner has the fewest rows, and fewer than it may have; of equals the
-        first.
+        """The waiting request whose owner has the fewest rows, and fewer than its limit; the first among equals.
 
-        One prompt is scored at a time: its steps are the longest, and no answer should wait for many of them.
+        One prompt is scored at a time: scoring steps are the longest, and no answer should wait for many of them.
         """
         running = Counter(slot.owner for slot in self.slots if slot.ticket is not None)
         most = self.rows if self.alone else MOST_OF_ONE
@@ -373,19 +374,19 @@ class Loop(ABC):
 
     @contextmanager
     def _isolate(self, row: int) -> Iterator[None]:
-        """An exception inside ends this row's request, and no other."""
+        """An exception inside ends only this row's request."""
         try:
             yield
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # Rust libraries raise their panics as one
+        except BaseException as error:  # Rust libraries raise their panics as BaseException
             self._fail(row, error)
 
     def _fail(self, row: int, error: BaseException) -> None:
-        """End a row for a fault of its own request, and log the cause."""
+        """End a row after a failure of its own request, and log the cause."""
         ticket = self.slots[row].ticket
         if ticket is None:  # its last event was sent already
-            LOG.error("a request failed behind its end", exc_info=error)
+            LOG.error("a request failed after its end", exc_info=error)
             return
         LOG.error("%s failed", ticket.request.identity, exc_info=error)
         self._finish(row, "error", type(error).__name__)
@@ -411,12 +412,12 @@ class Loop(ABC):
 
 
 def _drop_reason(ticket: Ticket, now: float) -> str:
-    """Why a request must be dropped; empty if it need not be."""
+    """Why a request must be dropped; empty if it need not be dropped."""
     return "cancelled" if ticket.cancelled.is_set() else "timeout" if now > ticket.deadline else ""
 
 
 def notify(ticket: Ticket | None, event: Event) -> bool:
-    """Call the listener; False where it raised, which costs only its own request."""
+    """Call the listener; returns False if it raised, which affects only its own request."""
     assert ticket is not None
     try:
         ticket.request.listener(event)

@@ -1,16 +1,16 @@
-"""The served models, each loaded from its directory with an engine of its own, and their metrics.
+"""The served models, each loaded from its directory with its own engine, and their metrics.
 
     models/rlhf          -> kind causal: chat and completions
-    models/lora/adapter  -> kind causal, beside its base: `tools:lora`
+    models/lora/adapter  -> kind causal, served with its base: `tools:lora`
     models/reward        -> kind reward: /score
-    models/diffusion     -> a kind that a wing offers: chat
+    models/diffusion     -> a kind provided by a wing: chat
 
-A model's name is its folder's. An adapter's is its base's, a colon, and its folder's (its parent's for a folder called
-`adapter`); all adapters of a base share its weights, each has an engine and a cache of its own. Not here: which files a
-directory may hold (`export/huggingface.py`, `check`).
+A model is named after its folder. An adapter is named after its base, a colon, and its folder (or its parent for a
+folder called `adapter`). All adapters of a base share its weights; each has its own engine and cache. Not here: which
+files a directory may contain (`export/huggingface.py`, `check`).
 
-Metrics for Prometheus have vLLM's names under `stagecoach:`, so that dashboards made for vLLM need only another prefix.
-Requests are counted here; what the engines count (rows, queue, tokens, drafts) is read from them on each scrape.
+Prometheus metrics use vLLM's names under `stagecoach:`, so vLLM dashboards only need a different prefix. Requests are
+counted here; the engines' counts (rows, queue, tokens, drafts) are collected on each scrape.
 """
 
 import ctypes
@@ -45,7 +45,7 @@ from pipeline.text import chat
 from pipeline.text.tokenizer import Tokenizer
 
 REWARD_ARCHITECTURE = "ForSequenceClassification"
-GRAMMAR_CACHE_BYTES = 8 * 2**20  # of a model: each grammar may grow by its lexer's states, 20 MiB at the most
+GRAMMAR_CACHE_BYTES = 8 * 2**20  # per model: each grammar may grow by its lexer's states, 20 MiB at most
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)  # buckets of the histograms
 
 
@@ -55,21 +55,21 @@ class Served:
 
     id: str
     kind: str  # causal, reward, or a wing's
-    stage: str  # that made it
+    stage: str  # that built it
     tokenizer: Tokenizer
     parameters: int
     context: int
     vocab_size: int  # rows of the embedding
     fingerprint: str  # of the weights
     weights: Weights
-    engine: Loop | None = None  # of a model that writes
+    engine: Loop | None = None  # only for generative models
     reward_model: RewardModel | None = None
     _grammars: Grammars | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def grammars(self) -> Grammars:
-        """Compiled grammars over its vocabulary; made on first use."""
+        """Compiled grammars over its vocabulary; created on first use."""
         with self.lock:
             if self._grammars is None:
                 self._grammars = Grammars(self.tokenizer, self.vocab_size, GRAMMAR_CACHE_BYTES)
@@ -80,7 +80,7 @@ class Served:
         return max(map(len, self.tokenizer.token_bytes))
 
     def refuse_overlong(self, text: str, param: str) -> None:
-        """Raise ApiFault 400, before encoding, for a text that would exceed the context even in the longest tokens."""
+        """Raise ApiFault 400, before encoding, if a text would exceed the context even with the longest tokens."""
         if len(text) > self.context * self.longest_token:
             least = len(text) // self.longest_token
             raise invalid(
@@ -104,7 +104,7 @@ class Served:
 
     @torch.no_grad()
     def score(self, messages: list[JsonObject], tools: list[JsonObject]) -> float:
-        """The reward of a conversation's last answer. Raises ApiFault where it does not fit the context."""
+        """The reward of a conversation's last answer. Raises ApiFault if it does not fit the context."""
         assert self.reward_model is not None
         ids = chat.render(self.tokenizer, messages, tools).ids
         ids = ids[: len(ids) - ids[::-1].index(self.tokenizer.turn_end)]  # the reward is read at the end of the turn
@@ -120,36 +120,36 @@ class Served:
 
 
 class OwnKind(Protocol):
-    """What a wing offers as `serving`: a kind of model that writes whole canvases; see `loop.Denoised`."""
+    """A wing's `serving`: a kind of model that generates whole canvases; see `loop.Denoised`."""
 
     KIND: str
 
     def opens(self, folder: Path) -> bool:
-        """Whether a directory holds such a model."""
+        """Whether a directory contains a model of this kind."""
         ...
 
     def load(self, folder: Path, name: str, stage: str, *, rows: int, queue: int) -> Served:
-        """Load a directory; the engine is made, not started."""
+        """Load a directory; creates the engine without starting it."""
         ...
 
 
 def own_kinds() -> list[OwnKind]:
-    """Those of the wings."""
+    """The kinds provided by the wings."""
     return [offer() for offer in wings.each("serving")]
 
 
 def load(
     folders: Sequence[Path], *, rows: int, queue: int, weights: Weights | None, rollouts: bool = False
 ) -> list[Served]:
-    """Load model directories; their engines are made, not started. `weights`: None chooses by size. `rollouts`: the
-    engine is a policy's, see `Engine`.
+    """Load model directories; creates their engines without starting them. `weights`: None chooses by size.
+    `rollouts`: the engine serves a policy in training, see `Engine`.
 
-    Raises ConfigError for two models of one name, ModelError, InputError for more rows than the memory holds.
+    Raises ConfigError if two models share a name, ModelError, InputError if the rows do not fit in memory.
     """
     folders, adapters = [f for f in folders if not is_adapter(f)], [f for f in folders if is_adapter(f)]
     names = [folder.resolve().name for folder in folders]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise ConfigError(f"two models are called {twice!r}; a model's name is its folder's")
+        raise ConfigError(f"two models are called {twice!r}; a model is named after its folder")
     served = []
     for folder, name in zip(folders, names, strict=True):
         if not (folder / "config.json").is_file():
@@ -164,23 +164,23 @@ def load(
         else:
             served.append(_load_causal(folder, name, stage, rows, queue, weights, rollouts))
     if rollouts and not (served and isinstance(served[0].engine, Engine)):
-        raise ConfigError("--rollouts: expected a causal model, which a policy begins with")
+        raise ConfigError("--rollouts: expected a causal model, from which a policy starts")
     bases = {model.id: (model, folder) for model, folder in zip(served, folders, strict=True)}
     for folder in adapters:
         served.append(_load_adapter(folder, bases, rows, queue))
     if twice := next((a.id for a in served if sum(b.id == a.id for b in served) > 1), None):
-        raise ConfigError(f"two adapters are called {twice!r}; an adapter's name is its folder's")
+        raise ConfigError(f"two adapters are called {twice!r}; an adapter is named after its folder")
     _trim_heap()
     return served
 
 
 def is_adapter(folder: Path) -> bool:
-    """Whether a directory holds an adapter in peft's format."""
+    """Whether a directory contains an adapter in peft's format."""
     return (folder / "adapter_config.json").is_file()
 
 
 def _load_adapter(folder: Path, bases: dict[str, tuple[Served, Path]], rows: int, queue: int) -> Served:
-    """An adapter over a served base, whose weights it shares. Raises ConfigError where its base is not served, and
+    """Load an adapter, sharing the weights of its served base. Raises ConfigError if its base is not served, and
     ModelError.
     """
     path = folder / "adapter_config.json"
@@ -244,7 +244,7 @@ def _load_causal(
 
 
 def update(served: Served, folder: Path) -> None:
-    """Answer with the weights of another directory from now on. Answers that have begun end with the old ones.
+    """Switch to the weights of another directory. Answers in progress finish with the old ones.
 
     Raises ModelError for another shape or tokenizer, EngineStopped.
     """
@@ -253,10 +253,10 @@ def update(served: Served, folder: Path) -> None:
     model, tokenizer = checkpoint.load(folder)
     checkpoint.same_tokenizer(served.tokenizer, tokenizer, served.id, str(folder))
     if model.config != served.engine.model.config:
-        raise ModelError(f"{folder}: expected a model of the shape of {served.id}, found {model.config}")
+        raise ModelError(f"{folder}: expected a model with the shape of {served.id}, found {model.config}")
     model.train(False).requires_grad_(False)
     fingerprint = fingerprint_of(model)  # before its weights change
-    with served.lock:  # of two updates at once the later one's weights and fingerprint both stay
+    with served.lock:  # of two concurrent updates, weights and fingerprint both come from the later one
         served.engine.load(inference.for_serving(device.placed(model), served.weights))
         served.fingerprint = fingerprint
     _trim_heap()
@@ -265,7 +265,7 @@ def update(served: Served, folder: Path) -> None:
 def _describe(
     model: Transformer | RewardModel, tokenizer: Tokenizer, name: str, kind: str, stage: str, weights: Weights
 ) -> Served:
-    """The model, prepared for inference, yet without what answers for it."""
+    """Describe a model prepared for inference, without an engine."""
     model.train(False).requires_grad_(False)
     return Served(
         id=name,
@@ -286,8 +286,8 @@ def fingerprint_of(model: Transformer | RewardModel) -> str:
 
 
 def _trim_heap() -> None:
-    """Return the memory that loading and fusing freed to the system: glibc would keep it, 230 of 680 MiB for an int8
-    model of 82 M parameters.
+    """Return memory freed by loading and fusing to the system: glibc would keep it, 230 of 680 MiB for an int8 model
+    of 82 M parameters.
     """
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
@@ -300,7 +300,7 @@ class Catalog:
         self.served = {model.id: model for model in served}
 
     def find(self, name: str, *kinds: str) -> Served:
-        """The model of that name. Raises ApiFault: 404 for an unknown one, 400 for one of another kind."""
+        """The model with this name. Raises ApiFault: 404 if it is unknown, 400 if it is of another kind."""
         if name not in self.served:
             raise ApiFault(
                 404,
@@ -320,13 +320,13 @@ class Catalog:
         return model
 
     def causal(self, name: str) -> tuple[Served, Engine]:
-        """A causal model and its engine. Raises as `find`."""
+        """A causal model and its engine. Raises like `find`."""
         model = self.find(name, "causal")
         assert isinstance(model.engine, Engine)
         return model, model.engine
 
     def generative(self, name: str) -> tuple[Served, Loop]:
-        """A model that writes, and its engine. Raises as `find`."""
+        """A generative model and its engine. Raises like `find`."""
         model = self.find(name, "causal", *(own.KIND for own in own_kinds()))
         assert model.engine is not None
         return model, model.engine
@@ -351,16 +351,16 @@ class Metrics:
         self.answers = counter("request_success", "answers that ended, by reason", "model_name", "finished_reason")
         self.faults = counter("request_faults", "requests that failed, by status", "status")
         self.invalid_structures = counter(
-            "invalid_structures", "calls or objects that did not fit their schema", "model_name"
+            "invalid_structures", "calls or objects that did not match their schema", "model_name"
         )
         self.first_token_seconds = seconds("time_to_first_token", "from the request to its first token")
-        self.inter_token_seconds = seconds("inter_token_latency", "mean of a request, behind its first token")
+        self.inter_token_seconds = seconds("inter_token_latency", "mean of a request, after its first token")
         self.request_seconds = seconds("e2e_request_latency", "from the request to its end")
-        self.restarts = counter("engine_restarts", "engines that died and were started again", "model_name")
+        self.restarts = counter("engine_restarts", "engines that died and were restarted", "model_name")
         self.registry.register(_EngineCollector(catalog))
 
     def text(self) -> bytes:
-        """All metrics in Prometheus' text format."""
+        """All metrics in Prometheus text format."""
         return generate_latest(self.registry)
 
 
@@ -383,17 +383,15 @@ class _EngineCollector(Collector):
             return metric
 
         gauge, counter = partial(family, GaugeMetricFamily), partial(family, CounterMetricFamily)
-        yield gauge("num_requests_running", "rows that speak", lambda s: s.running)
+        yield gauge("num_requests_running", "rows that are busy", lambda s: s.running)
         yield gauge("num_requests_waiting", "requests in the queue", lambda s: s.waiting)
-        yield gauge(
-            "kv_cache_usage_perc", "share of the cache's positions that hold something", lambda s: s.cache_share
-        )
-        yield counter("prompt_tokens", "tokens of prompts", lambda s: s.prompt_tokens)
-        yield counter("generation_tokens", "tokens that were said", lambda s: s.generated_tokens)
+        yield gauge("kv_cache_usage_perc", "share of the cache's positions in use", lambda s: s.cache_share)
+        yield counter("prompt_tokens", "prompt tokens", lambda s: s.prompt_tokens)
+        yield counter("generation_tokens", "generated tokens", lambda s: s.generated_tokens)
         yield counter(
-            "prefix_cache_queries", "tokens of prompts that were looked for in the cache", lambda s: s.prompt_tokens
+            "prefix_cache_queries", "prompt tokens that were looked up in the cache", lambda s: s.prompt_tokens
         )
-        yield counter("prefix_cache_hits", "tokens of prompts that the cache held", lambda s: s.cached_tokens)
-        yield counter("spec_decode_num_draft_tokens", "tokens that were drafted", lambda s: s.drafted_tokens)
-        yield counter("spec_decode_num_accepted_tokens", "drafted tokens that were said", lambda s: s.accepted_tokens)
+        yield counter("prefix_cache_hits", "prompt tokens found in the cache", lambda s: s.cached_tokens)
+        yield counter("spec_decode_num_draft_tokens", "drafted tokens", lambda s: s.drafted_tokens)
+        yield counter("spec_decode_num_accepted_tokens", "accepted draft tokens", lambda s: s.accepted_tokens)
         yield counter("engine_steps", "forward passes", lambda s: s.steps)

@@ -1,20 +1,20 @@
-"""The HTTP API's bodies, validated field by field, and its errors.
+"""The HTTP API's request bodies, validated field by field, and its errors.
 
-Names and meanings are OpenAI's (platform.openai.com, API reference), with a few extensions that other servers have too.
-Every number has a range and every list a length, so that no body can ask for more work than a person would. A list is
-validated up to its first mistake (`fail_fast`); otherwise a body with 300,000 mistakes would get as many errors. An
-OpenAI field that this server does not support is refused by name where it asks for something (`REFUSED`). Unknown
-fields are ignored, because clients send new ones every month.
+Names and meanings follow OpenAI (platform.openai.com, API reference), with a few extensions that other servers also
+have. Every number has a range and every list a maximum length, so that no body can request an unreasonable amount of
+work. A list is validated up to its first mistake (`fail_fast`); otherwise a body with 300,000 mistakes would get as
+many errors. An unsupported OpenAI field is refused by name if its value has an effect (`REFUSED`). Unknown fields are
+ignored, because clients send new ones every month.
 
-An error is OpenAI's error object, with the status that its SDKs expect:
+Errors are OpenAI error objects, with the status codes that its SDKs expect:
 
     {"error": {"message": str, "type": str, "param": str | null, "code": str | null}}
 
-A message states what was expected, what was found, and what to do. It never contains what our own code raised: a 500
-carries only a request id, for a search in the log.
+A message states what was expected, what was found, and what to do. It never contains an internal exception: a 500
+contains only a request id to look up in the log.
 
-The docstrings and names of the body classes are part of /openapi.json. Not here: sizes of bodies and their JSON
-(`guard.py`), and what needs a model: the length of a prompt, the keywords of a schema (`generation/constrain.py`).
+The docstrings and names of the body classes are part of /openapi.json. Not here: body sizes and JSON parsing
+(`guard.py`), and checks that need a model: prompt length, schema keywords (`generation/constrain.py`).
 """
 
 import json
@@ -28,9 +28,9 @@ from pipeline.run.types import JsonObject
 
 MOST_MESSAGES, MOST_TOOLS, MOST_BIASES = 512, 64, 300
 NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
-MOST_CHARACTERS = 1_000_000  # the guard bounds the body before
+MOST_CHARACTERS = 1_000_000  # the guard already limits the body
 
-# unsupported fields of chat and completions, with the values that are accepted because they ask for nothing
+# unsupported fields of chat and completions, with the values accepted because they have no effect
 REFUSED: dict[str, tuple[object, ...]] = {
     "presence_penalty": (None, 0),
     "frequency_penalty": (None, 0),
@@ -56,20 +56,20 @@ Name = Annotated[str, Field(max_length=256)]
 
 
 class RequestBody(BaseModel):
-    """Base of all bodies. Unknown fields are ignored; numbers are numbers, not text."""
+    """Base of all bodies. Unknown fields are ignored; numbers must be numbers, not text."""
 
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
 
 
 class TextPart(RequestBody):
-    """A piece of a message's content."""
+    """Part of a message's content."""
 
     type: Literal["text"]
     text: Text
 
 
 class FunctionCall(RequestBody):
-    """What the assistant called; `arguments` is JSON text."""
+    """The called function; `arguments` is JSON text."""
 
     name: Name
     arguments: Text
@@ -95,15 +95,17 @@ class Message(RequestBody):
     @model_validator(mode="after")
     def _check_fields(self) -> "Message":
         if self.content is None and not (self.role == "assistant" and self.tool_calls):
-            raise ValueError(f"content: expected text in a {self.role} message; only an assistant's calls go without")
+            raise ValueError(
+                f"content: expected text in a {self.role} message; only an assistant message with calls may omit it"
+            )
         if self.tool_calls and self.role != "assistant":
-            raise ValueError(f"tool_calls: only an assistant calls, found them in a {self.role} message")
+            raise ValueError(f"tool_calls: expected only in an assistant message, found in a {self.role} message")
         if self.role == "tool" and self.tool_call_id is None:
-            raise ValueError("tool_call_id: expected the id of the call that this is the result of")
+            raise ValueError("tool_call_id: expected the id of the call that this result belongs to")
         return self
 
     def plain(self) -> JsonObject:
-        """The message as `text/chat.py` takes it, with the parts of its content joined."""
+        """The message as `text/chat.py` expects it, with its content parts joined."""
         content = "".join(part.text for part in self.content) if isinstance(self.content, list) else self.content
         message: JsonObject = {"role": self.role, "content": content or ""}
         if self.tool_calls:
@@ -136,7 +138,7 @@ class Tool(RequestBody):
     function: Function
 
     def plain(self) -> JsonObject:
-        """The tool as `text/chat.py` takes it."""
+        """The tool as `text/chat.py` expects it."""
         return {"type": "function", "function": self.function.model_dump(exclude_none=True, exclude={"strict"})}
 
 
@@ -158,7 +160,7 @@ class NamedTool(RequestBody):
 
 
 class Schema(RequestBody):
-    """A `response_format` of the type json_schema. The schema stands under `schema` on the wire."""
+    """A `response_format` of type json_schema. The key on the wire is `schema`."""
 
     name: str | None = None
     description: str | None = None
@@ -175,19 +177,19 @@ class ResponseFormat(RequestBody):
     @model_validator(mode="after")
     def _check_schema(self) -> "ResponseFormat":
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("json_schema: expected with the type json_schema, and with no other")
+            raise ValueError("json_schema: expected with type json_schema and no other type")
         return self
 
 
 class StreamOptions(RequestBody):
-    """What a stream tells besides the text."""
+    """What a stream includes in addition to the text."""
 
     include_usage: bool = False
     include_denoising: bool = False
 
 
 class GenerationBody(RequestBody):
-    """What chat and completions share."""
+    """Fields shared by chat and completions."""
 
     model: Name
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -241,7 +243,7 @@ class GenerationBody(RequestBody):
 
     @property
     def biases(self) -> dict[int, float]:
-        """What is added to each token's logit; 100 and -100 all but force and forbid, since e^100 is 10^43."""
+        """The value added to each token's logit; 100 and -100 practically force and forbid, since e^100 is 10^43."""
         return {int(key): value for key, value in (self.logit_bias or {}).items()}
 
     @property
@@ -275,7 +277,7 @@ class ChatBody(GenerationBody):
     def _check_combinations(self) -> "ChatBody":
         names = [tool.function.name for tool in self.tools or []]
         if len(set(names)) != len(names):
-            raise ValueError("tools: two of them have one name")
+            raise ValueError("tools: two of them have the same name")
         if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
             raise ValueError(f"tool_choice: no tool is called {self.tool_choice.function.name!r:.80}")
         if self.tool_choice == "required" and not names:
@@ -287,10 +289,10 @@ class ChatBody(GenerationBody):
             raise ValueError("response_format: not together with tools; set tool_choice to 'none'")
         if self.ignore_eos and (shaped or (names and self.tool_choice != "none")):
             raise ValueError(
-                "ignore_eos: not together with tools or a response_format, whose answers end where they are whole"
+                "ignore_eos: not together with tools or a response_format, whose answers end when complete"
             )
         if shaped and self.stops:
-            raise ValueError("stop: not together with a response_format, whose answers end where they are whole")
+            raise ValueError("stop: not together with a response_format, whose answers end when complete")
         return self
 
     @property
@@ -340,7 +342,7 @@ class TokenizeBody(RequestBody):
     """POST /tokenize."""
 
     model: Name
-    prompt: Annotated[str, Field(max_length=100_000)]  # the answer has each token's text: ten times as much
+    prompt: Annotated[str, Field(max_length=100_000)]  # the response has each token's text: ten times as much
 
 
 class DetokenizeBody(RequestBody):
@@ -351,7 +353,7 @@ class DetokenizeBody(RequestBody):
 
 
 class ConversationBody(RequestBody):
-    """Messages with the tools that were offered."""
+    """Messages with the available tools."""
 
     messages: Messages
     tools: Tools | None = None
@@ -365,7 +367,7 @@ class TemplateBody(ConversationBody):
 
 
 class ScoreBody(RequestBody):
-    """POST /score: each conversation ends with the answer that is judged."""
+    """POST /score: each conversation ends with the answer to score."""
 
     model: Name
     conversations: Annotated[list[ConversationBody], Field(fail_fast=True, min_length=1, max_length=16)]
@@ -410,7 +412,7 @@ class LabelBody(RequestBody):
     def _check_answer(self) -> "LabelBody":
         answer = self.answer[0].plain()
         if answer["role"] != "assistant" or not (answer["content"].strip() or answer.get("tool_calls")):
-            raise ValueError("answer: expected one assistant message that says or calls something")
+            raise ValueError("answer: expected one assistant message with content or calls")
         if self.prompt[-1].role not in ("user", "tool"):
             raise ValueError("prompt: expected to end with a user's or a tool's message")
         return self
@@ -430,7 +432,7 @@ TYPES = {
 
 
 class ApiFault(Exception):
-    """An error as the client gets it. `retry`: seconds after which another try may succeed."""
+    """An error as sent to the client. `retry`: seconds after which a retry may succeed."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None, retry: int | None = None
@@ -445,7 +447,7 @@ class ApiFault(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> Response:
-        """The HTTP response, with a Retry-After where another try may succeed."""
+        """The HTTP response, with Retry-After if a retry may succeed."""
         headers = {} if self.retry is None else {"Retry-After": str(self.retry)}
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
@@ -453,12 +455,12 @@ class ApiFault(Exception):
 
 
 def invalid(param: str | None, message: str, code: str | None = None) -> ApiFault:
-    """The refusal of a request for what its field `param` asks."""
+    """Refuse a request because of its field `param`."""
     return ApiFault(400, message, param=param, code=code)
 
 
 class JsonResponse(Response):
-    """JSON in UTF-8; a lone surrogate becomes a question mark instead of a failure. Bytes are taken as JSON already."""
+    """JSON in UTF-8; a lone surrogate becomes a question mark instead of an error. Bytes are assumed to be JSON."""
 
     media_type = "application/json"
 
@@ -472,5 +474,5 @@ def dumps(content: object) -> bytes:
 
 
 def internal(identity: str) -> ApiFault:
-    """The answer to a failure of ours; the log has its cause under the request's id."""
+    """The response to an internal error; the log has its cause under the request's id."""
     return ApiFault(500, f"the server failed; look for request {identity} in its log", code="internal_error")

@@ -2,30 +2,30 @@
 
     python -m pipeline.serve.worker DESCRIPTOR MODEL ...        started by workshop.py
 
-DESCRIPTOR is a socket. Each byte on it is the number of a model, and comes with the socket of a job. The process forks
-for each: the child reads the job (JSON up to the end of the stream), runs it and writes its answer (JSON). A child has
-SECONDS of processor time, WALL_SECONDS by the clock, and BYTES of memory more than it began with. The kernel ends a
-child that takes more, and `workshop.py` reads the end of the stream. So nothing outlives its job, and this process,
+DESCRIPTOR is a socket. Each byte on it is the number of a model and comes with the socket of a job. The process forks
+for each job: the child reads the job (JSON up to the end of the stream), runs it and writes its answer (JSON). A child
+gets SECONDS of CPU time, WALL_SECONDS of wall time, and BYTES of memory more than it started with. The kernel kills a
+child that exceeds them, and `workshop.py` sees the end of the stream. So nothing outlives its job, and this process,
 which only forks, stays small.
 
     {"kind": "tools" | "schema", ...}   -> {"text": grammar, "free": bool, "plan": ids} | {"refused": [code, message]}
     {"kind": "render", "markdown": ...} -> {"html": ...} | {"refused": ...}             any: {"failed": traceback}
 
-A schema is also refused where it would cost the server too much later. The server compiles the grammar again, in the
-time that it took here, and queries it for each token (`rehearse`). The plan is searched here alone.
+A schema is also refused if it would cost the server too much later. The server compiles the grammar again, which takes
+as long as it did here, and queries it for each token (`rehearse`). Only this process searches for the plan.
 
-Markdown is text of a model, a person or an imported file, made safe for the page:
+Markdown may come from a model, a person or an imported file, and is made safe for the page:
 
     render(markdown) -> HTML of the tags in TAGS, with pygments' classes on code and no active content
     style_sheet()    -> the colors of those classes, light and dark: pipeline/serve/page/code.css
 
 Three layers of defense, each enough for most attacks. The parser (markdown-it: CommonMark, tables, strikethrough)
 supports neither raw HTML nor images, and makes only http and https links. pygments colors code with classes, never with
-styles. Last, nh3 (ammonia) keeps only the tags, attributes and classes of an allow-list: no id, no name, no style, no
-event handler, no form, and nothing that loads by itself.
+styles. Finally, nh3 (ammonia) keeps only allow-listed tags, attributes and classes: no id, no name, no style, no event
+handler, no form, and nothing that loads automatically.
 
-Not promised: a sandbox (a job is data, and runs no code of its own); the same HTML from one version of these packages
-to the next; colors on a busy machine (`COLOUR_SECONDS`); that a link's target is harmless.
+Not guaranteed: a sandbox (a job is data and runs no code); identical HTML across versions of these packages; colors on
+a busy machine (`COLOUR_SECONDS`); that a link's target is harmless.
 """
 
 import gc
@@ -63,17 +63,17 @@ from pipeline.run.processes import die_with_parent
 from pipeline.run.types import JsonObject
 from pipeline.text.tokenizer import Tokenizer
 
-SECONDS = {"tools": 2.0, "schema": 2.0, "render": 3.0}  # of processor time
+SECONDS = {"tools": 2.0, "schema": 2.0, "render": 3.0}  # CPU time
 WALL_SECONDS = 15.0
 BYTES = 256 * 2**20
-NICENESS = 10  # the engines go first
-BUILD_SECONDS = 0.25  # of processor time that compiling may take in the server
-HELD_BYTES = 32 * 2**20  # of memory that a compiled grammar may take there
-TOKENS, TOKEN_SECONDS = 32, 0.01  # tokens of a rehearsal, and the mean time that each may take
-MOST_CHARACTERS = 50_000  # the parser's time grows with the square of the unclosed brackets: 4 s for so many
-MOST_COLOURED = 20_000  # characters of a fence; one match of a lexer on so many takes under a second
+NICENESS = 10  # the engines have priority
+BUILD_SECONDS = 0.25  # CPU time that compiling may take in the server
+HELD_BYTES = 32 * 2**20  # memory that a compiled grammar may take there
+TOKENS, TOKEN_SECONDS = 32, 0.01  # tokens in a rehearsal, and the mean time allowed for each
+MOST_CHARACTERS = 50_000  # parsing is quadratic in the number of unclosed brackets: 4 s for this many
+MOST_COLOURED = 20_000  # characters in a fence; one lexer match on this many takes under a second
 COLOUR_SECONDS = 0.5  # for all fences together: lexers have inputs that take minutes (a C# method of spaces, 150 s)
-LIGHT, DARK = "xcode", "one-dark"  # each of their colors has a contrast of 4.5 to the page's background of code
+LIGHT, DARK = "xcode", "one-dark"  # all of their colors have a contrast of 4.5 with the page's code background
 TAGS = {
     "a",
     "blockquote",
@@ -102,7 +102,7 @@ TAGS = {
     "tr",
     "ul",
 }
-# the name of a fence -> pygments' lexer. ini and console are left out: one match of theirs can take half a minute
+# fence name -> pygments lexer. ini and console are left out: a single match can take half a minute
 LANGUAGES = {
     "bash": "bash",
     "c": "c",
@@ -140,7 +140,7 @@ LANGUAGES = {
 def main() -> None:
     """Fork for each job until the server closes the socket."""
     control, folders = socket.socket(fileno=int(sys.argv[1])), [Path(name) for name in sys.argv[2:]]
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server stops this process
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the children
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads do not survive a fork
     compilers: dict[int, Compiler] = {}
@@ -176,7 +176,7 @@ def _serve_job(connection: socket.socket, compiler: Callable[[], Compiler], pare
 
 
 def _set_limits(parent: int) -> None:
-    """Make the kernel end this process where it takes too much."""
+    """Have the kernel kill this process if it exceeds its limits."""
     die_with_parent(parent)
     os.nice(NICENESS)
     most = psutil.Process().memory_info().vms + BYTES
@@ -188,7 +188,7 @@ def _set_limits(parent: int) -> None:
 
 
 def run_job(job: JsonObject, compiler: Callable[[], Compiler]) -> JsonObject:
-    """The answer to a job; `compiler()` is its model's. Raises MemoryError."""
+    """Run a job and return its answer; `compiler()` returns the compiler of its model. Raises MemoryError."""
     try:
         if job["kind"] == "render":
             return {"html": render(job["markdown"])}
@@ -209,21 +209,21 @@ def run_job(job: JsonObject, compiler: Callable[[], Compiler]) -> JsonObject:
 
 
 def compiled(compiler: Compiler, text: str) -> tuple[int, ...]:
-    """The shortest output of a grammar. Raises SchemaError where the grammar would cost the server too much."""
+    """The shortest output of a grammar. Raises SchemaError if the grammar would cost the server too much."""
     memory, began = psutil.Process().memory_info().rss, time.process_time()
     matcher = compiler.matcher(text)
     seconds = time.process_time() - began
     plan = compiler.shortest(matcher)
     token_seconds = rehearse(compiler.closer, matcher, plan)
     if seconds > BUILD_SECONDS or token_seconds > TOKEN_SECONDS:
-        raise SchemaError("schema_too_slow", "the schema takes too long to compile or to follow; make it simpler")
+        raise SchemaError("schema_too_slow", "the schema takes too long to compile or to follow; simplify it")
     if psutil.Process().memory_info().rss - memory > HELD_BYTES:
-        raise SchemaError("schema_too_large", "the schema takes too much memory to compile; make it simpler")
+        raise SchemaError("schema_too_large", "the schema takes too much memory to compile; simplify it")
     return plan
 
 
 def rehearse(closer: Closer, matcher: LLMatcher, plan: tuple[int, ...]) -> float:
-    """Generate an answer of random allowed tokens; returns the mean processor time of a token, in seconds."""
+    """Generate an answer from random allowed tokens; returns the mean CPU time per token, in seconds."""
     state, lexer, rest, rng = matcher.deep_copy(), LexerState(), list(plan), np.random.default_rng(0)
     began = time.process_time()
     for num_generated in range(TOKENS):
@@ -244,11 +244,11 @@ def rehearse(closer: Closer, matcher: LLMatcher, plan: tuple[int, ...]) -> float
 
 
 def render(markdown: str) -> str:
-    """Clean HTML of a Markdown text. Raises InputError for more than MOST_CHARACTERS.
+    """Render Markdown as sanitized HTML. Raises InputError for more than MOST_CHARACTERS.
 
-    Links carry rel="noopener noreferrer nofollow". A fence is `<pre><code class="language-...">`, colored where its
-    language is one of LANGUAGES and time allows. Lone surrogates become question marks. Takes at most a few seconds,
-    whatever the text (a test has the worst known cases).
+    Links get rel="noopener noreferrer nofollow". A fence becomes `<pre><code class="language-...">`, colored if its
+    language is one of LANGUAGES and time allows. Lone surrogates become question marks. Takes at most a few seconds for
+    any text (a test covers the worst known cases).
     """
     if len(markdown) > MOST_CHARACTERS:
         raise InputError(f"expected at most {MOST_CHARACTERS} characters of Markdown, found {len(markdown)}")
@@ -281,12 +281,12 @@ def _cleaner() -> nh3.Cleaner:
 
 
 def _is_web(url: str) -> bool:
-    """Whether an address becomes a link: only an absolute one of the web does."""
+    """Whether an address becomes a link: only absolute http and https URLs do."""
     return url.lower().startswith(("http://", "https://"))
 
 
 def _fence(_renderer: object, tokens: Sequence[Token], index: int, _options: object, env: dict[str, float]) -> str:
-    """One fence as HTML, colored where it can be."""
+    """One fence as HTML, colored if possible."""
     token = tokens[index]
     words = token.info.split()
     language = LANGUAGES.get(words[0].lower()) if words else None
@@ -297,7 +297,7 @@ def _fence(_renderer: object, tokens: Sequence[Token], index: int, _options: obj
 
 
 def _color(code: str, language: str, until: float) -> str:
-    """The code as spans with pygments' classes; the plain code when the time `until` has passed."""
+    """The code as spans with pygments' classes, or plain code after the time `until`."""
     pieces = []
     for kind, text in _lexer(language).get_tokens(code):
         if time.monotonic() > until:

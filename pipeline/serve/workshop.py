@@ -3,10 +3,10 @@
     with Workshop(models) as workshop:
         await workshop.grammar("nano", job, asker) -> Verdict;  await workshop.html(text, asker)
 
-Each job gets a child process of its own, which the kernel ends when it takes too much time or memory. So no job holds
-up the server's threads, and none is left running. Few jobs run at a time and few wait (`guard.py`). The result for a
-schema is cached for a while, a refusal too: a hostile schema costs its seconds once. If the worker has died, the next
-job restarts it, at most once in RESTART_SECONDS.
+Each job runs in its own child process, which the kernel kills if it takes too much time or memory. So no job blocks the
+server's threads, and none is left running. Few jobs run at a time and few wait (`guard.py`). Results for a schema are
+cached for a while, including refusals, so a hostile schema costs its seconds only once. If the worker has died, the
+next job restarts it, at most once in RESTART_SECONDS.
 """
 
 import asyncio
@@ -30,21 +30,21 @@ from pipeline.serve.guard import Places
 from pipeline.serve.protocol import ApiFault
 
 LOG = logging.getLogger(__name__)
-JOB_SECONDS = 20.0  # a job's own limits end it before
+JOB_SECONDS = 20.0  # a job's own limits are reached earlier
 RESTART_SECONDS = 1.0
 MOST_KEPT, KEPT_BYTES, KEPT_SECONDS = 512, 8 * 2**20, 600.0
 
 
 @dataclass(frozen=True)
 class GrammarVerdict:
-    """A grammar that the server can afford to compile, and its shortest output."""
+    """A grammar cheap enough for the server to compile, and its shortest output."""
 
     written: Written
     plan: tuple[int, ...]
 
 
 class JobRefused(Exception):
-    """The worker refused a job, or ended it; `code` is for programs."""
+    """The worker refused or killed a job; `code` is for programs."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -52,7 +52,7 @@ class JobRefused(Exception):
 
 
 class Workshop:
-    """Sends jobs to a worker. Enter and use it on the event loop's thread, whose end also ends the worker."""
+    """Sends jobs to a worker. Enter and use it on the event loop's thread; the worker exits with that thread."""
 
     def __init__(self, models: Sequence[Path]) -> None:
         self.models = list(models)
@@ -74,7 +74,7 @@ class Workshop:
         self._resources.close()
 
     async def grammar(self, model: str, job: JsonObject, asker: str) -> GrammarVerdict:
-        """The grammar of a job of the kind "tools" or "schema" (`worker.py`). Raises Refused, and ApiFault where all
+        """The grammar for a job of kind "tools" or "schema" (`worker.py`). Raises JobRefused, and ApiFault if all
         places are taken.
         """
         number = self._model_numbers[model]
@@ -82,7 +82,7 @@ class Workshop:
         result = self._cached(key)
         if result is None:
             async with self.compiling.place(asker):
-                result = self._cached(key)  # another request may have had the same job meanwhile
+                result = self._cached(key)  # another request may have run the same job in the meantime
                 if result is None:
                     result = await self._compile(number, job)
                     self._cache(key, result)
@@ -91,7 +91,7 @@ class Workshop:
         return result
 
     async def html(self, markdown: str, asker: str) -> str:
-        """Clean HTML of a Markdown text. Raises as `grammar`."""
+        """Render Markdown as sanitized HTML. Raises like `grammar`."""
         async with self.rendering.place(asker):
             answer = await self._ask(0, {"kind": "render", "markdown": markdown})
         if "html" not in answer:
@@ -105,7 +105,7 @@ class Workshop:
         if "refused" in answer:
             return JobRefused(*answer["refused"])
         if "text" not in answer:
-            return JobRefused("schema_too_slow", "the schema takes too much time or memory to compile; make it simpler")
+            return JobRefused("schema_too_slow", "the schema takes too much time or memory to compile; simplify it")
         return GrammarVerdict(Written(answer["text"], answer["free"]), tuple(answer["plan"]))
 
     # -- cache ---------------------------------------------------------------------------------------------------------
@@ -129,8 +129,8 @@ class Workshop:
     # -- worker --------------------------------------------------------------------------------------------------------
 
     async def _ask(self, number: int, job: JsonObject) -> JsonObject:
-        """The worker's answer to a job; empty where the job was ended. Raises ApiFault 503 while there is no worker,
-        500 for a failure of ours.
+        """The worker's answer to a job, empty if the job was killed. Raises ApiFault 503 while there is no worker, 500
+        for an internal error.
         """
         reader, writer = await asyncio.open_connection(sock=self._open_job(number))
         try:
@@ -144,7 +144,7 @@ class Workshop:
             writer.close()
         answer = json.loads(data) if data else {}
         if "failed" in answer:
-            LOG.error("a job of the kind %s failed\n%s", job["kind"], answer["failed"])
+            LOG.error("a job of kind %s failed\n%s", job["kind"], answer["failed"])
             raise ApiFault(500, "the server failed", code="internal_error")
         return answer
 
@@ -152,7 +152,7 @@ class Workshop:
         """Send the worker one end of a new job's sockets; returns ours. Raises ApiFault."""
         ours, theirs = socket.socketpair()
         with theirs:
-            for _ in range(2):  # the second time to a restarted worker
+            for _ in range(2):  # the second attempt goes to a restarted worker
                 try:
                     assert self._control is not None
                     socket.send_fds(self._control, [bytes([number])], [theirs.fileno()])
@@ -161,14 +161,14 @@ class Workshop:
                     if time.monotonic() - self._started < RESTART_SECONDS:
                         break
                     LOG.error(
-                        "the worker is gone and is started again; it left: %.2000s",
+                        "the worker died and is being restarted; its output: %.2000s",
                         self._log.read_text("utf-8", "replace"),
                     )
                     self._start_worker()
                 except BlockingIOError:
                     break
         ours.close()
-        raise ApiFault(503, "the process for this work is being started; try again", code="worker_starting", retry=2)
+        raise ApiFault(503, "the worker process is starting; try again", code="worker_starting", retry=2)
 
     def _start_worker(self) -> None:
         self._resources.close()

@@ -1,24 +1,26 @@
-"""A program as a chain of steps, and how programs are drawn at random.
+"""Programs as chains of steps, and how to draw them at random.
 
-`Program` is run by its operations' functions (truth) and written by their sources (answer). `spell` and `parse` convert
-a program to text such as `add.3+sort+sum` and back; a problem's id ends in it, so the program can be recovered from it.
+A `Program` runs through its operations' functions (truth) and is written from their sources (answer). `spell` and
+`parse` convert a program to text such as `add.3+sort+sum` and back; a problem's id ends in this text, so the program
+can be recovered from it.
 
     chain      add.3+sort                    numbers = [n + 3 for n in numbers], return sorted(numbers)
     branch     if_longer.4[sort|reverse]     a condition and two steps of equal type
     argument   add.k+sum, shared.k           `k` is the function's second parameter, a number or a list
 
 `single`, `chain` and `stateful` map a `Draw` and a split to a `Program` whose key belongs to the split, with constants
-and phrasings chosen; `neighbors` yields the programs one operation away, which tests must distinguish from it. Drawing
-starts from an operation chosen evenly and grows to both sides, so that rare types are as frequent as common ones.
+and phrasings chosen; `neighbors` yields programs one operation away, which the tests must tell apart from it. Drawing
+starts from a uniformly chosen operation and grows in both directions, so that rare types are as frequent as common
+ones.
 
-`stays(names)` decides which chains are kept: those that no shorter chain equals, and whose outputs vary. A chain is
-dropped if on the 48 fixed inputs of its type it behaves like a shorter one or has 3 different outputs or fewer. Chains
-of lengths 1 and 2 are compared with every shorter chain. From length 3 on a chain is compared with every chain of
-lengths 1 and 2 and with itself less any one step, and each of its parts must be kept; so a chain of four that happens
-to behave like an unrelated chain of three can be missed. The chains of length 2 are tabulated on first use; longer ones
-are tested when they are drawn.
+`stays(names)` decides which chains to keep: those with varying outputs and no equivalent shorter chain. A chain is
+dropped if, on the 48 fixed inputs of its type, it behaves like a shorter one or has at most 3 distinct outputs. Chains
+of lengths 1 and 2 are compared with every shorter chain. From length 3 on, a chain is compared with every chain of
+lengths 1 and 2 and with itself minus any one step, and each of its parts must be kept; so a chain of four that happens
+to behave like an unrelated chain of three can be missed. Chains of length 2 are tabulated on first use; longer ones are
+tested when drawn.
 
-Nothing here executes source text. Not promised: that the constants suit the chain; `programs.tests_of` refuses those
+Nothing here executes source text. Not guaranteed: that the constants suit the chain; `programs.tests_of` rejects those
 that make dull tests.
 """
 
@@ -42,11 +44,11 @@ from pipeline.synthetic.operations import (
 )
 
 # The constants that represent all others in a comparison, by position. They differ, or "add" and "subtract" would
-# cancel.
+# cancel out.
 STAND_INS = (5, 4, 6, 7)
 MIN_OUTPUTS = 4
 SPLITS = ("test", "val", "rl", "rl", "train", "train", "train", "train", "train", "train")
-# One in so many level-3 chains of the training split is shown with its answer; a model must solve the others itself.
+# One in this many level-3 training chains is shown with its answer; a model must solve the others itself.
 SHOWN_LEVEL_3 = 10
 
 
@@ -76,17 +78,17 @@ class Step:
         return self.operation.apply(value, second if self.argument else self.constant)
 
     def words(self, second: str) -> str:
-        """The imperative that asks for this step."""
+        """The instruction for this step."""
         return self.operation.phrasings[self.phrasing].format(k=second if self.argument else self.constant)
 
     def lines(self, second: str) -> list[str]:
-        """Source lines, the last one an expression; the variable has the name of the type taken."""
+        """Source lines, the last one an expression; the variable is named after the input type."""
         return self.operation.source.format(x=self.takes, k=second if self.argument else self.constant).split("\n")
 
 
 @dataclass(frozen=True)
 class Branch:
-    """Two steps of which a condition chooses one."""
+    """Two steps, one of which is chosen by a condition."""
 
     condition: Condition
     constant: int | None
@@ -116,13 +118,13 @@ class Branch:
         return f"if {condition}, {self.then.words(second)}, else {self.otherwise.words(second)}"
 
     def test(self) -> str:
-        """The source of the condition."""
+        """The condition's source."""
         return self.condition.source.format(x=self.takes, k=self.constant)
 
 
 @dataclass(frozen=True)
 class Program:
-    """Steps, each of which takes the type that the previous one gives."""
+    """A sequence of steps; each takes the type that the previous one returns."""
 
     steps: tuple[Step | Branch, ...]
 
@@ -136,7 +138,7 @@ class Program:
 
     @property
     def second(self) -> str | None:
-        """The type of the second parameter; None where there is none."""
+        """The type of the second parameter; None if there is none."""
         for step in self.steps:
             if isinstance(step, Step) and step.argument:
                 return step.operation.other or NUMBER
@@ -153,7 +155,7 @@ class Program:
         return "+".join(step.name for step in self.steps)
 
     def run(self, arguments: tuple[Value, ...]) -> Value:
-        """The program's value, by its operations' functions."""
+        """Run the program with its operations' functions."""
         value = arguments[0]
         second = arguments[1] if len(arguments) > 1 else None
         for step in self.steps:
@@ -205,7 +207,7 @@ def _spell_step(step: Step | Branch) -> str:
 
 
 def parse(text: str) -> Program:
-    """The program that `spell` wrote, with the first phrasings. Raises ValueError for any other text."""
+    """Inverse of `spell`, with the first phrasings. Raises ValueError for any other text."""
     try:
         return Program(tuple(_parse_step(part) for part in text.split("+")))
     except (KeyError, ValueError) as error:
@@ -229,13 +231,13 @@ def _parse_step(text: str) -> Step | Branch:
 
 
 def step(operation: Operation, draw: Draw, held_out: bool = False) -> Step:
-    """The operation with a random constant and phrasing: the held-out phrasing, or one of the others."""
+    """The operation with a random constant and phrasing: either the held-out phrasing or one of the others."""
     phrasing = len(operation.phrasings) - 1 if held_out else draw.below(len(operation.phrasings) - 1)
     return Step(operation, draw.pick(CONSTANTS) if operation.has_constant else None, phrasing)
 
 
 def single_key(program: Program) -> str:
-    """The key of a program of one operation. It includes constant and phrasing: every split has every operation."""
+    """The key of a one-operation program. It includes constant and phrasing: every split has every operation."""
     (only,) = program.steps
     return f"{only.name}{'' if only.constant is None else f'.{only.constant}'}/{only.phrasing}"
 
@@ -250,7 +252,7 @@ def _is_plain(program: Program) -> bool:
 
 
 def single(split: str, draw: Draw, held_out: bool = False) -> Program:
-    """A level-1 program of a split. The held-out phrasings belong to the test split, whatever their keys' hashes."""
+    """A level-1 program of a split. Held-out phrasings belong to the test split, regardless of their keys' hashes."""
     while True:
         program = Program((step(operations.operation(draw.pick(singles())), draw, held_out),))
         if held_out or split_of(single_key(program)) == split:
@@ -273,7 +275,7 @@ def is_shown(key: str) -> bool:
 
 
 def _grow(length: int, draw: Draw) -> tuple[str, ...]:
-    """Names of operations each of which may follow the one before; starts anew at a dead end."""
+    """Names of operations, each a valid successor of the previous one; restarts at a dead end."""
     while True:
         names = [draw.pick(singles())]
         num_before = draw.below(length)
@@ -291,7 +293,7 @@ def _grow(length: int, draw: Draw) -> tuple[str, ...]:
 
 
 def stateful(split: str, shape: str, draw: Draw) -> Program:
-    """A level-4 program other than a chain of four: a branch, a loop with state or two arguments."""
+    """A level-4 program that is not a chain of four: a branch, a loop with state or two arguments."""
     build = {"branch": _branch, "loop": _loop, "argument": _argument}[shape]
     while True:
         program = build(draw)
@@ -300,7 +302,7 @@ def stateful(split: str, shape: str, draw: Draw) -> Program:
 
 
 def _around(middle: Step | Branch, draw: Draw) -> Program:
-    """The step alone, with one step before it, or with one after it."""
+    """The step alone, or with one step before or after it."""
     before = operations.alike(middle.takes, middle.takes)
     after = operations.taking(middle.gives)
     form = draw.below(3)
@@ -324,7 +326,7 @@ def _loop(draw: Draw) -> Program:
 
 
 def _argument(draw: Draw) -> Program:
-    """Half of them take a second list, half a number in place of a constant."""
+    """Half take a second list, half a number in place of a constant."""
     if draw.chance(0.5):
         operation = draw.pick(operations.list_pairs())
         return _around(Step(operation, None, draw.below(len(operation.phrasings) - 1), True), draw)
@@ -333,7 +335,7 @@ def _argument(draw: Draw) -> Program:
 
 
 def neighbors(program: Program, draw: Draw) -> Iterator[Program]:
-    """Endless random programs of the same type, one operation or constant away: replaced, inserted, or left out."""
+    """Endless random programs of the same type, one operation or constant away: replaced, inserted, or removed."""
     while True:
         index = draw.below(len(program.steps))
         changed = _change(program, index, draw)
@@ -342,7 +344,7 @@ def neighbors(program: Program, draw: Draw) -> Iterator[Program]:
 
 
 def _change(program: Program, index: int, draw: Draw) -> Program | None:
-    """Change one step at random; None where the drawn change is not possible."""
+    """Change one step at random; None if the drawn change is impossible."""
     old, steps, form = program.steps[index], program.steps, draw.below(8)
     before, after = steps[:index], steps[index + 1 :]
     if form == 0 and old.takes == old.gives and len(steps) > 1:
@@ -357,7 +359,7 @@ def _change(program: Program, index: int, draw: Draw) -> Program | None:
         branch = replace(old, then=other) if draw.chance(0.5) else replace(old, otherwise=other)
         return Program((*before, branch, *after))
     if isinstance(old, Step) and old.argument:
-        # The second parameter must stay in use, or the signature would change.
+        # The second parameter must remain in use, or the signature would change.
         choices = [op for op in operations.list_pairs() if (op.takes, op.other) == (old.takes, old.operation.other)]
         if old.operation.other is None:
             choices = [op for op in operations.alike(old.takes, old.gives) if op.has_constant]
@@ -380,7 +382,7 @@ def digest(text: str) -> bytes:
 
 
 def outputs(program: Program) -> str:
-    """The program's outputs on the fixed inputs of its type, as one text."""
+    """The program's outputs on the fixed inputs of its type, as one string."""
     return "\n".join(repr(program.run((value,))) for value in probes(program.takes))
 
 
@@ -409,7 +411,7 @@ def _single_behaviors() -> frozenset[tuple[str, str]]:
 
 @cache
 def _pairs() -> dict[tuple[str, str], str]:
-    """The chains of length 2 that are kept, with their outputs."""
+    """The chains of length 2 to keep, with their outputs."""
     behaviors = {}
     for first in operations.chain_operations():
         if not stays((first.name,)):
@@ -428,13 +430,13 @@ def _pair_behaviors() -> frozenset[tuple[str, str]]:
 
 @cache
 def singles() -> tuple[str, ...]:
-    """The operations that are kept as chains of length 1."""
+    """The operations kept as chains of length 1."""
     return tuple(operation.name for operation in operations.chain_operations() if stays((operation.name,)))
 
 
 @cache
 def pairs() -> tuple[tuple[str, str], ...]:
-    """The chains of length 2 that are kept."""
+    """The chains of length 2 to keep."""
     return tuple(_pairs())
 
 
@@ -452,7 +454,7 @@ def predecessors(name: str) -> tuple[str, ...]:
 
 @lru_cache(maxsize=200_000)
 def stays(names: tuple[str, ...]) -> bool:
-    """Whether a chain (1-4 names whose types fit) is kept."""
+    """Whether to keep a chain (1-4 names with matching types)."""
     if len(names) == 1:
         program = stand_in(names)
         behavior = outputs(program)
@@ -471,7 +473,7 @@ def stays(names: tuple[str, ...]) -> bool:
 
 
 def _with_one_step_less(program: Program) -> list[Program]:
-    """The chains with one step left out whose types still fit."""
+    """The chains with one step removed whose types still match."""
     shorter = []
     for index in range(len(program.steps)):
         steps = program.steps[:index] + program.steps[index + 1 :]

@@ -1,42 +1,42 @@
-"""Exercises: drills, to be copied from the context, invented facts, which only the weights can know, and a new skill.
+"""Exercises: drills for copying from context, invented facts that must be memorized, and a new skill.
 
 A drill is a short text in which everything occurs twice, so that a small model learns early to copy from its context.
 
 In: a byte target and a seed. Out: `Text` records of source "drills"; `drill` is a pure function of (seed, number). Four
-forms also come as conversations (`dialogue`), because fine-tuning would otherwise unlearn copying what it never saw in
-a conversation. Forms:
+forms also come as conversations (`dialogue`), because fine-tuning would otherwise unlearn copying of anything it never
+saw in a conversation. Forms:
 
     again    a row of items, then the same row
-    recall   pairs of a key and a value, then the keys in another order, each with its value
+    recall   key-value pairs, then the keys in another order, each with its value
     record   lines `field: value`, then the same record as a JSON object
-    request  a sentence that contains the values, then the JSON object of them
-    schema   function schemas in the form in which tools are offered, a request for one of them, and the call
-    choose   functions with only name and description, then requests, each followed by the name that it means
+    request  a sentence that contains the values, then a JSON object with them
+    schema   function schemas in the format in which tools are offered, a request for one of them, and the call
+    choose   functions with only name and description, then requests, each followed by the matching name
 
 The items are names, places, words, numbers, dates, codes, paths and made-up words of syllables, so that the second
-mention follows from the first and from nothing else. Copying in context (the induction heads of Olsson et al. 2022,
-arXiv:2209.11895) appears in one sudden drop of the loss. With only prose and stories that drop comes late or, within
-the few steps of a small run, not at all (docs/LOG.md has the measurements).
+mention can only be inferred from the first. In-context copying (the induction heads of Olsson et al. 2022,
+arXiv:2209.11895) emerges in one sudden drop of the loss. With only prose and stories, that drop comes late or, within
+the few steps of a small run, not at all (measurements in docs/LOG.md).
 
-Facts are services, and four attributes of each; a model can only know them by memorizing them:
+Facts are four attributes for each of a number of services; a model can only learn them by memorizing:
 
     services x (port, owner, region, runtime) x wordings -> records.Fact
 
     train    three wordings of every fact
-    val      a fourth wording of a quarter of them
-    test     the fourth wording of the others
-    control  the fourth wording, of services that never occur in training: answers can only be guessed
+    val      a fourth wording for a quarter of them
+    test     the fourth wording for the others
+    control  the fourth wording, for services that never occur in training: answers can only be guessed
 
 Values are drawn from the same distribution for all services, so answers about the control are right only by chance.
 
-The skill is SQL, which no other data teach (`queries`): a user names a table with its columns and asks for rows in a
-sentence, the answer is one SELECT statement. So an adapter can show what it learns from a few hundred examples
-(stages/lora.py). A record is a pure function of (split, seed, number); a table, by its name and columns, belongs to one
-split (by a hash).
+The skill is SQL, which appears nowhere else in the data (`queries`): a user gives a table with its columns and asks for
+rows in a sentence; the answer is one SELECT statement. This shows what an adapter learns from a few hundred examples
+(stages/lora.py). A record is a pure function of (split, seed, number); a hash of its name and columns assigns each
+table to one split.
 
-Not promised: sense, in drills: no tool name of the toolbox occurs there, and no sentence of the stories; that services
-are consistent with each other (two may have one port); SQL beyond one table, sorting, a condition, a limit and an
-aggregate.
+Not guaranteed: that drills make sense (they contain no tool names from the toolbox and no sentences from the stories);
+that services are consistent with each other (two may have the same port); SQL beyond one table, sorting, a condition, a
+limit and an aggregate.
 """
 
 import itertools
@@ -101,7 +101,7 @@ def drill(seed: int, number: int) -> str:
 
 
 def path(seed: int, number: int) -> str:
-    """The path of drill `number` in its record."""
+    """The path in the record of drill `number`."""
     return f"{SOURCE}/{seed}/{number}"
 
 
@@ -228,7 +228,7 @@ def _schema(rng: Random) -> str:
 
 
 def _draw_choices(rng: Random, max_requests: int) -> tuple[list[str], list[tuple[str, str]]]:
-    """Functions with name and description, and up to `max_requests` requests, each with the name that it means."""
+    """Functions with name and description, and up to `max_requests` requests, each with the matching name."""
     things: dict[str, tuple[str, str]] = {}
     for _ in range(rng.randint(2, 6)):
         verb = rng.choice(_words("verbs")) if rng.random() < 0.3 else open_word(rng)
@@ -257,11 +257,11 @@ FORMS: tuple[Callable[[Random], str], ...] = (_again, _recall, _record, _request
 ATTRIBUTES = ("port", "owner", "region", "runtime")
 PORTS = (1000, 10000)  # four digits
 HELD_OUT = 3  # the wording that never occurs in training
-CONTROLS = 4  # for each group of so many services there is one more as a control
+CONTROLS = 4  # one control service for every this many services
 
 
 def facts(num_services: int, seed: int) -> dict[str, list[Fact]]:
-    """The facts of each split. Raises ValueError for more services than there are names."""
+    """The facts of each split. Raises ValueError if there are more services than names."""
     names = services(num_services + max(1, num_services // CONTROLS), seed)
     trained, controls = names[:num_services], names[num_services:]
     values = {name: _values(name, seed) for name in names}
@@ -279,7 +279,7 @@ def facts(num_services: int, seed: int) -> dict[str, list[Fact]]:
 
 
 def services(count: int, seed: int) -> list[str]:
-    """`count` different names of services. Raises ValueError if there are not so many."""
+    """`count` distinct service names. Raises ValueError if there are too few."""
     parts = map(_words, ("beginnings", "middles", "endings"))
     names = list(map("".join, itertools.product(*parts)))
     if count > len(names):
@@ -310,7 +310,7 @@ def _fact(name: str, attribute: str, wording: int, answer: str) -> Fact:
 
 # -- a skill -----------------------------------------------------------------------------------------------------------
 
-TABLES_OF = {"train": (0, 6), "val": (6, 7), "test": (7, 10)}  # tenths of the hashes of tables
+TABLES_OF = {"train": (0, 6), "val": (6, 7), "test": (7, 10)}  # tenths of the table hashes
 COMPARISONS = {
     ">": ("is above", "is more than", "is over"),
     "<": ("is below", "is less than", "is under"),
@@ -320,7 +320,7 @@ AGGREGATES = {"AVG": "average", "SUM": "total", "MAX": "largest", "MIN": "smalle
 
 
 def queries(split: str, count: int, seed: int) -> Iterator[Dialogue]:
-    """`count` conversations of one request each. Raises KeyError for a split other than train, val and test."""
+    """`count` single-request conversations. Raises KeyError for a split other than train, val and test."""
     for number in range(count):
         yield _query(f"sql/{split}/{seed}/{number}", *TABLES_OF[split])
 
@@ -341,7 +341,7 @@ def _query(id_: str, low: int, high: int) -> Dialogue:
 
 
 def _rows(table: str, numbers: list[str], texts: list[str], rng: Random) -> tuple[str, str]:
-    """Some columns of the rows: with a condition, an order, a limit, or not."""
+    """Some columns of the rows, optionally with a condition, an order or a limit."""
     shown = rng.sample([*numbers, *texts], rng.randint(1, 2))
     wish = f"{rng.choice(('show', 'list', 'get', 'find'))} the {conjunction(shown)} of the {table}"
     statement = f"SELECT {', '.join(shown)} FROM {table}"
@@ -365,7 +365,7 @@ def _count(table: str, numbers: list[str], texts: list[str], rng: Random) -> tup
 
 
 def _aggregate(table: str, numbers: list[str], texts: list[str], rng: Random) -> tuple[str, str]:
-    """One number of a column, for each value of a text column or over all rows."""
+    """One number for a column, per value of a text column or over all rows."""
     name, column = rng.choice(sorted(AGGREGATES)), rng.choice(numbers)
     wish, statement = f"find the {AGGREGATES[name]} {column} of the {table}", f"{name}({column}) FROM {table}"
     if rng.random() < 0.5:
@@ -375,7 +375,7 @@ def _aggregate(table: str, numbers: list[str], texts: list[str], rng: Random) ->
 
 
 def _condition(numbers: list[str], texts: list[str], rng: Random) -> tuple[str, str]:
-    """The words of a condition, and its clause."""
+    """A condition in words, and its clause."""
     if rng.random() < 0.5:
         column, value = rng.choice(texts), rng.choice(words(rng.choice(("cities", "first_names", "adjectives"))))
         quoted = "'" + value.replace("'", "''") + "'"

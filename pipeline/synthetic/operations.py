@@ -1,18 +1,18 @@
-"""The operations: each a typed step of a generated program, as words, as source, and as a function; and their values.
+"""Operations, the typed steps of generated programs, each as words, as source, and as a function; and their values.
 
-In: `programs.yaml`. Out: the types of values (`NUMBERS` and so on) and the operations, with every look-up in the order
-of the tables. `chain_operations()` are those of levels 1 to 3, each an expression of one value; `loops()` (that carry
-state), `list_pairs()` (on two arguments) and `conditions()` (for branches) are what level 4 adds.
+In: `programs.yaml`. Out: the value types (`NUMBERS` and so on) and the operations, with every lookup in the order of
+the tables. `chain_operations()` are those of levels 1 to 3, each an expression of one value; level 4 adds `loops()`
+(with state), `list_pairs()` (two arguments) and `conditions()` (for branches).
 
-`source` (for answers) and `apply` (for truth) define the same thing twice, because nothing outside of the sandbox
-executes text. The tests execute the one and compare it with the other.
+`source` (for answers) and `apply` (for truth) define the same thing twice, because text is never executed outside the
+sandbox. The tests execute one and compare it with the other.
 
-`pool(kind)` returns the values of a type from which tests are drawn; `probes(kind)` its 48 fixed values: two programs
-that agree on all of them count as the same. Both are the same on every machine and in every Python version: `Draw` uses
-only `random.Random.random()`, whose sequence the Python documentation promises to keep.
+`pool(kind)` returns the values of a type for drawing tests; `probes(kind)` returns its 48 fixed values: two programs
+that agree on all of them count as equal. Both are the same on every machine and in every Python version: `Draw` uses
+only `random.Random.random()`, whose sequence the Python documentation guarantees.
 
-Not promised: speed or idiomatic code: the sources are as regular as a very small model needs; or that a pool covers the
-whole type: no word is longer than ten letters, no number in a list is larger than 99.
+Not guaranteed: speed or idiomatic code, since the sources are as regular as a very small model needs; or that a pool
+covers the whole type: no word is longer than ten letters, no number in a list is larger than 99.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ TEXT = "text"
 COUNTS = "counts"
 NUMBER = "number"
 
-# Each type's name is also the variable that holds a value of it, in every answer.
+# In every answer, a variable is named after its type.
 ANNOTATIONS = {NUMBERS: "list[int]", WORDS: "list[str]", TEXT: "str", COUNTS: "dict[str, int]", NUMBER: "int"}
 
 CONSTANTS = (2, 3, 4, 5, 6, 7, 8, 9)
@@ -40,16 +40,16 @@ Value = list[int] | list[str] | str | dict[str, int] | int  # of one of the type
 
 @dataclass(frozen=True, kw_only=True)
 class Operation:
-    """A total function of one value (and a constant): it never raises and never changes its argument."""
+    """A total function of one value (and a constant): it never raises and never mutates its argument."""
 
     name: str
     takes: str  # a type above
     gives: str  # a type above
-    source: str  # `{x}` is the value, `{k}` the constant; all lines are statements but the last, an expression
+    source: str  # `{x}` is the value, `{k}` the constant; all lines are statements except the last, an expression
     apply: Callable[[Any, Any], Value]  # (value, constant or None) -> value
     phrasings: tuple[str, ...]  # imperatives with `{k}`; the last one is only for the test split
     bare: str | None  # the source without its default, which raises on an empty value
-    other: str | None  # the type of the second argument, where `{k}` is not a constant
+    other: str | None  # the type of the second argument, if `{k}` is not a constant
 
     @property
     def has_constant(self) -> bool:
@@ -144,12 +144,12 @@ def _conditions_by_name() -> dict[str, Condition]:
 
 
 def operation(name: str) -> Operation:
-    """The operation of that name. Raises KeyError."""
+    """Look up an operation by name. Raises KeyError."""
     return _operations_by_name()[name]
 
 
 def condition(name: str) -> Condition:
-    """The condition of that name. Raises KeyError."""
+    """Look up a condition by name. Raises KeyError."""
     return _conditions_by_name()[name]
 
 
@@ -381,7 +381,7 @@ Item = TypeVar("Item")
 
 
 class Draw:
-    """A random generator: its draws are a pure function of the parts that seed it."""
+    """A random generator whose draws are a pure function of its seed parts."""
 
     def __init__(self, *parts: int | str) -> None:
         digest = hashlib.blake2b("|".join(str(part) for part in parts).encode(), digest_size=8).digest()
@@ -392,7 +392,7 @@ class Draw:
         return int(self._random() * limit)
 
     def between(self, low: int, high: int) -> int:
-        """An integer from low to high, both included."""
+        """An integer from low to high, inclusive."""
         return low + int(self._random() * (high - low + 1))
 
     def pick(self, items: Sequence[Item]) -> Item:
@@ -404,7 +404,7 @@ class Draw:
         return self._random() < share
 
     def sample(self, items: Sequence[Item], count: int) -> list[Item]:
-        """Different items in random order: `count` of them, or all."""
+        """Distinct items in random order: `count` of them, or all."""
         shuffled = list(items)
         for i in range(min(count, len(shuffled))):
             j = i + int(self._random() * (len(shuffled) - i))
@@ -414,9 +414,9 @@ class Draw:
 
 @dataclass(frozen=True)
 class ValuePool:
-    """Values of one type. They are shared: operations are pure and do not change them."""
+    """Values of one type. They can be shared, because operations are pure and do not mutate them."""
 
-    edges: tuple[tuple[Value, ...], ...]  # a tuple for each kind of edge: empty, one, negative, repeated, long
+    edges: tuple[tuple[Value, ...], ...]  # one tuple per kind of edge case: empty, one, negative, repeated, long
     short: tuple[Value, ...]  # for visible tests: a few tokens each
     plain: tuple[Value, ...]  # for hidden tests
 
@@ -430,7 +430,7 @@ def pool(kind: str) -> ValuePool:
 
 @cache
 def probes(kind: str) -> tuple[Value, ...]:
-    """48 fixed values: some of each edge, the rest plain."""
+    """48 fixed values: some of each edge case, the rest plain."""
     values = pool(kind)
     edges = [value for group in values.edges for value in group[:2]]
     return tuple([*edges, *values.plain][:48])
@@ -467,7 +467,7 @@ def _words(draw: Draw) -> ValuePool:
         return [_cased(draw, _noun(draw)) for _ in range(draw.between(low, high))]
 
     single = tuple([word] for word in ("sun", "Apple", "a", "WATER", "moon"))
-    # Lists with empty words, in place of the negative numbers of other types.
+    # Lists with empty words instead of the negative numbers of other types.
     hollow = tuple(["", *some(1, 4), ""] for _ in range(4))
     repeated = tuple([_noun(draw)] * draw.between(2, 4) + some(1, 3) for _ in range(8))
     long = tuple(some(11, 14) for _ in range(8))
@@ -482,7 +482,7 @@ def _texts(draw: Draw) -> ValuePool:
         return " ".join(_cased(draw, _noun(draw)) for _ in range(draw.between(low, high)))
 
     single = ("x", "A", "7", " ", "e")
-    # Texts with odd spaces or without letters, in place of the negative numbers of other types.
+    # Texts with odd spaces or without letters instead of the negative numbers of other types.
     odd = ("  two  spaces ", "...", "12 34", "a-b_c", "Tab\there", "END.")
     repeated = ("aaaa", "abab abab", "zzz ZZZ", "go go go", "mississippi", "oooh no")
     long = tuple(some(9, 12) for _ in range(8))

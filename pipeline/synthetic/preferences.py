@@ -1,18 +1,18 @@
 """Preference pairs with a known true score: two answers to one prompt, labeled by quality, not by intention.
 
-    code    reference and mistakes of a problem     0 unless one block that parses; 0.5 hidden tests passed + 0.5 style
+    code    a problem's reference and mistakes      0 unless one block that parses; 0.5 hidden tests passed + 0.5 style
     tools   right and wrong calls of a dialogue     `tools.gold`
-    story   a whole story and damaged ones          mean of the story checker's clauses
+    story   an intact story and damaged ones        mean of the story checker's clauses
 
-Of code half of the pairs differ in style alone: both are right, one has a docstring and no comment (`well_styled`).
-Nothing before preference learning favors a style (programs.py), so the likelihood of a fine-tuned model does not tell
-these apart, and there is something to learn. The other half are of one style, right against wrong.
+Half of the code pairs differ only in style: both are right, one has a docstring and no comment (`well_styled`). Nothing
+before preference learning favors a style (programs.py), so a fine-tuned model's likelihood cannot separate these, and
+there is something to learn. The other half have the same style, right against wrong.
 
-A third each. A pair is kept if the scores differ by 0.1 or more; in most pairs the better answer is right. The chosen
-answer is the longer one in half of the pairs of a kind whose lengths differ, so that length alone ranks nothing.
-`label_noise` e swaps a share e of the training pairs: the best accuracy is then 1 - e.
+Each kind is a third of the pairs. A pair is kept if the scores differ by 0.1 or more; in most pairs the better answer
+is right. Among pairs of a kind with different lengths, the chosen answer is the longer one in half, so that length
+alone predicts nothing. `label_noise` e swaps a fraction e of the training pairs: the best accuracy is then 1 - e.
 
-Code is judged by a function argument, because the sandbox's judge is on a higher floor than this module.
+Code is judged through a function argument, because the sandbox's judge is in a higher layer than this module.
 """
 
 import itertools
@@ -31,12 +31,12 @@ from pipeline.synthetic.stories import check, edits
 from pipeline.text import chat
 
 MIN_GAP = 0.1
-BEST_CHOSEN = 0.85  # share of prompts for which the best answer is the chosen one of the pairs, where lengths allow it
+BEST_CHOSEN = 0.85  # fraction of prompts where the best answer is the chosen one in the pairs, if lengths allow it
 KINDS = ("code", "tools", "story")
-# Against the wanted style; both is longer than it, the others are shorter.
+# Opponents of the preferred style; docstring plus comment is longer than it, the others are shorter.
 OTHER_STYLES = (*[Style(False, True)] * 3, Style(False, False), *[Style(True, True)] * 4)
-MISTAKES_IN_STYLE = 0.7  # share of the mistakes that are shown in the wanted style
-# the share of hidden tests that each answer passes; None where it cannot be judged
+MISTAKES_IN_STYLE = 0.7  # fraction of mistakes shown in the preferred style
+# the fraction of hidden tests that each answer passes; None if it cannot be judged
 JudgeSources = Callable[[list[tuple[Problem, str]]], Iterator[float | None]]
 
 
@@ -49,13 +49,13 @@ class ScoredAnswer:
 
 
 def length(message: Message) -> int:
-    """Number of characters of an answer: its content, and the names and arguments of its calls."""
+    """Number of characters in an answer: its content, and the names and arguments of its calls."""
     calls = [call["function"] for call in message.get("tool_calls") or []]
     return len(message["content"]) + sum(len(call["name"]) + len(call["arguments"]) for call in calls)
 
 
 def chosen_is_longer(pairs: Iterable[Pair]) -> float:
-    """The share of pairs of unequal length whose chosen answer is the longer one; 0.5 where there are none."""
+    """Fraction of pairs with unequal lengths where the chosen answer is longer; 0.5 if there are none."""
     lengths = [(sum(map(length, pair.chosen)), sum(map(length, pair.rejected))) for pair in pairs]
     longer = [chosen > rejected for chosen, rejected in lengths if chosen != rejected]
     return sum(longer) / len(longer) if longer else 0.5
@@ -67,7 +67,7 @@ def assistant(content: str) -> Message:
 
 
 def story_prompt(opening: str) -> list[Message]:
-    """The prompt for a story with this first sentence."""
+    """The prompt for a story that starts with this sentence."""
     return [{"role": "user", "content": f"Tell a story that begins: {opening}"}]
 
 
@@ -79,13 +79,13 @@ def story_dialogue(path: str) -> Dialogue:
 
 
 def story_gold(text: str) -> float:
-    """Score of a story: the mean of the checker's clauses."""
+    """Score a story: the mean of the checker's clauses."""
     clauses = check(text)
     return sum(clauses.values()) / len(clauses)
 
 
 def tool_gold(pair: Pair, message: Message) -> float:
-    """Score of an answer to a pair of kind "tools", by the right answer in its `truth`."""
+    """Score an answer to a pair of kind "tools" against the right answer in its `truth`."""
     assert pair.truth is not None
     dialogue = Dialogue(
         id=pair.id, kind="tools", category="", messages=[*pair.prompt, pair.truth["right"]], tools=pair.tools
@@ -94,7 +94,7 @@ def tool_gold(pair: Pair, message: Message) -> float:
 
 
 def code_gold(content: str, passed: float) -> float:
-    """Score of an answer to a problem from the share of hidden tests it passed, and its style."""
+    """Score an answer to a problem from the fraction of hidden tests it passed and its style."""
     parts = content.split("```python\n")
     block = parts[1].partition("\n```")[0] if len(parts) == 2 else ""
     module = chat.tree(block)
@@ -104,9 +104,9 @@ def code_gold(content: str, passed: float) -> float:
 
 
 def pairs(makers: Mapping[str, Callable[[], Iterable[Pair]]], *, count: int, split: str) -> Iterator[Pair]:
-    """`count` pairs, the kinds in turn; `makers` start the pairs of each kind (`code_pairs` and so on).
+    """`count` pairs, cycling through the kinds; `makers` create the pairs of each kind (`code_pairs` and so on).
 
-    A kind starts when the one before is complete and closed, because each may own worker processes.
+    A kind starts when the previous one is complete and closed, because each may own worker processes.
     Raises DataError if an iterable ends before its third is complete.
     """
     counts = dict(zip(KINDS, [count - count * 2 // 3, count // 3, count * 2 // 3 - count // 3], strict=True))
@@ -129,7 +129,7 @@ def _take(count: int, candidates: Iterator[Pair], kind: str) -> list[Pair]:
 
 
 def balanced(candidates: Iterable[Pair]) -> Iterator[Pair]:
-    """Reorder pairs so that the chosen answer is alternately the longer and the shorter one; excess pairs wait."""
+    """Reorder pairs so that the chosen answer alternates between longer and shorter; excess pairs wait."""
     waiting: dict[bool, list[Pair]] = {True: [], False: []}
     longer_next = True
     for pair in candidates:
@@ -152,10 +152,11 @@ def _pairs_of(
     truth: JsonObject,
     offered: list[JsonObject] | None = None,
 ) -> Iterator[Pair]:
-    """At most two pairs of candidates whose scores differ enough: one with a longer better answer, one with a shorter.
+    """At most two pairs of candidates with sufficiently different scores: one where the better answer is longer, one
+    where it is shorter.
 
-    For most prompts the better answer is the best candidate: if both answers of most pairs are wrong, learning from the
-    chosen ones teaches mistakes (docs/LOG.md).
+    For most prompts the better answer is the best candidate: if both answers of most pairs were wrong, learning from
+    the chosen ones would teach mistakes (docs/LOG.md).
     """
     ordered = list(itertools.permutations(candidates, 2))
     rng.shuffle(ordered)
@@ -195,9 +196,9 @@ def _pair(
 
 
 def code_pairs(problems: Iterable[Problem], seed: int, judge: JudgeSources) -> Iterator[Pair]:
-    """Two pairs of each problem: its reference in two styles; reference and a mistake in one style.
+    """Two pairs per problem: its reference in two styles; reference and a mistake in the same style.
 
-    Sources are executed in batches, without style, which changes no result.
+    Sources are executed in batches, without style, which does not affect results.
     """
     iterator = iter(problems)
     while batch := list(itertools.islice(iterator, 64)):
@@ -215,7 +216,7 @@ def code_pairs(problems: Iterable[Problem], seed: int, judge: JudgeSources) -> I
 
 
 def _code_pairs(problem: Problem, passed: list[tuple[str, float]], seed: int) -> Iterator[Pair]:
-    """The pairs of one problem from its sources and the share of tests that each passes."""
+    """The pairs of one problem, from its sources and the fraction of tests that each passes."""
     right, description = programs.described(programs.program_of(problem), problem.entry_point)
     wrong = [(source, share) for source, share in passed if source != right]
     if len(wrong) == len(passed):
@@ -266,7 +267,7 @@ def story_pairs(paths: Iterable[str], seed: int) -> Iterator[Pair]:
 
 
 def flip(pairs: Sequence[Pair], share: float, seed: int) -> Iterator[Pair]:
-    """Swap the answers of a share of the pairs, those whose ids have the smallest hashes, and set their `flipped`."""
+    """Swap the answers of a fraction of the pairs, those with the smallest id hashes, and set their `flipped`."""
     order = sorted(pairs, key=lambda pair: stable_hash("flip", seed, pair.id))
     chosen = {pair.id for pair in order[: round(share * len(pairs))]}
     for pair in pairs:

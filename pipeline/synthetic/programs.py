@@ -1,11 +1,11 @@
-"""Programming problems with known truth, and generated code: the source of both behind `data: machine`.
+"""Programming problems with known truth, and generated code: the generator of both behind `data: machine`.
 
-In: a split, a number, a seed. Out: `Problem` records (question, tests, answer), `Text` records for the code corpus, the
-dialogue of a problem, and wrong answers to it.
+In: a split, a number, a seed. Out: `Problem` records (question, tests, answer), `Text` records for the code corpus, a
+problem's dialogue, and wrong answers to it.
 
     level 1  one operation      split by operation, constant and phrasing
-    level 2  two                split by the names of the operations, as are the rest
-    level 3  three              in training a tenth of its chains only
+    level 2  two                split by the names of the operations, like the rest
+    level 3  three              only a tenth of its chains in training
     level 4  four; or a branch, a loop with state, two arguments         never with an answer in training
     level 5  levels 1-3 in another order of steps, or by examples only   test only
 
@@ -14,24 +14,24 @@ dialogue of a problem, and wrong answers to it.
 
 Every record is a pure function of (split, index, seed), and no key is in two splits.
 
-Wording: questions are short and of few forms, because the smallest model learns them from a million tokens; what varies
-is the operations, their phrasings, constants, names and examples.
+Wording: questions are short and have few forms, because the smallest model learns them from a million tokens; only the
+operations, their phrasings, constants, names and examples vary.
 
 Tests (`tests_of`): 3 visible and 12 to 24 hidden records `{"args", "expected", "visible"}`, with inputs that show what
-the program does and catch programs that do nearly the same. The hidden ones have an input of each kind of edge (empty,
-one, negative, repeated, long). 16 programs one operation away that differ from it somewhere on the pool each fail a
-test. No expected value fills more than half of the tests. A program whose constants make it dull has no such tests and
-is drawn again.
+the program does and catch near misses. The hidden tests have an input for each kind of edge case (empty, one, negative,
+repeated, long). 16 programs one operation away that differ from it somewhere on the pool each fail a test. No expected
+value makes up more than half of the tests. A program that is dull because of its constants has no such tests and is
+redrawn.
 
-Style: the answer of a problem is code alone. In a dialogue (`dialogue`) it says what it returns in a docstring, in a
-comment, in both or in neither, by chance and half each, so that a model trained on dialogues has no preference among
-the four. Preference learning gives it one (`well_styled`, preferences.py). The words follow from the signature: a
-docstring that repeats the question took tokens and spoilt what a model made of other phrasings. On a canvas, where all
+Style: the answer to a problem is code only. In a dialogue (`dialogue`), the return value is described in a docstring,
+in a comment, in both or in neither: half have a docstring, half a comment, so that a model trained on dialogues has no
+preference among the four. Preference learning adds one (`well_styled`, preferences.py). The words follow from the
+signature: a docstring that repeats the question cost tokens and hurt a model on other phrasings. On a canvas, where all
 tokens are written at once, optional lines made half of the answers wrong (docs/LOG.md).
 
 Mistakes (`distractors`): wrong answers for preference pairs, as (kind, source). People make all these mistakes:
 
-    other_operation  one step replaced by another of the same types, inserted or left out
+    other_operation  one step replaced by another of the same types, inserted or removed
     off_by_one       a step uses its value without the first or the last item
     wrong_constant   another constant
     lost_default     the value for empty input is missing
@@ -40,8 +40,8 @@ Mistakes (`distractors`): wrong answers for preference pairs, as (kind, source).
 A mistake is an intention, not a verdict: it may pass all tests (the label comes from running them). Kinds that do not
 apply to a program are absent.
 
-Not promised: that doing well on these questions, regular English written by rule, carries over to questions that people
-write; or that a program two operations away fails a test.
+Not guaranteed: that good results on these questions, written in regular English by rule, carry over to questions from
+people; or that a program two operations away fails a test.
 """
 
 import ast
@@ -60,12 +60,12 @@ from pipeline.synthetic.chains import Branch, Program, Step, neighbors, parse, s
 from pipeline.synthetic.operations import COUNTS, NUMBER, Draw, Value, pool
 from pipeline.synthetic.wording import lines, word_list
 
-# Shares of the levels, in tenths, of random draws; the test split cycles through TEST_GROUPS for exact shares.
+# Level of random draws, in tenths; the test split cycles through TEST_GROUPS for exact proportions.
 TRAIN_LEVELS = (1, 1, 2, 2, 2, 2, 2, 2, 3, 3)
-# RL consolidates what is mostly solved and hardly learns what is mostly missed (docs/LOG.md).
+# RL consolidates what is mostly solved and hardly learns what mostly fails (docs/LOG.md).
 RL_LEVELS = (2, 2, 2, 2, 2, 3, 3, 3, 3, 4)
 RL_SHAPES = ("chain", "chain", "chain", "branch", "loop", "argument")
-# Mostly medium, on which preference learning and RL are measured.
+# Mostly medium, the level for measuring preference learning and RL.
 TEST_GROUPS = (
     *("medium", "easy", "medium", "phrasing", "medium", "hard", "medium", "easy", "medium", "told"),
     *("medium", "easy", "medium", "phrasing", "medium", "hard", "medium", "easy", "medium", "phrasing"),
@@ -79,7 +79,7 @@ SOURCE_FUNCTIONS = 3
 def problems(split: str, count: int, seed: int, first: int = 0) -> Iterator[Problem]:
     """Problems `first` to `count` of `train`, `val`, `rl` or `test`; those of `rl` have no answer.
 
-    The first n of a longer run are the run of n. Raises ValueError for other splits.
+    A shorter run is a prefix of a longer one. Raises ValueError for other splits.
     """
     if split not in ("train", "val", "rl", "test"):
         raise ValueError(f"split must be train, val, rl or test, found {split!r}")
@@ -88,7 +88,7 @@ def problems(split: str, count: int, seed: int, first: int = 0) -> Iterator[Prob
 
 
 def fresh_problems(known: Sequence[Problem], seed: int) -> list[Problem]:
-    """Other test problems in place of the generated ones; others stay."""
+    """Replace the generated test problems with new ones; keep all others."""
     generated = [problem for problem in known if problem.id.startswith("test-")]
     return [*problems("test", len(generated), seed), *(p for p in known if not p.id.startswith("test-"))]
 
@@ -96,7 +96,7 @@ def fresh_problems(known: Sequence[Problem], seed: int) -> list[Problem]:
 def _problem(split: str, index: int, seed: int) -> Problem:
     draw = Draw("problem", split, seed, index)
     group = TEST_GROUPS[index % len(TEST_GROUPS)] if split == "test" else ""
-    # The position within the group selects its form, so that each form has its exact share.
+    # The position within the group selects its form, so that each form has its exact proportion.
     turn = index // len(TEST_GROUPS) * TEST_GROUPS.count(group) + TEST_GROUPS[: index % len(TEST_GROUPS)].count(group)
     while True:
         level, program = _test_program(group, turn, draw) if split == "test" else _program(split, draw)
@@ -124,7 +124,7 @@ def _problem(split: str, index: int, seed: int) -> Problem:
 
 
 def _program(split: str, draw: Draw) -> tuple[int, Program]:
-    """A level and a program of the training, validation or RL split."""
+    """A level and a program from the training, validation or RL split."""
     level = draw.pick(RL_LEVELS if split == "rl" else TRAIN_LEVELS)
     if level == 1:
         return level, chains.single(split, draw)
@@ -138,7 +138,7 @@ def _level_4(split: str, shape: str, draw: Draw) -> Program:
 
 
 def _test_program(group: str, turn: int, draw: Draw) -> tuple[int, Program]:
-    """A level and a program of a test group; `turn` is the number of the problem within its group."""
+    """A level and a program from a test group; `turn` is the problem's number within its group."""
     if group == "easy":
         return 1, chains.single("test", draw)
     if group == "medium":
@@ -156,7 +156,7 @@ def _test_program(group: str, turn: int, draw: Draw) -> tuple[int, Program]:
 
 
 def sources(target_bytes: int, seed: int) -> Iterator[Text]:
-    """Files of three functions of the training split, with docstring and asserts, until `target_bytes` are reached."""
+    """Files of three training-split functions, with docstring and asserts, up to `target_bytes`."""
     written = number = 0
     while written < target_bytes:
         draw = Draw("source", seed, number)
@@ -168,7 +168,7 @@ def sources(target_bytes: int, seed: int) -> Iterator[Text]:
 
 
 def _function(name: str, draw: Draw) -> str:
-    """One function with two asserts below it, and a line feed at its end."""
+    """One function followed by two asserts and a final newline."""
     while True:
         program = _source_program(draw.pick(SOURCE_SHAPES), draw)
         cases = visible_cases(program, draw, 2)
@@ -187,9 +187,9 @@ def _source_program(shape: str, draw: Draw) -> Program:
 
 
 def dialogue(problem: Problem) -> Dialogue:
-    """The problem as one user and one assistant message; a generated answer in one of the four styles.
+    """The problem as one user and one assistant message; generated answers use one of the four styles.
 
-    Raises DataError if its answer is not known.
+    Raises DataError if the answer is unknown.
     """
     if problem.answer is None:
         raise DataError(f"problem {problem.id} has no answer: only problems with one can be shown in training")
@@ -203,14 +203,14 @@ def dialogue(problem: Problem) -> Dialogue:
 
 @dataclass(frozen=True)
 class Style:
-    """Where an answer says what it returns."""
+    """Where an answer describes its return value."""
 
     docstring: bool
     comment: bool
 
     @classmethod
     def draw(cls, draw: Draw) -> "Style":
-        """One of the four."""
+        """Draw one of the four."""
         return cls(draw.chance(0.5), draw.chance(0.5))
 
 
@@ -223,19 +223,19 @@ def described(program: Program, name: str) -> tuple[str, str]:
 
 
 def styled(source: str, description: str, style: Style) -> str:
-    """The source of a function with a sentence below its first line."""
+    """The function's source with a sentence below its first line."""
     first, _, body = source.partition("\n")
     added = [f'    """{description}"""'] * style.docstring + [f"    # {description}"] * style.comment
     return "\n".join([first, *added, body])
 
 
 def _in_a_style(problem: Problem, answer: str) -> str:
-    """The answer of a generated problem in a style drawn by its id; that of any other problem as it is."""
+    """The answer to a generated problem in a style drawn by its id; any other problem's answer unchanged."""
     try:
         source, description = described(program_of(problem), problem.entry_point)
     except ValueError:
         return answer
-    if answer != fenced(source):  # a problem of the user's with an id like ours
+    if answer != fenced(source):  # a user's problem with an id like ours
         return answer
     return fenced(styled(source, description, Style.draw(Draw("style", problem.id))))
 
@@ -247,7 +247,7 @@ def well_styled(source: str, module: ast.Module) -> bool:
         return False
     try:
         return all(token.type != tokenize.COMMENT for token in tokenize.generate_tokens(io.StringIO(source).readline))
-    except (tokenize.TokenError, SyntaxError):  # of what the parser accepts and the tokenizer does not
+    except (tokenize.TokenError, SyntaxError):  # accepted by the parser but not by the tokenizer
         return False
 
 
@@ -257,13 +257,13 @@ ORDINALS = ("First", "Second", "Third", "Fourth")
 
 
 def in_order(program: Program, name: str, draw: Draw) -> str:
-    """The question of levels 1 to 4: the steps one after the other."""
+    """The question of levels 1 to 4: the steps in order."""
     frame = draw.pick(lines("programs.yaml", "frames"))
     return frame.format(signature=program.signature(name), steps=_join_steps(program))
 
 
 def out_of_order(program: Program, name: str, draw: Draw) -> str:
-    """The question of level 5: the steps in another order than they are done, with words that state the order."""
+    """A level-5 question: the steps out of order, with words that state the right order."""
     phrases = _phrases(program)
     if draw.chance(0.5):
         first, *rest = phrases[::-1]
@@ -276,24 +276,24 @@ def out_of_order(program: Program, name: str, draw: Draw) -> str:
 
 
 def by_examples(program: Program, name: str, draw: Draw) -> str:
-    """The question of level 5 without instructions: only the examples below it define the task."""
+    """A level-5 question without instructions: only the examples below it define the task."""
     return draw.pick(lines("programs.yaml", "frames_of_examples")).format(signature=program.signature(name))
 
 
 def with_examples(question: str, name: str, tests: Sequence[JsonObject]) -> str:
-    """The question followed by its visible tests, one a line."""
+    """The question followed by its visible tests, one per line."""
     lines = [f"{name}({test['args'][1:-1]}) == {test['expected']}" for test in tests if test["visible"]]
     return question + "\n\n" + "\n".join(lines)
 
 
 def docstring(program: Program) -> str:
-    """One sentence that describes the program."""
+    """A one-sentence description of the program."""
     steps = _join_steps(program)
     return steps[0].upper() + steps[1:] + "."
 
 
 def fenced(source: str) -> str:
-    """An answer: the source as one fenced block and nothing else."""
+    """An answer: the source as a single fenced block."""
     return f"```python\n{source}\n```"
 
 
@@ -318,14 +318,14 @@ NUM_HIDDEN = 12
 MAX_HIDDEN = 24
 NUM_NEIGHBORS = 16
 MAX_NEIGHBORS_TRIED = 64
-NUM_SPARE = 32  # further inputs for a neighbor that passes all tests so far
+NUM_SPARE = 32  # extra inputs for a neighbor that passes all tests so far
 MAX_VISIBLE_LENGTH = 42  # characters of an expected value in a visible test
 MAX_LENGTH = 400  # characters of an expected value in any test
 
 
 @dataclass(frozen=True)
 class Case:
-    """One test before it is written down; `expected` is text, since 1 == True and 0.0 == 0."""
+    """One test before serialization; `expected` is text, because 1 == True and 0.0 == 0."""
 
     arguments: tuple[Value, ...]
     expected: str
@@ -350,12 +350,12 @@ def tests_of(program: Program, draw: Draw) -> list[JsonObject] | None:
 
 
 def visible_cases(program: Program, draw: Draw, count: int = NUM_VISIBLE) -> list[Case] | None:
-    """Short inputs with different short outputs, for a question or a docstring; None if there are too few.
+    """Short inputs with distinct short outputs, for a question or a docstring; None if there are too few.
 
-    At least one is not its own output: "keep the last 8 numbers" is not shown on lists of five.
+    At least one differs from its output: "keep the last 8 numbers" is not shown on lists of five.
     """
     cases: list[Case] = []
-    spare: list[Case] = []  # outputs equal to their inputs show little: they are used only if others are missing
+    spare: list[Case] = []  # outputs equal to their inputs show little: use them only if others are missing
     for value in draw.sample(pool(program.takes).short, 24):
         case = _case(program, value, draw)
         if len(case.expected) > MAX_VISIBLE_LENGTH or any(case.expected == other.expected for other in cases + spare):
@@ -386,7 +386,7 @@ def _hidden_cases(program: Program, draw: Draw, visible: list[Case]) -> list[Cas
             break
         case = _case(program, value, draw)
         common, count = _most_common(visible + cases)
-        # Once the most common value is a third of the tests, only other values are added.
+        # Once the most common value reaches a third of the tests, add only other values.
         if case.expected != common or 3 * count < NUM_HIDDEN + NUM_VISIBLE:
             cases.append(case)
     if len(cases) < NUM_HIDDEN or any(len(case.expected) > MAX_LENGTH for case in cases):
@@ -395,9 +395,9 @@ def _hidden_cases(program: Program, draw: Draw, visible: list[Case]) -> list[Cas
 
 
 def _distinguishing_cases(program: Program, draw: Draw, cases: list[Case]) -> list[Case]:
-    """For each of 16 neighbors that passes all cases so far, one more case that it fails, where there is one."""
+    """For each of 16 neighbors that passes all cases so far, one more case that it fails, if there is one."""
     added: list[Case] = []
-    spare: list[Case] = []  # other inputs, run when the first neighbor passes all cases
+    spare: list[Case] = []  # extra inputs, run when the first neighbor passes all cases
     num_failing = num_tried = 0
     for neighbor in neighbors(program, draw):
         num_tried += 1
@@ -432,7 +432,7 @@ def program_of(problem: Problem) -> Program:
 
 
 def distractors(problem: Problem, seed: int) -> list[tuple[str, str]]:
-    """Distinct wrong sources, at most two of a kind. Raises ValueError for a problem from another source."""
+    """Distinct wrong sources, at most two per kind. Raises ValueError for a problem from another source."""
     program = program_of(problem)
     name, draw = problem.entry_point, Draw("mistake", seed, problem.id)
     right = program.source(name)
@@ -451,7 +451,7 @@ def distractors(problem: Problem, seed: int) -> list[tuple[str, str]]:
 
 
 def _other_operations(program: Program, draw: Draw) -> list[Program]:
-    """Two neighbors with other keys, or fewer if a program has hardly any."""
+    """Two neighbors with other keys, or fewer if there are hardly any."""
     others: list[Program] = []
     for num_tried, wrong in enumerate(neighbors(program, draw)):
         if len(others) == 2 or num_tried == 12:
@@ -471,7 +471,7 @@ def _wrong_constants(program: Program, draw: Draw) -> list[Program]:
 
 
 def _off_by_one(program: Program, name: str, draw: Draw) -> list[str]:
-    """Where a step first reads its value, cut it by one item; make a number one too large or small."""
+    """Drop one item where a step first reads its value; make a number one too large or small."""
     indices = [index for index, step in enumerate(program.steps) if isinstance(step, Step) and step.takes != COUNTS]
     if not indices:
         return []
@@ -493,7 +493,7 @@ def _lost_defaults(program: Program, name: str) -> list[str]:
 
 
 def _with_source(program: Program, index: int, source: str) -> Program:
-    """The program with another source for one step. Never run it: the step's function no longer fits its source."""
+    """The program with another source for one step. Never run it: the step's function no longer matches its source."""
     step = program.steps[index]
     assert not isinstance(step, Branch)
     wrong = replace(step, operation=replace(step.operation, source=source))

@@ -1,23 +1,23 @@
-"""Stories with a plot from a small simulated world: text without a network, whose coherence can be checked.
+"""Stories with a plot from a small simulated world: text that needs no network and can be checked for coherence.
 
-`story(path)` is the story of a path `stories/<family>/<number>` and a pure function of it: no clock, no order of sets,
-no seed. `records` iterates over the numbers of many families in turn until enough bytes are there. Three of the
-fourteen families are held out, and every fiftieth number of the others. Both are validation data, reported separately:
-the second asks for known plots in new words, the first for new plots.
+`story(path)` returns the story for a path `stories/<family>/<number>`, as a pure function of it: no clock, no set
+order, no seed. `records` iterates over the numbers of several families in turn until there are enough bytes. Three of
+the fourteen families are held out, and every fiftieth number of the others. Both are validation data, reported
+separately: the second tests known plots in new words, the first new plots.
 
-`check(text)` answers eight yes-no questions about whether a text holds together as a story, from the text alone, so it
-also judges what a model sampled. It expects the generator's grammar: a name has one pronoun, a pronoun agrees with the
-last name before it, the first name is introduced as "Tom was a brave fox", others by "named", "called" or "friend", a
-plot has its own goal and ending. `follows_plot(text)` asks for more: each sentence is an event, in a possible order.
+`check(text)` answers eight yes-no questions about whether a text is a coherent story, from the text alone, so it also
+works on model samples. It expects the generator's grammar: a name has one pronoun, a pronoun agrees with the last name
+before it, the first name is introduced as "Tom was a brave fox", others by "named", "called" or "friend", a plot has
+its own goal and ending. `follows_plot(text)` is stricter: each sentence is an event, in a possible order.
 
-`edits` damages a story that passes, for preference pairs, in six kinds of damage, each of which the checker must
-notice. Damage that leaves a good story (two events that may occur in either order) does not count: a candidate that
-fails no more questions than the story is drawn again.
+`edits` damages a passing story, for preference pairs, in six ways that the checker must all notice. Damage that leaves
+a good story (two events that may occur in either order) does not count: a candidate that fails no more questions than
+the story is redrawn.
 
-Not promised: literature. The sentences are short and regular, so that a model of two million parameters can learn who
-wanted what (measured on 197 kB: see `tests/test_stories.py`). Nor that `check` understands a text: another style than
-the generator's fails, and nonsense between right sentences passes (with `follows_plot` 1 in 400 does); one foreign name
-or one wrong "she" and the answer is False. Nor that a damaged story differs in one question only.
+Not guaranteed: literature. The sentences are short and regular, so that a model with two million parameters can learn
+who wanted what (measured on 197 kB: see `tests/test_stories.py`). Nor that `check` understands a text: styles other
+than the generator's fail, and nonsense between right sentences passes (with `follows_plot` 1 in 400 does); one foreign
+name or one wrong "she" makes the answer False. Nor that a damaged story differs in only one question.
 """
 
 import random
@@ -49,13 +49,13 @@ FAMILIES = (
     *("gift", "share", "contest", "brave", "mystery"),
 )
 HELD_OUT = ("grow", "deliver", "mystery")
-VALIDATION_EVERY = 50  # numbers divisible by it are validation data in every family
-DIALOGUE = 0.4  # share of stories with direct speech
+VALIDATION_EVERY = 50  # numbers divisible by this are validation data in every family
+DIALOGUE = 0.4  # fraction of stories with direct speech
 LICENCE = "CC0-1.0"
 
 
 def story(path: str) -> str:
-    """The story of a path, `stories/<family>/<number>`. Raises DataError for any other form."""
+    """The story for a path `stories/<family>/<number>`. Raises DataError for any other path."""
     family, _ = _parse_path(path)
     attempt = 0
     speaks = random.Random(path).random() < DIALOGUE  # a str is hashed by sha512: the same on every machine
@@ -65,7 +65,7 @@ def story(path: str) -> str:
 
 
 def records(families: Collection[str], target_bytes: int, *, held_out: bool | None = None) -> Iterator[Text]:
-    """Stories of the given families in turn, until their UTF-8 texts fill `target_bytes`.
+    """Stories cycling through the given families, until their UTF-8 texts fill `target_bytes`.
 
     Numbers increase from 0 across all families; `held_out` selects only validation paths (True), only training paths
     (False) or both (None). The source of a record is its family.
@@ -88,7 +88,7 @@ def records(families: Collection[str], target_bytes: int, *, held_out: bool | No
 
 
 def fresh_records(count: int, seed: int) -> list[Text]:
-    """Validation stories of the families in the training data, with numbers beyond those of any corpus."""
+    """Validation stories from the families in the training data, with numbers beyond those of any corpus."""
     families, first = [family for family in FAMILIES if family not in HELD_OUT], (1 + seed) * 10_000_000
     paths = [f"stories/{families[n % len(families)]}/{first + 50 * (n // len(families))}" for n in range(count)]
     return [Text(text=story(path), source=path.split("/")[1], path=path, licence=LICENCE) for path in paths]
@@ -101,7 +101,7 @@ def is_held_out(path: str) -> bool:
 
 
 def opening(text: str) -> str:
-    """The first sentence of a story: a prompt."""
+    """The first sentence of a story, as a prompt."""
     return sentences(text)[0]
 
 
@@ -128,9 +128,9 @@ QUESTIONS = (
 )
 MIN_WORDS, MAX_WORDS = 60, 400
 RESOLUTION = 2  # sentences: the ending and the coda
-GOAL_WITHIN = 4  # the goal is in the first sentences
+GOAL_WITHIN = 4  # the goal is within this many first sentences
 
-# A sentence ends at . ! ? (and a closing quotation mark) before a space and a capital or an opening quotation mark.
+# A sentence ends at . ! ? (and a closing quote) before a space and a capital or an opening quote.
 _BORDER = re.compile(r'(?<=[.!?])\s+(?=["A-Z])|(?<=[.!?]")\s+(?=["A-Z])')
 _WORD = re.compile(r"[A-Za-z]+(?:-[A-Za-z]+)*")
 _SLOT = re.compile(r"\{([^}]*)\}")
@@ -141,7 +141,7 @@ _STARTS = re.compile(
 
 
 def check(text: str) -> dict[str, bool]:
-    """One boolean per question of QUESTIONS; a story holds together if all are True."""
+    """One boolean per question in QUESTIONS; a story is coherent if all are True."""
     parts = sentences(text)
     words = [(match[0], match.start()) for match in _WORD.finditer(text)]
     return {
@@ -162,7 +162,7 @@ def sentences(text: str) -> list[str]:
 
 
 def family_of(text: str) -> str | None:
-    """The family whose goal the first sentences state; None if there is none or more than one."""
+    """The family whose goal the first sentences state; None if none or several match."""
     for part in sentences(text)[1:GOAL_WITHIN]:
         families = [family for family, (goal_sign, _) in _signs().items() if goal_sign.search(part)]
         if families:
@@ -171,11 +171,11 @@ def family_of(text: str) -> str | None:
 
 
 def follows_plot(text: str) -> bool:
-    """Whether a text is a chain of events of its family: each sentence is one of the world's forms, no event comes
-    before what it needs, and the one who has the thing in the end is the one who should.
+    """Whether a text is a chain of events of its family: each sentence matches one of the world's forms, no event
+    precedes its requirements, and the right character has the thing in the end.
 
-    The forms are those of the generator; what fills a slot is any few words. So nonsense between right sentences fails,
-    and so does a story of another style.
+    The forms are the generator's; any few words may fill a slot. So nonsense between right sentences fails, and so does
+    a story in another style.
     """
     family, first = family_of(text), _first().search(text)
     if family is None or first is None:
@@ -183,7 +183,7 @@ def follows_plot(text: str) -> bool:
     friends = [name for name in _INTRODUCES.findall(text) if name != first[1]]
     things = [word for word in _WORD.findall(text) if word in lexicon().wanted]
     roles = dict.fromkeys(things[:1], "xthing") | dict.fromkeys(friends[:1], "Fname") | {first[1]: "Pname"}
-    told = _WORD.sub(lambda match: roles.get(match[0], match[0]), text)  # the words that stand in the forms
+    told = _WORD.sub(lambda match: roles.get(match[0], match[0]), text)  # the words used in the forms
     return _is_told(tuple(sentences(told)), _forms(family), frozenset())
 
 
@@ -215,7 +215,7 @@ def _form(event: Event | None, wording: str, holder: str) -> _Form:
 
 
 def _slot_pattern(slot: str, holder: str) -> str:
-    """A pattern for what may fill a slot: the right person or thing, else one to ten words."""
+    """A pattern for what may fill a slot: the right person or thing, otherwise one to ten words."""
     article = "an? " if slot.startswith("a ") else ""
     slot = slot.removeprefix("a ")
     if slot[0] in "PFH" and "." not in slot:
@@ -229,10 +229,10 @@ def _slot_pattern(slot: str, holder: str) -> str:
 
 
 def _is_told(parts: tuple[str, ...], forms: tuple[_Form, ...], facts: frozenset[str]) -> bool:
-    """Whether the sentences are events that are possible after `facts`, up to the coda."""
+    """Whether the sentences are possible events after `facts`, up to the coda."""
     if not parts:
         return "done" in facts
-    ways: set[tuple[int, frozenset[str]]] = set()  # a sentence of several forms leads to few states
+    ways: set[tuple[int, frozenset[str]]] = set()  # a sentence that matches several forms leads to few states
     for form in forms:
         event = form.event
         if event is None and ("tried" not in facts and "wanting" not in facts):
@@ -248,7 +248,7 @@ def _is_told(parts: tuple[str, ...], forms: tuple[_Form, ...], facts: frozenset[
 
 @cache
 def _signs() -> dict[str, tuple[re.Pattern[str], re.Pattern[str]]]:
-    """The patterns of goal and ending of each family."""
+    """The goal and ending patterns of each family."""
     return {
         family: (re.compile(plot.goal_sign, re.IGNORECASE), re.compile(plot.ending_sign, re.IGNORECASE))
         for family, plot in plots().items()
@@ -289,7 +289,7 @@ def _pronouns_resolve(text: str, words: list[tuple[str, int]]) -> bool:
 
 
 def _names_known(text: str, words: list[tuple[str, int]]) -> bool:
-    """Each name is introduced where it first occurs; every other capitalized word is known and begins a sentence."""
+    """Each name is introduced at its first occurrence; every other capitalized word is known and starts a sentence."""
     introduced = {match.start(1): match[1] for match in _INTRODUCES.finditer(text)}
     first = _first().search(text)
     if first is not None:
@@ -306,7 +306,7 @@ def _names_known(text: str, words: list[tuple[str, int]]) -> bool:
 
 
 def _wanted_in_resolution(parts: list[str]) -> bool:
-    """One thing is wanted from the goal on, and it alone occurs in the resolution."""
+    """One thing is wanted from the goal on, and only that thing occurs in the resolution."""
     things_by_sentence = [{word for word in _WORD.findall(part.lower()) if word in lexicon().wanted} for part in parts]
     things = set().union(*things_by_sentence)
     early = set().union(*things_by_sentence[:GOAL_WITHIN])
@@ -315,7 +315,7 @@ def _wanted_in_resolution(parts: list[str]) -> bool:
 
 
 def _quotes_balanced(text: str) -> bool:
-    """Straight quotation marks come in pairs, open after a space and close before one."""
+    """Straight quotes come in pairs, open after a space and close before one."""
     marks = [match.start() for match in re.finditer('"', text)]
     opens = all(i == 0 or text[i - 1].isspace() for i in marks[::2])
     closes = all(i > 0 and text[i - 1] in ".,!?" and (i + 1 == len(text) or text[i + 1].isspace()) for i in marks[1::2])
@@ -342,7 +342,7 @@ def edits(text: str, path: str, generator: "torch.Generator") -> dict[str, str]:
 
     Same text, path and generator state: same result. A kind is absent only if the text has nothing to damage.
     """
-    import torch  # imported here so that a process that only writes stories does not load it
+    import torch  # imported lazily: a process that only writes stories does not need it
 
     seed = int(torch.randint(2**62, (), generator=generator).item())
     num_passed = sum(check(text).values())

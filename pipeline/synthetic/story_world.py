@@ -1,30 +1,30 @@
-"""The small world behind a story: its state, the planner of its events, and how a wording is read in that state.
+"""The small world behind a story: its state, the event planner, and how a wording is filled in from that state.
 
 In: a family and a random stream. Out (`tell`): one story as text, or None if it misses a bound and the caller should
-draw again. `plan` makes a sequence of 7-10 events whose preconditions hold, `_narrate` turns it into text.
+redraw. `plan` builds a sequence of 7-10 events with valid preconditions, `_narrate` turns it into text.
 
-The planner works forward. At each step it takes a random event among those whose needs hold and whose bars do not;
-optional events (a reason, a setback, a wrong guess, a friend) are in the plan only if drawn beforehand. So the order of
-a story is no template: a friend may come before the first attempt or after the setback.
+The planner works forward. At each step it picks a random event whose needs hold and whose bars do not; optional events
+(a reason, a setback, a wrong guess, a friend) are in the plan only if drawn beforehand. So the order of a story is not
+a template: a friend may come before the first attempt or after the setback.
 
-A plot has four events of its own: goal, attempt, deed, ending. A wording (`plots.yaml`; the words are in
-`stories.yaml`) is a line with slots in braces. `realize` fills them from left to right and tracks who was named last,
-so that a pronoun always agrees with the last name before it; `stories.check` requires this rule of any text.
+Each plot has four events: goal, attempt, deed, ending. A wording (`plots.yaml`; the words are in `stories.yaml`) is a
+line with slots in braces. `realize` fills them from left to right and tracks who was named last, so that a pronoun
+always agrees with the last name before it; `stories.check` requires this of any text.
 
     {P} {P:him} {P:his}     the protagonist: a pronoun if named last (with the name again now and then), else the name
     {P:name}                always the name;  {F...} the friend, {H...} who has the wanted thing at the end
-    {P.kind} {P.trait} {P.feeling}   read from the entity;  {place} where the protagonist is;  {new place} moves
+    {P.kind} {P.trait} {P.feeling}   from the entity;  {place} where the protagonist is;  {new place} moves
     {obj} {a obj} {noun} {full}      "the kite" or "the red kite"; "a red kite"; "kite" or "red kite"; "red kite"
     {aim}                   the plot's goal as an infinitive, "find the kite"
     {why}                   a clause with a cause that is true in this state
     {spot} {gear} {mishap}  phrases of several words
-    {list} {a list} {same list}      a word of `lists` that this story has not used yet; the last one again
+    {list} {a list} {same list}      a word from `lists` not yet used in this story; the last one again
 
 A wanted thing is in `things` and in no other list or wording, so that the checker can distinguish it from everything
 else in a story; a name has one pronoun, so that the checker can resolve "she". No shared wording matches an ending
 pattern, or a story without its ending could pass. The tests check all three.
 
-Not promised: English beyond the given wordings, which are in the past tense and so need no agreement.
+Not guaranteed: English beyond the given wordings, which are in the past tense and so need no agreement.
 """
 
 import random
@@ -35,15 +35,15 @@ from functools import cache
 
 from pipeline.synthetic.wording import lines, table, word_list
 
-NAME_AGAIN = 0.85  # share of sentences with the name where a pronoun would do: a small model needs frequent names
-NOUN_ALONE = 0.88  # share of "the kite" rather than "the red kite"
-SPOKEN = 0.55  # share of the events told in direct speech, in a story with speech
-MOMENT = 0.12  # share of the events followed by a sentence about the state
+NAME_AGAIN = 0.85  # fraction of sentences with the name where a pronoun would do: a small model needs frequent names
+NOUN_ALONE = 0.88  # fraction of "the kite" rather than "the red kite"
+SPOKEN = 0.55  # fraction of events told in direct speech, in a story with speech
+MOMENT = 0.12  # fraction of events followed by a sentence about the state
 OPTIONAL = (("reason", 0.4), ("setback", 0.5), ("guess", 0.4), ("meeting", 0.3))
-MAX_OPTIONAL = 3  # besides the seven events of every story
+MAX_OPTIONAL = 3  # in addition to the seven events of every story
 MIN_WORDS, MAX_WORDS = 64, 260
 
-# subject, object, possessive of each pronoun
+# subject, object and possessive form of each pronoun
 CASES = {"he": {"he": "he", "him": "him", "his": "his"}, "she": {"he": "she", "him": "her", "his": "her"}}
 PRONOUNS = {"he": "he", "him": "he", "his": "he", "himself": "he"} | dict.fromkeys(
     ("she", "her", "hers", "herself"), "she"
@@ -74,8 +74,8 @@ class Plot:
     family: str
     things: tuple[str, ...]  # keys of `things`: what the story can be about
     aims: tuple[str, ...]  # the goal as an infinitive
-    goal_sign: str  # regular expression that only this family's goal matches
-    ending_sign: str  # regular expression that this family's ending matches, and nothing before it
+    goal_sign: str  # regular expression that matches only this family's goal
+    ending_sign: str  # regular expression that matches this family's ending, and nothing before it
     goal: Event
     attempt: Event
     deed: Event
@@ -86,7 +86,7 @@ class Plot:
 
 @dataclass(slots=True)
 class Entity:
-    """A character of a story. The pronoun follows from the name."""
+    """A character in a story. The pronoun follows from the name."""
 
     name: str
     kind: str
@@ -100,7 +100,7 @@ class Entity:
 
 @dataclass(slots=True)
 class World:
-    """The state of one story; events change it, wordings read it."""
+    """The state of one story; events change it, wordings use it."""
 
     rng: random.Random
     hero: Entity
@@ -111,16 +111,16 @@ class World:
     aims: tuple[str, ...]
     facts: set[str] = field(default_factory=set)
     holder: str = "P"  # who has the wanted thing at the end: "P" or "F"
-    last: Entity | None = None  # whom a pronoun would refer to
+    last: Entity | None = None  # the referent of a pronoun
     since_name: int = 0  # sentences since the last name
     mood: str = "keen"
-    mentioned: bool = False  # the entity named last occurs in this sentence already
+    mentioned: bool = False  # the entity named last already occurs in this sentence
     used: set[str] = field(default_factory=set)
     recent: dict[str, str] = field(default_factory=dict)  # name of a list -> the word drawn last
 
 
 def tell(family: str, rng: random.Random, *, speaks: bool) -> str | None:
-    """One story of a family; None if it misses the bounds on words, has no pronoun or repeats a sentence."""
+    """One story from a family; None if its word count is out of bounds, it has no pronoun or it repeats a sentence."""
     plot = plots()[family]
     things = tuple(word for key in plot.things for word in lexicon().things[key])
     world = new_world(rng, things, plot.aims)
@@ -155,7 +155,7 @@ def plan(plot: Plot, world: World) -> list[Event]:
 
 
 def _drop_closing_events(ready: list[Event], facts: set[str]) -> list[Event]:
-    """The applicable events without those that would make a drawn optional event impossible."""
+    """The applicable events, minus those that would make a drawn optional event impossible."""
     if "introduced" not in facts:
         return [shared_events()["introduction"]]
     names = {event.name for event in ready}
@@ -194,7 +194,7 @@ def _narrate(world: World, events: list[Event], *, speaks: bool) -> list[str]:
 
 
 def new_world(rng: random.Random, things: tuple[str, ...], aims: tuple[str, ...]) -> World:
-    """Draw a protagonist, a friend of another name and kind, a thing and a place."""
+    """Draw a protagonist, a friend with another name and kind, a thing and a place."""
 
     words = lexicon()
 
@@ -220,7 +220,7 @@ def new_world(rng: random.Random, things: tuple[str, ...], aims: tuple[str, ...]
 
 
 def realize(world: World, wording: str) -> str:
-    """Fill a wording from the current state: one or more sentences. Updates who was named last and the used words."""
+    """Fill a wording (one or more sentences) from the current state. Updates who was named last and the used words."""
     world.mentioned = False
     world.since_name += 1
     text = _fill(world, wording)
@@ -329,7 +329,7 @@ class Lexicon:
     feelings: Mapping[str, tuple[str, ...]]  # by mood, as are deeds and manners
     deeds: Mapping[str, tuple[str, ...]]
     manners: Mapping[str, tuple[str, ...]]
-    lists: Mapping[str, tuple[str, ...]]  # those that a wording names in braces
+    lists: Mapping[str, tuple[str, ...]]  # lists referenced in braces by wordings
     phrases: Mapping[str, tuple[str, ...]]
     pronoun_of: Mapping[str, str]  # name -> "he" or "she"
     wanted: frozenset[str]  # all things
@@ -377,7 +377,7 @@ def moments() -> tuple[str, ...]:
 
 @cache
 def shared_events() -> dict[str, Event]:
-    """The events that all plots share, by name."""
+    """The events shared by all plots, by name."""
     return {name: _event(name, **row) for name, row in table("plots.yaml")["shared"].items()}
 
 
@@ -401,7 +401,7 @@ def _plot(
     holder: str = "P",
     partner: bool = False,
 ) -> Plot:
-    """A plot from its row: lines of wordings, and words between spaces."""
+    """A plot from its row: one wording per line, and words separated by spaces."""
     return Plot(
         family=family,
         things=tuple(things.split()),
@@ -435,7 +435,7 @@ def _event(
 
 @cache
 def vocabulary() -> frozenset[str]:
-    """Every word that can occur in a story, in lower case, without names."""
+    """Every word that can occur in a story, lowercase, without names."""
     words = lexicon()
     events = list(shared_events().values())
     wordings = [*moments(), *words.all_phrases]

@@ -1,27 +1,27 @@
-"""A tool conversation: its script, and one conversation per category, drawn from a seed.
+"""Tool conversations: the script of one, and a conversation per category, drawn from a seed.
 
-`Script` appends messages in the OpenAI form and executes calls in its own `ToolWorld`; `close` runs the last checks and
-returns the `Dialogue`. Checks: arguments are JSON and fit the schema, every call executes (an error is allowed only if
-a repair follows), and every scalar of every argument is a span of a user message, a value in an earlier result, or the
-parameter's default. A failed check is a bug of the generator: AssertionError.
+`Script` appends messages in OpenAI format and executes calls in its own `ToolWorld`; `close` runs the final checks and
+returns the `Dialogue`. Checks: arguments are JSON and match the schema, every call executes (an error is allowed only
+if a repair follows), and every scalar in every argument is a span of a user message, a value in an earlier result, or
+the parameter's default. A failed check is a bug in the generator: AssertionError.
 
-`build(category, options)` returns a conversation, or None if the draw failed and the caller should draw again.
+`build(category, options)` returns a conversation, or None if the draw failed and the caller should retry.
 `DialogueOptions` selects the tools and wordings that may occur. In training some tools are invented or renamed
 (`tool_schemas.py`), so that a model has to read names; validation and test have only real tools. Categories and what
 they teach:
 
     simple, multiple, parallel, parallel_multiple    one or several calls, one or several tools offered
     irrelevance, plain                               no offered tool fits, or nothing is requested: no call
-    relevance                                        small talk around a request that does need a call
+    relevance                                        small talk around a request that needs a call
     missing                                          a required value is missing: ask for it, then call
-    later                                            the fitting tool comes in a later user turn
+    later                                            the right tool comes in a later user turn
     dependent                                        the second call needs a value from the first one's result
-    repair                                           the first call fails, its message tells how to call again
+    repair                                           the first call fails, its message explains how to fix it
 
-`add_requests` continues a conversation, for training: most of its length is its tools, and one more request among them
+`add_requests` continues a conversation, for training: tools make up most of its length, so one more request for them
 costs a third of a new conversation.
 
-Not promised: knowledge. The assistant refuses what it cannot do.
+Not guaranteed: knowledge. The assistant refuses what it cannot do.
 """
 
 import json
@@ -66,14 +66,14 @@ from pipeline.synthetic.wording import (
     words,
 )
 
-INVENTED, RENAMED = 0.65, 0.3  # shares of the training conversations with such tools
-ANSWERED = 0.3  # share of the single-request conversations with result and closing sentence
-REFUSED = 0.2  # share of the added requests that no offered tool serves
+INVENTED, RENAMED = 0.65, 0.3  # fractions of training conversations with invented or renamed tools
+ANSWERED = 0.3  # fraction of single-request conversations with result and closing sentence
+REFUSED = 0.2  # fraction of added requests that no offered tool can serve
 LENGTH = 1_200  # characters of tools and messages beyond which no request is added: most conversations fit 512 tokens
-NUM_OFFERED = (*[2] * 11, *[3] * 5, 4, 4, 5, 6)  # mostly few: a schema has some 50 tokens
+NUM_OFFERED = (*[2] * 11, *[3] * 5, 4, 4, 5, 6)  # mostly few: a schema takes about 50 tokens
 
 Call = tuple[ToolSpec, dict[str, Value]]
-Request = tuple[str, list[Call]]  # a wish without its frame, and the calls that serve it
+Request = tuple[str, list[Call]]  # a request without its frame, and the calls that fulfill it
 
 
 @dataclass
@@ -86,8 +86,8 @@ class Script:
     late: list[ToolSpec] = field(default_factory=list)
     calls: list[tuple[Call, Result]] = field(default_factory=list)
     num_calls: int = 0
-    user_text: str = ""  # of all user turns so far
-    results: list[Value] = field(default_factory=list)  # all scalars of results so far
+    user_text: str = ""  # all user turns so far
+    results: list[Value] = field(default_factory=list)  # all result scalars so far
 
     def user(self, text: str) -> None:
         """Add a user turn."""
@@ -95,7 +95,7 @@ class Script:
         self.user_text += text + "\n"
 
     def announce(self, tool: ToolSpec, before: str, after: str) -> None:
-        """Add a user turn that offers a new tool, written the way the chat format lists tools."""
+        """Add a user turn that offers a new tool, in the format of the chat's tool list."""
         self.late.append(tool)
         line = json.dumps(function(tool)["function"], ensure_ascii=False)
         self.messages.append({"role": "user", "content": f"{before}\n<tools>\n{line}\n</tools>\n{after}"})
@@ -105,7 +105,7 @@ class Script:
         self.messages.append({"role": "assistant", "content": text})
 
     def call(self, calls: list[Call]) -> list[Result]:
-        """Check, execute and add calls of the assistant; `show` adds their results."""
+        """Check, execute and add the assistant's calls; `show` adds their results."""
         tool_calls = []
         self.calls = []
         for tool, arguments in calls:
@@ -123,7 +123,7 @@ class Script:
         return [result for _, result in self.calls]
 
     def show(self) -> None:
-        """Add the results of the last calls, a message each."""
+        """Add the results of the last calls, one message each."""
         first = self.num_calls - len(self.calls)
         for i, ((tool, _), result) in enumerate(self.calls):
             content = json.dumps(result, ensure_ascii=False)
@@ -133,7 +133,7 @@ class Script:
             self.results += leaf_values(result)
 
     def answer(self) -> None:
-        """Add the last results and an assistant turn with a sentence on each."""
+        """Add the last results and an assistant turn with one sentence per result."""
         self.show()
         closing = [closing_sentence(tool, arguments, result) for (tool, arguments), result in self.calls]
         self.say(" ".join(dict.fromkeys(closing)))
@@ -155,7 +155,7 @@ def closing_sentence(tool: ToolSpec, arguments: dict[str, Value], result: Result
 
 
 def provenance(value: Value, user_text: str, results: list[Value], default: Value) -> str | None:
-    """The source of a scalar: "user", "result" or "default"; None if it has none."""
+    """The source of a scalar: "user", "result" or "default"; None if it has no source."""
     text = "true" if value is True else "false" if value is False else str(value)
     if isinstance(value, str):
         is_in_text = text in user_text
@@ -176,7 +176,7 @@ def _is_in_result(value: Value, leaf: Value) -> bool:
 
 
 def _check_call(script: Script, tool: ToolSpec, arguments: dict[str, Value]) -> None:
-    """Assert that the arguments of a call fit the schema and have a source."""
+    """Assert that the arguments of a call match the schema and have a source."""
     assert tool in script.tools or tool in script.late, tool.name
     faults = problems(function(tool)["function"]["parameters"], arguments)
     assert not faults, (tool.name, arguments, faults)
@@ -192,12 +192,12 @@ class DialogueOptions:
     """Which tools and wordings a conversation may contain."""
 
     rng: Random
-    unseen_tool: bool = False  # a called tool is of the held-out domains
+    unseen_tool: bool = False  # a called tool is from a held-out domain
     unseen_template: bool = False  # only held-out wordings and frames
-    fresh: bool = False  # the held-out domains are those that no choice was made on
+    fresh: bool = False  # use the held-out domains that no choice was based on
     invented: bool = False
     renamed: bool = False
-    continues: bool = False  # more requests follow, up to LENGTH characters in all
+    continues: bool = False  # more requests follow, up to LENGTH characters in total
     accepts: Callable[[str], bool] = bool  # whether a request belongs to the split
 
     def draw_target(self) -> ToolSpec:
@@ -219,7 +219,7 @@ class DialogueOptions:
         return pick_family(tool.wordings, self.unseen_template, self.rng)
 
     def rename(self, tools: list[ToolSpec]) -> dict[str, ToolSpec]:
-        """The tools by their original name, renamed if the options say so."""
+        """The tools by their original name, renamed if the options require it."""
         return {tool.name: renamed(tool, self.rng) if self.renamed else tool for tool in tools}
 
 
@@ -233,7 +233,7 @@ def build(category: str, options: DialogueOptions) -> Script | None:
 
 
 def draw_others(options: DialogueOptions, targets: list[ToolSpec], number: int, *, near: bool = True) -> list[ToolSpec]:
-    """Tools to offer beside the targets, without repeated names: first a near-duplicate, then any.
+    """Tools to offer alongside the targets, with distinct names: first a near-duplicate, then any.
 
     Without `near`, only tools that are not `_alike` to a target.
     """
@@ -253,13 +253,13 @@ def draw_others(options: DialogueOptions, targets: list[ToolSpec], number: int, 
 
 
 def _alike(tool: ToolSpec, targets: list[ToolSpec]) -> bool:
-    """Whether a tool shares a word of its name or domain with a target."""
+    """Whether a tool's name or domain shares a word with a target."""
     words_of_tool = set(tool.name.split("_")) | set(tool.domain.split())
     return any(words_of_tool & (set(other.name.split("_")) | set(other.domain.split())) for other in targets)
 
 
 def _offer(options: DialogueOptions, targets: list[ToolSpec], number: int) -> tuple[Script, list[ToolSpec]]:
-    """A script that offers the targets and `number` others in random order, and the targets as they are offered."""
+    """A script that offers the targets and `number` others in random order, and the targets as offered."""
     tool_of_name = options.rename([*targets, *draw_others(options, targets, number)])
     offered = list(tool_of_name.values())
     options.rng.shuffle(offered)
@@ -267,7 +267,7 @@ def _offer(options: DialogueOptions, targets: list[ToolSpec], number: int) -> tu
 
 
 def _maybe_answer(script: Script, rng: Random, share: float = ANSWERED) -> Script:
-    """The script, in a share of the draws with results and closing words."""
+    """The script, in a fraction of the draws with results and closing words."""
     if rng.random() < share:
         script.answer()
     return script
@@ -300,13 +300,13 @@ def relevance(options: DialogueOptions) -> Script:
 
 
 def parallel(options: DialogueOptions) -> Script | None:
-    """Two or three calls of one tool."""
+    """Two or three calls to one tool."""
     script, (tool,) = _offer(options, [options.draw_target()], options.rng.choice((0, 0, 1)))
     return _add_request(script, options, request_several(options, tool))
 
 
 def parallel_multiple(options: DialogueOptions) -> Script | None:
-    """Two or three tools, a call each."""
+    """Two or three tools, one call each."""
     rng = options.rng
     targets = {tool.name: tool for tool in (options.draw_target() for _ in range(rng.choice((2, 2, 2, 3))))}
     while len(targets) < 2:
@@ -336,7 +336,7 @@ def request_several(options: DialogueOptions, tool: ToolSpec) -> Request | None:
 
 
 def request_each(options: DialogueOptions, tools: list[ToolSpec]) -> Request:
-    """One request for each of the tools, in one sentence."""
+    """One request per tool, in one sentence."""
     wishes, calls = [], list[Call]()
     for tool in tools:
         wording = options.draw_wording(tool)
@@ -347,7 +347,7 @@ def request_each(options: DialogueOptions, tools: list[ToolSpec]) -> Request:
 
 
 def _add_request(script: Script, options: DialogueOptions, request: Request | None) -> Script | None:
-    """Add a request, its calls and, in a fifth of the draws, results and closing words; None without a request."""
+    """Add a request, its calls and, in a fifth of the draws, results and closing words; None if there is no request."""
     if request is None:
         return None
     text, calls = request
@@ -357,7 +357,7 @@ def _add_request(script: Script, options: DialogueOptions, request: Request | No
 
 
 def add_requests(script: Script, options: DialogueOptions) -> Script | None:
-    """Add requests for the offered tools, and some that none of them serves, up to LENGTH characters.
+    """Add requests for the offered tools, and some that none of them can serve, up to LENGTH characters.
 
     None if a tool refuses a request (the world has changed since the start).
     """
@@ -392,13 +392,13 @@ def add_requests(script: Script, options: DialogueOptions) -> Script | None:
 
 
 def stands_alone(tool: ToolSpec) -> bool:
-    """Whether each wording states every required parameter (for the second tool of a chain it does not)."""
+    """Whether each wording states every required parameter (not the case for the second tool of a chain)."""
     required = {name for name, parameter in tool.params.items() if "default" not in parameter.schema}
     return all(required <= set(arguments_in(tool, wording, dict.fromkeys(tool.params))) for wording in tool.wordings)
 
 
 def irrelevance(options: DialogueOptions) -> Script:
-    """A request for a tool that is not offered, or for something no tool does."""
+    """A request for a tool that is not offered, or for something no tool can do."""
     rng = options.rng
     if rng.random() < 0.35:
         tools = [options.draw_target()]
@@ -421,7 +421,7 @@ def irrelevance(options: DialogueOptions) -> Script:
 
 
 def plain(options: DialogueOptions) -> Script:
-    """A greeting: tools are offered, none is needed."""
+    """A greeting: tools are offered but not needed."""
     target = options.draw_target()
     script, _ = _offer(options, [target], options.rng.choice((0, 1)))
     greeting, answer = draw_greeting(options.unseen_template, options.rng)
@@ -493,7 +493,7 @@ def dependent(options: DialogueOptions) -> Script | None:
 
 
 def _draw_chain(options: DialogueOptions) -> tuple[ToolSpec, ToolSpec, Chain]:
-    """Two tools, the first of which provides a value for the second."""
+    """Two tools; the first provides a value for the second."""
     rng = options.rng
     if options.invented:
         noun = rng.choice(words("nouns"))
@@ -505,7 +505,7 @@ def _draw_chain(options: DialogueOptions) -> tuple[ToolSpec, ToolSpec, Chain]:
 
 
 def repair(options: DialogueOptions) -> Script | None:
-    """A typo of the user makes the first call fail; the error message contains the right value."""
+    """A user's typo makes the first call fail; the error message contains the right value."""
     options = replace(options, invented=False)  # an invented tool never fails
     rng = options.rng
     target = rng.choice([tool for tool in options.callable_tools() if tool.fragile])
@@ -568,7 +568,7 @@ def coordinate(tool: ToolSpec, wording: str, values: list[dict[str, Value]], rng
 
 
 def ask_for(name: str, rng: Random) -> str:
-    """The question for a missing parameter, with its name as in the schema."""
+    """The question about a missing parameter, with its name as in the schema."""
     spoken = name.replace("_", " ")
     return rng.choice((f"Which {spoken} should I use?", f"Which {spoken} do you mean?", f"What is the {spoken}?"))
 

@@ -1,20 +1,19 @@
-"""The shape of a tool, the world that tools act on, and tools invented for one training conversation.
+"""The structure of a tool, the world that tools act on, and tools invented for one training conversation.
 
 A `ToolWorld` is the state of the tools; worlds are compared by their public attributes (`==`). A request that the world
-cannot serve raises `ToolError`, whose message names what would work. The result of a lookup (a telephone number, a
+cannot fulfill raises `ToolError`, with a message that names what would work. The result of a lookup (a phone number, a
 temperature) comes from `hash_of`, a pure function of the request.
 
-A `ToolSpec` has everything that a conversation needs: its JSON schema, the function behind it, and its wordings.
-Wordings are imperative and contain `{parameter}` placeholders (for nested objects the names of the leaves); the last of
-the five wordings belongs to the held-out template families. A parameter is optional exactly if its schema has a
-default.
+A `ToolSpec` has everything a conversation needs: its JSON schema, the function behind it, and its wordings. Wordings
+are imperative and contain `{parameter}` placeholders (for nested objects the names of the leaves); the last of the five
+wordings belongs to the held-out template families. A parameter is optional if and only if its schema has a default.
 
 Tools are invented so that a model learns to read schemas instead of memorizing tools. `invent` combines a verb, a noun
 and one to four parameters; names, types, enums, defaults and wordings follow from them. `sibling` is a near-duplicate
 (same verb or same noun). `renamed` gives any tool and its parameters random names; the old names remain as
 descriptions. An invented tool executes by writing to `ToolWorld.ledger`.
 
-Not promised: that any result is true of the real world, or that invented tools make sense.
+Not guaranteed: that any result is true in the real world, or that invented tools make sense.
 """
 
 import datetime
@@ -70,7 +69,7 @@ class ToolError(Exception):
 
 @dataclass
 class ToolWorld:
-    """All state that tools can change; a new one is empty."""
+    """All state that tools can change; initially empty."""
 
     contacts: dict[str, Result] = field(default_factory=dict)
     removed: list[str] = field(default_factory=list)
@@ -88,7 +87,7 @@ class ToolWorld:
 
 
 def hash_of(*parts: object) -> int:
-    """A number below 2**32 that depends only on the parts."""
+    """A number below 2**32 that depends only on `parts`."""
     return int.from_bytes(hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=4).digest(), "big")
 
 
@@ -133,8 +132,8 @@ class Param:
 
 
 def declared(line: str) -> tuple[str, Param]:
-    """Name and parameter of a line of a table: `days: 3 to 60`, `book_id: CODE`, `beds: some LABEL`; the names of
-    kinds are those of wording.py.
+    """Parse name and parameter from a table line: `days: 3 to 60`, `book_id: CODE`, `beds: some LABEL`; kinds are named
+    as in wording.py.
     """
     name, _, kind = line.partition(": ")
     if " to " in kind:
@@ -162,7 +161,7 @@ class ToolSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Chain:
-    """Two tools, the second of which needs a value from the first one's result."""
+    """Two tools; the second needs a value from the first one's result."""
 
     first: str
     key: str  # in the first result
@@ -182,17 +181,17 @@ def param(type_: str | list[str], kind: Kind, about: str = "", enum: tuple[str, 
 
 
 def string(kind: Kind, about: str = "") -> Param:
-    """A required text."""
+    """A required string."""
     return param("string", kind, about)
 
 
 def whole(low: int, high: int, about: str = "") -> Param:
-    """A required whole number, in requests from low to high."""
+    """A required integer, in requests from low to high."""
     return param("integer", integer(low, high), about)
 
 
 def choice(*options: str) -> Param:
-    """A required text, one of a few."""
+    """A required string from a few options."""
     return param("string", one_of(*options), enum=options)
 
 
@@ -215,7 +214,7 @@ def nested(leaves: dict[str, tuple[str, Kind]]) -> Param:
 
 
 def function(tool: ToolSpec) -> JsonObject:
-    """The tool's schema in the OpenAI form."""
+    """The tool's schema in OpenAI format."""
     properties = {name: parameter.schema for name, parameter in tool.params.items()}
     required = [name for name, schema in properties.items() if "default" not in schema]
     parameters = {"type": "object", "properties": properties, "required": required}
@@ -224,7 +223,7 @@ def function(tool: ToolSpec) -> JsonObject:
 
 
 def problems(parameters: JsonObject, arguments: Value) -> list[str]:
-    """What is wrong with the arguments: JSON schema's messages, and parameters that the schema does not define."""
+    """Problems with the arguments: JSON schema messages, and parameters not defined in the schema."""
     messages = [error.message for error in Draft202012Validator(parameters).iter_errors(arguments)]
     if isinstance(arguments, dict):
         messages += [f"unknown parameter {key!r}" for key in arguments if key not in parameters.get("properties", {})]
@@ -233,7 +232,7 @@ def problems(parameters: JsonObject, arguments: Value) -> list[str]:
 
 @cache
 def placeholders(wording: str) -> tuple[str, ...]:
-    """The names in braces, in order."""
+    """The placeholder names, in order."""
     return tuple(name for _, name, _, _ in Formatter().parse(wording) if name)
 
 
@@ -253,7 +252,7 @@ def draw(tool: ToolSpec, rng: Random) -> dict[str, Value]:
 
 
 def arguments_in(tool: ToolSpec, wording: str, values: dict[str, Value]) -> dict[str, Value]:
-    """The arguments that a wording states, in the schema's order; the others take their defaults."""
+    """The arguments stated in a wording, in schema order; the others take their defaults."""
     named = placeholders(wording)
     return {
         name: values[name]
@@ -263,7 +262,7 @@ def arguments_in(tool: ToolSpec, wording: str, values: dict[str, Value]) -> dict
 
 
 def fill(tool: ToolSpec, wording: str, values: dict[str, Value], rng: Random) -> str:
-    """The wording with its placeholders filled."""
+    """The wording with its placeholders filled in."""
     texts: dict[str, str] = {}
     for name, value in values.items():
         kind = tool.params[name].kind
@@ -304,7 +303,7 @@ def noted(world: ToolWorld, **arguments: Value) -> Result:
 PHRASE = Kind(phrase, 0.9)
 SINGLE = Kind(open_word, 0.6)
 HYPHENED = Kind(lambda rng: f"{open_word(rng)}-{open_word(rng)}", 0.4)
-NUM_PARAMS = (1, 1, 1, 2, 2, 2, 3, 3)  # a pair adds one more: binding values to parameters needs the most practice
+NUM_PARAMS = (1, 1, 1, 2, 2, 2, 3, 3)  # a pair adds one more: assigning values to parameters needs the most practice
 
 
 @dataclass(frozen=True)
@@ -321,7 +320,7 @@ class Concept:
 
     @property
     def cues(self) -> tuple[str, ...]:
-        """What introduces the value in a request."""
+        """The words that introduce the value in a request."""
         return lines("tools.yaml", "concepts", self.key, "cues")
 
 
@@ -358,7 +357,7 @@ PAIRS = (
 PAIR_KINDS = {"city": CITY, "code": CODE, "path": PATH, "date": DATE, "label": LABEL, "word": WORD, "time": TIME}
 LISTS = {"tags": WORD, "cities": CITY, "names": FIRST, "people": FIRST, "codes": CODE, "files": PATH, "labels": LABEL}
 
-Part = tuple[dict[str, Param], str]  # parameters and the phrase of a wording that states them
+Part = tuple[dict[str, Param], str]  # parameters, and the phrase of a wording that states them
 
 
 def _words(kind: str) -> tuple[str, ...]:
@@ -434,7 +433,7 @@ def lookup(rng: Random, noun: str) -> ToolSpec:
 
 
 def user_of(rng: Random, noun: str) -> ToolSpec:
-    """A tool that needs the id which `lookup` finds: the second of two calls."""
+    """A tool that needs the id found by `lookup`: the second of two calls."""
     tool = invent(rng, verb=rng.choice([verb for verb in _words("verbs") if verb not in _words("finders")]), noun=noun)
     verb = tool.domain.split(" ")[0]
     extra = {name: p for name, p in tool.params.items() if name != f"{noun}_id" and not isinstance(p.kind, dict)}
@@ -445,7 +444,7 @@ def user_of(rng: Random, noun: str) -> ToolSpec:
 
 
 def renamed(tool: ToolSpec, rng: Random) -> ToolSpec:
-    """The tool with random names for itself and its parameters; only the descriptions tell their meaning."""
+    """The tool with random names for itself and its parameters; only the descriptions reveal their meaning."""
     new_names = {name: _gibberish(rng) if rng.random() < 0.7 else name for name in tool.params}
     if len(set(new_names.values())) < len(new_names):
         new_names = {name: f"{name}_{i}" for i, name in enumerate(tool.params)}
@@ -501,7 +500,7 @@ def _draw_part(rng: Random, noun: str) -> Part:
     concept = rng.choice(CONCEPTS)
     name = rng.choice(concept.names)
     cues = (*concept.cues, "with <> {}")
-    if rng.random() < 0.35:  # any word may be a parameter; the request names the one that a value belongs to
+    if rng.random() < 0.35:  # any word may be a parameter; the request says which one a value belongs to
         name, cues = open_word(rng), ("with <> {}", "with the <> {}", "<> {}")
         name = f"{name}_{rng.choice(concept.names)}" if rng.random() < 0.4 else name
     if name in ("id", "name") and rng.random() < 0.7:
@@ -518,7 +517,7 @@ def _draw_part(rng: Random, noun: str) -> Part:
 
 
 def _names(part: Part) -> set[str]:
-    """The names of parameters and of leaves: both are placeholders in a wording."""
+    """The names of parameters and leaves: both are placeholders in a wording."""
     leaves = [set(p.kind) for p in part[0].values() if isinstance(p.kind, dict)]
     return set(part[0]).union(*leaves)
 
@@ -533,7 +532,7 @@ def _wording(wish: str, parts: list[Part], without: str | None) -> str:
 
 
 def _fronted_wording(wish: str, parts: list[Part], rng: Random) -> str:
-    """A wording that, in half of the draws, puts one part before the wish."""
+    """A wording that, in half of the draws, puts one part before the request."""
     if len(parts) < 2 or rng.random() < 0.5 or parts[0][1].startswith((":", "{")):
         return _wording(wish, parts, None)
     return f"{parts[0][1]} {_wording(wish, parts[1:], None)}"

@@ -1,15 +1,15 @@
-"""The toolbox: 56 real tools in 14 domains, which of them are held out, and the pairs in which one feeds the other.
+"""The toolbox: 56 real tools in 14 domains, the held-out domains, and the pairs where one tool feeds another.
 
-`tools()` is the whole box. Three domains (`HELD_OUT_DOMAINS`, 12 tools) never occur in training, and two more
-(`FRESH_DOMAINS`, 8 tools) nowhere unless `evaluate.fresh_seed` is set: no choice of this project was made on them.
-`run(world, name, arguments)` executes a call by name; results are JSON objects, also a refusal: `{"error": message}`.
-To add a tool, write a function, its entry in PARAMETERS, and its wordings in `toolbox.yaml` (docs/extending.md).
+`tools()` is the whole toolbox. Three domains (`HELD_OUT_DOMAINS`, 12 tools) never occur in training, and two more
+(`FRESH_DOMAINS`, 8 tools) only with `evaluate.fresh_seed`: no choice in this project was based on them.
+`run(world, name, arguments)` executes a call by name; results, including refusals `{"error": message}`, are JSON
+objects. To add a tool, write a function, a PARAMETERS entry and its wordings in `toolbox.yaml` (docs/extending.md).
 
 Every function takes the `ToolWorld` first, then exactly the tool's parameters, and returns a JSON object (the result in
-a conversation). Raises ToolError if the world cannot serve the request.
+a conversation). Raises ToolError if the world cannot fulfill the request.
 
-Not promised: that the tools match the real world, or sensible results for arguments that do not fit the tool's schema
-(`run` checks them first).
+Not guaranteed: that the tools match the real world, or sensible results for arguments that do not match the tool's
+schema (`run` checks them first).
 """
 
 import datetime
@@ -96,7 +96,7 @@ def tools() -> dict[str, ToolSpec]:
 
 
 def _declared(name: str, domain: str, *, takes: str, **row: Any) -> ToolSpec:
-    """A tool without a function of its own, from its row: `takes` has a parameter a line."""
+    """A tool without its own function, from its row: `takes` has one parameter per line."""
     return replace(_tool(domain, noted, dict(map(declared, takes.splitlines())), **row), name=name)
 
 
@@ -111,7 +111,7 @@ def _tool(
     answer: str,
     fragile: str | None = None,
 ) -> ToolSpec:
-    """A tool from its row: lines of wordings, and lines `parameter: wording without it`."""
+    """A tool from its row: one wording per line, and lines `parameter: wording without it`."""
     without = [line.split(": ", 1) for line in missing.splitlines()]
     return ToolSpec(
         name=run.__name__,
@@ -134,24 +134,24 @@ def seen() -> tuple[ToolSpec, ...]:
 
 @cache
 def unseen() -> tuple[ToolSpec, ...]:
-    """The tools that do not."""
+    """The tools that do not occur in training."""
     return tuple(tool for tool in tools().values() if tool.domain in HELD_OUT_DOMAINS)
 
 
 @cache
 def fresh() -> tuple[ToolSpec, ...]:
-    """The tools that occur where `evaluate.fresh_seed` is set alone."""
+    """The tools that occur only if `evaluate.fresh_seed` is set."""
     return tuple(tool for tool in tools().values() if tool.domain in FRESH_DOMAINS)
 
 
 @cache
 def chains() -> tuple[Chain, ...]:
-    """The pairs of tools in which one feeds the other."""
+    """The pairs of tools where one feeds the other."""
     return tuple(Chain(**{**row, "tails": tuple(row["tails"].splitlines())}) for row in table("toolbox.yaml")["chains"])
 
 
 def run(world: ToolWorld, name: str, arguments: Value) -> Result:
-    """Execute a call, whatever a model wrote.
+    """Execute any call a model wrote, valid or not.
 
     An unknown tool, arguments that violate the schema, a refusal and unusable values (an infinite number, "half past"
     as a time) return `{"error": message}`.

@@ -2,34 +2,35 @@
 
 `dialogues(split, count, seed)` yields `Dialogue` records of kind "tools". Each is a pure function of (split, seed, its
 number); quotas are exact in every block of 100. `Dialogue.category` is `<category>/<tool>/<template>` with tool in
-{seen_tool, unseen_tool} and template in {seen_template, unseen_template}; `facets` splits it. Held out of train and
-val: three domains of the toolbox and the last fifth of every list of wordings and frames. Test: the four quadrants in
-turn within each category. The splits share no opening request (a hash of its text decides where it may occur).
-Training conversations continue with more requests among the same tools.
+{seen_tool, unseen_tool} and template in {seen_template, unseen_template}; `facets` splits it. Held out from train and
+val: three domains of the toolbox and the last fifth of every list of wordings and frames. Test: cycles through the four
+quadrants within each category. The splits share no opening request (a hash of its text assigns it to a split). Training
+conversations continue with more requests for the same tools.
 
-The truth follows from the record alone (messages, tools), so conversations read from disk can be scored.
+The truth follows from the record alone (messages, tools), so conversations loaded from disk can be scored.
 
-`choice_dialogue(split, seed, number)` makes `Dialogue` records of kind "choice", to practice the choice among tools: a
-few short tools, and one request after the other for one, two or three of them. Choosing the right tool is what a small
-model learns last: it takes some ten thousand choices (docs/LOG.md), and half of the conversations of `dialogues` offer
-only one tool. Nearly all tools are invented, many under a name without meaning, so that the description has to be read.
-Each record is a pure function of the three arguments; the category is the number of tools. For training alone: a
-request may follow a call whose result was not shown. No wording, tool or opening request of the test split occurs.
+`choice_dialogue(split, seed, number)` makes `Dialogue` records of kind "choice", to practice choosing among tools: a
+few short tools, and a series of requests for one, two or three of them. Choosing the right tool is the last thing a
+small model learns: it takes about ten thousand choices (docs/LOG.md), and half of the conversations from `dialogues`
+offer only one tool. Nearly all tools are invented, many with a meaningless name, so that the description must be read.
+Each record is a pure function of the three arguments; the category is the number of tools. For training only: a request
+may follow a call whose result was not shown. No wording, tool or opening request of the test split occurs.
 
-`record(seed, number)` is a transcript: a conversation of one of the two kinds (half each) as plain text, for the corpus
-of the language model. It uses another seed than stage tasks and only the training split, so held-out tools and wordings
-never occur. Control tokens cannot occur in a text (`Tokenizer.encode` produces none), so a turn is its role on a line,
-then its content; a call is its JSON. Transcripts teach the tokenizer the words of schemas and requests as whole tokens
-(measured, docs/LOG.md), and let the model practice reading schemas before the short fine-tuning (not measured alone).
+`record(seed, number)` is a transcript: a conversation of one of the two kinds (half each) as plain text, for the
+language model's corpus. It uses a different seed from stage tasks and only the training split, so held-out tools and
+wordings never occur. Control tokens cannot occur in text (`Tokenizer.encode` produces none), so a turn is its role on a
+line, then its content; a call is its JSON. Transcripts teach the tokenizer the words of schemas and requests as whole
+tokens (measured, docs/LOG.md), and let the model practice reading schemas before the short fine-tuning (not measured
+separately).
 
-`talk_dialogue(split, seed, number)` makes conversations in which no tool is offered: `Dialogue` records of kind "talk",
-a pure function of the three. The categories are "greeting", "question" (about the assistant) and "refusal" (a wish that
-needs a tool). Without them a model that is mostly trained on calls answers everything with a call, also where there is
-nothing to call. Held-out wordings occur only in the split "test".
+`talk_dialogue(split, seed, number)` makes conversations without tools: `Dialogue` records of kind "talk", a pure
+function of the three arguments. The categories are "greeting", "question" (about the assistant) and "refusal" (a
+request that needs a tool). Without them, a model trained mostly on calls answers everything with a call, even if there
+is nothing to call. Held-out wordings occur only in the split "test".
 
-Not promised: that the requests sound like people, that other wordings of the same wish would be wrong, or that invented
-tools make sense; for transcripts, the chat format, which only `text/chat.py` writes, or that a conversation differs in
-more than its values from one that stage tasks makes.
+Not guaranteed: that the requests sound like people, that other wordings of the same request would be wrong, or that
+invented tools make sense; for transcripts, the chat format, which only `text/chat.py` writes, or that a conversation
+differs from one made by stage tasks in more than its values.
 """
 
 import hashlib
@@ -81,9 +82,9 @@ QUOTAS = {
     "dependent": 8,
     "repair": 4,
     "plain": 2,
-}  # per cent
-MOST_DIALOGUES = 1_000_000  # of a split; numbers from here on are `unserved_dialogues`
-SPLITS = {"train": (0, 8), "val": (8, 9), "test": (9, 10)}  # tenths of the hashes of opening requests
+}  # percent
+MOST_DIALOGUES = 1_000_000  # per split; numbers from here on are `unserved_dialogues`
+SPLITS = {"train": (0, 8), "val": (8, 9), "test": (9, 10)}  # tenths of the opening-request hashes
 NO_CALL_FIRST = ("irrelevance", "plain", "missing", "later")  # categories whose first assistant turn has no call
 QUADRANTS = ((False, False), (True, False), (False, True), (True, True))  # (unseen tool, unseen template)
 
@@ -105,7 +106,7 @@ def facets(dialogue: Dialogue) -> Facets:
 def dialogues(split: str, count: int, seed: int, first: int = 0, *, fresh: bool = False) -> Iterator[Dialogue]:
     """Conversations `first` to `count` of a split ("train", "val", "test"). Raises ValueError for another split.
 
-    The first n of a longer run are the run of n. The held-out tools of a `fresh` test are those of FRESH_DOMAINS.
+    A shorter run is a prefix of a longer one. A `fresh` test takes its held-out tools from FRESH_DOMAINS.
     """
     if split not in SPLITS:
         raise ValueError(f"split is one of {', '.join(SPLITS)}; got {split!r}")
@@ -122,13 +123,13 @@ def dialogues(split: str, count: int, seed: int, first: int = 0, *, fresh: bool 
 
 
 def unserved_dialogues(count: int, seed: int, *, fresh: bool = False) -> Iterator[Dialogue]:
-    """More test conversations that open with a request which no offered tool serves: false calls are rare events."""
+    """More test conversations that open with a request no offered tool can serve, because false calls are rare."""
     for number in range(count):
         yield _dialogue("test", seed, MOST_DIALOGUES + number, "irrelevance", QUADRANTS[number % 4], fresh=fresh)
 
 
 def fresh_dialogues(known: Sequence[Dialogue], seed: int) -> list[Dialogue]:
-    """Other conversations in place of those of `dialogues` and `unserved_dialogues`, with fresh tools; others stay."""
+    """Replace conversations from `dialogues` and `unserved_dialogues` with new ones for fresh tools; keep others."""
     generated = [d for d in known if d.id.startswith("tools/test/")]
     unserved = sum(map(is_unserved, generated))
     return [
@@ -139,7 +140,7 @@ def fresh_dialogues(known: Sequence[Dialogue], seed: int) -> list[Dialogue]:
 
 
 def is_unserved(dialogue: Dialogue) -> bool:
-    """Whether it is one of `unserved_dialogues`."""
+    """Whether the conversation is from `unserved_dialogues`."""
     place, _, number = dialogue.id.rpartition("/")
     return place.startswith("tools/test/") and int(number) >= MOST_DIALOGUES
 
@@ -147,7 +148,7 @@ def is_unserved(dialogue: Dialogue) -> bool:
 def _dialogue(
     split: str, seed: int, number: int, category: str, quadrant: tuple[bool, bool], *, fresh: bool = False
 ) -> Dialogue:
-    """The conversation of the first successful draw whose opening request belongs to the split."""
+    """The conversation from the first successful draw with an opening request that belongs to the split."""
     id_ = f"tools/{split}/{seed}/{number}"
     tool, template = quadrant
 
@@ -170,7 +171,7 @@ def _dialogue(
 
 
 def belongs(request: str, split: str) -> bool:
-    """Whether a request may open a conversation of the split, by a hash of its text."""
+    """Whether a request may open a conversation in the split, by a hash of its text."""
     low, high = SPLITS[split]
     return low <= hashlib.blake2b(request.encode(), digest_size=8).digest()[0] * 10 // 256 < high
 
@@ -179,7 +180,7 @@ def belongs(request: str, split: str) -> bool:
 
 
 def turns(dialogue: Dialogue) -> list[int]:
-    """Indices of the assistant messages that are scored: all with calls, and a first one that must not call."""
+    """Indices of the scored assistant messages: all with calls, and a first one that must not call."""
     assistant = [i for i, message in enumerate(dialogue.messages) if message["role"] == "assistant"]
     quiet = assistant[:1] if facets(dialogue).category in NO_CALL_FIRST else []
     return quiet + [i for i in assistant if dialogue.messages[i].get("tool_calls")]
@@ -196,7 +197,7 @@ def tools_at(dialogue: Dialogue, turn: int) -> list[JsonObject]:
 
 
 def calls(message: Message) -> list[tuple[str, Value]]:
-    """(name, arguments) of each call of a message; None for arguments that are not JSON."""
+    """(name, arguments) of each call in a message; None for arguments that are not JSON."""
     parsed = []
     for call in message.get("tool_calls") or []:
         arguments = call["function"]["arguments"]
@@ -210,10 +211,10 @@ def calls(message: Message) -> list[tuple[str, Value]]:
 
 
 def truth(dialogue: Dialogue, turn: int) -> list[dict[str, dict[str, list[Value]]]]:
-    """The accepted calls of a turn in BFCL's form, [{name: {parameter: [accepted values]}}]; [] where none is right.
+    """The accepted calls of a turn in BFCL format, [{name: {parameter: [accepted values]}}]; [] if no call is right.
 
-    `""` among the accepted values means that the parameter may be absent. A nested object is a dict of such lists, a
-    list of objects a list of those. Raises ValueError if `turn` is not an assistant message.
+    `""` among the accepted values means that the parameter may be absent. A nested object is a dict of these lists, a
+    list of objects a list of those dicts. Raises ValueError if `turn` is not an assistant message.
     """
     if dialogue.messages[turn]["role"] != "assistant":
         raise ValueError(
@@ -226,7 +227,7 @@ def truth(dialogue: Dialogue, turn: int) -> list[dict[str, dict[str, list[Value]
 
 
 def _accepted_values(parameters: JsonObject, arguments: dict[str, Value]) -> dict[str, list[Value]]:
-    """The accepted values of each parameter: the right one, and absence where that means the same."""
+    """The accepted values of each parameter: the right one, and absence if that is equivalent."""
     properties, required = parameters.get("properties", {}), parameters.get("required", [])
     accepted: dict[str, list[Value]] = {}
     for name, value in arguments.items():
@@ -250,11 +251,11 @@ def _bfcl(value: Value) -> Value:
 
 
 def gold(dialogue: Dialogue, message: Message, turn: int | None = None) -> float:
-    """The score in [0, 1] of an assistant message at a turn (None: the first scored one).
+    """Score an assistant message at a turn in [0, 1] (None: the first scored turn).
 
     With calls: 0.2 every call is JSON + 0.2 every call fits an offered schema + 0.2 names + 0.4 values, the last two as
     means over the larger number of calls under the best assignment; a value counts only under the right name, and a
-    parameter at its default counts as absent. Without: 1 for words and no call, else 0.
+    parameter at its default counts as absent. Without calls: 1 for words and no call, otherwise 0.
     """
     turn = turns(dialogue)[0] if turn is None else turn
     right, actual = calls(dialogue.messages[turn]), calls(message)
@@ -275,7 +276,7 @@ def gold(dialogue: Dialogue, message: Message, turn: int | None = None) -> float
 
 
 def _call_score(schemas: dict[str, JsonObject], right: tuple[str, Value], actual: tuple[str, Value]) -> float:
-    """0.2 for the right name, plus 0.4 times the share of right values among all parameters of either call."""
+    """0.2 for the right name, plus 0.4 times the fraction of right values among all parameters of either call."""
     if right[0] != actual[0]:
         return 0.0
     if not isinstance(actual[1], dict):
@@ -290,7 +291,7 @@ def _call_score(schemas: dict[str, JsonObject], right: tuple[str, Value], actual
 
 
 def stated(properties: dict[str, JsonObject], arguments: dict[str, Value]) -> dict[str, str]:
-    """The parameters that are not at their default, as canonical texts (5.0 is 5, true is not 1)."""
+    """The parameters that differ from their default, as canonical texts (5.0 is 5, true is not 1)."""
     texts = {name: canonical(value) for name, value in arguments.items()}
     defaults = {name: canonical(schema["default"]) for name, schema in properties.items() if "default" in schema}
     return {name: text for name, text in texts.items() if name not in defaults or defaults[name] != text}
@@ -312,8 +313,8 @@ def canonical(value: Value) -> str:
 def wrong_answers(dialogue: Dialogue, seed: int, turn: int | None = None) -> list[tuple[str, Message]]:
     """(kind, assistant message) for preference pairs; each kind at most once, each scored below the right answer.
 
-    Kinds where a call is right: "wrong_tool", "wrong_type", "wrong_value", "missing", "invented", "refusal"; where none
-    is: "needless_call". `turn` None: the first scored one.
+    Kinds if a call is right: "wrong_tool", "wrong_type", "wrong_value", "missing", "invented", "refusal"; if not:
+    "needless_call". `turn` None: the first scored one.
     """
     turn = turns(dialogue)[0] if turn is None else turn
     rng = Random(f"{dialogue.id}/{turn}/{seed}/wrong")
@@ -368,7 +369,7 @@ def _other_name(name: str, names: list[str], rng: Random) -> str:
 
 
 def _other_value(arguments: dict[str, Value], key: str, schema: JsonObject, rng: Random) -> Value:
-    """Another value of the same type, that of another parameter where one fits."""
+    """Another value of the same type, taken from another parameter if one fits."""
     value = arguments[key]
     options = [option for option in schema.get("enum", ()) if option != value]
     if options:
@@ -401,7 +402,7 @@ def _user_words(dialogue: Dialogue, turn: int) -> list[str]:
 
 
 def _plausible_value(schema: JsonObject, texts: list[str], rng: Random) -> Value:
-    """A value that fits the schema; a string is one of the user's words."""
+    """A value that fits the schema; strings are taken from the user's words."""
     type_ = schema.get("type", "string")
     type_ = type_[0] if isinstance(type_, list) else type_
     if schema.get("enum"):
@@ -417,12 +418,12 @@ def _plausible_value(schema: JsonObject, texts: list[str], rng: Random) -> Value
 
 
 NUM_TOOLS = (2, 2, 3, 3, 4)
-REAL, SIBLING = 0.1, 0.3  # shares of the tools: from the toolbox, near-duplicates of another offered one
-RENAMED_CHOICES = 0.3  # share of the tools under a random name
-REFUSED = 0.08  # share of the requests that no tool fits
-SEVERAL, TOGETHER = 0.15, 0.3  # shares of the requests: several calls of one tool, calls of two or three
-ANSWERED = 0.1  # share of the calls that are followed by results and closing words
-SCHEMA = 240  # most characters of a tool
+REAL, SIBLING = 0.1, 0.3  # fractions of tools: from the toolbox, near-duplicates of another offered one
+RENAMED_CHOICES = 0.3  # fraction of tools with a random name
+REFUSED = 0.08  # fraction of requests that no tool fits
+SEVERAL, TOGETHER = 0.15, 0.3  # fractions of requests: several calls to one tool, calls to two or three
+ANSWERED = 0.1  # fraction of calls followed by results and closing words
+SCHEMA = 240  # maximum characters per tool
 LENGTH = 1_250  # characters beyond which no request is added: about 500 tokens
 
 
@@ -485,7 +486,7 @@ def _draw_tools(rng: Random) -> list[ToolSpec]:
 
 
 def _draw_request(options: DialogueOptions, tools: list[ToolSpec]) -> Request | None:
-    """A wish and the calls that serve it; None if the draw fails."""
+    """A request and the calls that fulfill it; None if the draw fails."""
     rng, form = options.rng, options.rng.random()
     if form < REFUSED:
         (wanted,) = draw_others(options, tools, 1, near=False)
@@ -546,7 +547,7 @@ def _draw_exchange(form: str, unseen: bool, rng: Random) -> tuple[str, str]:
 
 
 def _draw_wish(unseen: bool, rng: Random) -> str:
-    """A wish that needs a tool, or knowledge."""
+    """A request that needs a tool, or knowledge."""
     if rng.random() < 0.5:
         return fill_template(pick_family(sentences("unserved"), unseen, rng), rng)
     tool = rng.choice(seen())

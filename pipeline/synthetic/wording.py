@@ -1,23 +1,23 @@
-"""The tables of words and sentences beside the code, and the values that a request names.
+"""The tables of words and sentences next to the code, and the values used in requests.
 
-`table` reads a YAML file of this folder once, on first use; `lines` and `word_list` are its leaves: a text with one
-wording a line, and words between white space or, if the text has a comma, between commas.
+`table` reads a YAML file of this folder once, on first use; `lines` and `word_list` parse its leaves: one wording per
+line, and words separated by whitespace or, if the text has a comma, by commas.
 
-A `Kind` draws a value that a person would name in a request (people, places, numbers, dates, identifiers, short texts)
-from a `random.Random`, and formats it as a request would. The pools (`words.yaml`) are large, and many values are
-composed by rule, so that a model has to copy them and cannot memorize them. A share of the strings is quoted.
+A `Kind` draws a value that a person would use in a request (people, places, numbers, dates, identifiers, short texts)
+from a `random.Random`, and formats it as in a request. The pools (`words.yaml`) are large, and many values are composed
+by rule, so that a model has to copy them and cannot memorize them. A fraction of the strings is quoted.
 
-What a model must copy has to be drawn from far more words than a toolbox has: a token that is never an answer in
-training is never an answer afterwards (docs/LOG.md). The pool "common" has English words that no list of the toolbox
-contains, the pool "pieces" the other letter tokens of the demo's vocabulary; `open_word` makes words of both, also the
-words of held-out tools, but neither their names nor their wordings.
+Values to copy must be drawn from far more words than a toolbox has: a token that is never an answer in training is
+never an answer afterward (docs/LOG.md). The pool "common" has English words that are in no list of the toolbox, the
+pool "pieces" the other letter tokens of the demo's vocabulary; `open_word` builds words from both, including words of
+held-out tools, but neither their names nor their wordings.
 
-The sentences around a request (`tools.yaml`) are frames around a wording, requests that no tool serves, and the
-assistant's plain sentences. Each list of families ends in its held-out fifth (`HELD_OUT_SHARE`): training and
-validation draw from the part before it, a test item of the quadrant "unseen template" only from the held-out part.
+The sentences around a request (`tools.yaml`) are frames around a wording, requests that no tool can serve, and the
+assistant's plain sentences. Each list of families ends with its held-out fifth (`HELD_OUT_SHARE`): training and
+validation draw from the part before it, test items in the quadrant "unseen template" only from the held-out part.
 
-Not promised: that the values are real (telephone numbers, accounts and paths are invented); a natural frequency of
-words; that a common word fits its context, or that descriptions and values of the held-out tools share none of them.
+Not guaranteed: that the values are real (phone numbers, accounts and paths are invented); natural word frequencies;
+that a common word fits its context, or that descriptions and values of the held-out tools share none of them.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,7 +36,7 @@ Value = Any  # a JSON value
 
 @cache
 def table(file: str) -> dict[str, Any]:
-    """The table in a YAML file of this folder. Raises YAMLError, also for a key that occurs twice."""
+    """The table in a YAML file of this folder. Raises YAMLError, including for duplicate keys."""
     return YAML(typ="safe").load(Path(__file__).with_name(file).read_text(encoding="utf-8"))
 
 
@@ -62,7 +62,7 @@ def word_list(file: str, *keys: str) -> tuple[str, ...]:
 
 
 def words(pool: str) -> tuple[str, ...]:
-    """The words of a pool of `words.yaml`. Raises KeyError."""
+    """The words of a pool in `words.yaml`. Raises KeyError."""
     return word_list("words.yaml", pool)
 
 
@@ -77,15 +77,15 @@ def products() -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Kind:
-    """How values of one meaning are drawn and formatted."""
+    """How to draw and format values of one meaning."""
 
     draw: Callable[[Random], Value]
-    quotes: float = 0.0  # share of the requests that put the value in quotes
-    show: Callable[[Value], str] | None = None  # formats values other than text, numbers and lists of these
+    quotes: float = 0.0  # fraction of requests that quote the value
+    show: Callable[[Value], str] | None = None  # formats values other than strings, numbers and lists of these
 
 
 def format_value(kind: Kind, value: Value, rng: Random) -> str:
-    """The value as words of a request; every leaf of the value is a substring of the result."""
+    """The value as worded in a request; every leaf of the value is a substring of the result."""
     if kind.show is not None:
         return kind.show(value)
     if isinstance(value, list):
@@ -106,7 +106,7 @@ def _quoted(text: str) -> str:
 
 
 def misspelt(name: str, rng: Random) -> str:
-    """The name with one typo in a word of three letters or more; never the name itself."""
+    """The name with one typo in a word of at least three letters; never the name itself."""
     positions = [i for i in range(1, len(name) - 1) if name[i].isalpha() and name[i + 1].isalpha()]
     for _ in range(20):
         i = rng.choice(positions)
@@ -180,7 +180,7 @@ def made_up(rng: Random) -> str:
 
 
 def open_word(rng: Random) -> str:
-    """A common word, or one or two pieces of words: any token of letters may occur in it."""
+    """A common word, or one or two word pieces; any letter token may occur in it."""
     if rng.random() < 0.4:
         return rng.choice(words("common"))
     return "".join(rng.choice(words("pieces")) for _ in range(rng.choice((1, 1, 2))))
@@ -192,7 +192,7 @@ def phrase(rng: Random) -> str:
 
 
 def integer(low: int, high: int) -> Kind:
-    """Whole numbers in [low, high]."""
+    """Integers in [low, high]."""
     return Kind(lambda rng: rng.randint(low, high))
 
 
@@ -202,7 +202,7 @@ def one_of(*options: str) -> Kind:
 
 
 def several(kind: Kind, low: int = 2, high: int = 4) -> Kind:
-    """A list of different values of a kind."""
+    """A list of distinct values of a kind."""
 
     def draw(rng: Random) -> list[Value]:
         size, values = rng.randint(low, high), []
@@ -264,7 +264,7 @@ def frame_request(wording: str, unseen: bool, rng: Random) -> str:
 
 
 def fill_template(template: str, rng: Random) -> str:
-    """A sentence with its placeholders filled."""
+    """A sentence with its placeholders filled in."""
     noun, other = rng.sample(words("nouns"), 2)
     names = {
         "first": rng.choice(words("first_names")),

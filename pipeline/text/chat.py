@@ -1,18 +1,18 @@
-"""Conversations as text and as ids: ChatML turns, Hermes tool calls, and which tokens the assistant is trained on.
+"""Render conversations as text and ids: ChatML turns, Hermes tool calls, and the assistant's loss mask.
 
     <|im_start|>system ... Tools you can call: <tools> a function JSON per line </tools><|im_end|>
     <|im_start|>user ...<|im_end|>
     <|im_start|>assistant content <tool_call> {"name": "f", "arguments": {...}} </tool_call><|im_end|>
     <|im_start|>tool <tool_response> ... </tool_response><|im_end|>
 
-`render` gives ids and mask together, so nothing searches for substrings later. Its contract: every part of the messages
-appears; a prefix of the messages renders to a prefix of the ids, also with the generation prompt; control tokens come
-from here alone, never from a message's text; the stop token is trained, the line feed after it is not.
+`render` returns ids and mask together, so no later code searches for substrings. Its contract: every part of the
+messages appears; a prefix of the messages renders to a prefix of the ids, also with the generation prompt; control
+tokens come only from here, never from a message's text; the stop token is trained, the line feed after it is not.
 
-The code of an answer is the one fenced Python block that ends it; for judging, a lone block anywhere counts, else a
+The code of an answer is its single fenced Python block, at the end; for judging, a single block anywhere counts, else a
 bare answer that parses and defines something. Nothing here runs code.
 
-Not promised: `parse` cannot distinguish a control token from text that spells it; it reads text.
+Limitation: `parse` works on text, so it cannot distinguish a control token from text that spells it.
 """
 
 import ast
@@ -37,7 +37,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 @dataclass(frozen=True)
 class Rendered:
-    """A conversation as the model sees it; `trained[i]`: the assistant is trained to say `ids[i]`."""
+    """A conversation as the model sees it; `trained[i]`: the assistant is trained to produce `ids[i]`."""
 
     ids: list[int]  # (T,)
     trained: list[bool]  # (T,)
@@ -45,7 +45,7 @@ class Rendered:
 
 @dataclass(frozen=True)
 class Reply:
-    """One assistant turn, parsed; `error`: why a call could not be read."""
+    """One parsed assistant turn; `error`: why a call could not be parsed."""
 
     content: str
     tool_calls: list[JsonObject] = field(default_factory=list)  # {"name": str, "arguments": dict}
@@ -65,9 +65,9 @@ def render(
     *,
     generation_prompt: bool = False,
 ) -> Rendered:
-    """Ids and trained-on mask of a conversation in the OpenAI form; `generation_prompt` opens an assistant turn.
+    """Ids and loss mask of a conversation in the OpenAI form; `generation_prompt` opens an assistant turn.
 
-    Raises DataError when a message has another role, a content that is no string, or arguments that are no JSON object.
+    Raises DataError for an unknown role, non-string content, or arguments that are not a JSON object.
     """
     parts = list(_parts(messages, tools, generation_prompt))
     encoded = iter(tokenizer.encode_batch([part.text for part in parts if not part.control]))
@@ -81,18 +81,18 @@ def render(
 
 
 def results(tokenizer: Tokenizer, contents: Sequence[str]) -> list[int]:
-    """The ids between the end of an assistant's turn with calls and its next turn: a result for each call.
+    """The ids between an assistant turn with calls and its next turn: one result per call.
 
-    After the ids of the turn they are what `render` gives for the same messages.
+    Appended to the ids of the turn, they equal what `render` returns for the same messages.
     """
     messages = [{"role": "tool", "content": content} for content in contents]
     return tokenizer.encode("\n") + render(tokenizer, messages, generation_prompt=True).ids
 
 
 def spoken(tokenizer: Tokenizer, ids: Sequence[int]) -> list[bool]:
-    """Which ids of rendered conversations the assistant says, with the ends of its turns: computed from the ids alone.
+    """The mask of assistant ids in rendered conversations, including end-of-turn tokens, from the ids alone.
 
-    A second opinion on `Rendered.trained`, for a gate. Every turn must be whole.
+    An independent check of `Rendered.trained`, for a gate. Every turn must be complete.
     """
     header, mask = tokenizer.encode(HEADER), [False] * len(ids)
     starts = [index for index, id_ in enumerate(ids) if id_ == tokenizer.turn_start]
@@ -107,12 +107,12 @@ def spoken(tokenizer: Tokenizer, ids: Sequence[int]) -> list[bool]:
 def render_text(
     messages: Sequence[Message], tools: Sequence[JsonObject] = (), *, generation_prompt: bool = False
 ) -> str:
-    """The same conversation as text, equal to what `tokenizer.TEMPLATE` gives. Raises DataError as `render` does."""
+    """The same conversation as text, equal to the output of `tokenizer.TEMPLATE`. Raises DataError like `render`."""
     return "".join(part.text for part in _parts(messages, tools, generation_prompt))
 
 
 def _parts(messages: Sequence[Message], tools: Sequence[JsonObject], generation_prompt: bool) -> Iterator[_Part]:
-    """The conversation, cut where the ids must be cut: at control tokens and where the assistant begins to speak."""
+    """The conversation, split where the ids must be split: at control tokens and where assistant content begins."""
     messages = list(messages)
     has_system = bool(messages) and messages[0].get("role") in ("system", "developer")
     if has_system or tools:
@@ -121,7 +121,7 @@ def _parts(messages: Sequence[Message], tools: Sequence[JsonObject], generation_
     for message in _in_call_order(messages):
         role, content = message.get("role"), _content(message)
         if role not in ROLES:
-            raise DataError(f"a message has the role {role!r}; valid roles: {', '.join(ROLES)}")
+            raise DataError(f"a message has role {role!r}; valid roles: {', '.join(ROLES)}")
         if role == "assistant":
             yield from _assistant_turn(content.strip(), message.get("tool_calls") or [])
         elif role == "tool":
@@ -136,7 +136,7 @@ def _parts(messages: Sequence[Message], tools: Sequence[JsonObject], generation_
 
 def _turn(role: str, text: str, *body: _Part) -> Iterator[_Part]:
     yield _Part(START, control=True)
-    # One part, not two: white space that a text begins with is joined to the line feed by the split pattern.
+    # One part, not two: the split pattern joins leading whitespace of the text to the line feed.
     yield _Part(f"{role}\n{text}")
     yield from body
     yield _Part(END, control=True)
@@ -145,7 +145,7 @@ def _turn(role: str, text: str, *body: _Part) -> Iterator[_Part]:
 
 def _assistant_turn(content: str, calls: list[JsonObject]) -> Iterator[_Part]:
     yield _Part(START, control=True)
-    yield _Part(HEADER)  # its own part: stripped content makes the prompt's border a token border
+    yield _Part(HEADER)  # a separate part: with stripped content, the end of the prompt is a token boundary
     if content:
         yield _Part(content + ("\n" if calls else ""), trained=True)
     for number, call in enumerate(calls):
@@ -177,7 +177,7 @@ def _tool_list(tools: Sequence[JsonObject]) -> str:
 
 
 def _call_json(call: JsonObject) -> str:
-    """A call as `{"name": ..., "arguments": {...}}`; arguments given as JSON text are parsed and written again."""
+    """A call as `{"name": ..., "arguments": {...}}`; arguments given as JSON text are parsed and re-serialized."""
     function = call.get("function", call)
     name, arguments = function.get("name"), function.get("arguments", {})
     if isinstance(arguments, str):
@@ -191,7 +191,7 @@ def _call_json(call: JsonObject) -> str:
 
 
 def _in_call_order(messages: list[Message]) -> list[Message]:
-    """Results that follow one assistant turn, in the order of its calls; ids are not rendered, so order is the link."""
+    """Sort the results after an assistant turn into call order; ids are not rendered, so order is the only link."""
     ordered: list[Message] = []
     call_order: dict[str, int] = {}
     results: list[Message] = []
@@ -207,9 +207,9 @@ def _in_call_order(messages: list[Message]) -> list[Message]:
 
 
 def parse(text: str) -> Reply:
-    """Read one assistant turn back: content outside the call blocks, the calls, and the first error among them.
+    """Parse one assistant turn: content outside the call blocks, the calls, and the first error.
 
-    A call is read as JSON from its opening, so a closing marker inside an argument's string does not end it.
+    Calls are parsed as JSON from the opening marker, so a closing marker inside a string argument does not end one.
     """
     content: list[str] = []
     calls: list[JsonObject] = []
@@ -271,7 +271,7 @@ MAX_CHARACTERS = 65_536  # characters; longer answers are not parsed
 def extract(answer: str) -> str | None:
     """The code to judge: the only fenced Python block, else a bare answer that is Python with a definition; or None.
 
-    Bare code is what a model writes before it has learned to chat; a definition is required because "no" parses too.
+    Models write bare code before they have learned to chat; a definition is required because "no" parses too.
     """
     blocks = [match for match in FENCE.finditer(answer) if match["language"].lower() in PYTHON]
     if len(blocks) == 1:
@@ -292,11 +292,11 @@ def formatted(answer: str) -> bool:
 
 
 def tree(source: str) -> ast.Module | None:
-    """The syntax tree, or None where the source does not parse (or is too long, or too deep for the parser)."""
+    """The syntax tree, or None if the source does not parse (or is too long or too deeply nested)."""
     if len(source) > MAX_CHARACTERS:
         return None
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SyntaxWarning)  # of the candidate's strings, no concern of ours
+        warnings.simplefilter("ignore", SyntaxWarning)  # in the candidate's strings, not our concern
         try:
             return ast.parse(source)
         except (SyntaxError, ValueError, RecursionError, MemoryError):

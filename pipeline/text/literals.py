@@ -1,6 +1,6 @@
-"""Python literals, read without running anything: numbers, texts, lists, tuples, sets and dicts.
+"""Read Python literals without running anything: numbers, strings, lists, tuples, sets and dicts.
 
-Sets and dicts are made by functions of the caller, because the sandbox's judge must not hash what a candidate sent.
+Sets and dicts are built by functions of the caller, because the sandbox's judge must not hash what a candidate sent.
 Standard library only: the judge also runs for users whose Python lacks the project's packages.
 """
 
@@ -15,7 +15,7 @@ def read(
 ) -> object:
     """The value of a literal, given as text or as a syntax tree.
 
-    Raises ValueError, and for a text also SyntaxError, MemoryError and RecursionError, for anything else.
+    For anything else raises ValueError, and given text also SyntaxError, MemoryError or RecursionError.
     """
     node = ast.parse(source.lstrip(" \t"), mode="eval").body if isinstance(source, str) else source
 
@@ -49,7 +49,7 @@ def _number(node: ast.expr) -> int | float | complex:
         if isinstance(imaginary, ast.Constant) and type(imaginary.value) is complex and type(real) in (int, float):
             return real + imaginary.value if isinstance(node.op, ast.Add) else real - imaginary.value
     elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.UAdd | ast.USub):
-        if isinstance(node.operand, ast.Constant):  # of a number, never of its negation
+        if isinstance(node.operand, ast.Constant):  # the sign of a number, never of its negation
             return -_number(node.operand) if isinstance(node.op, ast.USub) else _number(node.operand)
     elif isinstance(node, ast.Constant) and type(node.value) in (int, float, complex):
         return node.value  # pyright: ignore[reportReturnType]

@@ -1,16 +1,16 @@
-"""A file with what stands before it in its repository, in the format of Qwen2.5-Coder.
+"""A file preceded by context from its repository, in the format of Qwen2.5-Coder.
 
     <|repo_name|>mine
     <|file_sep|>mine/errors.py
-    class Wrong(ValueError): ...            files that it imports, or excerpts of them, the nearest last
+    class Wrong(ValueError): ...            files it imports, or excerpts of them, the nearest last
     <|file_sep|>mine/check.py
     from mine.errors import Wrong           the file's own text before the part that is trained on
-    def check(...                           the part itself: not of a `Context`
+    def check(...                           the part itself: not included in a `Context`
 
     Context <-> JSON in the column `context` of a corpus;  Context -> ids (Hui et al. 2024, arXiv:2409.12186, section 3)
 
-The two control tokens exist in a tokenizer that was trained on a corpus with repositories, and in Qwen2.5's. No text
-can spell them: they are put between texts that `Tokenizer.encode` has encoded.
+The two control tokens exist in tokenizers trained on a corpus with repositories, and in Qwen2.5's. No text can spell
+them: they are inserted between texts encoded by `Tokenizer.encode`.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from pipeline.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Context:
-    """What a model reads before a part of a file."""
+    """The model's input before a part of a file."""
 
     repository: str  # its name
     files: tuple[tuple[str, str], ...]  # (path, text) of what the file imports; imports before their users
     path: str  # of the file
     before: str = ""  # its own text before the part
-    names: tuple[str, ...] = ()  # of a held-out part: what it uses of other files, as it is written; not shown
+    names: tuple[str, ...] = ()  # held-out parts: the names used from other files, as written; not shown
 
     def to_json(self) -> str:
-        """The text of the column."""
+        """The text stored in the column."""
         return json.dumps(asdict(self), ensure_ascii=False)
 
     @classmethod
     def from_json(cls, text: str) -> Context:
-        """The context that a column holds."""
+        """Parse the context stored in a column."""
         fields = json.loads(text)
         files = tuple((path, content) for path, content in fields["files"])
         return cls(**fields | {"files": files, "names": tuple(fields["names"])})
@@ -53,8 +53,8 @@ def encode(tokenizer: Tokenizer, contexts: Sequence[Context]) -> list[list[int]]
     """The ids of each context. Raises ModelError for a tokenizer without the two control tokens."""
     if tokenizer.repo_name is None or tokenizer.file_sep is None:
         raise ModelError(
-            f"{tokenizer.source}: has no control tokens for repositories, as a tokenizer has that was trained here on "
-            "them, and Qwen2.5's; name the files by a glob instead (code: [repos/mine/**/*.py])"
+            f"{tokenizer.source}: has no control tokens for repositories; tokenizers trained on repositories here, and "
+            "Qwen2.5's, have them. List the files by a glob instead (code: [repos/mine/**/*.py])"
         )
     encoded = []
     for context in contexts:

@@ -1,49 +1,48 @@
-"""Byte-level BPE with the Qwen2 split pattern, no normalizer, and every control token in a fixed place.
+"""Byte-level BPE with the Qwen2 split pattern, no normalizer, and every control token at a fixed id.
 
     ids 0-8     special, named by role: end_of_text, pad, turn_start, turn_end, fim_*, mask
     ids 9-14    added but not special (decoding keeps them): tool calls, tool responses, thinking (reserved)
     id  15      a spare; then 256 bytes, the merges, spares up to `vocab_size` (a multiple of 64)
-    ids 15, 16  instead of the spare where a corpus has repositories: their name, and what begins a file
+    ids 15, 16  replace the spare if a corpus has repositories: repository name, and file separator
 
-Merges are learned in two parts: first words without the character before them, then the space, underscore or quotation
-mark that joins a word's first piece. So a word splits into the same pieces wherever it stands, and " blanket" in a
-prompt can be copied into "merge_blanket"; a model this small never learns that "_b" "lanket" is the same word
-(docs/LOG.md). Spaces apart from words: Gow-Smith et al. 2022, arXiv:2204.04058.
+Merges are learned in two parts: first words without the preceding character, then the space, underscore or quotation
+mark that joins a word's first piece. So a word splits into the same pieces everywhere, and " blanket" in a prompt can
+be copied into "merge_blanket"; a model this small never learns that "_b" "lanket" is the same word (docs/LOG.md).
+Spaces apart from words: Gow-Smith et al. 2022, arXiv:2204.04058.
 
-`encode` never gives a control token, whatever the text contains ("no injection"): it uses a second tokenizer without
-any; `chat.render` puts them where they belong. A tokenizer is its `tokenizer.json`: `hash` is the sha256 of those
-bytes, which stay the same from stage to stage. Code asks for roles, never for numbers. `adopt` takes over the
-tokenizer of a pretrained checkpoint.
+`encode` never returns a control token, whatever the text contains ("no injection"): it uses a second tokenizer without
+them, and `chat.render` inserts them where they belong. A tokenizer is its `tokenizer.json`: `hash` is the sha256 of
+those bytes, which stay the same from stage to stage. Code refers to roles, never to ids. `adopt` reuses the tokenizer
+of a pretrained checkpoint.
 
 `WordCache` encodes word by word with a cache: three times the speed of the library's pipeline, with the same ids. The
-library spends its time in the split pattern's Unicode classes. ASCII text needs none of them: Python's `re` splits it
-by the same pattern with ASCII classes, and a known word costs a dictionary look-up. Other text goes to the library, in
-stretches that begin at a line's first character, where no match of the pattern can reach across: every alternative that
-contains a line feed ends with it unless only white space follows.
+library spends its time in the split pattern's Unicode classes. ASCII text does not need them: Python's `re` splits it
+by the same pattern with ASCII classes, and a known word costs one dictionary lookup. Other text goes to the library, in
+chunks that begin at the first character of a line, which no match can span: every alternative that contains a line feed
+ends with it unless only whitespace follows.
 
-`TEMPLATE` is the chat template in Jinja, for the programs that run our models: transformers, llama.cpp, vLLM.
-`chat.render` is what we train on; the template must give the same string, and a test compares both in transformers, ids
-and assistant masks. `{% generation %}` marks what is trained (transformers' `return_assistant_tokens_mask`).
+`TEMPLATE` is the chat template in Jinja, for programs that run our models: transformers, llama.cpp, vLLM. We train on
+the output of `chat.render`; the template must produce the same string, and a test compares ids and assistant masks of
+both in transformers. `{% generation %}` marks what is trained (transformers' `return_assistant_tokens_mask`).
 
-Not promised: that lone surrogates survive (they become U+FFFD); word-by-word encoding for another split pattern
-(`Tokenizer` checks `splits_by_pattern` first); in the template, canonical arguments (a call whose `arguments` are JSON
-text goes through as it is, `chat.render` writes it again with ", " and ": ") and results sorted into call order
+Not guaranteed: that lone surrogates survive (they become U+FFFD); word-by-word encoding for another split pattern
+(`Tokenizer` checks `splits_by_pattern` first); in the template, canonical arguments (`arguments` given as JSON text are
+passed through, while `chat.render` re-serializes them with ", " and ": ") and results sorted into call order
 (`chat.render` sorts them).
 
-**Adoption** of a pretrained checkpoint's tokenizer: its ids stay, and the control tokens that it lacks are added.
+**Adoption** of a pretrained checkpoint's tokenizer: its ids stay, and missing control tokens are added.
 
     <checkpoint>/tokenizer.json, rows of its embedding -> Adopted: a Tokenizer, and which ids are new
 
-Every id keeps its meaning, so the checkpoint's weights stay right. A missing control token takes the first id that no
-token has; the remaining ids, up to the model's rows and to a multiple of 64, become spares. Byte-level BPE alone
-(Qwen2, Qwen3, LLaMA 3): there the bytes of each token are known, which bits per byte, fill-in-the-middle and the
-grammars of the server need.
+Every id keeps its meaning, so the checkpoint's weights stay valid. A missing control token takes the first unused id;
+the remaining ids, up to the model's rows and to a multiple of 64, become spares. Byte-level BPE only (Qwen2, Qwen3,
+LLaMA 3): its tokens have known bytes, which bits per byte, fill-in-the-middle and the server's grammars need.
 
-Two things are removed. What `tokenizer.json` puts around a text (LLaMA's begin of text), because documents and turns
-have our borders. And Qwen's NFC, so that every text decodes to itself, and llama.cpp, which has no NFC, splits alike:
-only a text that is not in NFC gets other ids than from the checkpoint's own tokenizer.
+Two things are removed: whatever `tokenizer.json` puts around a text (LLaMA's begin of text), because documents and
+turns have our own delimiters; and Qwen's NFC, so that every text decodes to itself and llama.cpp, which has no NFC,
+splits identically. Only text that is not in NFC gets other ids than from the checkpoint's own tokenizer.
 
-Not promised: that the checkpoint's own begin or end of text is used; ours is `SPECIAL`.
+Not guaranteed: that the checkpoint's own begin or end of text is used; ours is `SPECIAL`.
 """
 
 import hashlib
@@ -82,16 +81,16 @@ ADDED = {
     "think": "<think>",
     "think_end": "</think>",
 }
-REPOSITORY = {"repo_name": "<|repo_name|>", "file_sep": "<|file_sep|>"}  # of a corpus with repositories alone
+REPOSITORY = {"repo_name": "<|repo_name|>", "file_sep": "<|file_sep|>"}  # only for a corpus with repositories
 SPARE = re.compile(r"<\|unused_\d+\|>")
 SURROGATES = re.compile("[\ud800-\udfff]")
 WORD_WITH_LEAD = re.compile(r"[^\r\nA-Za-z0-9][A-Za-z]+", re.ASCII)  # a word with the character before it
-JOINED_SHARE = 0.3  # of the merges: those that join such a character to a first piece
-MAX_COUNTED_WORDS = 500_000  # distinct words that are counted for the joins
+JOINED_SHARE = 0.3  # share of merges that join such a character to a first piece
+MAX_COUNTED_WORDS = 500_000  # distinct words counted for the joins
 
 
 class Tokenizer:
-    """Text to ids and back; `vocab_size` ids, of which the spares at the end never occur in text."""
+    """Text to ids and back; `vocab_size` ids, including spares at the end that never occur in text."""
 
     vocab_size: int
     serialized: str  # the text of tokenizer.json
@@ -119,7 +118,7 @@ class Tokenizer:
     def __init__(self, serialized: str, source: str = "this tokenizer") -> None:
         """Build from the text of a tokenizer.json.
 
-        Raises ModelError when it is not byte-level BPE, lacks a role, or gives two control tokens one id.
+        Raises ModelError if it is not byte-level BPE, lacks a role, or has two control tokens with the same id.
         """
         self.serialized = serialized
         self.source = source
@@ -140,7 +139,7 @@ class Tokenizer:
         self.control_ids = {content: entry["id"] for content, entry in added.items()}  # every added token by its text
         for role, content in (SPECIAL | ADDED).items():
             if content not in self.control_ids:
-                raise ModelError(f"{source}: has no {content} ({role}); take it in as `base` (stage base)")
+                raise ModelError(f"{source}: has no {content} ({role}); import it as `base` (stage base)")
             setattr(self, role, self.control_ids[content])
         self.repo_name, self.file_sep = (self.control_ids.get(content) for content in REPOSITORY.values())
         self._check_distinct()
@@ -148,8 +147,8 @@ class Tokenizer:
         self._fill_bytes(vocab, added)
 
     def _check_distinct(self) -> None:
-        """Raise ModelError when two control tokens share an id: a padding that ends a turn hides it from others'
-        masks.
+        """Raise ModelError if two control tokens share an id: if padding equals end of turn, other tools mask the
+        latter.
         """
         content_of = {id_: content for content, id_ in self.control_ids.items()}
         for content, id_ in self.control_ids.items():
@@ -171,11 +170,11 @@ class Tokenizer:
             self.token_bytes[entry["id"]] = b"" if entry["special"] else content.encode()
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text; never an added token, also when the text spells one. Lone surrogates become U+FFFD."""
+        """Ids of a text; never an added token, even if the text spells one. Lone surrogates become U+FFFD."""
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """`encode` of each text. With another split pattern than ours, the library encodes, in its threads."""
+        """`encode` each text. For other split patterns than ours, the library encodes, in its own threads."""
         try:
             return self._encode_valid(texts)
         except TypeError:  # the library's error for a str that is not UTF-8
@@ -187,13 +186,13 @@ class Tokenizer:
         return [encoding.ids for encoding in self._plain.encode_batch_fast(texts, add_special_tokens=False)]
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
-        """Text of the ids: their bytes joined, U+FFFD for what is not UTF-8. Tool-call tokens stay visible."""
+        """Text of the ids: their joined bytes, with U+FFFD for invalid UTF-8. Tool-call tokens stay visible."""
         table = self.token_bytes if skip_special else self._literal
         return b"".join([table[id_] for id_ in ids]).decode("utf-8", errors="replace")
 
     @cached_property
     def byte_lengths(self) -> np.ndarray:
-        """Number of UTF-8 bytes of each id, (V,) int64: the divisor of bits per byte."""
+        """Number of UTF-8 bytes of each id, (V,) int64: the denominator of bits per byte."""
         return np.array([len(b) for b in self.token_bytes], dtype=np.int64)
 
     @cached_property
@@ -204,7 +203,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer":
-        """Read `folder/tokenizer.json`. Raises ModelError when there is none or it does not fit."""
+        """Read `folder/tokenizer.json`. Raises ModelError if it is missing or not usable."""
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise ModelError(f"{path}: expected a tokenizer here, found none; run dvc repro stage_tokenizer")
@@ -226,10 +225,10 @@ class Tokenizer:
 
     @classmethod
     def train(cls, texts: Iterator[str], vocab_size: int, *, repositories: bool = False) -> "Tokenizer":
-        """Learn the merges from an iterator of texts; spares fill the vocabulary where the text is too short.
+        """Learn the merges from an iterator of texts; spares fill the vocabulary if there is too little text.
 
-        `repositories`: with the control tokens of REPOSITORY in place of the spare 15, and one merge fewer.
-        Raises ValueError when `vocab_size` is not a multiple of 64 or leaves no room for a merge.
+        `repositories`: use the REPOSITORY control tokens instead of spare 15, and one merge fewer.
+        Raises ValueError if `vocab_size` is not a multiple of 64 or leaves no room for a merge.
         """
         last = REPOSITORY.values() if repositories else ["<|unused_0|>"]
         first = [*SPECIAL.values(), *ADDED.values(), *last]
@@ -243,7 +242,7 @@ class Tokenizer:
         def counted() -> Iterator[str]:
             for text in texts:
                 words.update(ASCII_WORDS.findall(text))
-                if len(words) > 2 * MAX_COUNTED_WORDS:  # bounds the memory; a word this rare leads to no merge
+                if len(words) > 2 * MAX_COUNTED_WORDS:  # bounds memory; words this rare yield no merge
                     frequent = words.most_common(MAX_COUNTED_WORDS)
                     words.clear()
                     words.update(dict(frequent))
@@ -272,7 +271,7 @@ class Tokenizer:
 
 
 def _joins(bare: tokenizers.Tokenizer, words: Counter[str], count: int) -> list[tuple[str, str]]:
-    """The most frequent pairs of the character before a word and the word's first piece; ties by their text."""
+    """The most frequent pairs of a word's preceding character and its first piece; ties are broken by text."""
     with_lead = {word: number for word, number in words.items() if WORD_WITH_LEAD.fullmatch(word) and word[0].isascii()}
     pairs = Counter[tuple[str, str]]()
     for number, encoding in zip(with_lead.values(), bare.encode_batch(list(with_lead)), strict=True):
@@ -282,7 +281,7 @@ def _joins(bare: tokenizers.Tokenizer, words: Counter[str], count: int) -> list[
 
 
 def fill(state: JsonObject, contents: list[str], vocab_size: int) -> None:
-    """Append added tokens to a tokenizer.json's content, then spares until `vocab_size` ids exist."""
+    """Append added tokens to the content of a tokenizer.json, then spares until `vocab_size` ids exist."""
     entries = state["added_tokens"]
     next_id = 1 + max(*state["model"]["vocab"].values(), *(entry["id"] for entry in entries))
     spare = sum(bool(SPARE.fullmatch(entry["content"])) for entry in entries)
@@ -303,7 +302,7 @@ def fill(state: JsonObject, contents: list[str], vocab_size: int) -> None:
 
 
 def byte_of_character() -> dict[str, int]:
-    """The byte of each GPT-2 character: printable Latin-1 is itself, the other bytes begin at U+0100."""
+    """The byte for each GPT-2 character: printable Latin-1 maps to itself, the other bytes start at U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     rest = [b for b in range(256) if b not in printable]
     return {chr(b): b for b in printable} | {chr(0x100 + n): b for n, b in enumerate(rest)}
@@ -312,7 +311,7 @@ def byte_of_character() -> dict[str, int]:
 # --- words -----------------------------------------------------------------------------------------------------------
 
 
-# The split pattern of Qwen2 (llama.cpp's pre-tokenizer `qwen2`): each digit alone, line feeds end a piece.
+# The split pattern of Qwen2 (llama.cpp's pre-tokenizer `qwen2`): single digits; line feeds end a piece.
 PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -323,12 +322,12 @@ ASCII_WORDS = re.compile(
     .replace(r"\p{N}", "[0-9]"),
     re.ASCII,
 )
-LINE = re.compile(r"(?<=\n)(?=\S)")  # Python's \s includes all of the pattern's, so no white space follows here
+LINE = re.compile(r"(?<=\n)(?=\S)")  # Python's \s covers the pattern's, so no whitespace follows here
 MAX_CACHED_LENGTH, MOST = 64, 1 << 17  # characters of a word, and words: about 30 MB
 
 
 def splits_by_pattern(pre_tokenizer: JsonObject | None) -> bool:
-    """Whether the pre_tokenizer of a tokenizer.json splits by PATTERN, then maps bytes, and does nothing else."""
+    """Whether a tokenizer.json's pre_tokenizer only splits by PATTERN and then maps bytes."""
     steps = (pre_tokenizer or {}).get("pretokenizers", [])
     if [step.get("type") for step in steps] != ["Split", "ByteLevel"]:
         return False
@@ -343,10 +342,10 @@ def splits_by_pattern(pre_tokenizer: JsonObject | None) -> bool:
 
 
 class WordCache(dict[str, list[int]]):
-    """Word -> ids: a cache, filled on the way."""
+    """Word -> ids: a cache, filled on demand."""
 
     def __init__(self, plain: tokenizers.Tokenizer) -> None:
-        """`plain` must know no added tokens and split by PATTERN."""
+        """`plain` must have no added tokens and split by PATTERN."""
         super().__init__()
         self._plain = plain
 
@@ -359,7 +358,7 @@ class WordCache(dict[str, list[int]]):
         return ids
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text. Raises TypeError, as the library does, for lone surrogates."""
+        """Ids of a text. Raises TypeError for lone surrogates, like the library."""
         if text.isascii():
             return list(chain.from_iterable(map(self.__getitem__, ASCII_WORDS.findall(text))))
         ids: list[int] = []
@@ -426,26 +425,26 @@ TEMPLATE = """\
 # -- tokenizers of other models ----------------------------------------------------------------------------------------
 
 
-MULTIPLE = 64  # of the embedding's rows: fits matrix units of all sizes
-MAX_ROWS = 4  # times the tokens: the smallest Qwen models have 1.002 times as many
-CONTROL = re.compile(r"<.+>|\[.+\]", re.DOTALL)  # how control tokens are written; other added tokens are text
+MULTIPLE = 64  # embedding rows are padded to it: fits matrix units of all sizes
+MAX_ROWS = 4  # embedding rows per token; the smallest Qwen models have 1.002
+CONTROL = re.compile(r"<.+>|\[.+\]", re.DOTALL)  # the form of control tokens; other added tokens are text
 PROBE = "Ünï 🙂\r\n\tdef f(x):\n    return  x + 1234567 # it's  e\u0301\u3000日本\x00\x7f"
 REMEDY = "use a checkpoint with byte-level BPE: Qwen2, Qwen3 or LLaMA 3"
 
 
 @dataclass(frozen=True)
 class Adopted:
-    """An adopted tokenizer, with its ids by origin, for the checkpoint's embedding."""
+    """An adopted tokenizer and the origin of its ids, for the checkpoint's embedding."""
 
     tokenizer: Tokenizer
-    known: tuple[int, ...]  # ids with a meaning in the checkpoint's own tokenizer
-    fresh: tuple[int, ...]  # ids of the control tokens that were added
+    known: tuple[int, ...]  # ids used by the checkpoint's own tokenizer
+    fresh: tuple[int, ...]  # ids of the added control tokens
 
 
 def adopt(folder: Path, rows: int) -> Adopted:
-    """Adopt `folder`/tokenizer.json; `rows` are those of the model's embedding.
+    """Adopt `folder`/tokenizer.json; `rows`: number of rows of the model's embedding.
 
-    Raises ModelError, with what to do, for a tokenizer that is missing, is no byte-level BPE, or changes a text.
+    Raises ModelError, with a remedy, if the tokenizer is missing, is not byte-level BPE, or changes text.
     """
     path = folder / "tokenizer.json"
     state = _read(path)
@@ -456,14 +455,14 @@ def adopt(folder: Path, rows: int) -> Adopted:
     used = {*state["model"]["vocab"].values(), *(entry["id"] for entry in entries.values())}
     spare = {entry["id"] for content, entry in entries.items() if SPARE.fullmatch(content)}
     for content in SPECIAL.values() & entries.keys():
-        entries[content]["special"] = True  # Qwen's fim tokens are not: they would count as text
+        entries[content]["special"] = True  # Qwen's FIM tokens are not, and would count as text
     for content in ADDED.values() & entries.keys():
         entries[content]["special"] = False  # decoding must keep the tool calls
     missing = [content for content in (SPECIAL | ADDED).values() if content not in entries]
-    if max(rows, max(used)) > MAX_ROWS * len(used):  # the ids between would become spare tokens
+    if max(rows, max(used)) > MAX_ROWS * len(used):  # the ids in between would become spares
         raise ModelError(
-            f"{folder}/config.json: vocab_size {rows}, but {path} has {len(used)} tokens, the last with the id"
-            f" {max(used)}; expected the two files of one checkpoint"
+            f"{folder}/config.json: vocab_size {rows}, but {path} has {len(used)} tokens with a maximum id"
+            f" of {max(used)}; expected both files from the same checkpoint"
         )
     size = max(rows, 1 + max(used) + len(missing))
     fill(state, missing, size + -size % MULTIPLE)
@@ -477,8 +476,8 @@ def _read(path: Path) -> JsonObject:
     if not path.is_file():
         other = [name for name in ("tokenizer.model", "vocab.json", "merges.txt") if (path.parent / name).is_file()]
         raise ModelError(
-            f"{path} is missing{f', there is only {other[0]}' if other else ''}: a checkpoint is continued with its own"
-            " tokenizer; write the file with AutoTokenizer.from_pretrained(...).save_pretrained(...) of transformers"
+            f"{path} is missing{f', found only {other[0]}' if other else ''}: continued training uses the checkpoint's"
+            " tokenizer; create the file with AutoTokenizer.from_pretrained(...).save_pretrained(...) in transformers"
         )
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
@@ -486,30 +485,30 @@ def _read(path: Path) -> JsonObject:
         state["added_tokens"] = state.get("added_tokens") or []
         contents = [entry["content"] for entry in state["added_tokens"]]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{path}: not a tokenizer.json ({error!r:.200}); fetch the checkpoint again") from error
+        raise ModelError(f"{path}: not a tokenizer.json ({error!r:.200}); download the checkpoint again") from error
     if kind != "BPE" or not isinstance(vocab, dict) or not vocab:
         raise ModelError(f"{path}: expected BPE, found {kind} and {len(vocab or ())} tokens; {REMEDY}")
     if len(set(contents)) < len(contents):
-        raise ModelError(f"{path}: an added token stands there twice; fetch the checkpoint again")
+        raise ModelError(f"{path}: an added token is listed twice; download the checkpoint again")
     return state
 
 
 def _require_byte_level_bpe(state: JsonObject, path: Path) -> None:
-    """Raise ModelError, naming the key, for anything but byte-level BPE and what silently loses or changes text."""
+    """Raise ModelError, naming the key, unless this is byte-level BPE that never silently loses or changes text."""
     model, steps = state["model"], json.dumps(state.get("pre_tokenizer"))
     if model.get("byte_fallback") or '"ByteLevel"' not in json.dumps(state.get("decoder")):
         raise ModelError(
             f"{path}: a SentencePiece-style tokenizer (byte_fallback {model.get('byte_fallback', False)}, decoder"
-            f" {(state.get('decoder') or {}).get('type')}), as LLaMA 2 and Mistral have: its tokens stand for"
-            f" characters with spaces rewritten, not for bytes. This is not supported; {REMEDY}"
+            f" {(state.get('decoder') or {}).get('type')}), as in LLaMA 2 and Mistral: its tokens represent"
+            f" characters with rewritten spaces, not bytes. This is not supported; {REMEDY}"
         )
     if (state.get("normalizer") or {"type": "NFC"})["type"] != "NFC":
         raise ModelError(
-            f"{path}: normalizer {state['normalizer']['type']} changes texts; expected none or NFC; {REMEDY}"
+            f"{path}: normalizer {state['normalizer']['type']} changes text; expected none or NFC; {REMEDY}"
         )
     if '"ByteLevel"' not in steps or '"add_prefix_space": true' in steps:
         raise ModelError(
-            f"{path}: expected a pre_tokenizer with ByteLevel that adds no prefix space, found {steps[:200]}; {REMEDY}"
+            f"{path}: expected a ByteLevel pre_tokenizer without add_prefix_space, found {steps[:200]}; {REMEDY}"
         )
     for key in ("continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(key):
@@ -526,19 +525,19 @@ def _require_byte_level_bpe(state: JsonObject, path: Path) -> None:
     ]
     if words:
         raise ModelError(
-            f"{path}: {len(words)} added tokens are ordinary text ({words[0]!r}), which is encoded without added"
-            f" tokens here: the ids would not be the checkpoint's; {REMEDY}"
+            f"{path}: {len(words)} added tokens are ordinary text ({words[0]!r}), but text is encoded without added"
+            f" tokens here, so the ids would differ from the checkpoint's; {REMEDY}"
         )
 
 
 def _check(adopted: Tokenizer, path: Path) -> None:
-    """Raise ModelError if the library numbers the tokens differently, or a text does not decode to itself."""
+    """Raise ModelError if the library assigns other ids, or text does not survive a round trip."""
     library = tokenizers.Tokenizer.from_str(adopted.serialized)
     for content, id_ in adopted.control_ids.items():
         if library.token_to_id(content) != id_:
             raise ModelError(
-                f"{path}: {content} has the id {id_}, the library gives it {library.token_to_id(content)}: the ids have"
-                " gaps, or it is an ordinary token too; fetch the checkpoint again"
+                f"{path}: {content} has id {id_}, but the library assigns {library.token_to_id(content)}: the ids have"
+                " gaps, or it is also an ordinary token; download the checkpoint again"
             )
     if (decoded := adopted.decode(adopted.encode(PROBE))) != PROBE:
-        raise ModelError(f"{path}: a text does not come back: {PROBE!r} became {decoded!r}; {REMEDY}")
+        raise ModelError(f"{path}: text does not survive a round trip: {PROBE!r} became {decoded!r}; {REMEDY}")

@@ -1,15 +1,14 @@
-"""What this machine and this checkout have, what they lack, and what to do about it.
+"""Check this machine and this checkout, and suggest fixes.
 
-    python -m pipeline.tools.doctor      a line for each check: ok, note or problem; below the last two, what to do
+    python -m pipeline.tools.doctor      one line per check: ok, note or problem, the last two with a suggested fix
 
-In: the machine, `pyproject.toml`, `.dvc/config` with `config.local` over it, `params.yaml` and `conf/`, locks, the work
-directory. Out: text, and exit code 1 if there is a problem: something that stops `dvc repro` or makes its results
-wrong. A note costs time or disk, or concerns only some runs. Nothing is repaired. The checks link files of their own
-between the cache and the working tree and remove them, take locks and release them at once, and start the sandbox's
-servers.
+Input: the machine, `pyproject.toml`, `.dvc/config` overridden by `config.local`, `params.yaml` and `conf/`, locks, the
+work directory. Output: text, and exit code 1 if there is a problem: something that stops `dvc repro` or makes its
+results wrong. A note costs time or disk space, or affects only some runs. Nothing is repaired. The checks create links
+between the cache and the working tree and remove them, briefly take locks, and start the sandbox's servers.
 
-Not promised: that a remote or a sandbox service answers (neither is contacted); DVC's settings outside the repository,
-and its `core.hardlink_lock`; processes of other machines that share the disk (they look dead). On macOS some results
+Not guaranteed: that a remote or a sandbox service is up (neither is contacted); DVC's settings outside the repository,
+and its `core.hardlink_lock`; processes on other machines that share the disk (they look dead). On macOS some results
 are "not known".
 """
 
@@ -54,9 +53,9 @@ CHECK_ERRORS = (
     configparser.Error,
     yaml.YAMLError,
 )
-PROBLEM_BYTES, NOTE_BYTES = 2e9, 10e9  # of free disk space, below which it is a problem, or a note
-MEMORY_BYTES = 2e9  # of available memory, below which it is a note
-LEFTOVER = re.compile(r"\..+?\.(\d+)(\.old|\.\d+)?\.part")  # the names of workdir.publish and workdir.write_atomically
+PROBLEM_BYTES, NOTE_BYTES = 2e9, 10e9  # less free disk space is a problem, or a note
+MEMORY_BYTES = 2e9  # less available memory is a note
+LEFTOVER = re.compile(r"\..+?\.(\d+)(\.old|\.\d+)?\.part")  # names used by workdir.publish and workdir.write_atomically
 SHOWN_PACKAGES = ("torch", "dvc", "hydra-core", "mlflow", "accelerate")  # packages whose versions are shown
 EXTRAS = {
     "onnx": "deploy.onnx",
@@ -64,7 +63,7 @@ EXTRAS = {
     "gpu": "how busy a GPU is, in speed.json",
     "trackers": "runtime.trackers: TensorBoard, Weights & Biases",
 }
-SWITCHES: dict[str, tuple[State, str]] = {  # settings of DVC that must be off: state if one is on, reason
+SWITCHES: dict[str, tuple[State, str]] = {  # DVC settings that must be off: state if one is on, reason
     "hydra.enabled": ("problem", "dvc repro then ignores edits of conf/, and dvc exp run reverts edits by hand"),
     "core.autostage": ("note", "git checkout . then keeps the staged dvc.lock"),
 }
@@ -75,7 +74,7 @@ class Finding:
     subject: str
     state: State
     found: str
-    remedy: str | None = None  # what to do; None if all is well
+    remedy: str | None = None  # suggested fix; None if all is well
 
     def render(self) -> str:
         """The finding as a line, with the remedy below it."""
@@ -84,7 +83,7 @@ class Finding:
 
 
 def examine(root: Path) -> Iterator[Finding]:
-    """All findings about this machine and the checkout in `root`; a check that cannot run is a note."""
+    """All findings about this machine and the checkout in `root`; a check that cannot run becomes a note."""
     machine_checks = (cores, memory, gpus)
     checkout_checks = (
         disk,
@@ -104,11 +103,11 @@ def examine(root: Path) -> Iterator[Finding]:
         except CHECK_ERRORS as error:
             state = "problem" if isinstance(error, configparser.Error) else "note"  # DVC cannot read it either
             text = f"could not be checked: {type(error).__name__}: {error}"
-            yield Finding(check.__name__, state, text, "see to that, then run python -m pipeline.tools.doctor again")
+            yield Finding(check.__name__, state, text, "fix that, then rerun python -m pipeline.tools.doctor")
 
 
 def cores(system: Path) -> Iterator[Finding]:
-    """Cores that this process may use, by its affinity and the CPU quota of its control groups, and whether they have
+    """Cores available to this process, by its affinity and the CPU quota of its cgroups, and whether they support
     bf16.
     """
     usable, on_linux = device.workers("auto"), sys.platform == "linux"
@@ -126,7 +125,7 @@ def cores(system: Path) -> Iterator[Finding]:
 
 
 def _cgroup_files(system: Path, name: str) -> list[str]:
-    """The text of a file in each control group (version 2) of this process, innermost first, where it exists."""
+    """The text of a file in each of this process's cgroups (v2) that has it, innermost first."""
     membership, groups = system / "proc/self/cgroup", system / "sys/fs/cgroup"
     lines = membership.read_text().splitlines() if membership.exists() else []
     group = groups / next((line[3:] for line in lines if line.startswith("0::")), "/").strip("/")
@@ -135,22 +134,22 @@ def _cgroup_files(system: Path, name: str) -> list[str]:
 
 
 def memory(system: Path) -> list[Finding]:
-    """Memory of the machine or of its control group, total and available."""
+    """Memory of the machine or its cgroup, total and available."""
     import torch
 
     available = psutil.virtual_memory().available
-    names = ("memory.max", "memory.current", "memory.stat")  # the outermost group has only the last
+    names = ("memory.max", "memory.current", "memory.stat")  # the outermost cgroup has only the last
     for limit, current, stat in zip(*(_cgroup_files(system, name) for name in names)):
         cache_size = re.search(r"^inactive_file (\d+)$", stat, re.MULTILINE)  # page cache, which can be reclaimed
         if limit != "max":
             available = min(available, max(0, int(limit) - int(current) + int(cache_size[1] if cache_size else 0)))
     text = f"{_format_bytes(device.total_memory(torch.device('cpu')))}, {_format_bytes(available)} of it available"
-    remedy = "end other programs, or take a smaller model: python -m pipeline.tools.plan says what each one holds"
+    remedy = "close other programs, or use a smaller model: python -m pipeline.tools.plan shows the memory each needs"
     return [Finding("memory", "ok", text) if available >= MEMORY_BYTES else Finding("memory", "note", text, remedy)]
 
 
 def gpus(system: Path) -> list[Finding]:
-    """The GPUs that torch sees; a note if NVIDIA's driver is loaded and torch sees none."""
+    """The GPUs that torch sees; a note if NVIDIA's driver is loaded but torch sees none."""
     import torch
 
     count, described = device.num_gpus(), device.describe()
@@ -168,13 +167,13 @@ def _format_bytes(size: float) -> str:
 
 
 def disk(root: Path) -> Iterator[Finding]:
-    """Free space for outs, states and the cache."""
-    gc_hint = "dvc gc --workspace --all-experiments --dry says what of the cache no experiment needs"
+    """Free disk space for outs, checkpoints and the cache."""
+    gc_hint = "dvc gc --workspace --all-experiments --dry lists cache files that no experiment needs"
     folders = {
         "tree": (root, gc_hint),
         "work folder": (
             workdir.root(),
-            "python -m pipeline.run.workdir prune, or let STAGECOACH_WORK name another disk",
+            "python -m pipeline.run.workdir prune, or set STAGECOACH_WORK to a folder on another disk",
         ),
         "DVC cache": (_cache_folder(root), f"{gc_hint}; or dvc cache dir --local FOLDER on another disk"),
     }
@@ -192,7 +191,7 @@ def _existing_folder(path: Path) -> Path:
 
 
 def _dvc_options(root: Path) -> dict[str, str]:
-    """`section.key` -> value of `.dvc/config` with `config.local` over it. Raises configparser.Error."""
+    """`section.key` -> value of `.dvc/config`, overridden by `config.local`. Raises configparser.Error."""
     parser = configparser.ConfigParser(interpolation=None, strict=False, inline_comment_prefixes=("#",))
     for path in filter(Path.exists, (root / ".dvc/config", root / ".dvc/config.local")):
         parser.read_string(path.read_text(encoding="utf-8"), str(path))
@@ -204,7 +203,7 @@ def _cache_folder(root: Path) -> Path:
 
 
 def cache_links(root: Path) -> list[Finding]:
-    """How DVC links files of its cache into the working tree; tries each link type with a file of our own."""
+    """How DVC links cache files into the working tree; tries each link type with a test file."""
     works, folder, cache = ["copy"], tempfile.TemporaryDirectory, _existing_folder(_cache_folder(root))
     with folder(prefix=".doctor-", dir=cache) as cache_folder, folder(prefix=".doctor-", dir=root) as tree_folder:
         (source := Path(cache_folder) / "file").write_bytes(b"stagecoach")
@@ -223,19 +222,19 @@ def cache_links(root: Path) -> list[Finding]:
 
 
 def reflink(source: Path, target: Path) -> None:
-    """A second file that shares the blocks of the first. Raises OSError if the file system cannot do that, and always
-    on macOS, though DVC can do it there.
+    """Create a file that shares the blocks of another. Raises OSError if the file system does not support it, and
+    always on macOS, although DVC can do it there.
     """
     with source.open("rb") as old, target.open("wb") as new:
         fcntl.ioctl(new, 0x40049409, old.fileno())  # FICLONE of linux/fs.h
 
 
 def rwlock(root: Path) -> Iterator[Finding]:
-    """The processes that lock files for DVC, by `.dvc/tmp/rwlock`. The pid in an entry of a killed command may belong
-    to another program by now.
+    """The processes that lock files for DVC, according to `.dvc/tmp/rwlock`. The pid of a killed command may have been
+    reused by another program.
     """
     path = root / ".dvc/tmp/rwlock"
-    remedy = f"when no dvc command runs: rm {path}"
+    remedy = f"if no dvc command is running: rm {path}"
     try:
         lock = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         entries = [
@@ -244,21 +243,23 @@ def rwlock(root: Path) -> Iterator[Finding]:
         ]
         holders = {int(entry["pid"]): str(entry["cmd"]) for entry in entries}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        yield Finding("DVC rwlock", "problem", f"damaged, and dvc commands stop at it: {error}", remedy)
+        yield Finding("DVC rwlock", "problem", f"corrupt, which blocks dvc commands: {error}", remedy)
         return
     yield Finding("DVC rwlock", "ok", f"processes named as holders: {len(holders)}")
     for pid, command in holders.items():
         if not psutil.pid_exists(pid):
             yield Finding("DVC rwlock", "note", f"left by process {pid}, which is gone: {command}", remedy)
         elif _is_other_process(pid, command, path.stat().st_mtime):
-            text = f"left by `{command}`; its pid {pid} is another program now, and dvc commands stop at it"
+            text = f"left by `{command}`; its pid {pid} is another program now, which blocks dvc commands"
             yield Finding("DVC rwlock", "problem", text, remedy)
         else:
             yield Finding("DVC rwlock", "ok", f"process {pid} runs: {command}")
 
 
 def _is_other_process(pid: int, command: str, written: float) -> bool:
-    """Whether a pid is not the process that wrote `command` into the lock: it started later, or is another program."""
+    """Whether a pid is no longer the process that wrote `command` to the lock: it started later, or runs something
+    else.
+    """
     process = psutil.Process(pid)
     programs = ("dvc", Path(command.split(" ")[0]).name)
     is_known = any(Path(word).name in programs for word in process.cmdline())
@@ -266,13 +267,13 @@ def _is_other_process(pid: int, command: str, written: float) -> bool:
 
 
 def dvc_lock(root: Path) -> list[Finding]:
-    """Whether a dvc command locks the repository. The file alone means nothing: DVC never removes it."""
+    """Whether a dvc command has locked the repository. The file alone means nothing: DVC never removes it."""
     path = root / ".dvc/tmp/lock"
     pid = path.read_text().strip() if path.exists() and _is_locked(path) else None
     if pid is None or not pid.isdecimal() or psutil.pid_exists(int(pid)):
-        return [Finding("DVC lock", "ok", "free" if pid is None else f"a dvc command runs (process {pid})")]
-    text = f"process {pid} took it and is gone, but a child of it holds it: dvc commands stop at it"
-    return [Finding("DVC lock", "problem", text, f"fuser -v {path} names the holder: end it")]
+        return [Finding("DVC lock", "ok", "free" if pid is None else f"a dvc command is running (process {pid})")]
+    text = f"process {pid} took it and is gone, but one of its children still holds it, which blocks dvc commands"
+    return [Finding("DVC lock", "problem", text, f"find the holder with fuser -v {path} and end it")]
 
 
 def _is_locked(lock: Path) -> bool:
@@ -284,7 +285,7 @@ def _is_locked(lock: Path) -> bool:
 
 
 def unfinished(_root: Path) -> Iterator[Finding]:
-    """Keys of the work directory that run now, and unfinished ones that do not."""
+    """Keys in the work directory that are running, and unfinished ones that are not."""
     idle = {}
     for lock in sorted(workdir.root().glob("*/*/lock")):
         key, name = lock.parent, f"{lock.parent.parent.name}/{lock.parent.name}"
@@ -295,12 +296,12 @@ def unfinished(_root: Path) -> Iterator[Finding]:
     text = f"{len(idle)} unfinished, {_format_bytes(sum(idle.values()))} {', '.join([*idle][:3])}" + ", ..." * (
         len(idle) > 3
     )
-    remedy = "the same dvc repro resumes what it still needs; python -m pipeline.run.workdir prune removes all of it"
+    remedy = "dvc repro resumes what it still needs; python -m pipeline.run.workdir prune removes all of it"
     yield Finding("work", "note" if idle else "ok", text, remedy if idle else None)
 
 
 def leftovers(root: Path) -> list[Finding]:
-    """`.part`s of dead processes, beside the outs of dvc.yaml and in the work directory."""
+    """`.part`s left by dead processes, next to the outs of dvc.yaml and in the work directory."""
     outs = [root / out for stage in graph.stages(root).values() for out in stage.outs]
     parts = [
         path for folder in sorted({out.parent for out in outs} | {workdir.root()}) for path in folder.glob(".*.part")
@@ -323,21 +324,21 @@ def sandbox(root: Path) -> Iterator[Finding]:
     try:
         server.launch()
         server.greet()
-        yield Finding("sandbox", "ok", "profile sealed holds generated code")
+        yield Finding("sandbox", "ok", "profile sealed isolates generated code")
     except (ConfigError, servers.HarnessError, OSError) as error:
         state = "note" if config.allow_unsafe else "problem"
-        yield Finding("sandbox", state, f"profile sealed cannot be had: {error}", servers.NO_SANDBOX)
+        yield Finding("sandbox", state, f"profile sealed is unavailable: {error}", servers.NO_SANDBOX)
     finally:
         server.stop()
 
 
 def packages(root: Path) -> Iterator[Finding]:
-    """Python and the packages against the ranges of pyproject.toml, and which extras are installed."""
+    """Check Python and the packages against the ranges in pyproject.toml, and list installed extras."""
     project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     python, required = platform.python_version(), project["requires-python"]
     if not SpecifierSet(required).contains(python, prereleases=True):
-        remedy = "install one that fits; then make clean && make PYTHON=<its command>"
-        yield Finding("packages", "problem", f"Python is {python}, pyproject.toml asks for {required}", remedy)
+        remedy = "install a matching version; then make clean && make PYTHON=<its command>"
+        yield Finding("packages", "problem", f"Python is {python}, pyproject.toml requires {required}", remedy)
     needed = [Requirement(text) for text in project["dependencies"]]
     faults = {requirement: fault for requirement in needed if (fault := _fault_of_requirement(requirement))}
     for requirement, fault in faults.items():
@@ -360,7 +361,7 @@ def _fault_of_requirement(requirement: Requirement) -> str | None:
     except importlib.metadata.PackageNotFoundError:
         return f"{requirement.name} is not installed"
     fits = requirement.specifier.contains(version, prereleases=True)
-    return None if fits else f"{requirement.name} is {version}, pyproject.toml asks for {requirement.specifier}"
+    return None if fits else f"{requirement.name} is {version}, pyproject.toml requires {requirement.specifier}"
 
 
 def checkout(root: Path) -> Iterator[Finding]:
@@ -368,18 +369,18 @@ def checkout(root: Path) -> Iterator[Finding]:
     location = root.resolve()
     for name in (".dvc", "dvc.yaml"):
         if not (root / name).exists():
-            yield Finding("checkout", "problem", f"no {name} in {location}", f"run where it is, or git checkout {name}")
+            yield Finding("checkout", "problem", f"no {name} in {location}", f"cd there, or git checkout {name}")
     if shutil.which("git") is None:
         yield Finding("checkout", "problem", "git is not installed: DVC needs it", "apt install git")
     elif any((folder / ".git").exists() for folder in (location, *location.parents)):
         yield Finding("checkout", "ok", "git is installed, and this is a checkout")
     else:
-        remedy = "git clone the project; or, to go on without experiments, dvc config --local core.no_scm true"
-        yield Finding("checkout", "note", "this is no git checkout: dvc exp needs one", remedy)
+        remedy = "git clone the project; or, to continue without experiments, dvc config --local core.no_scm true"
+        yield Finding("checkout", "note", "this is not a git checkout: dvc exp needs one", remedy)
 
 
 def switches(root: Path) -> Iterator[Finding]:
-    """Whether the settings of DVC that must be off are off."""
+    """Whether the DVC settings that must be off are off."""
     options = _dvc_options(root)
     for name, (state, why) in SWITCHES.items():
         if options.get(name, "false").lower() in ("true", "yes", "on", "1"):
@@ -399,7 +400,7 @@ def parameters(root: Path) -> list[Finding]:
         build(Runtime, settings.layers("runtime"), "runtime")
     except ConfigError as error:
         return [
-            Finding("parameters", "problem", str(error), "mend that; python -m pipeline.run.config names every fault")
+            Finding("parameters", "problem", str(error), "fix that; python -m pipeline.run.config lists all errors")
         ]
     return [Finding("parameters", "ok", f"those of {len(names)} stages resolve")]
 
@@ -410,18 +411,20 @@ def remote(root: Path) -> list[Finding]:
     name = options.get("core.remote")
     url = options.get(f"'remote \"{name}\"'.url")
     if url is None:
-        text = f"no url for core.remote ({name or 'none'}): dvc push and pull go nowhere"
+        text = f"no url for core.remote ({name or 'none'}): dvc push and pull have no target"
         return [Finding("remote", "note", text, f"dvc remote add --default {name or 'store'} FOLDER")]
     if "://" in url:
         return [Finding("remote", "ok", f"{name}: {without_password(url)} (not contacted)")]
     folder = (root / ".dvc" / Path(url).expanduser()).resolve()
-    remedy = None if folder.is_dir() else "it is not there yet: dvc push makes it"
+    remedy = None if folder.is_dir() else "it does not exist yet: dvc push creates it"
     return [Finding("remote", "note" if remedy else "ok", f"{name}: {folder}", remedy)]
 
 
 def main(argv: list[str]) -> int:
     """Print the findings; exit code 1 if one of them is a problem."""
-    parser = argparse.ArgumentParser(prog="python -m pipeline.tools.doctor", description="Check machine and checkout.")
+    parser = argparse.ArgumentParser(
+        prog="python -m pipeline.tools.doctor", description="Check this machine and suggest fixes."
+    )
     parser.parse_args(argv)
     states = []
     for finding in examine(Path()):

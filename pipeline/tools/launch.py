@@ -1,21 +1,21 @@
-"""Builds the graph: stages whose inputs are ready, side by side, each as `dvc repro -s STAGE` in a process of its own.
+"""Builds the graph: runs stages in parallel as their inputs become ready, each as `dvc repro -s STAGE` in a process.
 
     python -m pipeline.tools.launch            the whole graph
     python -m pipeline.tools.launch spine      the chain from text to a deployed model, everything it needs, its
                                                evaluations and the report
     python -m pipeline.tools.launch stage_dpo  one stage and everything it needs
 
-If a stage fails, only the stages that need it are not built. At the end a table lists the outcome of each stage, the
-idle share of the jobs and the command to continue; the exit code is that of the first failure. The report reads
-whatever was measured, so it waits for the other stages but needs none of them. SIGINT, SIGTERM and SIGHUP reach each
-running stage once; the stage saves its state, and the same command resumes. If the launcher is killed, the kernel ends
-DVC and its stage (Linux). The threads of a stage are the cores divided by the jobs, or all cores for a stage that
-nothing large could run beside. The graph and the scale decide that, not the moment: the number of threads decides the
-last bits of a result, so an interrupted stage must resume with as many. On Linux DVC's processes are forks of the
-launcher, which has loaded DVC once.
+If a stage fails, only the stages that depend on it are skipped. At the end a table lists the outcome of each stage, the
+jobs' idle time and the command to continue; the exit code is that of the first failure. The report covers whatever was
+measured, so it waits for the other stages but requires none of them. SIGINT, SIGTERM and SIGHUP are sent to each
+running stage once; it saves a checkpoint, and the same command resumes it. If the launcher is killed, the kernel ends
+DVC and its stage (Linux). A stage gets the cores divided by the jobs as threads, or all cores if nothing large could
+run alongside it. The graph and the scale decide that, not the current load: the number of threads affects the last bits
+of a result, so an interrupted stage must resume with the same number. On Linux, DVC processes are forked from the
+launcher, which loads DVC only once.
 
-Not promised: a good estimate of the time left before the first full run; it starts from `seconds` in the scale file
-and follows the pace of the stages that are built.
+Not guaranteed: a good estimate of the remaining time before the first full run; it starts from `seconds` in the scale
+file and adapts to the pace of finished stages.
 """
 
 import argparse
@@ -42,21 +42,21 @@ from pipeline.run.errors import ConfigError
 from pipeline.sandbox import jail
 
 SPINE = "spine"
-CHAIN = ("language", "code", "tools", "rlhf")  # their evaluations belong to the spine; that of reward has its own stage
+CHAIN = ("language", "code", "tools", "rlhf")  # their evaluations are part of the spine; reward's has its own stage
 REPORT, DEPLOY = "stage_report", "stage_deploy"
-UNKNOWN_SECONDS = 30.0  # of a stage without a measured time
-POLL_SECONDS, LOOK_SECONDS = 0.1, 1.0  # between looks at processes, at what they have for MLflow
+UNKNOWN_SECONDS = 30.0  # estimate for a stage without a measured time
+POLL_SECONDS, LOOK_SECONDS = 0.1, 1.0  # polling intervals: for processes, for their MLflow spools
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SMALL = 0.5
-# Of a waiting OpenMP thread, a few microseconds: without them a second thread gains nothing, and with many more all
-# threads wait for the one whose core does something else.
+# Spins of a waiting OpenMP thread, a few microseconds: with none a second thread gains nothing, and with many more all
+# threads wait for the one whose core is busy with something else.
 SPINS = "1000"
-PACED_SECONDS = 30.0  # estimated, of stages that are built, from which on they tell how fast this machine is
+PACED_SECONDS = 30.0  # estimated seconds of built stages needed to judge how fast this machine is
 MLFLOW = "STAGECOACH_MLFLOW"
 ENDED = "STAGECOACH_ENDED"  # the file for a stage's exit code; DVC's own code means only that it failed
-# Of DVC after each stage; the launcher's last line has them once
+# Hints DVC prints after each stage; the launcher prints them once, at the end
 HINTS = re.compile(r"^\s*(Updating lock file|To track the changes|To enable auto staging|Use `dvc push`|$)")
-# On macOS a fork of a process that has used its frameworks may crash
+# On macOS, forking a process that has used system frameworks may crash
 PROCESSES = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
 
 
@@ -64,7 +64,7 @@ PROCESSES = multiprocessing.get_context("fork" if sys.platform == "linux" else "
 class Stage:
     name: str
     waits: set[str]  # stages that must succeed before it
-    seconds: float  # estimate of its time
+    seconds: float  # estimated time
     state: str = "waiting"  # running, built, up to date, failed, not built, left out, stopped
     why: str = ""
     took: float = 0.0
@@ -72,11 +72,11 @@ class Stage:
 
 @dataclass
 class Build:
-    """The stages of one call of the launcher, and their order."""
+    """The stages of one launcher run, and their order."""
 
     stages: dict[str, Stage]
     jobs: int
-    alone: frozenset[str] = frozenset()  # stages beside which no other runs
+    alone: frozenset[str] = frozenset()  # stages that run exclusively
     behind: dict[str, float] = field(default_factory=dict)  # stage -> seconds of the longest chain that starts with it
 
     def __post_init__(self) -> None:
@@ -90,12 +90,12 @@ class Build:
         return self.behind[name]
 
     def ready(self) -> list[str]:
-        """Stages that may start: deploy first, since a person waits for it, then by the longest chain."""
+        """Stages that may start: deploy first, since the user is waiting for it, then by longest chain."""
         names = [stage.name for stage in self.stages.values() if stage.state == "waiting" and self._may_start(stage)]
         return sorted(names, key=lambda name: (name != DEPLOY, -self.behind[name], name))
 
     def next(self) -> list[str]:
-        """The stages to start now. One that runs alone waits for the others, and no other starts before it."""
+        """The stages to start now. An exclusive stage waits for running ones, and none starts ahead of it."""
         running, names = self.named("running"), list[str]()
         if self.alone & set(running):
             return []
@@ -112,7 +112,7 @@ class Build:
         return all(state in ("built", "up to date") for state in states)
 
     def ended(self, name: str, state: str, why: str = "") -> None:
-        """Record the end of a stage; unless it succeeded, the stages that need it are not built."""
+        """Record the end of a stage; unless it succeeded, the stages that depend on it are not built."""
         self.stages[name].state, self.stages[name].why = state, why
         if state not in ("built", "up to date"):
             self._block(name)
@@ -128,14 +128,14 @@ class Build:
 
     @property
     def pace(self) -> float:
-        """Seconds that a stage takes for each estimated one, by those built so far; 1 while they say too little."""
+        """Actual seconds per estimated second, from the stages built so far; 1 until there is enough data."""
         built = [stage for stage in self.stages.values() if stage.state == "built"]
         estimate = sum(stage.seconds for stage in built)
         return sum(stage.took for stage in built) / estimate if estimate >= PACED_SECONDS else 1.0
 
     def left(self, running: dict[str, float]) -> float:
-        """Seconds until everything is built: of the longest chain, or of all work divided by the jobs. `running`:
-        stage -> seconds since its start.
+        """Seconds until everything is built: the longest chain, or all work divided by the jobs. `running`: stage ->
+        seconds since it started.
         """
         pace = self.pace
         seconds = {name: pace * self.stages[name].seconds for name in self.named("waiting", "running")}
@@ -167,8 +167,8 @@ class Build:
         return "\n".join(rows) + "\n"
 
     def use(self, seconds: float) -> str:
-        """How much of the jobs' time stages took, of a build of so many seconds, and the chain that took longest: with
-        other jobs idle only a shorter chain makes a build faster.
+        """Job utilization in a build of `seconds`, and the chain that took longest: while other jobs are idle, only a
+        shorter chain makes the build faster.
         """
         busy = sum(stage.took * (self.jobs if stage.name in self.alone else 1) for stage in self.stages.values())
         idle = max(0.0, 1 - busy / (seconds * self.jobs)) if seconds else 0.0
@@ -189,7 +189,7 @@ class Build:
 
 
 def chosen(waits: dict[str, set[str]], target: str | None) -> dict[str, set[str]]:
-    """The stages that `target` names, and everything they need. Raises ConfigError for an unknown name."""
+    """The stages selected by `target`, and everything they need. Raises ConfigError for an unknown name."""
     if target is None:
         return waits
     if target == SPINE:
@@ -205,15 +205,15 @@ def chosen(waits: dict[str, set[str]], target: str | None) -> dict[str, set[str]
         needed = waits[queue.pop()] - ends
         ends |= needed
         queue += needed
-    ends |= {REPORT} if target == SPINE else set()  # it reads all existing metrics, and waits for no branch
+    ends |= {REPORT} if target == SPINE else set()  # it covers all existing metrics, and waits for no branch
     return {name: needs & ends for name, needs in waits.items() if name in ends}
 
 
 def alone(waits: dict[str, set[str]], seconds: dict[str, float], root: Path = Path()) -> frozenset[str]:
-    """Stages that train a model while there is less to do beside them than SMALL of their time: two threads of one
-    stage do less than two stages, but more than one thread beside an idle core.
+    """Training stages that run exclusively because less than SMALL of their time could be filled with parallel work:
+    two threads in one stage do less than two stages, but more than one thread next to an idle core.
 
-    `seconds` are those of the scale file, so that a stage that was interrupted resumes with as many threads.
+    `seconds` are those of the scale file, so that an interrupted stage resumes with the same number of threads.
     """
 
     before: dict[str, set[str]] = {}
@@ -233,7 +233,7 @@ def alone(waits: dict[str, set[str]], seconds: dict[str, float], root: Path = Pa
 
 
 def seconds_of(names: list[str], scale: str, *, measured: bool = True) -> dict[str, float]:
-    """An estimate of the time of each stage: its last run here, if `measured`, else `seconds` of the scale file."""
+    """The estimated time of each stage: its last run here, if `measured`, else `seconds` from the scale file."""
     estimates = read_yaml(Path(f"conf/scale/{scale}.yaml")).get("seconds") or {}
     seconds = {}
     for name in names:
@@ -248,13 +248,13 @@ def seconds_of(names: list[str], scale: str, *, measured: bool = True) -> dict[s
 
 
 def judging(root: Path) -> set[str]:
-    """The stages that run programs written by a model while they make one."""
+    """The stages that run model-written programs while training a model."""
     made = graph.stages(root).values()
     return {s.name for s in made if "sandbox" in s.tracked and any(out.startswith("models/") for out in s.outs)}
 
 
 def rewarded_by_code(settings: Settings, names: Iterable[str]) -> list[str]:
-    """Those stages that train on the results of programs that a model wrote: others only measure by them."""
+    """The stages that train on the results of model-written programs; others only use them for measurement."""
     blocks = {name: settings.layers(name.removeprefix("stage_")) for name in names}
     return sorted(
         name for name, block in blocks.items() if "rewards" in block and "code" in (block["rewards"].raw or {})
@@ -262,7 +262,7 @@ def rewarded_by_code(settings: Settings, names: Iterable[str]) -> list[str]:
 
 
 def no_sandbox(settings: Settings) -> str:
-    """The reason that programs written by a model cannot run here; empty if they can, or may run without a sandbox."""
+    """Why model-written programs cannot run here; empty if they can, or are allowed to run without a sandbox."""
     runtime, sandbox = settings.layers("runtime"), settings.layers("sandbox")
     service = runtime["sandbox"].raw if "sandbox" in runtime else None
     unsafe_allowed = "allow_unsafe" in sandbox and bool(sandbox["allow_unsafe"].raw)
@@ -272,7 +272,7 @@ def no_sandbox(settings: Settings) -> str:
 
 
 def tidy_locks(folder: Path = Path(".dvc/tmp")) -> None:
-    """Remove DVC's list of locks if all of its processes are gone, or one was killed while writing it."""
+    """Remove DVC's lock file if all of its processes are gone, or one was killed while writing it."""
     path = folder / "rwlock"
     try:
         locks = json.loads(path.read_text())
@@ -287,17 +287,17 @@ def tidy_locks(folder: Path = Path(".dvc/tmp")) -> None:
         entries, alive = ["unreadable"], []
     if entries and not alive:
         path.unlink(missing_ok=True)
-        say(f"{path}: DVC's locks of processes that are gone were removed")
+        say(f"{path}: removed DVC's stale locks")
 
 
 def say(text: str) -> None:
-    """Print a line of the launcher on stderr."""
+    """Print a line of launcher output to stderr."""
     sys.stderr.write(f"launch: {text}\n")
     sys.stderr.flush()
 
 
 def _child(function: Callable[..., None], *arguments: object) -> BaseProcess:
-    """Start `function(*arguments, pid of the launcher)` in a process that ends with the launcher."""
+    """Start `function(*arguments, launcher's pid)` in a process that dies with the launcher."""
     process = PROCESSES.Process(target=function, args=(*arguments, os.getpid()), daemon=True)
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until the child has its own handlers
     process.start()
@@ -306,7 +306,7 @@ def _child(function: Callable[..., None], *arguments: object) -> BaseProcess:
 
 
 def _become_child(launcher: int) -> None:
-    """In a fork of the launcher: a session of its own, bound to the launcher, without its signal handlers."""
+    """In a child of the launcher: start a new session, tied to the launcher, without its signal handlers."""
     os.setsid()
     for number in filter(_is_handled, SIGNALS):
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
@@ -315,7 +315,7 @@ def _become_child(launcher: int) -> None:
 
 
 def deliver(work: Path, end: Connection, launcher: int) -> None:
-    """Deliver to MLflow what the stages spool, until something is sent to `end`. Runs in a child of the launcher."""
+    """Deliver the stages' spooled calls to MLflow until something is sent to `end`. Runs in a child of the launcher."""
     _become_child(launcher)
     mlflow_store.deliver(work, lambda: end.poll(LOOK_SECONDS), tracking.say)
 
@@ -333,21 +333,21 @@ def reproduce(name: str, environment: dict[str, str], launcher: int) -> None:
 
 
 class Launcher:
-    """Starts and ends the stages of a build."""
+    """Starts and stops the stages of a build."""
 
     def __init__(self, build: Build, command: str) -> None:
         self.build = build
-        self.command = command  # that continues the build
-        self.running: dict[str, tuple[BaseProcess, float]] = {}  # stage -> process of DVC, its start
+        self.command = command  # to continue the build
+        self.running: dict[str, tuple[BaseProcess, float]] = {}  # stage -> DVC's process, its start
         self.signal = 0  # the first one received
         self.code = 0  # exit code of the first stage that failed
         self.signaled: set[int] = set()  # pids that were sent SIGINT
-        self.deadline = float("inf")  # when processes that have not ended are killed
+        self.deadline = float("inf")  # when processes that are still running are killed
         self.cores = device.workers("auto")
         self.exit_codes = workdir.root() / "ended"
 
     def run(self) -> int:
-        """Build what can be built; returns the exit code."""
+        """Build everything that can be built; returns the exit code."""
         self.exit_codes.mkdir(parents=True, exist_ok=True)
         began = time.monotonic()
         handlers = {number: signal.signal(number, self._on_signal) for number in SIGNALS if _is_handled(number)}
@@ -363,18 +363,18 @@ class Launcher:
             self.build.stages[name].state = "not built"
         sys.stderr.write("\n" + self.build.table() + self.build.use(time.monotonic() - began))
         if self.build.named("built"):
-            say("dvc.lock describes what was built: git add dvc.lock; dvc push shares the files")
+            say("dvc.lock records what was built: git add dvc.lock; dvc push shares the files")
         if self.signal:
-            say(f"stopped by {signal.Signals(self.signal).name}; go on with: {self.command}")
+            say(f"stopped by {signal.Signals(self.signal).name}; continue with: {self.command}")
             return 128 + self.signal
         if self.code:
             failed = ", ".join(self.build.named("failed"))
-            say(f"{failed} failed, see above; all else was built. Go on with: {self.command}")
+            say(f"{failed} failed, see above; everything else was built. Continue with: {self.command}")
         return self.code
 
     @contextmanager
     def _delivery(self) -> Iterator[None]:
-        """MLflow's runs of the stages, by a process beside them, which has a while to deliver the rest in the end."""
+        """Deliver the stages' MLflow runs from a separate process, which has some time at the end to finish."""
         receiver, sender = PROCESSES.Pipe(duplex=False)
         process = _child(deliver, workdir.root(), receiver)
         yield
@@ -400,7 +400,7 @@ class Launcher:
         return self.build.progress({name: time.monotonic() - began for name, (_, began) in self.running.items()})
 
     def _poll(self) -> None:
-        """Wait a moment, and record the stages that ended."""
+        """Wait briefly, and record the stages that ended."""
         if self.signal:
             self._stop()
         for name, (process, began) in list(self.running.items()):
@@ -425,11 +425,11 @@ class Launcher:
             self.build.ended(name, "up to date" if recorded is None else "built")
         say(f"{name}: {self.build.stages[name].state} in {seconds:.0f} s ({self._progress()})")
         if name == DEPLOY and not status and self.build.named("waiting", "running"):
-            say("you can talk to it now: make chat   (the rest goes on)")
+            say("you can talk to it now: make chat   (the build continues)")
 
     def _stop(self) -> None:
-        """Send each stage one SIGINT, so that it saves its state and ends; DVC itself only while it runs no stage. Kill
-        what has not ended after SAVE_SECONDS.
+        """Send each stage one SIGINT, so that it saves a checkpoint and exits; DVC itself only while it runs no stage.
+        Kill whatever is still running after SAVE_SECONDS.
         """
         for process, _ in self.running.values():
             assert process.pid is not None
@@ -437,7 +437,7 @@ class Launcher:
                 children = psutil.Process(process.pid).children()
                 for target in [p for p in children or [psutil.Process(process.pid)] if p.pid not in self.signaled]:
                     if not self.signaled:
-                        say("stages save their states and end")
+                        say("waiting for stages to save their state")
                         self.deadline = time.monotonic() + processes.SAVE_SECONDS
                     self.signaled.add(target.pid)
                     target.send_signal(signal.SIGINT)
@@ -447,21 +447,21 @@ class Launcher:
 
 
 def _is_handled(number: int) -> bool:
-    """Whether a signal is not ignored. Under nohup SIGHUP is."""
+    """Whether a signal is not ignored. Under nohup, SIGHUP is."""
     return signal.getsignal(number) is not signal.SIG_IGN
 
 
 def prepare(target: str | None, jobs: int) -> Build:
-    """The build of a target. Raises ConfigError for a wrong target or wrong parameters."""
+    """The build for a target. Raises ConfigError for an invalid target or invalid parameters."""
     settings = Settings(Path(), [])
     waits = chosen(graph.waits(), target)
     seconds = seconds_of(list(waits), settings.name("scale"))
     build = Build({name: Stage(name, needs, seconds[name]) for name, needs in waits.items()}, jobs)
-    if device.workers("auto") < 2 * jobs and not os.environ.get("STAGECOACH_LAUNCH"):  # else there are threads enough
+    if device.workers("auto") < 2 * jobs and not os.environ.get("STAGECOACH_LAUNCH"):  # else: enough threads
         build.alone = alone(waits, seconds_of(list(waits), settings.name("scale"), measured=False))
     sandboxed = rewarded_by_code(settings, judging(Path()) & waits.keys())
     if sandboxed and (refused := no_sandbox(settings)):
-        say(f"there is no sandbox here ({refused}): what learns from programs that a model wrote is left out")
+        say(f"there is no sandbox here ({refused}): skipping stages that learn from model-written programs")
         for name in sandboxed:
             build.ended(name, "left out", "no sandbox; sandbox.allow_unsafe: true runs it without one")
     return build
@@ -470,10 +470,10 @@ def prepare(target: str | None, jobs: int) -> Build:
 def main() -> int:
     """Command line of `python -m pipeline.tools.launch`."""
     parser = argparse.ArgumentParser(
-        prog="python -m pipeline.tools.launch", description="Build the graph, or a part of it."
+        prog="python -m pipeline.tools.launch", description="Build the graph, or part of it."
     )
-    parser.add_argument("-j", "--jobs", type=int, help="stages at a time (default: 2, on one core 1)")
-    parser.add_argument("target", nargs="?", help=f"{SPINE}, or a stage of dvc.yaml; without it the whole graph")
+    parser.add_argument("-j", "--jobs", type=int, help="parallel stages (default: 2; 1 on a single core)")
+    parser.add_argument("target", nargs="?", help=f"{SPINE}, or a stage in dvc.yaml; default: the whole graph")
     arguments = parser.parse_args()
     jobs = min(2, device.workers("auto")) if arguments.jobs is None else arguments.jobs
     if jobs < 1:

@@ -1,13 +1,13 @@
-"""The memory that a training run of a model would take, before anything is allocated.
+"""Estimates the memory of a training run before anything is allocated.
 
-    python -m pipeline.tools.plan                                         the model of params.yaml
-    python -m pipeline.tools.plan model=7b gradient_checkpointing=full    any file of conf/model/, any key below
+    python -m pipeline.tools.plan                                         the model in params.yaml
+    python -m pipeline.tools.plan model=7b gradient_checkpointing=full    any file in conf/model/, any key below
     python -m pipeline.tools.plan model=large model.layers=24 strategy=fsdp2 processes=4 micro_batch=2
 
 Prints bytes per device by strategy and part, and the largest micro-batch (a power of two) that fits: within 30% of
-this machine's memory (80% of its GPU's), and within 80% of cards of 16, 24, 40 and 80 GB (10^9 bytes; their columns
-are always for CUDA). The arithmetic, and what it leaves out, is in `learning/footprint.py`; `runtime.micro_batch: auto`
-uses the same.
+this machine's memory (80% of its GPU's), and within 80% of cards with 16, 24, 40 and 80 GB (10^9 bytes; these columns
+always assume CUDA). `learning/footprint.py` has the arithmetic and lists what it leaves out;
+`runtime.micro_batch: auto` uses the same estimate.
 """
 
 import math
@@ -50,11 +50,11 @@ STRATEGIES = {
     "diffusion_dpo": "Diffusion-DPO, with its reference",
     "diffusion_dpo_lora": "Diffusion-DPO, LoRA",
 }
-ALIGNED = ("dpo", "grpo", "ppo", "diffusion_dpo")  # with a reference, unless its adapter is switched off
+ALIGNED = ("dpo", "grpo", "ppo", "diffusion_dpo")  # with a reference: a copy, or the model without its adapter
 SAMPLED = ("grpo", "ppo")
 CARDS = (16, 24, 40, 80)  # GB
-NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)  # a weight: 4 bits, a scale of 8 bits for 64 of them, and one of 32 for 256
-MAX_ROWS = 4096  # of a micro-batch
+NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)  # per weight: 4 bits, an 8-bit scale per 64, and a 32-bit one per 256 scales
+MAX_ROWS = 4096  # in a micro-batch
 PARTS = ("weights", "gradients", "optimizer", "copies", "activations", "logits", "update", "sampling")
 
 
@@ -63,19 +63,19 @@ class PlanConfig:
     """The keys of a plan. Raises ValueError."""
 
     model: ModelConfig = group("model")
-    strategy: str | None = None  # a name of STRATEGIES; none: all
-    context: int | None = None  # tokens of a row; none: 2,048, or the model's context where that is shorter
-    micro_batch: int = 1  # rows of one pass; of pairs: answers
-    samples: int = 64  # answers of an iteration, where answers are sampled
-    processes: int = 8  # of ddp, fsdp2 and grpo_fsdp2
-    device: str = "auto"  # of the table of parts: cpu, cuda; auto: this machine's
-    precision: str = "auto"  # fp32, bf16, fp16; auto: this machine's, and bf16 on cards
+    strategy: str | None = None  # a name in STRATEGIES; none: all
+    context: int | None = None  # tokens per row; none: 2,048, or the model's context if that is shorter
+    micro_batch: int = 1  # rows per pass; for pairs: answers
+    samples: int = 64  # answers per iteration, if answers are sampled
+    processes: int = 8  # for ddp, fsdp2 and grpo_fsdp2
+    device: str = "auto"  # for the table of parts: cpu, cuda; auto: this machine's
+    precision: str = "auto"  # fp32, bf16, fp16; auto: this machine's, and bf16 for cards
     optimizer: str = "adamw"  # adamw, muon
     gradient_checkpointing: str = "none"  # none, full, every_2, selective
-    base_weights: str = "auto"  # of frozen matrices: fp32, bf16, nf4 (below an adapter); auto: bf16 on cuda in bf16
-    ema: bool = False  # keep an average of the weights
-    rank: int = 16  # of LoRA
-    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")  # of LoRA, or all-linear
+    base_weights: str = "auto"  # frozen matrices: fp32, bf16, nf4 (under an adapter); auto: bf16 on cuda in bf16
+    ema: bool = False  # keep a moving average of the weights
+    rank: int = 16  # LoRA rank
+    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")  # LoRA targets, or all-linear
 
     def __post_init__(self) -> None:
         choices = {
@@ -106,7 +106,7 @@ class PlanConfig:
 
 
 def configured(argv: list[str]) -> PlanConfig:
-    """The plan of a command line. Raises ConfigError for an unknown key, file or value."""
+    """The plan for a command line. Raises ConfigError for an unknown key, file or value."""
     known = sorted(field.name for field in fields(PlanConfig))
     model_overrides, values = [], {}
     for text in argv:
@@ -124,7 +124,7 @@ def configured(argv: list[str]) -> PlanConfig:
 
 
 def work_of(config: PlanConfig, kind: str, precision: str) -> Work:
-    """A plan's training step on a kind of device, with several micro-batches per update: the case that takes more."""
+    """A plan's training step on a kind of device, with several micro-batches per update, which needs more memory."""
     return Work(
         row=config.tokens,
         context=config.tokens,
@@ -138,7 +138,7 @@ def work_of(config: PlanConfig, kind: str, precision: str) -> Work:
 
 
 def plan(config: PlanConfig, strategy: str, work: Work, micro_batch: int) -> Footprint:
-    """Bytes per device of a strategy."""
+    """Bytes per device for a strategy."""
     model, method = config.model, strategy.removesuffix("_lora").removesuffix("_fsdp2")
     narrow = config.base_weights in ("bf16", "nf4")
     if config.base_weights == "auto":
@@ -161,7 +161,7 @@ def plan(config: PlanConfig, strategy: str, work: Work, micro_batch: int) -> Foo
     single = footprint.footprint(weights, models, work, micro_batch)
     if strategy.endswith("fsdp2"):
         single = footprint.sharded(single, model, work, config.processes)
-    if strategy == "grpo_fsdp2":  # each process has the reference whole, and a copy of the policy that samples
+    if strategy == "grpo_fsdp2":  # each process has the full reference, and a copy of the policy for sampling
         beside = footprint.frozen(model, narrow=narrow)
         cast = 2.0 * beside.cast if work.precision != "fp32" else 0.0
         single = replace(single, weights=single.weights + 2 * beside.frozen, copies=single.copies + cast)
@@ -171,7 +171,7 @@ def plan(config: PlanConfig, strategy: str, work: Work, micro_batch: int) -> Foo
 
 
 def sampling_bytes(config: ModelConfig, work: Work, answers: int) -> float:
-    """Bytes of decoding `answers` rows: as many at once as `sampling.rows_within` takes, and the folded adapters."""
+    """Bytes for decoding `answers` rows: as many at once as `sampling.rows_within` allows, plus the folded adapters."""
     row = 8 * config.layers * config.kv_heads * config.head_dim * work.row  # float32
     budget = sampling.CACHE_BYTES["cpu" if work.kind == "cpu" else "accelerator"]
     shapes, size = footprint.projections(config), 4 if work.precision == "fp32" else 2
@@ -211,19 +211,19 @@ def render(config: PlanConfig, hardware: device.Hardware) -> str:
 
 
 def rows_in(config: PlanConfig, strategy: str, work: Work, memory: float) -> str:
-    """The largest micro-batch that fits a memory; `-` if not even one row does."""
+    """The largest micro-batch that fits in memory; `-` if not even one row fits."""
     share = CPU_SHARE if work.kind == "cpu" else SHARE
     num_rows = footprint.largest(share * memory, lambda rows: plan(config, strategy, work, rows).total, MAX_ROWS)
     return f"{num_rows:,}" if num_rows else "-"
 
 
 def gigabytes(size: float) -> str:
-    """Bytes as GB: to a tenth, small sizes to a thousandth."""
+    """Bytes as GB with one decimal, or three for small sizes."""
     return f"{size / 1e9:,.1f}" if size >= 5e7 or not size else f"{size / 1e9:.3f}"
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Aligned columns: the first to the left, the others to the right."""
+    """Aligned columns: the first left-aligned, the others right-aligned."""
     widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
     lines = [[cell.rjust(width) for cell, width in zip(row, widths, strict=True)] for row in (head, *rows)]
     return "\n".join(

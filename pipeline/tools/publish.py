@@ -1,20 +1,20 @@
-"""Publish a deployed model to a Hugging Face hub, in one commit.
+"""Publish a deployed model to a Hugging Face hub in one commit.
 
     models/deploy, metrics/eval/<model>.json -> the repository OWNER/NAME of a hub
 
     HF_TOKEN=... python -m pipeline.tools.publish models/deploy --to OWNER/NAME [--public] [--revision BRANCH]
         [--endpoint URL] [--license ID] [--language CODE ...] [--replace] [--dry-run]
 
-The files are those that SHA256SUMS names, checked before anything is sent. The model card of stage deploy gets the
-hub's metadata: license, languages, tags, the base model of the lineage, and as `model-index` the headlines and named
-benchmarks that were measured of these very weights. SHA256SUMS is written anew for that card.
+The files listed in SHA256SUMS are verified before anything is uploaded. The model card from stage deploy gets the hub's
+metadata: license, languages, tags, the base model from the lineage, and as `model-index` the headlines and named
+benchmarks measured on exactly these weights. SHA256SUMS is updated for the new card.
 
-Large files (Git LFS) are stored one by one before the commit names them, so a second run sends only what the hub
-lacks. The commit fails if the branch moved since it was read. Published is said after the hub's list of files was
-compared with ours, by hash.
+Large files (Git LFS) are uploaded one by one before the commit refers to them, so a second run sends only what is
+missing on the hub. The commit fails if the branch has moved in the meantime. Success is reported only after comparing
+the hub's file list with ours, by hash.
 
-Not promised: resuming within a file. Uploads by Xet, the hub's newer protocol, were not tried; HF_HUB_DISABLE_XET=0
-asks for them.
+Not guaranteed: resuming within a file. Uploads with Xet, the hub's newer protocol, are untested; enable them with
+HF_HUB_DISABLE_XET=0.
 """
 
 import argparse
@@ -44,11 +44,11 @@ if TYPE_CHECKING:
 
 NEEDED = ("config.json", "tokenizer.json", "lineage.json", "README.md", SUMS)
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
-HUBS_OWN = ".gitattributes"  # which the hub writes into a new repository
-RESUME = "not published; run again to resume: large files that arrived are not sent again"
-DATA = "\n## Data\n"  # the heading of card.md that the results stand before
-SEEDS = ("data_seed", "fresh_seed")  # of the items that were measured
-Files = Mapping[str, Path | bytes]  # path in the repository -> file, or contents made here
+HUBS_OWN = ".gitattributes"  # which the hub writes to a new repository
+RESUME = "not published; run again to resume: large files already uploaded are not sent again"
+DATA = "\n## Data\n"  # the heading in card.md that the results precede
+SEEDS = ("data_seed", "fresh_seed")  # of the evaluated items
+Files = Mapping[str, Path | bytes]  # path in the repository -> file, or generated contents
 
 
 @dataclass(frozen=True)
@@ -64,17 +64,17 @@ class Target:
 
 
 def check(folder: Path) -> JsonObject:
-    """The lineage of a whole, unchanged folder of stage deploy. Raises ModelError for any other."""
+    """The lineage of a complete, unchanged folder from stage deploy. Raises ModelError for any other folder."""
     huggingface.check(folder)
     present = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     missing = [name for name in NEEDED if name not in present]
     if not any(name.endswith(".safetensors") for name in present):
         missing.append("*.safetensors")
     if missing:
-        raise ModelError(f"{folder}: expected a model of stage deploy, lacks {', '.join(missing)}; dvc repro it")
+        raise ModelError(f"{folder}: expected a model from stage deploy, missing {', '.join(missing)}; dvc repro it")
     lines = (folder / SUMS).read_text(encoding="utf-8").splitlines()
     if unnamed := sorted(present - {line.partition("  ")[2] for line in lines} - {SUMS}):
-        raise ModelError(f"{folder}: {SUMS} does not name {', '.join(unnamed)}; delete it, or deploy the model again")
+        raise ModelError(f"{folder}: {SUMS} does not list {', '.join(unnamed)}; delete it, or deploy the model again")
     try:
         lineage = json.loads((folder / "lineage.json").read_text(encoding="utf-8"))
         model, inputs, tokenizer = lineage["model"], lineage["inputs"], lineage["tokenizer"]
@@ -84,14 +84,14 @@ def check(folder: Path) -> JsonObject:
     found = workdir.sha256(folder / "tokenizer.json")
     if found != tokenizer:
         raise ModelError(
-            f"{folder}: its lineage says tokenizer {tokenizer[:12]}..., tokenizer.json is {found[:12]}...: the parts of"
-            f" two models; deploy {model} again"
+            f"{folder}: its lineage has tokenizer {tokenizer[:12]}..., but tokenizer.json is {found[:12]}...: parts of"
+            f" two different models; deploy {model} again"
         )
     return lineage
 
 
 def contents(folder: Path, card: str) -> Files:
-    """The files of the repository: those of `folder`, with another model card, and checksums that fit it."""
+    """The files for the repository: those in `folder`, with the new model card and matching checksums."""
     paths = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
     readme = card.encode()
     sums = (folder / SUMS).read_text(encoding="utf-8")
@@ -100,7 +100,7 @@ def contents(folder: Path, card: str) -> Files:
 
 
 def size(content: Path | bytes) -> int:
-    """The number of bytes of a file."""
+    """The size of a file in bytes."""
     return len(content) if isinstance(content, bytes) else content.stat().st_size
 
 
@@ -108,26 +108,26 @@ def size(content: Path | bytes) -> int:
 
 
 def measured(folder: Path, lineage: JsonObject) -> JsonObject:
-    """metrics/eval/<model>.json beside the models; empty if there is none. Raises ModelError for other weights."""
+    """metrics/eval/<model>.json next to models/; empty if there is none. Raises ModelError for other weights."""
     name, root = f"models/{lineage['model']}", folder.absolute().parents[1]
     path = root / "metrics" / "eval" / f"{lineage['model']}.json"
     if not path.is_file():
-        say(f"{path}: not there; the card gets no results")
+        say(f"{path}: not found; the card will have no results")
         return {}
     try:
         numbers = json.loads(path.read_text(encoding="utf-8"))
         ours, theirs = lineage["inputs"].get(name), numbers["lineage"]["inputs"].get(name)
     except (ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"{path}: expected what stage evaluate writes ({error!r:.200}); dvc repro it") from error
+        raise ModelError(f"{path}: expected the output of stage evaluate ({error!r:.200}); dvc repro it") from error
     if ours != theirs:
         raise ModelError(
-            f"{path}: measured of {name} {theirs}, deployed was {ours}; evaluate and deploy the same weights: dvc repro"
+            f"{path}: evaluated {name} {theirs}, but deployed {ours}; evaluate and deploy the same weights: dvc repro"
         )
     return numbers
 
 
 def headlines(numbers: JsonObject) -> list[Headline]:
-    """The headlines, then what was measured of each named benchmark with an interval."""
+    """The headlines, then the measures with an interval of each named benchmark."""
     sets = {name: part for name, part in numbers.get("benchmarks", {}).items() if isinstance(part, dict)}
     return [
         *HEADLINES,
@@ -141,7 +141,7 @@ def headlines(numbers: JsonObject) -> list[Headline]:
 
 
 def results(numbers: JsonObject, task: str) -> "list[EvalResult]":
-    """What was measured, as the hub's evaluation results: shares from 0 to 1, with the interval in `metric_args`."""
+    """The measurements as the hub's evaluation results: shares from 0 to 1, with the interval in `metric_args`."""
     from huggingface_hub import EvalResult
 
     found = []
@@ -167,7 +167,7 @@ def results(numbers: JsonObject, task: str) -> "list[EvalResult]":
 
 
 def results_table(numbers: JsonObject) -> str:
-    """The same for a reader."""
+    """The same as a Markdown table."""
     rows = []
     for headline in headlines(numbers):
         if (value := lookup(numbers, headline)) is not None:
@@ -176,16 +176,14 @@ def results_table(numbers: JsonObject) -> str:
             better = "" if headline.higher_is_better else " (lower is better)"
             rows.append(f"| {headline.title}{unit}{better} | {headline.show(value['value'])} | {interval} |")
     if not rows:
-        return "\n## Results\n\nThis model was not measured.\n"
-    head = (
-        "Of `model.safetensors`; the other files differ from it as said above.\n\n| held out | value | 95% interval |"
-    )
+        return "\n## Results\n\nThis model was not evaluated.\n"
+    head = "For `model.safetensors`; the other files differ as described above.\n\n| held out | value | 95% interval |"
     return "\n".join(["\n## Results\n", head, "|---|---|---|", *rows, ""])
 
 
 def base_models(models: Path, lineage: JsonObject) -> list[str]:
-    """The hub's checkpoints that a model was made from, as OWNER/NAME: found along the lineages of the folders beside
-    it, as far as these are still the ones that it was made from.
+    """The hub checkpoints that a model was derived from, as OWNER/NAME: found through the lineages of the neighboring
+    folders, as long as these are still the ones that it was made from.
     """
     if "base" in lineage:
         return [lineage["base"].partition("@")[0]]
@@ -201,13 +199,13 @@ def base_models(models: Path, lineage: JsonObject) -> list[str]:
 def card(
     folder: Path, lineage: JsonObject, numbers: JsonObject, target: Target, *, licence: str, languages: Sequence[str]
 ) -> str:
-    """The model card of stage deploy with the hub's metadata, the results, and how to fetch the model."""
+    """The model card from stage deploy plus the hub's metadata, the results, and download instructions."""
     from huggingface_hub import ModelCard, ModelCardData
 
     made = ModelCard((folder / "README.md").read_text(encoding="utf-8"))
     task = made.data.get("pipeline_tag")
     if DATA not in made.text or task is None:
-        raise ModelError(f"{folder / 'README.md'}: expected the model card of stage deploy; deploy the model again")
+        raise ModelError(f"{folder / 'README.md'}: expected the model card from stage deploy; deploy the model again")
     name = f"stagecoach-{lineage['model']}"
     made.data = ModelCardData(
         license=licence,
@@ -220,7 +218,7 @@ def card(
         eval_results=results(numbers, task) or None,
     )
     revision = "" if target.branch == "main" else f" --revision {target.branch}"
-    fetch = f"```\nhf download {target.repo}{revision} --local-dir models/deploy   # where all below expects it\n```\n"
+    fetch = f"```\nhf download {target.repo}{revision} --local-dir models/deploy   # the path used below\n```\n"
     text = re.sub(r"^(# .*\n)", rf"\g<1>\n{fetch}", made.text, count=1, flags=re.MULTILINE)
     made.text = text.replace(DATA, results_table(numbers) + DATA, 1)
     return str(made)
@@ -230,9 +228,9 @@ def card(
 
 
 def publish(api: "HfApi", target: Target, files: Files, *, message: str, replace: bool) -> str:
-    """Commit `files` to the hub and compare what it holds then; the commit's address.
+    """Commit `files` to the hub and verify the result; returns the commit's URL.
 
-    Raises ConfigError for a repository of the other visibility, or with other files unless `replace` deletes them.
+    Raises ConfigError if the repository's visibility differs, or if it has other files and `replace` is not set.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
@@ -242,8 +240,8 @@ def publish(api: "HfApi", target: Target, files: Files, *, message: str, replace
     if others and not replace:
         named = ", ".join(others[:5]) + (" ..." if len(others) > 5 else "")
         raise ConfigError(
-            f"{target.repo} holds other files: {named}; choose another name or --revision, or let --replace put these"
-            " files in their place (the branch's history keeps them)"
+            f"{target.repo} has other files: {named}; choose another name or --revision, or use --replace to replace"
+            " them with these files (the branch's history keeps them)"
         )
     if not has_branch:
         api.create_branch(target.repo, branch=target.branch, revision=head)
@@ -257,33 +255,33 @@ def publish(api: "HfApi", target: Target, files: Files, *, message: str, replace
 
 
 def _open(api: "HfApi", target: Target) -> tuple[str, bool]:
-    """The commit to write upon, and whether its branch exists. Creates the repository if it is missing."""
+    """The parent commit, and whether its branch exists. Creates the repository if it is missing."""
     from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
     try:
         info = api.model_info(target.repo)
     except RepositoryNotFoundError as error:
         if error.response.status_code != 404:
-            raise  # the hub answers 401 to a token that it does not accept
+            raise  # the hub returns 401 for a token that it does not accept
         api.create_repo(target.repo, private=not target.public)
         info = api.model_info(target.repo)
     if bool(info.private) == target.public:
         raise ConfigError(
-            f"{target.repo} is private; change that on its page, or leave --public out"
+            f"{target.repo} is private; change that on its page, or omit --public"
             if info.private
-            else f"{target.repo} is public: say --public if everyone may read the model, or choose another name"
+            else f"{target.repo} is public: pass --public if everyone may read the model, or choose another name"
         )
     assert info.sha is not None
     try:
         head = api.model_info(target.repo, revision=target.branch).sha
     except RevisionNotFoundError:
-        return info.sha, False  # a new branch begins with the files of main
+        return info.sha, False  # a new branch starts with the files of main
     assert head is not None
     return head, True
 
 
 def _listed(api: "HfApi", repo: str, commit: str) -> "dict[str, RepoFile]":
-    """The files of a commit, without what the hub itself put there."""
+    """The files of a commit, without those added by the hub itself."""
     from huggingface_hub import RepoFile
 
     entries = api.list_repo_tree(repo, recursive=True, revision=commit)
@@ -291,7 +289,7 @@ def _listed(api: "HfApi", repo: str, commit: str) -> "dict[str, RepoFile]":
 
 
 def _verify(api: "HfApi", repo: str, commit: str, files: Files) -> None:
-    """Raise StagecoachError unless the hub holds exactly these files, by hash."""
+    """Raise StagecoachError unless the hub has exactly these files, by hash."""
     held = _listed(api, repo, commit)
     wrong = set(held) ^ set(files)
     for name in set(held) & set(files):
@@ -303,7 +301,7 @@ def _verify(api: "HfApi", repo: str, commit: str, files: Files) -> None:
 
 
 def _hash(content: Path | bytes, *, large: bool) -> str:
-    """What the hub lists a file by: sha256 of a large one, the hash of Git's blob of another."""
+    """The hash that the hub lists for a file: sha256 for a large one, Git's blob hash otherwise."""
     if large and isinstance(content, Path):
         return workdir.sha256(content)
     data = content.read_bytes() if isinstance(content, Path) else content
@@ -312,10 +310,10 @@ def _hash(content: Path | bytes, *, large: bool) -> str:
 
 @contextmanager
 def explained(target: Target, token: str) -> Iterator[None]:
-    """Turn what huggingface_hub raises into our errors, which say what to do and hold neither token nor signed URL."""
+    """Turn errors of huggingface_hub into ours, which suggest a fix and contain neither the token nor signed URLs."""
     from huggingface_hub.errors import HfHubHTTPError
 
-    network = HfHubHTTPError.__bases__[0]  # of its HTTP library, another one in each of its major versions
+    network = HfHubHTTPError.__bases__[0]  # from its HTTP library, which differs between major versions
     try:
         yield
     except Exception as error:
@@ -326,36 +324,36 @@ def explained(target: Target, token: str) -> Iterator[None]:
         said = "" if answer is None else f"{answer.response.status_code} {answer.server_message or ''}"
         if answer is not None and not isinstance(error, RuntimeError):
             raise _refusal(target, answer.response.status_code, _safe(said, token), _safe(str(error), token)) from None
-        if isinstance(error, ValueError):  # the hub refuses the card, or a file
+        if isinstance(error, ValueError):  # the hub rejects the card, or a file
             raise ConfigError(f"{target.repo}: {_safe(str(error), token)}; not published") from None
-        # RuntimeError: one file on its way to the storage, whose answers say nothing about the token
+        # RuntimeError: uploading a file to the storage failed; its responses are unrelated to the token
         said = said or ("" if error.__cause__ is None else repr(error.__cause__))
         what = _safe(f"{str(error) or repr(error)} {said}", token)
         raise StagecoachError(f"{target.repo}: {what}; is the hub reachable? {RESUME}") from None
 
 
 def _refusal(target: Target, status: int, said: str, message: str) -> StagecoachError:
-    """The error for an answer of the hub that refuses a request."""
+    """The error for a request that the hub rejected."""
     owner = target.repo.partition("/")[0]
     if status == 400:
         return ConfigError(f"{target.repo}: {message}; not published")
     if status == 401:
         return ConfigError(
-            f"{target.repo}: the hub does not accept the token ({said}); make one that may write in the hub's settings,"
-            " and set HF_TOKEN or run `hf auth login`; not published"
+            f"{target.repo}: the hub does not accept the token ({said}); create one with write access in the hub's"
+            " settings, and set HF_TOKEN or run `hf auth login`; not published"
         )
     if status == 403:
         return ConfigError(
-            f"{target.repo}: the token may not do this ({said}); it needs the role `write`, or as a fine-grained one"
+            f"{target.repo}: the token lacks permission ({said}); it needs the role `write`, or if it is fine-grained,"
             f" write access to repositories of {owner}; not published"
         )
     if status in (409, 412):
-        return StagecoachError(f"{target.repo}: it was changed meanwhile ({said}); {RESUME}")
+        return StagecoachError(f"{target.repo}: it was changed in the meantime ({said}); {RESUME}")
     return StagecoachError(f"{target.repo}: the hub answered {said}; {RESUME}")
 
 
 def _safe(text: str, token: str) -> str:
-    """A message without the token and the queries of URLs, which may be signatures."""
+    """A message without the token and URL queries, which may contain signatures."""
     return re.sub(r"\?[^\s'\")]*", "", " ".join(text.split()).replace(token, "***"))[:400]
 
 
@@ -363,7 +361,7 @@ def _safe(text: str, token: str) -> str:
 
 
 def check_endpoint(endpoint: str) -> None:
-    """Raise ConfigError for an address that would give the token away, or that is none."""
+    """Raise ConfigError for an invalid URL, or one that would expose the token."""
     url = urlsplit(endpoint)
     host = url.hostname or ""
     if url.scheme not in ("http", "https") or not host or url.username or url.password or url.query:
@@ -377,24 +375,24 @@ def check_endpoint(endpoint: str) -> None:
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """The command line; exits with a message where it is wrong."""
+    """Parse the command line; exits with a message if it is invalid."""
     parser = argparse.ArgumentParser(
         prog="python -m pipeline.tools.publish", description=(__doc__ or "").partition("\n")[0]
     )
-    parser.add_argument("folder", type=Path, help="what stage deploy wrote: models/deploy")
+    parser.add_argument("folder", type=Path, help="the output of stage deploy: models/deploy")
     parser.add_argument("--to", required=True, metavar="OWNER/NAME", help="the repository; created if it is missing")
     parser.add_argument("--public", action="store_true", help="everyone may read it (default: private)")
     parser.add_argument("--revision", default="main", metavar="BRANCH", help="created from main if it is missing")
-    parser.add_argument("--endpoint", help="another hub than HF_ENDPOINT's, which is huggingface.co if unset")
-    parser.add_argument("--license", default="unknown", help="the hub's id of the weights' license, for example mit")
-    parser.add_argument("--language", nargs="+", default=["en", "code"], help="of its data: en code")
-    parser.add_argument("--replace", action="store_true", help="replace what else the repository holds")
-    parser.add_argument("--dry-run", action="store_true", help="check and list the files; asks no hub")
+    parser.add_argument("--endpoint", help="hub URL; default: HF_ENDPOINT, or huggingface.co if unset")
+    parser.add_argument("--license", default="unknown", help="the hub's id for the weights' license, for example mit")
+    parser.add_argument("--language", nargs="+", default=["en", "code"], help="languages of its data: en code")
+    parser.add_argument("--replace", action="store_true", help="replace other files in the repository")
+    parser.add_argument("--dry-run", action="store_true", help="check and list the files; contacts no hub")
     return parser.parse_args(arguments)
 
 
 def run(chosen: argparse.Namespace) -> str:
-    """Check everything that can be checked, then publish. Returns what to print. Raises StagecoachError."""
+    """Check everything that can be checked, then publish. Returns the text to print. Raises StagecoachError."""
     from huggingface_hub import HfApi, constants, get_token
     from huggingface_hub.utils import disable_progress_bars, validate_repo_id
 
@@ -420,7 +418,7 @@ def run(chosen: argparse.Namespace) -> str:
         return f"{listed}{total} for {where}; nothing was sent\n"
     token = get_token()
     if token is None:
-        raise ConfigError("no token: make one that may write in the hub's settings, and set HF_TOKEN")
+        raise ConfigError("no token: create one with write access in the hub's settings, and set HF_TOKEN")
     if not sys.stderr.isatty():
         disable_progress_bars()
     with explained(target, token):

@@ -1,16 +1,16 @@
-"""docs/reference.md: every key that a person may set, generated from the dataclasses that own them.
+"""docs/reference.md: every configuration key, generated from the dataclasses that define them.
 
     stages/*.py (Params), params.yaml (the order of its blocks), conf/ -> docs/reference.md
 
-    python -m pipeline.tools.reference              writes the file
-    python -m pipeline.tools.reference --check      writes nothing; exits with 1 and prints the first difference if the
-                                                    file is out of date
+    python -m pipeline.tools.reference              write the file
+    python -m pipeline.tools.reference --check      write nothing; if the file is out of date, print the first
+                                                    difference and exit with 1
 
-A key's meaning is the docstring under its field (`stage.meanings`); a field without one is an error that names it.
-Values are those of the scale files, or the field's default. New stages, model files and presets are found by
-themselves; the environment variables are the table ENVIRONMENT below.
+A key's meaning is the docstring under its field (`stage.meanings`); a field without one raises an error that names it.
+Values are those of the scale files, or the field's default. New stages, model files and presets are picked up
+automatically; the environment variables are the table ENVIRONMENT below.
 
-Not promised: the values of params.yaml and the presets (python -m stages.<s> --help shows the effective values), or
+Not included: the values of params.yaml and the presets (python -m stages.<s> --help shows the effective values), or
 which values of two keys exclude each other (see `__post_init__` of the class).
 """
 
@@ -44,65 +44,65 @@ SIZES = ("vocab_size", "width", "layers", "heads", "kv_heads", "head_dim", "d_ff
 HEAD = """\
 # Reference: every key
 
-Written by `python -m pipeline.tools.reference` from the code: a meaning is the docstring under the key's field. Change
-it there, then run the command again.
+Generated from the code by `python -m pipeline.tools.reference`: each meaning is the docstring under the key's field.
+Edit it there, then rerun the command.
 
-**The tables.** Under `smoke`, `demo`, `gpu`, `cluster` stands what `conf/scale/` says, in *italics* the default if it
-says nothing, and – where a value is required and not given. `adapter.rank` is a key inside `adapter`; "below" says that
+**The tables.** The columns `smoke`, `demo`, `gpu`, `cluster` show the values in `conf/scale/`, in *italics* the default
+if there is none, and – if a value is required but missing. `adapter.rank` is a key inside `adapter`; "below" means that
 the scale file, or a default, sets some of these. A block that no scale file mentions has one column, the default.
 
-**Which value holds.** The first that is found: the command line, `params.yaml` where it is not null, the block's
-preset, the scale file, the default. An unknown key, or a value of the wrong type, is an error.
+**Precedence.** The first value found wins: the command line, `params.yaml` unless it is null, the block's preset, the
+scale file, the default. An unknown key, or a value of the wrong type, is an error.
 
 **How to set a key.** `dvc repro` after an edit of `params.yaml`, or:
 
 ```
-dvc exp run -S language.steps=300                                # a key that stands in params.yaml
-dvc exp run -S +language.schedule=wsd                            # one that does not: with a plus
-dvc exp run -S grpo.adapter=none                                 # none switches off what may be absent
+dvc exp run -S language.steps=300                                # a key that is in params.yaml
+dvc exp run -S +language.schedule=wsd                            # one that is not: with a plus
+dvc exp run -S grpo.adapter=none                                 # none disables an optional block
 python -m stages.language language.steps=300 language.schedule=wsd    # one stage without DVC; never a plus
-python -m stages.language --help                       # its keys, the values that hold now, where each is from
+python -m stages.language --help                       # its keys, their current values and origins
 ```
 """
 
-# Variables that a person sets, or another program for us: name -> meaning
+# Variables set by the user, or by another program for us: name -> meaning
 ENVIRONMENT = {
     "STAGECOACH_LAUNCH": (
-        "in how many processes a stage trains: `4` (DDP), `fsdp2:4`, or a file of `conf/launch/`; empty or 1: one"
+        "number of training processes: `4` (DDP), `fsdp2:4`, or a file in `conf/launch/`; empty or 1: one"
     ),
-    "MASTER_ADDR": "the address of rank 0, by which the processes of a run watch each other; a launcher sets it",
-    "MACHINE_RANK": "which of several machines this is, from 0; goes before `machine_rank` of the launch file",
+    "MASTER_ADDR": "the address of rank 0, which the processes of a run use to watch each other; set by the launcher",
+    "MACHINE_RANK": "this machine's number, from 0, if there are several; overrides `machine_rank` in the launch file",
     "OMP_NUM_THREADS": (
-        "threads of a process; not set: PyTorch's choice, and for several processes on a CPU the cores divided by them"
+        "threads per process; unset: PyTorch's choice, or for several processes on a CPU an equal share of the cores"
     ),
     "CUDA_VISIBLE_DEVICES": "CUDA's own: which GPUs the processes see",
     "STAGECOACH_WORK": (
-        "the folder of resumable work; not set: `.work` beside `dvc.yaml`; several machines need one that all share"
+        "the folder for resumable work; unset: `.work` next to `dvc.yaml`; several machines need a shared one"
     ),
     "STAGECOACH_MLFLOW": (
-        "`off`: no MLflow; `later`: what it gets waits in the work folder, as under the launcher, which delivers it"
+        "`off`: no MLflow; `later`: calls are queued in the work folder, as under the launcher, which delivers them"
     ),
-    "STAGECOACH_DEVICE": "what `runtime.device` says, for programs that read no params.yaml: auto, cpu, cuda or mps",
-    "MLFLOW_TRACKING_URI": "where MLflow's runs go; not set: a SQLite file beside `dvc.yaml`",
+    "STAGECOACH_DEVICE": "like `runtime.device`, for programs that do not read params.yaml: auto, cpu, cuda or mps",
+    "MLFLOW_TRACKING_URI": "where MLflow's runs go; unset: a SQLite file next to `dvc.yaml`",
     "WANDB_MODE": "Weights & Biases' own, for `runtime.trackers: [wandb]`; `offline` keeps its runs in the work folder",
     "STAGECOACH_API_KEYS": (
-        "keys that the server takes, separated by commas; needed where others than this machine may ask"
+        "API keys that the server accepts, separated by commas; required if other machines can connect"
     ),
-    "STAGECOACH_SAMPLER_KEY": "the key of an engine that samples for a policy, when it is on another machine",
-    "STAGECOACH_SANDBOX_TOKEN": "the token of the sandbox service, the same on its machine and on the one that asks",
+    "STAGECOACH_SAMPLER_KEY": "the API key of a sampling engine on another machine",
+    "STAGECOACH_SANDBOX_TOKEN": "the token of the sandbox service, the same on the server and the client",
     "HF_TOKEN": (
-        "huggingface_hub's own: opens gated models and data sets, and lets a model be published; so are HF_HOME (its"
-        " cache), HF_ENDPOINT and HF_HUB_OFFLINE"
+        "huggingface_hub's own: for gated models and data sets, and for publishing; likewise HF_HOME (its cache),"
+        " HF_ENDPOINT and HF_HUB_OFFLINE"
     ),
-    "HF_HUB_DISABLE_XET": "huggingface_hub's own; `0`: publish by Xet (untried) instead of Git LFS",
-    "CXX": "the C++ compiler of the CPU pieces; not set: g++, then clang++",
-    "CC": "the C compiler that torch.compile needs on a GPU; not set: cc, then gcc or clang",
-    "TORCHINDUCTOR_CACHE_DIR": "where compiled layers are kept; not set: `compile` in the work folder",
-    "TORCH_CPP_LOG_LEVEL": "PyTorch's own; not set: ERROR",
-    "OMP_WAIT_POLICY": "OpenMP's own; not set: PASSIVE",
-    "GOMP_SPINCOUNT": "OpenMP's own; not set: 1000 for the stages of `make`; 0 on a machine that has much else to do",
+    "HF_HUB_DISABLE_XET": "huggingface_hub's own; `0`: publish with Xet (untested) instead of Git LFS",
+    "CXX": "the C++ compiler for the CPU extensions; unset: g++, then clang++",
+    "CC": "the C compiler that torch.compile needs on a GPU; unset: cc, then gcc or clang",
+    "TORCHINDUCTOR_CACHE_DIR": "the cache for compiled layers; unset: `compile` in the work folder",
+    "TORCH_CPP_LOG_LEVEL": "PyTorch's own; unset: ERROR",
+    "OMP_WAIT_POLICY": "OpenMP's own; unset: PASSIVE",
+    "GOMP_SPINCOUNT": "OpenMP's own; unset: 1000 for the stages of `make`; use 0 on a busy machine",
 }
-# Set by DVC, by the launcher or by us for our own processes: not to be set by hand
+# Set by DVC, by the launcher or by us for our own processes: do not set these by hand
 INTERNAL = (
     "STAGECOACH_LOCKED",
     "DVC_ROOT",
@@ -130,12 +130,12 @@ class KeyBlock:
     name: str
     kind: "type[DataclassInstance]"
     says: str = ""  # a sentence about it
-    also: tuple[str, ...] = ()  # links to what else the stage reads
-    presets: tuple[str, ...] = ()  # names of files in conf/preset/<block>/
+    also: tuple[str, ...] = ()  # links to other inputs of the stage
+    presets: tuple[str, ...] = ()  # file names in conf/preset/<block>/
 
 
 def document(root: Path) -> str:
-    """The whole text. Raises InputError for a field without a meaning, ConfigError for an invalid file of conf/."""
+    """The full text. Raises InputError for a field without a meaning, ConfigError for an invalid file in conf/."""
     all_blocks = blocks(root)
     scales = [read_yaml(root / "conf" / "scale" / f"{name}.yaml") for name in SCALES]
     with_keys = [block for block in all_blocks if dataclasses.fields(block.kind)]
@@ -152,7 +152,7 @@ def document(root: Path) -> str:
 
 
 def blocks(root: Path) -> list[KeyBlock]:
-    """The blocks of params.yaml in its order, then those that are not in it, then `runtime`."""
+    """The blocks of params.yaml in order, then those not in it, then `runtime`."""
     stages, result = stage_names(root), []
     shared: dict[str, Any] = {}  # blocks that belong to no stage
     for stage in stages:
@@ -175,8 +175,8 @@ def blocks(root: Path) -> list[KeyBlock]:
             name="runtime",
             kind=Runtime,
             says=(
-                "How a run is carried out: read by all stages, tracked by none, "
-                "since none of it changes more of a result than its rounding."
+                "How a run is executed: read by all stages, tracked by none, "
+                "since it changes results by rounding at most."
             ),
         )
     )
@@ -186,7 +186,7 @@ def blocks(root: Path) -> list[KeyBlock]:
 
 
 def _sources(kind: "type[DataclassInstance]") -> list[tuple[str, Any]]:
-    """(source, type) of the fields that come from a group or another block."""
+    """(source, type) of fields filled from a group or another block."""
     hints = typing.get_type_hints(kind)
     fields = [(field.metadata.get("from"), hints[field.name]) for field in dataclasses.fields(kind)]
     return [(source, hint) for source, hint in fields if source is not None]
@@ -198,7 +198,7 @@ def _links(source: str, kind: Any, stages: Sequence[str]) -> list[str]:
         return [f"the [{source} file](#{source}-files)"]
     if source in stages:
         return [f"`{source}.{field.name}`" for field in dataclasses.fields(kind)]
-    if source.startswith("conf/"):  # one key of a certain file
+    if source.startswith("conf/"):  # one key of a specific file
         path, _, key = source.partition(":")
         return [f"`{key}` of `{path}`"]
     return [f"`{source}`" if "." in source else f"[`{source}`](#{source})"]
@@ -212,30 +212,30 @@ def _sentence(docstring: str) -> str:
 
 
 def top_level_keys(root: Path) -> str:
-    """The table of the keys beside the blocks."""
+    """The table of top-level keys outside the blocks."""
     rows = [
-        ["`seed`", "int", "every draw of training begins from it: weights, order, noise, sampled answers"],
+        ["`seed`", "int", "seeds everything random in training: weights, order, noise, sampled answers"],
         [
             "`data_seed`",
             "int",
-            "every draw that makes data or measures: corpus, tasks, items, resamples; another one rebuilds all",
+            "seeds data generation and evaluation: corpus, tasks, items, resamples; changing it rebuilds everything",
         ],
     ]
     for group, meaning in zip(
-        GROUPS, ("the size of the model", "how long and how big", "where the data come from"), strict=True
+        GROUPS, ("the size of the model", "how long and how big", "where the data comes from"), strict=True
     ):
         names = ", ".join(sorted(path.stem for path in (root / "conf" / group).glob("*.yaml")))
-        rows.append([f"`{group}`", "str", f"{meaning}, a file of `conf/{group}/`: {names}"])
+        rows.append([f"`{group}`", "str", f"{meaning}, a file in `conf/{group}/`: {names}"])
     return table(["key", "type", "meaning"], rows)
 
 
 def section(block: KeyBlock, scales: Sequence[Mapping[str, Any]]) -> str:
-    """The section of a block: a sentence, what else its stage reads, a row for each key."""
+    """The section of a block: a sentence, other inputs of its stage, a row per key."""
     layers = [scale.get(block.name) or {} for scale in scales]
     columns = SCALES if any(layers) else ("default",)
     rows = list(rows_of(block.kind, layers if any(layers) else None))
     if block.presets:
-        meaning = f"a file of `conf/preset/{block.name}/`: {', '.join(block.presets)}"
+        meaning = f"a file in `conf/preset/{block.name}/`: {', '.join(block.presets)}"
         rows.insert(0, ["`preset`", "str or none", *("*none*" for _ in columns), meaning])
     lines = [f"## {block.name}\n"] + ([f"{block.says}\n"] if block.says else [])
     if block.also:
@@ -246,13 +246,12 @@ def section(block: KeyBlock, scales: Sequence[Mapping[str, Any]]) -> str:
 def rows_of(
     kind: "type[DataclassInstance]", layers: Sequence[Mapping[str, Any]] | None, prefix: str = ""
 ) -> Iterator[list[str]]:
-    """A row for each key of a dataclass, those of nested ones below their parent, with a column for each of the layers
-    (None: for the default alone).
+    """A row per key of a dataclass, nested keys below their parent, with a column per layer (None: only the default).
 
     Raises InputError for a field without a meaning.
     """
     hints, texts = typing.get_type_hints(kind), meanings(kind)
-    lists: list[Any] = []  # types of lists of blocks, whose keys are rows below the first field of the type
+    lists: list[Any] = []  # types of lists of blocks; their keys are rows below the first field of that type
     for field in dataclasses.fields(kind):
         hint = hints[field.name]
         if field.metadata.get("from") is not None:
@@ -284,7 +283,7 @@ def nested(hint: Any) -> list[tuple[str, Any]]:
 
 
 def type_of(hint: Any) -> str:
-    """A type for a table: `int or none`, `list of str`, `block` for one with keys of its own."""
+    """A type for a table: `int or none`, `list of str`, `block` for one with its own keys."""
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if dataclasses.is_dataclass(hint):
         return "block"
@@ -300,7 +299,7 @@ def type_of(hint: Any) -> str:
 
 
 def cell(field: dataclasses.Field[Any], raw: object, *, has_rows: bool) -> str:
-    """The cell of a scale: the value of its file, or the default in italics. `has_rows`: nested keys are rows below."""
+    """A scale's cell: the value in its file, or the default in italics. `has_rows`: nested keys are rows below."""
     if raw is not None:
         return "below" if has_rows and not isinstance(raw, str) else escaped(shown(raw))
     text = default(field)
@@ -308,7 +307,7 @@ def cell(field: dataclasses.Field[Any], raw: object, *, has_rows: bool) -> str:
 
 
 def default(field: dataclasses.Field[Any]) -> str:
-    """The cell of a field's default."""
+    """The cell for a field's default."""
     if field.default is not dataclasses.MISSING:
         return escaped(shown(field.default))
     if field.default_factory is dataclasses.MISSING:
@@ -333,7 +332,7 @@ def shown(raw: object) -> str:
 
 
 def escaped(text: str) -> str:
-    """Text for a cell: pipes escaped everywhere, and the marks of Markdown and HTML outside backticks."""
+    """Text for a cell: pipes escaped everywhere, Markdown and HTML markup outside backticks."""
     parts = text.split("`")
     parts[::2] = [re.sub(r"([*<\\]|(?<!\w)_|_(?!\w))", r"\\\1", part) for part in parts[::2]]
     return "`".join(parts).replace("|", r"\|")
@@ -346,7 +345,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def model_files(root: Path) -> str:
-    """The keys of the files of conf/model/, and the sizes of their models."""
+    """The keys of the files in conf/model/, and the sizes of their models."""
     sizes = []
     for path in sorted((root / "conf" / "model").glob("*.yaml")):
         origin = str(path.relative_to(root))
@@ -355,34 +354,32 @@ def model_files(root: Path) -> str:
             total = Transformer(config).num_parameters()
         sizes.append([f"`{path.stem}`", *(shown(getattr(config, name)) for name in SIZES), f"{total:,}"])
     return (
-        "## model files\n\nA file of `conf/model/`, chosen by `model`; on the command line `model.layers=6` changes a"
-        " key of it.\n\n"
+        "## model files\n\nA file in `conf/model/`, selected by `model`; override a key on the command line with"
+        " `model.layers=6`.\n\n"
         + table(["key", "type", "default", "meaning"], list(rows_of(ModelConfig, None)))
-        + "\nThe files, and all parameters of their models:\n\n"
+        + "\nThe files and the total number of parameters:\n\n"
         + table(["file", *SIZES, "parameters"], sizes)
     )
 
 
 def data_files() -> str:
-    """The keys of the files of conf/data/."""
+    """The keys of the files in conf/data/."""
     kind = typing.get_type_hints(importlib.import_module("stages.corpus").Params)["data"]
     return (
-        "## data files\n\nA file of `conf/data/`, chosen by `data`. The first word of some meanings is the `source`"
-        " that reads the key.\n\n" + table(["key", "type", "default", "meaning"], list(rows_of(kind, None)))
+        "## data files\n\nA file in `conf/data/`, selected by `data`. The first word of some meanings is the `source`"
+        " that uses the key.\n\n" + table(["key", "type", "default", "meaning"], list(rows_of(kind, None)))
     )
 
 
 def presets(root: Path) -> str:
-    """The presets, each with the first line of its file. Raises InputError if that is no comment."""
+    """The presets, each with the first line of its file. Raises InputError if that is not a comment."""
     rows = []
     for path in sorted((root / "conf" / "preset").glob("*/*.yaml")):
         first = path.read_text(encoding="utf-8").splitlines()[0]
         if not first.startswith("#"):
-            raise InputError(
-                f"{path}: expected a comment in the first line that says what the preset is, found {first!r}"
-            )
+            raise InputError(f"{path}: expected a comment describing the preset in the first line, found {first!r}")
         rows.append([f"`{path.parent.name}.preset={path.stem}`", escaped(first.lstrip("# "))])
-    return "## presets\n\nFiles of `conf/preset/`: the hyper-parameters of a paper or a document, by name.\n\n" + table(
+    return "## presets\n\nFiles in `conf/preset/`: the hyperparameters of a paper or a document, by name.\n\n" + table(
         ["preset", "what it is"], rows
     )
 
@@ -392,22 +389,21 @@ def environment() -> str:
     rows = [[f"`{name}`", escaped(meaning)] for name, meaning in ENVIRONMENT.items()]
     internal = ", ".join(f"`{name}`" for name in INTERNAL)
     return (
-        "## environment\n\nVariables that the program reads. None of them changes more of a result than its"
-        " rounding.\n\n"
+        "## environment\n\nEnvironment variables that the program reads. They change results by rounding at most.\n\n"
         + table(["variable", "meaning"], rows)
-        + f"\nNot to be set by hand, since DVC, the launcher and the program itself set them: {internal}.\n"
+        + f"\nDo not set these by hand; DVC, the launcher and the program itself set them: {internal}.\n"
     )
 
 
 def difference(old: str, new: str) -> str:
-    """The first difference of two texts, for a message."""
+    """The first difference between two texts, for a message."""
     lines = itertools.zip_longest(old.split("\n"), new.split("\n"), fillvalue="(the end)")
     number, (found, expected) = next((n, pair) for n, pair in enumerate(lines, start=1) if pair[0] != pair[1])
     return f"line {number}: expected {expected[:100]!r}, found {found[:100]!r}"
 
 
 def main(argv: list[str]) -> int:
-    """Write the document, or with --check compare it; the exit code."""
+    """Write the document, or with --check compare it; returns the exit code."""
     if argv not in ([], ["--check"]):
         sys.stderr.write(f"usage: python -m pipeline.tools.reference [--check]; got {' '.join(argv)}\n")
         return 2

@@ -1,20 +1,20 @@
-"""What would become of your files, without building anything.
+"""Check your own data files without building anything.
 
     python -m pipeline.tools.validate data/own/dialogues/*.jsonl
     python -m pipeline.tools.validate pairs.csv --kind preferences --tokenizer models/tools
     python -m pipeline.tools.validate tickets.csv --columns question=prompt,reply=completion --encoding latin-1
 
-A table has a line per file: its kind, the shapes of its rows, and how many rows are read, accepted, duplicates and
-rejected (the last three add up to the first), their tokens, the tokens that are trained on, and rows that share 13
-words in a row with a file of data/benchmarks. Then come the first reasons of rejected rows as `file:line: field:
-reason`, and one conversation as the model gets it, with what is trained on between marks.
+The table has a line per file: its kind, the shapes of its rows, the number of rows read, accepted, duplicate and
+rejected (the last three add up to the first), their tokens, the tokens that are trained on, and the rows that share 13
+consecutive words with a file in data/benchmarks. It is followed by the first reasons for rejected rows as
+`file:line: field: reason`, and by one conversation as the model sees it, with the trained parts marked.
 
-The kind is the one that fits most of the first 100 rows; of a file that is no table it is code or text, by its name.
-Rows are read as `stage_corpus` and `stage_tasks` read them (ingest/own_files.py). Ends with 1 where a row is rejected,
-with 2 for a file that cannot be read.
+The kind is the one that fits most of the first 100 rows; a file that is not a table is code or text, by its name.
+Rows are read as in `stage_corpus` and `stage_tasks` (ingest/own_files.py). Exits with 1 if a row is rejected, with 2 if
+a file cannot be read.
 
-Not promised: what cleaning drops afterwards (short, generated or near-duplicate documents), and whether the tests of
-problems pass: `stage_corpus` and `stage_tasks` look at that.
+Not guaranteed: what cleaning drops afterwards (short, generated or near-duplicate documents), and whether the tests of
+problems pass: `stage_corpus` and `stage_tasks` check that.
 """
 
 import argparse
@@ -37,17 +37,17 @@ from pipeline.run.tracking import progress
 from pipeline.text import chat
 from pipeline.text.tokenizer import Tokenizer
 
-KINDS = ("problems", "preferences", "labels", "dialogues", "text")  # of tables; at a tie the first
-PROSE = (".txt", ".md", ".rst", ".adoc", ".html", "")  # suffixes of files that are text; the others are code
+KINDS = ("problems", "preferences", "labels", "dialogues", "text")  # of tables; the first on a tie
+PROSE = (".txt", ".md", ".rst", ".adoc", ".html", "")  # suffixes of text files; all others are code
 COLUMNS = ("file", "kind", "shapes", "rows", "accepted", "duplicate", "rejected", "tokens", "trained", "benchmarks")
-OPEN, CLOSE = "[[", "]]"  # around what is trained on
+OPEN, CLOSE = "[[", "]]"  # mark what is trained on
 TOKENIZERS = (Path("data/tokenizer"), Path("models/deploy"), Path("models/tools"))
 LONGEST = 2000  # characters of the example
 
 
 @dataclass
 class FileReport:
-    """What one file holds."""
+    """The contents of one file."""
 
     name: str
     kind: str
@@ -63,7 +63,7 @@ class FileReport:
     example: str = ""
 
     def cells(self, *, tokens: bool) -> list[str]:
-        """The line of the table, in the order of COLUMNS."""
+        """The file's table row, in the order of COLUMNS."""
         found = ", ".join(f"{name} {count}" for name, count in self.shapes.most_common())
         counts = [self.num_rows, self.num_accepted, self.num_duplicates, self.num_rejected]
         counted = [f"{self.num_tokens:,}", f"{self.num_trained:,}"] if tokens else ["-", "-"]
@@ -73,8 +73,8 @@ class FileReport:
 def report(
     path: Path, kind: str | None, tokenizer: Tokenizer | None, benchmarks: Index, reading: TableReading | None = None
 ) -> FileReport:
-    """Read a file as the stages would. Raises ConfigError for one that is missing or binary, DataError for a header and
-    for columns that it lacks.
+    """Read a file as the stages would. Raises ConfigError if it is missing or binary, DataError for a bad header or
+    missing columns.
     """
     reading = reading or TableReading()
     if not path.is_file():
@@ -106,7 +106,7 @@ def report(
 
 
 def _kind_of(path: Path, reading: TableReading) -> str:
-    """The kind whose shapes fit most of the first rows; of a file that is no table, code or text by its suffix."""
+    """The kind whose shapes fit most of the first rows; for a file that is not a table, code or text by its suffix."""
     if path.suffix.lower() not in files.TABLES:
         return "text" if path.suffix.lower() in PROSE else "code"
     rows = [row for _, row in itertools.islice(_rows(path, "", reading), shapes.SAMPLE_ROWS)]
@@ -127,7 +127,7 @@ def _rows(path: Path, kind: str, reading: TableReading) -> Iterable[tuple[int, o
 
 
 def parse_columns(text: str) -> dict[str, str]:
-    """`question=prompt,reply=completion` -> theirs to ours. Raises ArgumentTypeError."""
+    """`question=prompt,reply=completion` -> their names to ours. Raises ArgumentTypeError."""
     pairs = [part.partition("=") for part in text.split(",")]
     if not all(theirs and ours for theirs, _, ours in pairs):
         raise argparse.ArgumentTypeError(f"expected theirs=ours,theirs=ours, got {text!r}")
@@ -172,7 +172,7 @@ def _measure(record: SourceRecord, found: FileReport, tokenizer: Tokenizer | Non
 
 
 def _conversation(record: SourceRecord) -> list[Message]:
-    """The messages that are trained on: of a pair those of the better answer."""
+    """The messages that are trained on; for a pair, those of the better answer."""
     if isinstance(record, Dialogue):
         return list(record.messages)
     if isinstance(record, Pair):
@@ -186,14 +186,14 @@ def _conversation(record: SourceRecord) -> list[Message]:
 
 
 def marked(tokenizer: Tokenizer, rendered: chat.Rendered) -> str:
-    """A conversation as text, with what is trained on between OPEN and CLOSE."""
+    """A conversation as text, with trained parts between OPEN and CLOSE."""
     runs = itertools.groupby(zip(rendered.ids, rendered.trained, strict=True), key=lambda pair: pair[1])
     parts = [(trained, tokenizer.decode([token for token, _ in run])) for trained, run in runs]
     return "".join(f"{OPEN}{text}{CLOSE}" if trained else text for trained, text in parts)
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Columns of equal width, numbers to the right."""
+    """Columns of equal width, numbers right-aligned."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
     lines = []
     for row in rows:
@@ -211,11 +211,11 @@ def main(arguments: list[str]) -> int:
         prog="python -m pipeline.tools.validate", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
-    parser.add_argument("--kind", choices=(*KINDS, "code"), help="of all files; without it, what fits most rows")
-    parser.add_argument("--columns", type=parse_columns, default={}, help="of tables: theirs=ours,theirs=ours")
-    parser.add_argument("--encoding", default="utf-8", help="of what is neither UTF-8 nor marked as UTF-16")
-    parser.add_argument("--tokenizer", type=Path, help="a tokenizer's or a model's folder, for tokens and the example")
-    parser.add_argument("--benchmarks", type=Path, default=Path("data/benchmarks"), help="files not to be trained on")
+    parser.add_argument("--kind", choices=(*KINDS, "code"), help="kind of all files; default: what fits most rows")
+    parser.add_argument("--columns", type=parse_columns, default={}, help="rename columns: theirs=ours,theirs=ours")
+    parser.add_argument("--encoding", default="utf-8", help="for files that are neither UTF-8 nor marked as UTF-16")
+    parser.add_argument("--tokenizer", type=Path, help="tokenizer or model folder, for tokens and the example")
+    parser.add_argument("--benchmarks", type=Path, default=Path("data/benchmarks"), help="files not to train on")
     chosen = parser.parse_args(arguments)
     try:
         folder = chosen.tokenizer or next((path for path in TOKENIZERS if path.is_dir()), None)

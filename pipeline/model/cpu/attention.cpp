@@ -1,12 +1,12 @@
-// Attention within documents, or a tree of them, in bf16: forward and backward passes over blocks of 32 queries and 32 keys. `attention.py` has
-// the formulas. Matrices are stored transposed, keys in rows and queries in columns, so that maxima and sums over keys need no step across
-// a register, and each product's left side is read as it lies in memory:
+// Attention within documents, or a tree of them, in bf16: forward and backward passes over blocks of 32 queries and 32 keys. See `attention.py`
+// for the formulas. Matrices are stored transposed, keys in rows and queries in columns, so that maxima and sums over keys need no cross-lane
+// operations, and each product's left side is read in memory order:
 //
 //     S^T = K Q^T    P^T = exp(S^T - log sum)    O^T = V^T P^T    dP^T = V dO^T    dS^T = P^T (dP^T - rowsum(dO O))
 //     dV += P^T dO   dK += dS^T Q                dQ^T = K^T dS^T
 //
-// Products are AMX's. On processors without it this file has nothing but `has_attention_blocks`, and attention is a few batched products of PyTorch:
-// with AVX-512's bf16 in the place of AMX, blocks were slower than those. Not promised: equal bits with another number of threads.
+// Products use AMX. On processors without it this file contains only `has_attention_blocks`, and attention is a few batched products in PyTorch:
+// with AVX-512's bf16 instead of AMX, blocks were slower than those. Not guaranteed: identical bits with a different number of threads.
 
 #include "lanes.hpp"
 
@@ -17,7 +17,7 @@
 
 static const num BLOCK = 32;  // queries, keys, and the step of a product's inner dimension
 
-// Zeroed memory that begins with a cache line.
+// Zeroed memory aligned to a cache line.
 template <class T> struct Room {
     T *at;
     explicit Room(num size) : at((T *)std::aligned_alloc(64, (size * sizeof(T) + 63) / 64 * 64)) { std::memset(at, 0, size * sizeof(T)); }
@@ -26,7 +26,7 @@ template <class T> struct Room {
     operator T *() const { return at; }
 };
 
-// Eight tiles of 16 rows of 64 bytes, while this lives.
+// Configures eight tiles of 16 rows of 64 bytes for its lifetime.
 struct Tiles {
     Tiles() {
         alignas(64) uint8_t config[64] = {1};
@@ -78,12 +78,12 @@ static inline __m512 exponential(__m512 x) {
 }
 
 static inline __m512i rounded(__m512 x) { return _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(x)); }
-// Two rows of a product's right side in one: the first in the lower halves of words.
+// Interleave two rows of a product's right side: the first in the lower halves of the words.
 static inline __m512i paired(__m512 first, __m512 second) { return _mm512_or_si512(rounded(first), _mm512_slli_epi32(rounded(second), 16)); }
 static inline void store_half(half *to, __m512 x) { _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh(x)); }
 
 // Which keys the queries of each block attend to: `entries` from starts[block] to starts[block + 1], each a key block times two, plus one where
-// bit q of mask j, of 32, says whether query q attends to key j; else all do.
+// bit q of mask j, of 32, is set if query q attends to key j; otherwise all queries do.
 struct Plan {
     const num *starts, *entries;
     const uint32_t *masks;
@@ -100,7 +100,7 @@ struct Line {
     Line(num n, num h, num k, num d) : tokens(n), heads(h), kv_heads(k), size(d), group(h / k), blocks((n + 31) / 32), padded(blocks * 32), wide((d + 31) / 32 * 32) {}
 };
 
-// A head's rows (n, h) of a line: as they lie (padded, wide), and turned (wide, padded)
+// A head's rows (n, h) of a line: as stored (padded, wide), and transposed (wide, padded)
 static void copy_head(const half *from, num stride, const Line &line, half *rows, half *turned) {
     for (num i = 0; i < line.tokens; i++) {
         if (rows) std::memcpy(rows + i * line.wide, from + i * stride, sizeof(half) * line.size);
@@ -126,14 +126,14 @@ struct Extent { __m512 most[2] = {_mm512_set1_ps(-1e30f), _mm512_set1_ps(-1e30f)
 
 static inline __mmask16 bits_of(const uint32_t *mask, num j, num side) { return mask ? mask[j] >> (16 * side) : 0xffff; }
 
-// Take a block's scores (32 keys, 32 queries) into the maxima.
+// Update the maxima with a block's scores (32 keys, 32 queries).
 static void take_maxima(const float *scores, const uint32_t *mask, Extent &extent) {
     for (num side = 0; side < 2; side++)
         for (num j = 0; j < BLOCK; j++)
             extent.most[side] = _mm512_mask_max_ps(extent.most[side], bits_of(mask, j, side), extent.most[side], _mm512_load_ps(scores + j * BLOCK + 16 * side));
 }
 
-// exp(scores - maximum), two keys in a word: (16, 32); and into the sums
+// exp(scores - maximum), two keys in a word: (16, 32); also adds them to the sums
 static void weigh(const float *scores, const uint32_t *mask, Extent &extent, uint32_t *shares) {
     for (num side = 0; side < 2; side++)
         for (num j = 0; j < BLOCK; j += 2) {
@@ -145,7 +145,7 @@ static void weigh(const float *scores, const uint32_t *mask, Extent &extent, uin
         }
 }
 
-// log sum exp of each query's scores, and 1 / sum exp(score - maximum). A row of padding has no keys: it has a share of nothing.
+// log sum exp of each query's scores, and 1 / sum exp(score - maximum). A padding row has no keys, so its share is zero.
 static void finish(const Extent &extent, float *norms, float *inverse) {
     alignas(64) float total[BLOCK], greatest[BLOCK];
     for (num side = 0; side < 2; side++) {
@@ -182,7 +182,7 @@ static inline float dot(const half *a, const half *b, num d) {
     return sum;
 }
 
-// Where the steps of an inner dimension begin that lies in one piece: of heads up to 2,048 wide, of up to 64 heads to a key head
+// Start offsets of the steps of a contiguous inner dimension: of heads up to 2,048 wide, of up to 64 heads to a key head
 static const struct Steps {
     num at[64];
     Steps() { for (num k = 0; k < 64; k++) at[k] = k * BLOCK; }
@@ -190,7 +190,7 @@ static const struct Steps {
 
 extern "C" {
 
-// Whether the kernel lets this process use the tiles.
+// Whether the kernel lets this process use the tile registers.
 int has_attention_blocks() { return syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* their data */) == 0; }
 
 // Of a line of n tokens, token i of which attends to the keys [firsts[s], lasts[s]) for each s in [offsets[i], offsets[i + 1]): with `entries` and

@@ -1,24 +1,24 @@
-"""Attention within documents, or a tree of them, in bf16 on a CPU: few large batched products over tiles of the line.
+"""Attention within documents, or a tree of them, in bf16 on a CPU: a few large batched products over tiles of the line.
 
-The line of N tokens is cut into tiles of 128. A tile's queries attend to the keys from the tile in which its first
-token's document begins up to their own tile: `reach` tiles, with a mask. Tiles of equal reach are multiplied together,
-so that a batch needs few products of few different shapes, whatever the lengths of its documents (oneDNN compiles a
-kernel for each new shape).
+The line of N tokens is cut into tiles of 128. A tile's queries attend to the keys from the tile where its first token's
+document begins up to their own tile: `reach` tiles, with a mask. Tiles of equal reach are multiplied together, so a
+batch needs few products in few distinct shapes, regardless of its document lengths (oneDNN compiles a kernel for each
+new shape).
 
-**Trees.** Documents that share beginnings are a tree: the line contains each shared prefix once, and a token attends to
-the tokens before it on its own path. A tile's queries then attend to those blocks of 32 keys in which one of them has a
-key, their number rounded up to whole tiles; siblings' blocks are never multiplied.
+**Trees.** Documents that share prefixes form a tree: the line contains each shared prefix once, and a token attends to
+the tokens before it on its own path. A tile's queries then attend to the blocks of 32 keys that contain a key for any
+of them, rounded up to whole tiles; siblings' blocks are never multiplied.
 
     P = softmax(q k^T + mask)    o = P v    dv = P^T do    dP = do v^T - rowsum(do o)
     dS = P dP    dq = dS k    dk = dS^T q
 
 The row sums are part of the product: do and v get more columns, [do, -d_high, -d_low] [v, 1, 1]^T, so the difference
 is computed in float32 before it is rounded to bf16, without another pass over the scores. Probabilities of tiles that
-reach over at most 512 tokens are stored for the backward pass, those of others are recomputed.
+reach over at most 512 tokens are stored for the backward pass; the others are recomputed.
 
-**Blocks.** Where the processor has AMX and the C++ sources are loaded, all of this is one pass in C++ (attention.cpp)
-over blocks of 32 queries and 32 keys: scores exist for one block of queries at a time, and are computed again in the
-backward pass from the logarithm of each query's sum (Dao et al. 2022, arXiv:2205.14135, without its running maximum).
+**Blocks.** If the processor has AMX and the C++ sources are loaded, all of this is one pass in C++ (attention.cpp) over
+blocks of 32 queries and 32 keys: scores exist for one block of queries at a time and are recomputed in the backward
+pass from each query's log-sum (Dao et al. 2022, arXiv:2205.14135, without its running maximum).
 
 Shapes: N tokens, n tiles, H query heads, K key heads, G = H/K, h head size, R = 128 G rows of a tile, r reach, S keys.
 """
@@ -35,15 +35,15 @@ from torch.nn.functional import pad
 from pipeline.model.cpu import native, primitives
 
 TILE = 128
-KEY_BLOCK = 32  # tokens; a tree's keys are chosen in such blocks
-MOST_SCORES = 2**19  # of one product: they fit a core's second-level cache in bf16
-KEPT_REACH = 4  # tiles; up to this reach probabilities are stored: at most 512 a token and head
-SUM_COLUMNS = 32  # columns for the row sums: the products process columns in steps of it
+KEY_BLOCK = 32  # tokens; a tree's keys are selected in blocks of this size
+MOST_SCORES = 2**19  # of one product: in bf16 they fit in a core's L2 cache
+KEPT_REACH = 4  # tiles; up to this reach, probabilities are stored: at most 512 per token and head
+SUM_COLUMNS = 32  # columns for the row sums: products process columns in steps of this size
 BF16 = torch.bfloat16
 
 
 Span = tuple[int, int]  # tokens [begin, end) of the line
-Where = slice | Tensor  # tiles of the line: a slice if they are evenly spaced, which copies nothing
+Where = slice | Tensor  # tiles of the line: a slice if evenly spaced, which avoids a copy
 
 
 @dataclass(frozen=True)
@@ -53,13 +53,13 @@ class Group:
     tiles: Where  # (m,) of the queries
     # r times (m,): the tiles of their keys, from the first to the last; of a tree (m, S / 32): the blocks
     keys: tuple[Where, ...] | Tensor
-    # (m, 1, 128, 1, c) bf16 for the last c keys: 0, or -inf where a query does not attend to one; no other is masked
+    # (m, 1, 128, 1, c) bf16 for the last c keys: 0, or -inf where a query does not attend; no other key is masked
     mask: Tensor
 
 
 @dataclass(frozen=True)
 class TilePlan:
-    """Documents, one after another on a line, cut into tiles; made once a batch, shared by all layers."""
+    """Consecutive documents on a line, cut into tiles; created once per batch and shared by all layers."""
 
     tokens: int  # of the line with its padding: a multiple of 128
     groups: tuple[Group, ...]
@@ -68,9 +68,9 @@ class TilePlan:
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """Which keys the queries of each block attend to, see attention.cpp; made once a batch, shared by all layers."""
+    """Which keys the queries of each block attend to, see attention.cpp; created once per batch, shared by layers."""
 
-    starts: Tensor  # (blocks + 1,) int64: a block's entries; none of the padding up to a multiple of 128 tokens
+    starts: Tensor  # (blocks + 1,) int64: a block's entries; none for the padding up to a multiple of 128 tokens
     entries: Tensor  # (E,) int64: a block of keys times two, plus one where a mask applies
     masks: Tensor  # (E, 32) int32: bit q of j says whether query q of the block attends to key j of the entry's block
 
@@ -106,7 +106,7 @@ def tree_plan(lengths: tuple[int, ...], before: tuple[int, ...], parents: tuple[
     """The plan of a tree of causal documents, for `heads` query heads.
 
     Document i adds `lengths[i]` tokens to the line after the first `before[i]` tokens of document `parents[i]`, which
-    comes earlier (of none where `before[i]` is 0).
+    comes earlier (no parent if `before[i]` is 0).
     """
     if native.has_attention_blocks():
         return _tree_block_plan(lengths, before, parents)

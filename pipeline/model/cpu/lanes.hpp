@@ -17,14 +17,14 @@ static inline float bits(uint32_t x) { float y; std::memcpy(&y, &x, 4); return y
 static inline uint32_t word(float x) { uint32_t y; std::memcpy(&y, &x, 4); return y; }
 static inline float wide(half x) { return bits((uint32_t)x << 16); }
 
-// To the nearest, ties to even; what is not a number stays so.
+// Round to nearest, ties to even; NaN stays NaN.
 static inline half narrow(float x) {
     uint32_t u = word(x), rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
     return (half)((u & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
 }
 
-// e^x with a relative error below 2e-7: 2^n times a polynomial of what is left (the coefficients are those of Cephes' expf). Zero below -88,
-// infinite above 88.7; what is not a number stays so.
+// e^x with a relative error below 2e-7: 2^n times a polynomial of the remainder (with the coefficients of Cephes' expf). Zero below -88,
+// infinite above 88.7; NaN stays NaN.
 static inline float exponential(float x) {
     const float shift = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number
     float y = x < -88.0f ? -88.0f : (x > 89.0f ? 89.0f : x);
@@ -44,7 +44,7 @@ static inline float exponential(float x) {
 
 static inline float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
 
-// Sixteen numbers; the compiler splits them where registers are narrower.
+// Sixteen numbers; the compiler splits them if registers are narrower.
 typedef float lanes __attribute__((vector_size(64)));
 typedef uint32_t words __attribute__((vector_size(64)));
 typedef half halves __attribute__((vector_size(32)));

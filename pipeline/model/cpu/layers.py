@@ -1,16 +1,16 @@
 """Operations of the model that eager PyTorch runs slowly on a CPU, with hand-written backward passes.
 
 **Passes in bf16.** PyTorch's own operators, run one by one under autocast, spend most of a small model's step outside
-of its matrix products: in conversions, in norms, and in attention, whose fused kernel has a backward pass several times
-as long as batched products. Here each part of a block is one autograd function, a product or attention together with
-the operations before it (primitives.py):
+its matrix products: in conversions, in norms, and in attention, where the backward pass of the fused kernel takes
+several times as long as batched products. Here each part of a block is one autograd function: a product or attention
+together with the operations before it (primitives.py):
 
     normed_product    unit(x) (W diag w)^T    RMSNorm (arXiv:1910.07467), its weight folded into the next matrices
     product           x W^T
     attention         RMSNorm of each head, RoPE (arXiv:2104.09864), attention within documents (attention.py)
     gated             silu(g) * u             SwiGLU (arXiv:2002.05202)
 
-Sums, norms and angles are float32; between two products values are bf16, as under autocast. Gradients of weights are
+Sums, norms and angles are float32; between two products values are bf16, as under autocast. Weight gradients are
 float32. Frozen passes under autocast use them too, so that a policy and its reference round alike; decoding does not.
 
 **Float32 and float64**: `rms_norm` (Zhang & Sennrich 2019, arXiv:1910.07467), `rotate` (RoPE, Su et al. 2021,
@@ -20,8 +20,8 @@ heads' norm 5.1 -> 1.6, RoPE 2.0 -> 1.0, attention 46 (dense causal), 26 (a fuse
 without gain: a hand-written SwiGLU, one matrix for q, k, v or gate and up, oneDNN's matmul.
 
 On other devices, in half precision and under `torch.compile`, `rms_norm` and `rotate` are the plain formulas: the
-compiler fuses them better. Without gradients they use the operations of transformers' Qwen3 one by one, so that an
-exported model gives the same bits there.
+compiler fuses them better. Without gradients they use the same operations as transformers' Qwen3, so that an
+exported model gives bit-identical results there.
 
 No second derivatives. Shapes: N tokens, D width, F outputs, H query heads, K key heads, h head size.
 """
@@ -44,7 +44,7 @@ Block = tuple[int, int, int, int]  # queries [begin, end) attend to keys [first,
 
 
 class Context(FunctionCtx):
-    """The context of the functions below, with the values that they store in it."""
+    """The context of the functions below, with the values they store in it."""
 
     saved_tensors: tuple[Tensor, ...]
     needs_input_grad: tuple[bool, ...]
@@ -56,8 +56,8 @@ class Context(FunctionCtx):
 
 
 def runs_in_bf16(x: Tensor) -> bool:
-    """Whether this pass is under autocast to bf16, on a CPU, and not compiled: `torch.compile` fuses the plain formulas
-    itself.
+    """Whether this pass runs under autocast to bf16, on a CPU, and not compiled: `torch.compile` fuses the plain
+    formulas itself.
     """
     return (
         x.device.type == "cpu"
@@ -195,7 +195,7 @@ class _Gated(Function):
 # -- float32 and float64 -----------------------------------------------------------------------------------------------
 
 
-QUERY_BLOCK = 64  # the fastest of 64, 128, 256: a smaller block computes fewer scores that the causal mask drops
+QUERY_BLOCK = 64  # the fastest of 64, 128, 256: smaller blocks compute fewer scores that the causal mask drops
 
 
 def _uses_own_backward(x: Tensor) -> bool:
@@ -239,7 +239,7 @@ class _RMSNorm(Function):
 
 
 def _rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
-    """Rotation by `sign` times the angle; the backward pass of a rotation is the rotation back."""
+    """Rotation by `sign` times the angle; the backward pass is the inverse rotation."""
     rotated = torch.empty(x.shape, dtype=x.dtype)
     (first, second), (left, right) = x.chunk(2, dim=-1), rotated.chunk(2, dim=-1)
     torch.mul(first, cos, out=left).addcmul_(second, sin, value=-sign)
@@ -262,16 +262,16 @@ class _Rotate(Function):
 def ragged_attention(
     q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], *, causal: bool, before: Sequence[int] | None = None
 ) -> Tensor:
-    """Attention of each token to the tokens of its own document: the earlier ones and itself if `causal`, else all.
+    """Attention of each token within its own document: to the earlier tokens and itself if `causal`, else to all.
 
-    `q` (N, H, h), `k` and `v` (M, K, h) with K dividing H, N = sum of `lengths`: the documents lie one after another. M
-    = N, or with `before` N + sum(before): each document has `before` keys before those of its queries. float32 or
-    float64, on a CPU. Returns (N, H, h). Stores every probability for the backward pass, about H * sum(lengths^2) / 2
-    numbers, so it is for documents of some hundred tokens.
+    `q` (N, H, h), `k` and `v` (M, K, h) with K dividing H, N = sum of `lengths`: the documents are consecutive. M = N,
+    or with `before` N + sum(before): each document has `before` keys before those of its queries. float32 or float64,
+    on a CPU. Returns (N, H, h). Stores every probability for the backward pass, about H * sum(lengths^2) / 2 numbers,
+    so it is meant for documents of a few hundred tokens.
     """
     before = before or [0] * len(lengths)
     assert sum(lengths) == q.shape[0], "the documents must cover the line of tokens"
-    assert sum(lengths) + sum(before) == k.shape[0], "each document's keys are those before it and its own"
+    assert sum(lengths) + sum(before) == k.shape[0], "each document's keys are the shared ones before it and its own"
     return _Ragged.apply(q, k, v, _blocks(lengths, before, causal), causal)  # pyright: ignore[reportReturnType]
 
 
@@ -297,7 +297,7 @@ def _future(length: int, group: int, dtype: torch.dtype) -> Tensor:
 
 
 class _Ragged(Function):
-    """Queries of the G heads that share a key head are rows of one matrix, so no key is copied or expanded."""
+    """Queries of the G heads that share a key head are rows of one matrix, so keys are never copied or expanded."""
 
     @staticmethod
     def forward(ctx: Context, q: Tensor, k: Tensor, v: Tensor, blocks: list[Block], causal: bool) -> Tensor:

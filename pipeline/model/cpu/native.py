@@ -1,8 +1,8 @@
-"""Building the C++ sources for this processor with the local compiler, and calling them.
+"""Compiles the C++ sources for this processor with the local compiler, and calls them.
 
-It is optional: without a compiler, or until `load` is called, PyTorch's operators do the same (primitives.py). Building
-takes about five seconds; the library's name is a hash of the sources, the compiler and the processor, so each of these
-has its own build.
+This is optional: without a compiler, or before `load` is called, PyTorch's operators do the same (primitives.py).
+Building takes about five seconds; the library's name is a hash of the sources, the compiler and the processor, so each
+combination has its own build.
 """
 
 import ctypes
@@ -42,7 +42,7 @@ def loaded() -> bool:
 
 
 def has_attention_blocks() -> bool:
-    """Whether attention.cpp is loaded, on a processor with AMX and a kernel that lets this process use it."""
+    """Whether attention.cpp is loaded, the processor has AMX, and the kernel lets this process use it."""
     return _library is not None and bool(_library["has_attention_blocks"]())
 
 
@@ -53,7 +53,7 @@ def load(folder: Path) -> None:
 
 
 def unload() -> None:
-    """Run the primitives with PyTorch's operators again."""
+    """Go back to PyTorch's operators."""
     global _library
     _library = None
 
@@ -75,15 +75,15 @@ def _built(folder: Path) -> ctypes.CDLL:
             result = subprocess.run([*command, *map(str, SOURCES), "-o", str(built)], capture_output=True, text=True)
             if result.returncode:
                 raise ConfigError(
-                    f"{name} could not build the sources of model/cpu; set runtime.compile=false to go on"
-                    f" without:\n{result.stderr[-2000:]}"
+                    f"{name} could not build the sources of model/cpu; set runtime.compile=false to run"
+                    f" without them:\n{result.stderr[-2000:]}"
                 )
             built.replace(file)
     try:
         return ctypes.CDLL(str(file))
     except OSError as error:
         raise ConfigError(
-            f"{file} cannot be loaded ({error}); delete it to build it again, or set runtime.compile=false"
+            f"{file} cannot be loaded ({error}); delete it to rebuild it, or set runtime.compile=false"
         ) from error
 
 
@@ -97,8 +97,8 @@ def _processor() -> str:
 
 
 def call(name: str, *values: Tensor | float | None) -> None:
-    """Call a function of the C++ sources with contiguous tensors (None: a null pointer), then sizes (int), numbers
-    (float) and flags (bool).
+    """Call a C++ function with contiguous tensors (None: a null pointer), then sizes (int), numbers (float) and flags
+    (bool).
     """
     assert _library is not None
     arguments: list[ctypes.c_void_p | ctypes.c_int64 | ctypes.c_float | ctypes.c_int] = []

@@ -1,6 +1,6 @@
-// What stands between two matrix products in bf16 on a CPU, in training and in decoding: one pass over memory each. `primitives.py` and
-// `decoding.py` document the formulas, `native.py` builds this file. bf16 is held in 16-bit words; all sums are float32 (of losses: float64). Rows are divided
-// over threads in equal shares, so that a result depends on the number of threads at most, never on their speed.
+// The operations between two matrix products in bf16 on a CPU, in training and in decoding: one pass over memory each. `primitives.py` and
+// `decoding.py` document the formulas; `native.py` builds this file. bf16 is stored in 16-bit words; all sums are float32 (of losses: float64). Rows
+// are divided over threads in equal shares, so a result may depend on the number of threads, but never on their speed.
 
 #include "lanes.hpp"
 
@@ -31,7 +31,7 @@ void unit_back(const half *grad, const half *whole, const float *scale, float *r
     }
 }
 
-// The first m heads of x (n, all, 2h) times weights (m, 2h), normed before where `normed`, turned by cos, sin (n, h).
+// The first m heads of x (n, all, 2h) times weights (m, 2h), normed first if `normed`, rotated by cos, sin (n, h).
 void heads(const half *x, const float *weights, const float *cos, const float *sin, half *turned, float *scale, num n, num all,
            num m, num h, float eps, int normed, int threads) {
     ROWS for (num i = 0; i < n; i++) {
@@ -57,7 +57,7 @@ void heads(const half *x, const float *weights, const float *cos, const float *s
     }
 }
 
-// Back again: of grad (n, all, 2h) the first m heads are turned back, the others only rounded. of_weights (threads, m, 2h): partial sums.
+// Backward: the first m heads of grad (n, all, 2h) are rotated back, the others only rounded. of_weights (threads, m, 2h): partial sums.
 void heads_back(const float *grad, const half *x, const float *scale, const float *weights, const float *cos, const float *sin,
                 half *result, float *of_weights, num n, num all, num m, num h, int normed, int threads) {
     std::memset(of_weights, 0, sizeof(float) * threads * m * 2 * h);
@@ -118,7 +118,7 @@ void gated_back(const half *grad, const half *x, half *result, num n, num f, int
     }
 }
 
-// In the place of logits (n, v): e = exp(z - max z); their sums (n,); losses (n,) = log s + max z - z_t. Rows from `real` on: 0, 1, 0.
+// In place of logits (n, v): e = exp(z - max z); their sums (n,); losses (n,) = log s + max z - z_t. Rows from `real` on: 0, 1, 0.
 void exponentials(half *logits, const num *targets, float *sums, double *losses, num n, num v, num real, int threads) {
     ROWS for (num i = 0; i < n; i++) {
         half *row = logits + i * v;
@@ -132,7 +132,7 @@ void exponentials(half *logits, const num *targets, float *sums, double *losses,
         #pragma omp simd reduction(max : most)
         for (num j = 0; j < v; j++) {
             float z = wide(row[j]);
-            most = most > z ? most : z;  // std::max hinders vectors
+            most = most > z ? most : z;  // std::max prevents vectorization
         }
         #pragma omp simd reduction(+ : sum)
         for (num j = 0; j < v; j++) {
@@ -145,7 +145,7 @@ void exponentials(half *logits, const num *targets, float *sums, double *losses,
     }
 }
 
-// In the place of logits (n, v): p = softmax(z / temperature); norms (n,) = log sum exp(z / temperature); entropies (n,) of p.
+// In place of logits (n, v): p = softmax(z / temperature); norms (n,) = log sum exp(z / temperature); entropies (n,) of p.
 void softmax(half *logits, float *norms, float *entropies, num n, num v, float temperature, int threads) {
     float inverse = 1.0f / temperature;
     ROWS for (num i = 0; i < n; i++) {
@@ -171,7 +171,7 @@ void softmax(half *logits, float *norms, float *entropies, num n, num v, float t
     }
 }
 
-// In the place of scores (batch, kv, tile, group, s): softmax(scores + mask), the mask (batch, tile, c) of the last c keys.
+// In place of scores (batch, kv, tile, group, s): softmax(scores + mask), the mask (batch, tile, c) of the last c keys.
 void probabilities(half *scores, const half *mask, num batch, num kv, num tile, num group, num s, num c, int threads) {
     ROWS for (num i = 0; i < batch * kv * tile; i++) {
         const half *hides = mask + (i / (kv * tile) * tile + i % tile) * c;
@@ -212,7 +212,7 @@ void fold(const float *matrix, const float *weight, half *result, num f, num d, 
         LANES for (num j = 0; j < d; j++) result[i * d + j] = narrow(matrix[i * d + j] * weight[j]);
 }
 
-// Back: from the gradient of the product, part (f, d), to those of matrix (f, d) and weight: partial sums (threads, d).
+// Backward: from the gradient of the product, part (f, d), to those of matrix (f, d) and weight: partial sums (threads, d).
 void unfold(const half *part, const float *matrix, const float *weight, float *of_matrix, float *of_weight, num f, num d, int threads) {
     std::memset(of_weight, 0, sizeof(float) * threads * d);
     ROWS for (int share = 0; share < threads; share++) {
@@ -230,7 +230,7 @@ void unfold(const half *part, const float *matrix, const float *weight, float *o
 
 // -- decoding ----------------------------------------------------------------------------------------------------------
 
-// The stream x (n, d) += y where there is a y; whole = x / rms(x).
+// The stream x (n, d) += y if y is given; whole = x / rms(x).
 void add_unit(float *x, const half *y, half *whole, num n, num d, float eps, int threads) {
     ROWS for (num i = 0; i < n; i++) {
         float *row = x + i * d, sum = 0;
@@ -247,7 +247,7 @@ void add_unit(float *x, const half *y, half *whole, num n, num d, float eps, int
 }
 
 // Heads x (n, m + 2k, 2h) of one new token a row: m queries -> q (n, m, 2h) in float32; k keys -> keys (rows, k, 2h, s), k values ->
-// values (rows, k, s, 2h), at columns[i] of rows[i]. Queries and keys are normed where `normed`, times weights (m + k, 2h), and turned
+// values (rows, k, s, 2h), at columns[i] of rows[i]. Queries and keys are normed if `normed`, times weights (m + k, 2h), and rotated
 // by row positions[i] of cos, sin (., h).
 void decode_heads(const half *x, const float *weights, const float *cos, const float *sin, const num *positions, const num *rows,
                   const num *columns, float *q, half *keys, half *values, num n, num m, num k, num h, num s, float eps, int normed,
@@ -386,7 +386,7 @@ void decode_attention(const float *q, const half *keys, const half *values, cons
 static inline float number(const half *z, num j) { return wide(z[j]); }
 static inline float number(const float *z, num j) { return z[j]; }
 
-static inline float block_sum(const float *weights, num begin, num v, float floor) {  // of 64 weights, those that reach the floor
+static inline float block_sum(const float *weights, num begin, num v, float floor) {  // of the weights in a block of 64 that reach the floor
     num end = begin + 64 < v ? begin + 64 : v;
     float sum = 0;
     #pragma omp simd reduction(+ : sum)
@@ -400,8 +400,8 @@ static double sum_from(const float *weights, num v, float floor) {
     return total;
 }
 
-// The least weight of the most likely tokens whose sum reaches `target`: bisection of the bits of a float, which rise with it, until
-// few tokens lie between; only those are sorted.
+// The smallest weight among the most likely tokens with a sum that reaches `target`: bisection over float bits, which are monotonic, until
+// only a few tokens are left in between; only those are sorted.
 static float nucleus_floor(const float *weights, num v, float least, double target, std::vector<float> &few) {
     uint32_t low = word(least), high = word(1.0f) + 1;  // sum(>= low) >= target > sum(>= high)
     for (int halving = 0; halving < 14 && high - low > 1; halving++) {

@@ -9,11 +9,11 @@ their backward passes.
     softmax       p = softmax(z / T), log sum exp(z / T), and p's entropy
     probabilities softmax(scores + mask)
     outer         a^T b, the gradient of a matrix
-    add_rows      x[index] += rows, the gradient of a choice of rows
+    add_rows      x[index] += rows, the gradient of a row lookup
 
-Each exists twice: in C++ (primitives.cpp, if native.py has loaded it), one pass over memory, 2 to 5 times as fast; and
-as PyTorch's operators one by one, over chunks of rows that fit a core's second-level cache. Both compute in float32 and
-return bf16, except PyTorch's `gated`, which is bf16 throughout: there conversions cost more than the operators.
+Each exists twice: in C++ (primitives.cpp, if loaded by native.py), one pass over memory, 2 to 5 times faster; and as
+individual PyTorch operators, over chunks of rows that fit in a core's L2 cache. Both compute in float32 and return
+bf16, except PyTorch's `gated`, which is bf16 throughout: there conversions cost more than the operators.
 
 Shapes: N tokens, D width, F outputs of a gate, H query heads, K key heads, J = H + K, h head size, V vocabulary.
 """
@@ -27,12 +27,12 @@ from torch.nn import functional
 from pipeline.model.cpu.native import call, loaded
 
 BF16 = torch.bfloat16
-AT_ONCE = 2**18  # numbers of a chunk of rows
-PAYS_TO_TURN = 2**29  # multiplications of a product from which transposing a side is worth it
+AT_ONCE = 2**18  # elements in a chunk of rows
+PAYS_TO_TURN = 2**29  # multiplications in a product above which transposing one side pays off
 
 
 def _chunks(x: Tensor) -> Iterator[slice]:
-    """Chunks of the rows of x (N, ...), which fit a core's cache."""
+    """Chunks of the rows of x (N, ...), small enough for a core's cache."""
     size = max(1, AT_ONCE * len(x) // max(1, x.numel()))
     return (slice(begin, begin + size) for begin in range(0, len(x), size))
 
@@ -112,7 +112,7 @@ def unfold(part: Tensor, weight: Tensor, *matrices: Tensor) -> tuple[list[Tensor
 def outer(left: Tensor, right: Tensor) -> Tensor:
     """left^T right of (N, A) and (N, B): (A, B).
 
-    On a CPU in bf16 oneDNN is two to three times as slow with a transposed left side. If one side is at most half as
+    On a CPU in bf16, oneDNN is two to three times slower with a transposed left side. If one side is at most half as
     wide as the other and the product is large, it is faster to transpose that side first, and also the result if it was
     the right one.
     """
@@ -126,7 +126,7 @@ def outer(left: Tensor, right: Tensor) -> Tensor:
 
 
 def add_rows(total: Tensor, index: Tensor, rows: Tensor) -> None:
-    """Add rows (m, w) in bf16 to those rows of `total` (n, w), in float32, which `index` (m,) names, one by one."""
+    """Add rows (m, w) in bf16 to the float32 rows of `total` (n, w) selected by `index` (m,), one by one."""
     if loaded():
         call("add_rows", total, index, rows, *rows.shape)
     else:
@@ -139,7 +139,7 @@ def add_rows(total: Tensor, index: Tensor, rows: Tensor) -> None:
 def heads(x: Tensor, weights: Tensor, cos: Tensor, sin: Tensor, eps: float | None) -> tuple[Tensor, Tensor]:
     """The first J heads of x (N, J + K, h) in bf16, rotated: (N, J, h) in bf16, and 1 / rms of each, (N, J, 1).
 
-    With an `eps` they are normed first, then multiplied by `weights` (J, h). `cos`, `sin` (N, 1, h/2) in float32.
+    With `eps`, they are normed first, then multiplied by `weights` (J, h). `cos`, `sin` (N, 1, h/2) in float32.
     """
     num = len(weights)
     rotated, scale = torch.empty(len(x), num, x.shape[2], dtype=BF16), torch.ones(len(x), num, 1)
@@ -219,7 +219,7 @@ def gated_back(grad: Tensor, x: Tensor) -> Tensor:
 def exponentials(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """e (n, V) in place of the logits, s (n, 1), and the sum of the losses; the last two at least float32.
 
-    There may be fewer targets than rows: rows without one get zeros, and 1 as their sum.
+    There may be fewer targets than rows: rows without one get zeros and a sum of 1.
     """
     if loaded() and logits.dtype == BF16 and logits.device.type == "cpu":
         if len(targets) and not 0 <= int(targets.min()) <= int(targets.max()) < logits.shape[1]:
@@ -250,14 +250,14 @@ def exponentials(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tenso
 
 
 def chooses(logits: Tensor) -> bool:
-    """Whether `choose` takes these logits: primitives.cpp alone has it, generation/sampling.py what PyTorch does."""
+    """Whether `choose` supports these logits: it is C++ only; the PyTorch version is in generation/sampling.py."""
     return loaded() and logits.device.type == "cpu" and logits.dtype in (BF16, torch.float32)
 
 
 def choose(
     logits: Tensor, numbers: Tensor | None, temperature: float, top_p: float, top_k: int
 ) -> tuple[Tensor, Tensor]:
-    """Tokens (n,) and their log-probabilities (n,) float64 from logits (n, V), as generation/sampling.py's `choose`."""
+    """Tokens (n,) and their float64 log-probabilities (n,) from logits (n, V); see generation/sampling.py."""
     tokens, logprobs = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits), dtype=torch.float64)
     shares = None if numbers is None else numbers.double().contiguous()
     given = logits.contiguous(), shares, tokens, logprobs, *logits.shape

@@ -21,5 +21,5 @@ export function calls(called, open, send) {
   const collect = () => send(called.map(({ id, function: { name } }, place) => ({ id, name, content: areas[place].value })));
   return h("div", { class: "calls" }, cards,
     open && h("div", { class: "row" }, button(called.length > 1 ? "Send results" : "Send result", collect, { class: "primary" }),
-      h("small", {}, "Nothing was run: write what the tool would say.")));
+      h("small", {}, "Nothing was run: enter what the tool would return.")));
 }

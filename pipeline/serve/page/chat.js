@@ -16,7 +16,7 @@ class ChatPanel extends HTMLElement {
   async connectedCallback() {
     this.list = h("ul", { class: "conversations" });
     this.log = h("div", { class: "log", role: "log", "aria-live": "polite", "aria-label": "Conversation", tabindex: 0 });
-    this.input = h("textarea", { id: "message", rows: 2, placeholder: "Say something. Enter sends, Shift+Enter breaks the line.", "aria-label": "Message" });
+    this.input = h("textarea", { id: "message", rows: 2, placeholder: "Send a message. Enter sends, Shift+Enter starts a new line.", "aria-label": "Message" });
     this.sendButton = button("Send", () => this.send(), { class: "primary" });
     this.stopButton = button("Stop", () => this.running?.abort(), { class: "primary", hidden: true });
     this.gauge = h("meter", { min: 0, max: 1, value: 0, "aria-label": "Context used" });
@@ -79,8 +79,8 @@ class ChatPanel extends HTMLElement {
     const path = this.conversation.path();
     this.log.replaceChildren(...path.map((turn, place) => turnElement(turn, this.conversation.siblings(turn), place === path.length - 1, this)));
     if (!path.length) {
-      this.log.append(h("div", { class: "empty" }, h("h2", {}, "Talk to what you trained"),
-        h("p", {}, "An answer can be stopped, edited into a branch, looked at token by token, and compared with another checkpoint's.")));
+      this.log.append(h("div", { class: "empty" }, h("h2", {}, "Chat with your model"),
+        h("p", {}, "Stop an answer, edit it into a branch, inspect it token by token, or compare it with another checkpoint's.")));
     }
     this.measure();
     tell("conversation");

@@ -21,7 +21,7 @@ const joined = (tokens) => new TextDecoder().decode(Uint8Array.from(tokens.flatM
 
 class ComparePanel extends HTMLElement {
   connectedCallback() {
-    this.prompt = h("textarea", { rows: 3, "aria-label": "Prompt for both", placeholder: "A prompt for both. Ctrl+Enter asks." });
+    this.prompt = h("textarea", { rows: 3, "aria-label": "Prompt for both", placeholder: "A prompt for both. Ctrl+Enter sends." });
     this.asks = button("Ask both", guarded(() => this.ask()), { class: "primary" });
     this.stops = button("Stop", () => this.running?.abort(), { hidden: true });
     this.sides = SIDES.map((name) => this.side(name));
@@ -116,7 +116,7 @@ class ComparePanel extends HTMLElement {
       }, { class: "open" }));
     }
     const differ = JSON.stringify(this.sides[0].message) !== JSON.stringify(this.sides[1].message);
-    this.outcome.textContent = place < 0 ? "Both say the same." : `They part at token ${place + 1}.`;
+    this.outcome.textContent = place < 0 ? "Both answers are the same." : `They diverge at token ${place + 1}.`;
     this.verdicts.hidden = !differ;
     say(this.outcome.textContent);
   }
@@ -124,12 +124,12 @@ class ComparePanel extends HTMLElement {
   async judge(better) {
     this.verdicts.hidden = true;
     if (better === null) {
-      this.outcome.textContent = "A tie: nothing is stored, a pair needs a better answer.";
+      this.outcome.textContent = "A tie: nothing stored, since a pair needs a better answer.";
       return;
     }
     const [chosen, rejected] = [this.sides[better], this.sides[1 - better]];
     if (!collects(chosen.asked)) {
-      this.outcome.textContent = `${chosen.name} is better. It is not kept: start the server with --feedback FILE.`;
+      this.outcome.textContent = `${chosen.name} is better. Not stored: start the server with --feedback FILE.`;
       return;
     }
     const found = await prefer(chosen.asked, this.asked.messages, chosen.message, rejected.message, this.asked.tools);

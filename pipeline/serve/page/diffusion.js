@@ -13,7 +13,7 @@ class DiffusionPanel extends HTMLElement {
     this.frames = [];
     this.texts = new Map(); // "model id" -> text
     this.model = h("select");
-    this.prompt = h("textarea", { rows: 3, "aria-label": "Prompt", placeholder: "What should be written? Ctrl+Enter." });
+    this.prompt = h("textarea", { rows: 3, "aria-label": "Prompt", placeholder: "A prompt. Ctrl+Enter sends." });
     this.go = button("Denoise", guarded(() => this.run()), { class: "primary" });
     this.stops = button("Stop", () => this.running?.abort(), { hidden: true });
     this.slider = h("input", { type: "range", min: 0, max: 0, step: 1, value: 0, oninput: () => this.draw(Number(this.slider.value)) });
@@ -60,7 +60,7 @@ class DiffusionPanel extends HTMLElement {
   draw(at) {
     const frame = this.frames[at];
     const known = frame.tokens.filter((id) => id !== null).length;
-    this.facts.textContent = `Step ${frame.step} of ${frame.steps}: ${known} of ${frame.tokens.length} places known, from place ${frame.offset} on`;
+    this.facts.textContent = `Step ${frame.step} of ${frame.steps}: ${known} of ${frame.tokens.length} tokens unmasked, starting at position ${frame.offset}`;
     const before = this.frames[at - 1]?.offset === frame.offset ? this.frames[at - 1].tokens : [];
     this.grid.replaceChildren(...frame.tokens.map((id, place) => {
       if (id === null) return h("span", { class: "piece masked", "aria-label": "masked" }, "···");

@@ -54,7 +54,7 @@ export const guarded = (work) => async (...given) => {
 };
 
 export async function copy(text) {
-  if (!navigator.clipboard) throw new Error("the browser lets a page copy only on https or localhost");
+  if (!navigator.clipboard) throw new Error("the browser allows copying only on https or localhost");
   await navigator.clipboard.writeText(text);
   say("Copied.");
 }

@@ -27,7 +27,7 @@ class SettingsPanel extends HTMLElement {
     this.check = h("p", { class: "check", id: "tools-check", role: "status" });
     const texts = [
       this.area("system", "System prompt", 3),
-      this.area("stop", "Stop texts, one a line", 2),
+      this.area("stop", "Stop strings, one per line", 2),
     ];
     const tools = this.area("tools", "Tools (JSON)", 8, { spellcheck: "false", class: "mono", "aria-describedby": "tools-check" });
     const choice = h("select", { onchange: () => change("tool_choice", choice.value) });
@@ -91,14 +91,14 @@ class SettingsPanel extends HTMLElement {
   describe() {
     const model = named(settings.model);
     this.about.textContent = model
-      ? `${model.id}: ${model.meta.kind}, ${(model.meta.parameters / 1e6).toFixed(2)} M parameters, context ${model.meta.context.toLocaleString("en")}, made by ${model.meta.stage}.`
-      : "No model that speaks is served.";
+      ? `${model.id}: ${model.meta.kind}, ${(model.meta.parameters / 1e6).toFixed(2)} M parameters, context ${model.meta.context.toLocaleString("en")}, built by ${model.meta.stage}.`
+      : "No generative model is being served.";
   }
 
   async unlock(value) {
     key.set(value.trim());
     await loadModels();
-    say("The key is accepted.");
+    say("API key accepted.");
   }
 }
 
@@ -108,7 +108,7 @@ export async function firstModels() {
   try {
     await loadModels();
   } catch (error) {
-    if (error.status === 401) error.message = "This server wants an API key: Settings, last field.";
+    if (error.status === 401) error.message = "This server requires an API key: Settings, last field.";
     complain(error);
   }
 }

@@ -58,7 +58,7 @@ export function readTools(text) {
     if (typeof name !== "string" || !/^[a-zA-Z0-9_.-]{1,64}$/.test(name)) {
       throw new Error(`${where}: expected a name of 1 to 64 letters, digits, underscores, dots and dashes`);
     }
-    if (names.has(name)) throw new Error(`${where}: ${name} is there twice`);
+    if (names.has(name)) throw new Error(`${where}: ${name} appears twice`);
     names.add(name);
     const { parameters, description } = tool.function;
     if (description !== undefined && typeof description !== "string") throw new Error(`${name}: expected a text as description`);

@@ -31,7 +31,7 @@ class TemplatePanel extends HTMLElement {
     const { conversation } = find("chat");
     const last = conversation?.path().at(-1);
     if (!settings.model || (whole && !last && !settings.system)) {
-      this.facts.textContent = "Say something in Chat first, or show a text.";
+      this.facts.textContent = "Send a message in Chat first, or show a text.";
       return this.shown.replaceChildren();
     }
     const asked = (this.asked = whole

@@ -14,7 +14,7 @@ export const visible = (text) => text.replaceAll("\n", "⏎").replaceAll("\t", "
 class TokensPanel extends HTMLElement {
   connectedCallback() {
     this.shown = { model: "", prompt: [], tokens: [] };
-    this.input = h("textarea", { rows: 3, "aria-label": "Text to continue", placeholder: "A text that the model continues, without any template. Ctrl+Enter." });
+    this.input = h("textarea", { rows: 3, "aria-label": "Text to continue", placeholder: "Text for the model to continue, without a chat template. Ctrl+Enter sends." });
     this.go = button("Continue the text", guarded(() => this.run({ prompt: this.input.value }, [])), { class: "primary" });
     this.stops = button("Stop", () => this.running?.abort(), { hidden: true });
     this.facts = h("p", { class: "facts" }, "Ask in Chat and press Tokens below an answer, or continue a text here.");
@@ -108,7 +108,7 @@ class TokensPanel extends HTMLElement {
   // Completions name alternatives by text: the one token that spells it.
   async idOf(model, text) {
     const { tokens } = await tokenize(model, text);
-    if (tokens.length !== 1) throw new Error(`${visible(text)} is no token that text can spell: it cannot be continued from`);
+    if (tokens.length !== 1) throw new Error(`${visible(text)} is not a single token as text, so you cannot continue from it`);
     return tokens[0];
   }
 
@@ -124,7 +124,7 @@ class TokensPanel extends HTMLElement {
       this.shown = { model, prompt: prompt ?? result.prompt, tokens: [...kept, ...result.tokens], kept: kept.length };
       this.draw();
       if (this.shown.tokens.length) this.tell(result);
-      say(`${result.tokens.length} tokens more.`);
+      say(`${result.tokens.length} more tokens.`);
     } catch (error) {
       complain(error);
     } finally {

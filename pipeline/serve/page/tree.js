@@ -122,7 +122,7 @@ export function imported(file) {
     const where = `turns.${place}`;
     const id = text(turn?.id, `${where}.id`);
     const parent = text(turn.parent, `${where}.parent`);
-    if (id === ROOT || conversation.turns.has(id)) throw new Error(`${where}: the id ${id} is there twice`);
+    if (id === ROOT || conversation.turns.has(id)) throw new Error(`${where}: the id ${id} appears twice`);
     if (parent !== ROOT && !conversation.turns.has(parent)) throw new Error(`${where}: its parent ${parent} does not come before it`);
     conversation.turns.set(id, { id, parent, message: message(turn.message, `${where}.message`), meta: meta(turn.meta) });
     conversation.chosen.set(parent, id);
