@@ -107,7 +107,7 @@ experiments: setup
 	@python -m pipeline.report.compare
 
 docs: setup
-	@mkdocs build --quiet && echo "open .work/site/index.html"
+	@NO_MKDOCS_2_WARNING=1 mkdocs build --quiet && echo "open .work/site/index.html"
 
 doctor: setup
 	@python -m pipeline.tools.doctor

@@ -33,8 +33,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 ROOT = Path(__file__).parents[1]
 BUILD_A_GRAPH = ("test_graph.py", "test_spine.py")
-LONG = ("test_launch.py", "test_own_model.py", "test_wings.py")  # minutes, and few tests
-NEED_THE_GRAPH = {f"test_{name}.py" for name in ("extending", "remotes", "tutorial")}
+LONG = ("test_launch.py", "test_own_model.py", "test_tutorial.py", "test_wings.py")  # minutes, and few tests
+NEED_THE_GRAPH = {f"test_{name}.py" for name in ("extending", "remotes")}
 AT_HOME = {  # where programs keep what is the person's, below HOME
     "XDG_CACHE_HOME": ".cache",
     "XDG_CONFIG_HOME": ".config",

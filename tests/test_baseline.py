@@ -87,7 +87,7 @@ def test_a_pinned_commit_is_a_full_hash_in_its_line_and_nothing_else_changes(
 ) -> None:
     before = (here / "params.yaml").read_text()
     assert baseline.main(["pin", "HEAD~1"]) == 0
-    said = capsys.readouterr().out.split()[2].rstrip(";")
+    said = capsys.readouterr().out.split()[3].rstrip(";")
     assert Params(samples=1, baseline=said).baseline == said
     assert (here / "params.yaml").read_text() == before.replace("baseline:        # a", f"baseline: {said}        # a")
     assert baseline.at(said).stages["code"]["lineage"]["key"] == "first"

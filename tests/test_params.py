@@ -351,3 +351,9 @@ def test_the_values_have_the_form_in_which_dvc_writes_them(path: str, tmp_path: 
     with modify_yaml(str(copy)):
         pass
     assert copy.read_text() == (ROOT / path).read_text()
+
+
+def test_a_duplicate_key_in_a_file_of_conf_is_named_with_its_line(repository: Path) -> None:
+    (repository / "conf/scale/demo.yaml").write_text("# @package _global_\nrlhf:\n  kl: 0.2\n  kl: 0.3\n")
+    with pytest.raises(ConfigError, match=r"demo\.yaml: not valid YAML: found duplicate key 'kl' at line 3, column 3"):
+        Settings(repository, [])

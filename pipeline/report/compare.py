@@ -142,7 +142,14 @@ def _changed(before: str, after: str) -> str:
     """The keys in params.yaml that differ between two commits, with their values."""
     old, new = (flat(yaml.safe_load(baseline.file_at(revision, "params.yaml"))) for revision in (before, after))
     keys = [key for key in (*new, *(key for key in old if key not in new)) if old.get(key) != new.get(key)]
-    return ", ".join(f"{key.replace(' / ', '.')} {old.get(key)} → {new.get(key)}" for key in keys) or "no parameter"
+    return (
+        ", ".join(f"{key.replace(' / ', '.')} {_shown(old.get(key))} → {_shown(new.get(key))}" for key in keys)
+        or "no parameter"
+    )
+
+
+def _shown(value: object) -> str:
+    return "default" if value is None else str(value)
 
 
 def _moved(before: MetricsRun | None, after: MetricsRun) -> list[list[str]]:

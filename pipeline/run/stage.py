@@ -393,7 +393,13 @@ def git_commit() -> str:
 def summary(job: workdir.Job, seconds: float) -> str:
     """The closing lines of a stage: its time and its first final numbers, in columns."""
     flat = tracking.flatten(tracking.clean(job.tracker.final))
-    shown = [(key, f"{value:,.4g}" if isinstance(value, float) else str(value)) for key, value in flat.items()][:12]
+
+    def text(key: str) -> str:
+        parts = [flat[key], *(flat.get(f"{key}{end}") for end in ("_low", "_high"))]
+        value, *ends = [f"{part:,.4g}" if isinstance(part, float) else str(part) for part in parts if part is not None]
+        return value if len(ends) < 2 or "not finite" in ends else f"{value} ({' to '.join(ends)})"
+
+    shown = [(key, text(key)) for key in flat if not key.endswith(("_low", "_high"))][:12]
     shown = [(key, value) for key, value in shown if len(value) <= WIDEST]
     widths = [max((len(entry[part]) for entry in shown), default=0) for part in (0, 1)]
     cells = [f"{key:{widths[0]}}  {value:>{widths[1]}}" for key, value in shown]
