@@ -144,6 +144,11 @@ def test_text_scores_equal_the_libraries() -> None:
         assert low <= value <= high and low < high
 
 
+def test_resamples_without_a_match_have_an_interval_too() -> None:
+    scores = likelihood.text_scores(["qqq", "hello there world"], ["zzz", "hello there world"], resamples=100)
+    assert (scores["chrf_low"], scores["chrf_high"]) == (pytest.approx(0, abs=25), pytest.approx(100, abs=25))
+
+
 @pytest.mark.parametrize(("answers", "references"), [(["a"], []), ([], [])])
 def test_text_scores_refuse_answers_without_references(answers: list[str], references: list[str]) -> None:
     with pytest.raises(ValueError, match=f"found {len(answers)} and 0"):

@@ -131,7 +131,7 @@ def test_a_reward_model_is_a_directory_alone(
         "# stagecoach-reward",
         "A reward model trained with",
         "comparable only within a prompt",
-        "no GGUF file, no ONNX",
+        "no GGUF file, ONNX",
         "its mean is 0.250 and its standard deviation 1.500",
         "pipeline_tag: text-classification",
     ):

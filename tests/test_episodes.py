@@ -390,7 +390,7 @@ def test_tasks_are_a_function_of_split_number_and_seed(name: str, judge: Judge) 
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("def task(: pass", "no Python"),
+        ("def task(: pass", "not Python"),
         (LOOK.replace("def score", "def rate"), "it has no score"),
         (LOOK.replace("tools = ", "tools = nobody"), r"task\(\.\.\.\) failed: NameError"),
         (LOOK.replace('"goal": 1', '"aim": 1'), "expected question, tools, state and goal"),

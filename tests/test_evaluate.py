@@ -103,7 +103,7 @@ def test_without_a_sandbox_problems_say_so(
     ("names", "message"),
     [
         (["HumanEval.jsonl.gz"], "expected files in data/benchmarks, which DVC tracks, got 'HumanEval.jsonl.gz'"),
-        (["data/benchmarks/../own/a.jsonl"], "expected files of data/benchmarks"),
+        (["data/benchmarks/../own/a.jsonl"], "expected files in data/benchmarks"),
         (["/data/benchmarks/a.jsonl"], "python -m pipeline.evaluation.benchmarks MODEL_DIR FILE"),
         (["data/benchmarks/a.jsonl", "data/benchmarks/x/a.jsonl.gz"], "expected files of different names, got a, a"),
     ],

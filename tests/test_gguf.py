@@ -196,7 +196,7 @@ def test_an_unknown_split_pattern_is_refused_by_name(byte_tokenizer: Tokenizer, 
     with pytest.raises(ModelError, match=r"expected a split pattern that llama\.cpp has a name for"):
         export_gguf.vocabulary(json.dumps(state), 320)
     state = json.loads(serialized) | {"normalizer": {"type": "NFC"}}
-    with pytest.raises(ModelError, match="no normaliser"):
+    with pytest.raises(ModelError, match="no normalizer"):
         export_gguf.vocabulary(json.dumps(state), 320)
 
 

@@ -97,7 +97,7 @@ IDS = torch.randint(0, 97, (64, 20), generator=torch.Generator().manual_seed(2))
         ({"dropout": 1.0}, "adapter.dropout: expected at least 0 and below 1, found 1.0"),
         ({"dropout": -0.1}, "adapter.dropout"),
         ({"targets": ("q_proj", "lm_head")}, "some of q_proj, k_proj, .*found .*lm_head"),
-        ({"targets": ("q_proj", "all-linear")}, "all-linear alone"),
+        ({"targets": ("q_proj", "all-linear")}, "only all-linear"),
         ({"targets": ()}, "adapter.targets"),
     ],
 )

@@ -36,7 +36,7 @@ def test_gradient_descent_on_a_quadratic_breaks_at_two_over_its_curvature(curvat
 
 
 def test_a_search_that_breaks_at_once_says_so() -> None:
-    with pytest.raises(GateError, match="broke after 3 steps"):
+    with pytest.raises(GateError, match="diverged after 3 steps"):
         lr_finder.search(lambda step, factor: math.nan if step == 3 else 1.0, 0.1, "toy")
 
 

@@ -395,7 +395,7 @@ def test_what_does_not_fit_the_model_is_refused() -> None:
             replace(NANO, memory=memory(layers=layers))
     with pytest.raises(ValueError, match="a causal loss would see the future"):
         replace(NANO, memory=memory(routing="sequence"))
-    with pytest.raises(ValueError, match="take causal attention"):
+    with pytest.raises(ValueError, match="use causal attention"):
         replace(NANO, memory=memory(), attention="bidirectional")
     with pytest.raises(ValueError, match="expected a multiple of the 4 heads"):
         Memory(memory(storage="reduced", bank_rank=18), TINY)

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -9,16 +10,21 @@ import pytest
 
 from pipeline.report import baseline, card
 from pipeline.report.metrics import HEADLINES, Prices, lookup, read
+from pipeline.run.tracking import Tracker
 from stages import report
 from tests import results
 from tests.results import metrics_folder as metrics_folder
 
 
+def job_in(folder: Path) -> Any:
+    """What the stage uses of its job."""
+    return SimpleNamespace(tracker=Tracker("report", folder, {}, {}, quiet=True))
+
+
 def written(metrics: Path, folder: Path) -> dict[str, Path]:
-    job: Any = None
     folder.mkdir()
     outs = {"out": folder / "index.html", "plots": folder / "plots", "headlines": folder / "headlines"}
-    report.run(report.Params(samples=2), job, metrics=metrics, **outs)
+    report.run(report.Params(samples=2), job_in(folder), metrics=metrics, **outs)
     assert sorted(folder.iterdir()) == sorted(outs.values())
     return outs
 
@@ -54,12 +60,10 @@ def test_every_chart_of_the_page_is_a_picture_that_needs_nothing_else(metrics: P
 def test_samples_and_prices_of_the_block_reach_the_page_and_a_baseline_is_read_from_its_commit(
     metrics: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job: Any = None
-
     def page(name: str, **keys: Any) -> str:
         (tmp_path / name).mkdir()
         outs = {key: tmp_path / name / key for key in ("out", "plots", "headlines")}
-        report.run(report.Params(**{"samples": 2} | keys), job, metrics=metrics, **outs)
+        report.run(report.Params(**{"samples": 2} | keys), job_in(tmp_path / name), metrics=metrics, **outs)
         return outs["out"].read_text()
 
     plain = page("plain")

@@ -157,7 +157,7 @@ def test_a_config_that_is_no_object_is_refused_by_name(folder: Path, text: str, 
         ({"rope_scaling": "linear"}, r"rope_scaling: expected an object"),
         ({"rms_norm_eps": "small"}, r"rms_norm_eps: expected a number"),
         ({"tie_word_embeddings": "yes"}, r"tie_word_embeddings: expected true or false"),
-        ({"model_type": ["qwen3"]}, r"model_type \['qwen3'\] is unknown"),
+        ({"model_type": ["qwen3"]}, r"model_type \['qwen3'\] is unsupported"),
     ],
 )
 def test_a_value_of_the_wrong_kind_is_named_with_its_key(folder: Path, changes: dict[str, Any], message: str) -> None:

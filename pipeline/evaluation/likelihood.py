@@ -29,6 +29,7 @@ from types import ModuleType
 
 import sacrebleu
 import torch
+from sacrebleu.metrics.chrf import CHRFScore
 from torch import Tensor
 
 from pipeline.model.transformer import Transformer
@@ -194,6 +195,15 @@ def _nats(logits: Tensor, targets: Tensor) -> Tensor:
 ROUGE = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 
 
+class _Chrf(sacrebleu.CHRF):
+    """chrF whose scores are all of one type: sacrebleu's own bootstrap fails where some resamples match nothing."""
+
+    def _compute_score_from_stats(self, statistics: list[int]) -> CHRFScore:
+        found = super()._compute_score_from_stats(statistics)
+        found.score = float(found.score)
+        return found
+
+
 def text_scores(answers: Sequence[str], references: Sequence[str], *, resamples: int) -> dict[str, float | str]:
     """`bleu`, `chrf` (0 to 100, as printed by sacrebleu) with sacrebleu's bootstrap intervals, and signatures.
 
@@ -201,7 +211,7 @@ def text_scores(answers: Sequence[str], references: Sequence[str], *, resamples:
     """
     if not answers or len(answers) != len(references):
         raise ValueError(f"expected an answer for each reference, found {len(answers)} and {len(references)}")
-    bleu, chrf = sacrebleu.BLEU(), sacrebleu.CHRF()
+    bleu, chrf = sacrebleu.BLEU(), _Chrf()
     scores: dict[str, float | str] = {}
     for name, metric in (("bleu", bleu), ("chrf", chrf)):
         found = metric.corpus_score(list(answers), [list(references)], n_bootstrap=resamples)
