@@ -2,7 +2,7 @@
 
     python docs/pictures.py      reports/index.html -> docs/report.png, the page before models/tools -> docs/page.png
 
-The page shows a story and the first of the easy held-out problems. Needs Chromium and the extra dev.
+The page shows a story and the first easy held-out problem that the model always solves. Needs Chromium and the extra dev.
 """
 
 import json
@@ -24,8 +24,8 @@ SIZE: dict[str, Any] = {"width": 1200, "height": 1000}
 
 def main() -> None:
     """Draw both."""
-    problems = (json.loads(line) for line in (ROOT / "data/problems/test.jsonl").read_text("utf-8").splitlines())
-    easy = next(problem["question"] for problem in problems if problem["group"] == "easy")
+    rows = (json.loads(line) for line in (ROOT / "metrics/eval/tools.jsonl").read_text("utf-8").splitlines())
+    easy = next(row["prompt"] for row in rows if row.get("group") == "easy" and row.get("sampled") == 1)
     with (
         tempfile.TemporaryDirectory() as folder,
         serving([ROOT / "models/tools"], log=Path(folder) / "log") as server,

@@ -2,7 +2,7 @@
 
     models/language + data/tokens/code (+ data/tokens/text) -> models/code      (Bavarian et al. 2022, arXiv:2207.14255)
 
-A fraction of the code pieces is split in three and reordered, so that the model learns to infill from both sides. A
+A fraction of the code pieces is split into three and reordered, so that the model learns to infill from both sides. A
 fraction of the batches is text from the language stage, to avoid forgetting the stories.
 """
 
@@ -23,9 +23,9 @@ class Params:
     """The block `code`; its keys are also those of FitConfig, FullTraining and LossWeights."""
 
     base: str = "language"
-    """Model to start from: a folder of models/, or base for your own checkpoint (stage base)."""
+    """Model to start from: a folder in models/, or base for your own checkpoint (stage base)."""
     fim_rate: float
-    """Fraction of code pieces turned into fill-in-the-middle."""
+    """Fraction of code pieces turned into fill-in-the-middle examples."""
     fim_syntax: float | None = None
     """Fraction of those whose middle is a function body, a statement or whole lines; none: half in repositories."""
     code_weight: int

@@ -5,7 +5,7 @@
 `data=packages` yields text (stories, drills and transcripts from generators; prose from READMEs and docstrings) and
 code (Python, generated functions), each up to its quota, byte-identical on every machine. `machine` reads installed
 packages instead, plus shell scripts. `files` and `hub` yield everything they contain; an entry `packages` of `files`
-(`ingest/entries.py`) adds the output of the first, and with weights each entry gets its share of the training bytes.
+(`ingest/entries.py`) adds what `packages` yields, and with weights, each entry gets its share of the training bytes.
 Files kept from a repository become documents with their context (`ingest/repository_documents.py`). A corpus with an
 empty list of entries has no documents. Worker processes read and clean batches; this process consumes the results in
 order (`ingest/selection.py`), so the corpus does not depend on the number of workers, the locale or the hash seed, on
@@ -47,7 +47,7 @@ BATCH_NUMBERS = 10  # numbers per story family in a batch
 BATCH_RECORDS = {"drills": 200, "transcripts": 40}
 BATCH_CODE_BYTES = 60_000  # generated code per batch
 WRITERS = {"drills": drills, "transcripts": tools}
-WRITTEN_HELD_OUT_EVERY = 50  # drills and transcripts with a multiple of this as their number are validation data
+WRITTEN_HELD_OUT_EVERY = 50  # drills and transcripts whose number is a multiple of this are validation data
 HELD_OUT_EVERY = 10  # stride through a held-out story family: enough to measure on, little of the quota
 GENERATED_VAL = 50  # one in this many generated files is held out
 
@@ -71,7 +71,7 @@ class Params:
     generated_mb: float
     """10^6 bytes of generated functions."""
     cap_mb: float
-    """Cap in 10^6 bytes per package in each of these (packages, machine)."""
+    """Cap per package and part, in 10^6 bytes (packages, machine)."""
     near_duplicates: float
     """Estimated Jaccard similarity at or above which the later document is dropped."""
     document_bytes: int = 6000
@@ -93,7 +93,7 @@ class Params:
             )
 
     def preflight(self, root: Path) -> list[str]:
-        """Problems found before reading anything: text and code globs without matches, repositories that are not
+        """Problems found before reading anything: text and code globs that match nothing, repositories that are not
         folders.
         """
         own = root / "data/own"

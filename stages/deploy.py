@@ -4,7 +4,7 @@
 
 Writes a Hugging Face directory with model card and checksums; for a causal model also GGUF files for llama.cpp and its
 derivatives, an Ollama Modelfile and, on request, ONNX. Each export is loaded and compared with the model on a probe
-text. A difference larger than its number format explains fails the stage, so a published model always answers like the
+text. A difference that the number format does not explain fails the stage, so a published model always answers like the
 one that was evaluated. Finally, a real server answers six requests. Reward models, and model kinds from a wing that no
 other program runs, are exported only as directories.
 """
@@ -30,7 +30,7 @@ class Params:
     """The block `deploy`."""
 
     model: str
-    """A folder of models/."""
+    """A folder in models/."""
     gguf: tuple[str, ...] = ("f16", "q8_0")
     """GGUF types to write: f32, f16, bf16, q8_0; Ollama uses the last one."""
     onnx: str | None = None

@@ -7,9 +7,9 @@ causal control.
 The model first trains on masked windows of code, while attention is annealed from causal to full; then on problems with
 only the answers masked. The control is the causal model trained on the same windows and examples, in the same order,
 with cross-entropy. A causal model learns this data in far fewer passes (Prabhudesai et al. 2025, arXiv:2507.15857), so
-each control run ends after `control_steps` steps and keeps the weights with the lowest validation loss: the comparison
-is between the best that each can get from the data, not at equal compute. `init: scratch` starts from random weights,
-and `block_size` makes them a block-diffusion model (arXiv:2503.09573). A base that is already a masked-diffusion model
+each control run ends after `control_steps` steps and keeps the weights with the lowest validation loss: the models are
+compared at their best on this data, not at equal compute. `init: scratch` starts from random weights; with `block_size`
+it trains a block-diffusion model (arXiv:2503.09573). A base that is already a masked-diffusion model
 (Dream, DiffuCoder, LLaDA as models/base) is trained further, without a causal control.
 """
 
@@ -56,14 +56,14 @@ class Params:
     """The block `diffusion`; its training keys are those of DiffusionConfig."""
 
     base: str = "code"
-    """Model to start from: a folder of models/, or base for your own checkpoint (stage base)."""
+    """Model to start from: a folder in models/, or base for your own checkpoint (stage base)."""
     init: str = "base"
     """base: the weights of the base; scratch: random weights of the same shape."""
     noise: Noise = field(default_factory=Noise)
     fit: DiffusionConfig
 
     def __post_init__(self) -> None:
-        """Raises ValueError for an unknown init, and for a block size with a model that was causal."""
+        """Raises ValueError for an unknown init, and for a block size with a converted causal model."""
         if self.init not in INITS:
             raise ValueError(f"init: expected one of {', '.join(INITS)}, got {self.init!r}")
         if self.noise.block_size and self.init != "scratch":
@@ -163,8 +163,8 @@ class Streams:
     def of(
         cls, params: Params, job: Job, code: Path, problems: Path, tokenizer: Tokenizer, traits: Traits, *, anneal: bool
     ) -> "Streams":
-        """`anneal`: attention grows from causal to full. Raises ModelError if the code was encoded with another
-        tokenizer, and DataError.
+        """`anneal`: attention grows from causal to full. Raises ModelError if the code was encoded with a
+        different tokenizer, and DataError.
         """
         config, corpus, windows, examples = params.fit, None, None, None
         if config.adapt_steps and not is_empty(code):
@@ -217,12 +217,12 @@ def _trace_length(params: Params) -> int:
 
 
 def masked_loss(model: Denoiser, batch: NoisedBatch, *, per: str) -> Loss:
-    """Cross-entropy under the masks."""
+    """Cross-entropy of the masked tokens."""
     return training.masked_cross_entropy(training.masked_logprobs(model, batch.noised), batch.weights, per=per)
 
 
 def adapt_loss(model: Denoiser, batch: NoisedBatch) -> Loss:
-    """Cross-entropy under the masks, averaged over all tokens that could have been masked."""
+    """Cross-entropy of the masked tokens, averaged over all tokens that could have been masked."""
     return masked_loss(model, batch, per="tokens")
 
 

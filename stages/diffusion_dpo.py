@@ -38,7 +38,7 @@ class Params:
     """The block `diffusion_dpo`; its training keys are those of PairConfig."""
 
     base: str = "diffusion"
-    """Model to start from: a folder of models/, or base for your own checkpoint (stage base)."""
+    """Model to start from: a folder in models/, or base for your own checkpoint (stage base)."""
     diffusion_steps: int
     """Masked passes averaged per likelihood estimate: more passes lower the variance at the same memory."""
     beta: float

@@ -45,7 +45,7 @@ class Params:
     """The block `diffusion_grpo`; its training keys are those of RolloutConfig. `epochs` counts inner iterations."""
 
     base: str = "diffusion"
-    """Model to start from: a folder of models/, or base for your own checkpoint (stage base)."""
+    """Model to start from: a folder in models/, or base for your own checkpoint (stage base)."""
     rewards: dict[str, float]
     """name: weight; code, code_format, length."""
     difficulty: str = "frontier"
@@ -106,7 +106,7 @@ class Params:
             )
         if self.fit.learning_rate and not self.rewards:
             raise ValueError("rewards: expected at least one of code, code_format, length")
-        _ = self.sampling  # its own checks
+        _ = self.sampling  # runs its checks
 
     @property
     def sampling(self) -> Denoising:

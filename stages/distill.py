@@ -35,7 +35,7 @@ class Params:
     """The block `distill`; its training keys are those of RolloutConfig."""
 
     base: str = "tools"
-    """Initial student: a folder of models/, or base for your own checkpoint (stage base)."""
+    """Initial student: a folder in models/, or base for your own checkpoint (stage base)."""
     teacher: str = "grpo"
     """Model that scores the student's answers: the teacher of stage teach."""
     loss: str = "jsd"
@@ -83,7 +83,7 @@ def run(
         model, tokenizer = checkpoint.load(teacher)
         if tokenizer.hash != start.tokenizer.hash or checkpoint.weights_digest(model) != given.teacher:
             raise ConfigError(
-                f"distill.teacher: {teacher} did not write {taught}; set distill.teacher and teach.teacher to one model"
+                f"distill.teacher: {teacher} did not write {taught}; set distill.teacher and teach.teacher to the same model"
             )
         model = reference.narrowed(model.train(False), hardware).to(hardware.device)
     with setting.judge(params.sandbox, wanted=()) as judge:

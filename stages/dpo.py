@@ -2,7 +2,7 @@
 
     models/tools + data/preferences -> models/dpo        (Rafailov et al. 2023, arXiv:2305.18290, eq. 7)
 
-`dpo.loss` selects one of nine losses of the family. The reference is the initial model; its log-probabilities can be
+`dpo.loss` selects one of nine related losses. The reference is the initial model; its log-probabilities can be
 precomputed once (`precompute_reference`). With an adapter, the reference is the model with the adapter disabled.
 """
 
@@ -33,7 +33,7 @@ class Params:
     """The block `dpo`; its training keys are those of PairConfig."""
 
     base: str = "tools"
-    """Model to start from: a folder of models/, or base for your own checkpoint (stage base)."""
+    """Model to start from: a folder in models/, or base for your own checkpoint (stage base)."""
     loss: PairLoss = field(default_factory=PairLoss)
     precompute_reference: bool
     """Compute the reference's log-probabilities once, before training."""
@@ -70,7 +70,7 @@ def run(params: Params, job: Job, *, base: Path, pairs: Path, out: Path) -> None
             return pair_losses.dpo(policy, None, losses)
         if batch.reference is not None:
             return pair_losses.dpo(policy, pair_losses.pairs_of(batch.reference, batch.targets >= 0), losses)
-        with start.reference.model(batch.input_ids.device) as reference_model:  # no gradient is recorded within
+        with start.reference.model(batch.input_ids.device) as reference_model:  # records no gradients
             reference_logprobs = pair_losses.pair_logprobs(reference_model, batch)
         return pair_losses.dpo(policy, reference_logprobs, losses)
 

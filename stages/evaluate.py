@@ -193,7 +193,7 @@ def measurements(
     repositories = cross_file.read(code) if settings.cross_file and (completes or params.every_suite) else []
     if repositories:  # a corpus without repositories has no such suite
         plan["cross_file"] = partial(cross_file.measured, subject, repositories)
-    for test_set in sets:  # one suite each: another file costs only its own time
+    for test_set in sets:  # one suite each, so an added file costs only its own time
         plan[f"benchmarks {test_set.name}"] = partial(
             evaluation_benchmarks.score, subject, [test_set], completes=completes, sandbox=sandbox
         )

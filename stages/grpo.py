@@ -35,7 +35,7 @@ class Params:
     """The block `grpo`; its training keys are those of RolloutConfig."""
 
     base: str = "tools"
-    """Model to start from: a folder of models/, or base for your own checkpoint (stage base)."""
+    """Model to start from: a folder in models/, or base for your own checkpoint (stage base)."""
     method: str
     """grpo, dr_grpo, dapo, gspo, rloo, reinforce_pp."""
     rewards: dict[str, float]
@@ -108,7 +108,7 @@ def run(params: Params, job: Job, *, base: Path, problems: Path, environment: Pa
     start = reference.begin(
         base, params.adapter, job.seed, device.hardware(job.runtime.precision, job.runtime.base_weights)
     )
-    start.reference.parked = not method.beta  # with beta 0 only evaluations use it
+    start.reference.parked = not method.beta  # with beta 0, only evaluations use it
     engine_for = base if params.sampler == "server" else None
     wanted = params.rewards if alone else ("task",)
     with judge_or_none(params.sandbox, job.workers, job.runtime.sandbox_url, wanted=wanted) as judge:

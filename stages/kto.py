@@ -3,7 +3,7 @@
     models/tools + data/labels -> models/kto        (Ethayarajh et al. 2024, arXiv:2402.01306, eq. 7)
 
 A thumbs up or down is easier to collect than a choice between two answers to the same prompt. Without human labels, the
-preference pairs are split into single labels (`stages/tasks.py`); so the stage also reports, like stage dpo, how well
+preference pairs are split into single labels (`stages/tasks.py`), so the stage also reports, like stage dpo, how well
 it separates held-out pairs. The reference is the initial model; with an adapter, the model with the adapter disabled.
 The reference point z0 is estimated before each step, over the step's whole batch.
 """
@@ -37,7 +37,7 @@ class Params:
     """The block `kto`; its training keys are those of LabelConfig."""
 
     base: str = "tools"
-    """Model to start from: a folder of models/, or base for your own checkpoint (stage base)."""
+    """Model to start from: a folder in models/, or base for your own checkpoint (stage base)."""
     loss: LabelLoss = field(default_factory=LabelLoss)
     adapter: AdapterConfig | None = None
     """{rank, alpha, ...}: train only an adapter and merge it at the end."""
@@ -66,7 +66,7 @@ def run(params: Params, job: Job, *, base: Path, labels: Path, pairs: Path, out:
 
     def loss(model: Transformer, batch: LabelBatch) -> Loss:
         policy = label_losses.answer_logprobs(model, batch)
-        with start.reference.model(batch.desirable.device) as frozen:  # no gradient is recorded within
+        with start.reference.model(batch.desirable.device) as frozen:  # records no gradients
             reference_logprobs = label_losses.likelihoods(frozen, batch.matched)
         divergence = 0.0
         if losses.uses_divergence:

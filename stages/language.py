@@ -3,7 +3,7 @@
     data/tokenizer + data/tokens/text (+ models/base) -> models/language
 
 Next-token cross-entropy over documents packed into rows; nothing is predicted across document boundaries. From scratch,
-a file of conf/model/ sets the model size (`model: nano` in params.yaml). `base: base` continues your own checkpoint,
+a file in conf/model/ sets the model size (`model: nano` in params.yaml). `base: base` continues your own checkpoint,
 with the tokenizer that stage tokenizer adopted from it; use the learning rates of scale `full` for it.
 """
 

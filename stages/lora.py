@@ -35,9 +35,9 @@ class Params:
     """The block `lora`; it also has the keys of FitConfig, Neftune and, for the adapter, AdapterConfig."""
 
     base: str = "tools"
-    """Model to start from: a folder of models/, or base for your own checkpoint (stage base)."""
+    """Model to start from: a folder in models/, or base for your own checkpoint (stage base)."""
     dialogues: str = "skill"
-    """The folder of data/ with the conversations. skill: requests for SQL; dialogues: those of stage tools."""
+    """The folder in data/ with the conversations. skill: requests for SQL; dialogues: those of stage tools."""
     control_rate: float | None = None
     """Learning rate of the fully fine-tuned copy; none: no copy."""
     trained_roles: tuple[str, ...] = ()

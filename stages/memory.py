@@ -39,7 +39,7 @@ from pipeline.run.workdir import Job
 from pipeline.text.tokenizer import Tokenizer
 
 BITS = {"none": 0, "int8": 8, "int4": 4}
-MAX_LOSS = 0.005  # largest relative increase in bits per byte of code from a quantised bank
+MAX_LOSS = 0.005  # largest relative increase in bits per byte of code from quantizing the bank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class Params:
     """The block `memory`; it also has the keys of MemoryConfig, RouterWeights and FitConfig."""
 
     base: str = "code"
-    """Model to start from: a folder of models/, or base for your own checkpoint (stage base)."""
+    """Model to start from: a folder in models/, or base for your own checkpoint (stage base)."""
     facts_weight: int = 1
     """Fact batches in the mixture."""
     code_weight: int = 1
@@ -199,7 +199,7 @@ class Measurement:
     """Final measurements of a model."""
 
     code_bpb: float  # bits per byte of code
-    test: Recall  # of facts trained in another wording
+    test: Recall  # of facts trained in a different wording
     control: Recall  # of facts not in the training data
 
 
@@ -238,7 +238,7 @@ def _compare(measurements: dict[str, Measurement]) -> JsonObject:
 
 
 def _quantise_bank(model: Transformer, batches: Sequence[UnitBatch], params: Params) -> dict[str, float]:
-    """Quantise the bank. Raises GateError if bits per byte of code rise by more than MAX_LOSS."""
+    """Quantize the bank. Raises GateError if bits per byte of code rise by more than MAX_LOSS."""
     memory = model.hook
     assert isinstance(memory, Memory)
     model.train(False)

@@ -5,8 +5,8 @@
 One linear head on the last token of an answer, initialized to zero. The mean and standard deviation of its scores over
 the base model's answers are stored with it; later stages use them to normalize rewards. Besides the pairs in
 data/preferences, it learns from pairs sampled from the base model, ranked by ground truth, and from each token's
-likelihood under the base model (`model/heads.py`). Accuracy is reported for each kind of pair, on pairs not used for
-any choice, next to that of the base model's likelihood.
+likelihood under the base model (`model/heads.py`). Accuracy is reported for each kind of pair, on pairs that played no
+part in model selection, next to that of the base model's likelihood.
 """
 
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ class Params:
     """The block `reward`; its training keys are those of PairConfig."""
 
     base: str = "tools"
-    """Model to start from: a folder of models/, or base for your own checkpoint (stage base)."""
+    """Model to start from: a folder in models/, or base for your own checkpoint (stage base)."""
     centring: float
     """Weight of the squared sum of both rewards, which keeps their mean near 0."""
     label_flip: float

@@ -56,10 +56,10 @@ from pipeline.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, kw_only=True)
 class Params:
-    """The block `rlhf`; its training keys are those of RolloutConfig, PPO's those of PPOConfig (rloo uses beta)."""
+    """The block `rlhf`; its training keys are those of RolloutConfig, PPO's are those of PPOConfig (rloo uses beta)."""
 
     base: str = "tools"
-    """Model to start from: a folder of models/, or base for your own checkpoint (stage base)."""
+    """Model to start from: a folder in models/, or base for your own checkpoint (stage base)."""
     method: str
     """rloo, ppo."""
     kinds: tuple[str, ...] = ()
@@ -151,7 +151,7 @@ def run(
             first=gates.first_policy(*learner.gated, setting.precision),
             evaluate=held_out.row,
             logged=watch_alarms(job.name, target_kl=params.ppo.target_kl),
-            # the first gate checks that the losses are alive; equal scores give the actor no gradient
+            # the first gate checks the losses instead; equal scores give the actor no gradient
             gradients_at=None,
             save=partial(reference.save_merged, start.policy, start.tokenizer, job, base),
         )
@@ -200,7 +200,7 @@ class Learner:
 
 
 def _rloo(params: Params, setting: CausalSetting, scorer: Scorer, _: Path) -> Learner:
-    """The policy alone."""
+    """The policy without a critic."""
     method = replace(METHODS["rloo"], beta=params.ppo.beta)
     return Learner(
         model=setting.policy,
@@ -220,7 +220,7 @@ def _ppo(params: Params, setting: CausalSetting, scorer: Scorer, reward: Path) -
     """The policy with a critic, which is discarded after training."""
     critic: RewardModel
     critic, _ = checkpoint.load_reward(reward)
-    if "learned" not in params.rewards:  # then the reward model's scores are no good as initial values
+    if "learned" not in params.rewards:  # then the reward model's scores are unsuitable as initial values
         nn.init.zeros_(critic.score.weight)
         critic.reward_mean, critic.reward_std = 0.0, 1.0
     carried, config = {"beta": params.ppo.beta}, params.fit

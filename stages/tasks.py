@@ -7,13 +7,14 @@
 `data: files`, each kind lists its entries (`ingest/entries.py`): files, Hub data sets, or `packages` for generated
 data, optionally weighted; an empty list yields empty files. A repository among the problems adds its tested functions
 for reinforcement learning (`evaluation/mining.py`); `mined.csv` lists the outcome for each. Supplied problems are run
-in the sandbox. If a problem's tests cannot be judged, or its own solution fails them, the stage stops for a user's file
-and skips the problem for a Hub data set (up to `max_rejected` of all). Generated labels are the preference pairs of the
-same split, split into single labels. Pairs and labels that people gave on the web page (feedback/preferences.jsonl,
-feedback/labels.jsonl) join the training split, each up to the limit of `tasks.feedback`; these pairs are not split, so
-that the limit holds for labels too. Facts and the skill (requests for SQL) are always synthetic.
+in the sandbox. If a problem's tests cannot be judged, or its own solution fails them, the stage stops if the problem is
+from a user's file, and skips it if it is from a Hub data set (up to `max_rejected` of all). Generated labels are the
+preference pairs of the same split, divided into single labels. Pairs and labels that people gave on the web page
+(feedback/preferences.jsonl, feedback/labels.jsonl) join the training split, each up to the limit in `tasks.feedback`;
+these pairs are not divided, so that the limit holds for labels too. Facts and the skill (requests for SQL) are always
+synthetic.
 
-Generated dialogues show problems with answers: those of `problems`, or generated ones if these have no answers.
+Generated dialogues present problems with answers: those in `problems`, or generated ones if those have no answers.
 """
 
 import itertools
@@ -66,7 +67,7 @@ class Params:
     skill: int
     """Conversations that teach a new skill, for the adapter branch."""
     services: int
-    """Fictional services to invent four facts each about, for the memory branch."""
+    """Fictional services, each with four invented facts, for the memory branch."""
     test_items: int
     """Held-out items of each kind; three times as many pairs, a third of each kind."""
     label_noise: float
@@ -84,7 +85,7 @@ class Params:
             raise ValueError(f"label_noise: expected a share in [0, 0.5), got {self.label_noise}")
 
     def preflight(self, root: Path) -> list[str]:
-        """Problems found before reading anything: globs of the other kinds without matches."""
+        """Problems found before reading anything: globs for the other kinds that match nothing."""
         return own_files.missing_globs(root / "data/own", self.data, ("dialogues", "problems", "preferences", "labels"))
 
 
@@ -118,7 +119,7 @@ def run(
     """Write the six folders."""
     parts = job.folder / "parts"
     parts.mkdir(parents=True, exist_ok=True)
-    tallies: dict[str, RowCounts] = {}  # kind -> numbers of supplied rows
+    tallies: dict[str, RowCounts] = {}  # kind -> counts of supplied rows
     with progress(total=5, desc="tasks", unit="step") as bar:
         dialogue_lots = mixture.read_lots("dialogues", Dialogue, params.data, own, parts, tallies)
         problem_lots = mixture.read_lots("problems", Problem, params.data, own, parts, tallies)
@@ -199,7 +200,7 @@ def run(
 def _add_feedback(
     config: FeedbackConfig | None, folder: Path, parts: Path, pairs: list[Pair], labels: list[Label]
 ) -> JsonObject:
-    """Add the feedback from the web page to the training records. Returns the counts of both files, to report."""
+    """Add the feedback from the web page to the training records. Returns the counts of both files, for the report."""
     counts: JsonObject = {}
     if config is not None:
         file, rejected = folder / "preferences.jsonl", parts / "feedback-preferences-rejected.jsonl"
@@ -349,7 +350,7 @@ def _generate_problems(params: Params, job: Job) -> Splits[Problem]:
 
 
 def _with_answers(problems: Splits[Problem], params: Params, job: Job) -> Splits[Problem]:
-    """Problems to build dialogues from: these, or generated ones if these have no answers."""
+    """Problems to build dialogues from: those given, or generated ones if they have no answers."""
     return problems if any(p.answer is not None for p in problems["train"]) else _generate_problems(params, job)
 
 

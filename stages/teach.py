@@ -1,6 +1,6 @@
 """Stage teach: have a teacher answer the problems once and record its token probabilities.
 
-    models/grpo + data/problems (prompts) -> data/taught: answers, and the teacher's k most likely tokens at each token
+    models/grpo + data/problems (prompts) -> data/taught: answers, and the teacher's k most likely tokens per position
 
 Stage distill trains on them; when only its own keys change, the teacher does not rerun.
 """
@@ -28,13 +28,13 @@ class Params:
     """The block `teach`."""
 
     teacher: str = "grpo"
-    """Model that answers: a folder of models/ with the student's tokenizer."""
+    """Model that answers: a folder in models/ with the student's tokenizer."""
     problems: int | None = None
     """Number of problems, from those for reinforcement learning; none: all."""
     samples: int
     """Answers per problem."""
     top_k: int
-    """Most likely tokens to keep probabilities for."""
+    """Number of most likely tokens to record."""
     keep: str = "all"
     """all: every answer; passed: only code that passes the hidden tests (needs the sandbox)."""
     max_prompt: int

@@ -28,7 +28,7 @@ class Params:
     """The block `tools`; its keys are those of FitConfig, FullTraining and Neftune."""
 
     base: str = "code"
-    """Model to start from: a folder of models/, or base for your own checkpoint (stage base)."""
+    """Model to start from: a folder in models/, or base for your own checkpoint (stage base)."""
     rehearse: str = "tokens"
     """tokens: mix in rows of data/tokens; none: only dialogues."""
     rehearse_from: float

@@ -182,5 +182,5 @@ def test_a_right_call_is_worth_one_and_a_prompt_without_truth_is_refused() -> No
     assert found[0].total == 1.0
     assert found[1].total == pytest.approx(0.1)  # it parses and names the tool, but no argument is right
     assert found[2].total == 0.0
-    with pytest.raises(DataError, match="prompt p0 of kind 'story' has no right call"):
+    with pytest.raises(DataError, match="prompt p0 of kind 'story' has no correct call"):
         scorer([answer("No.")])

@@ -21,17 +21,7 @@ sys.path.append("pipeline/sandbox")  # what runs inside finds its neighbors ther
 for path in sorted(path for folder in ("pipeline", "stages") for path in Path(folder).rglob("*.py")):
     importlib.import_module(".".join(path.with_suffix("").parts).removesuffix(".__init__"))
 """
-QUICK = (
-    "architecture",
-    "card",
-    "docs",
-    "evaluate",
-    "footprint",
-    "params",
-    "purposes",
-    "reference_keys",
-    "wiring",
-)
+QUICK = ("architecture", "card", "docs", "evaluate", "footprint", "params", "purposes", "reference_keys", "wiring")
 
 
 def copied(folder: Path) -> Path:

@@ -72,7 +72,7 @@ _TENSORS = ("input_ids", "targets", "documents", "positions")
 
 
 def concatenate(batches: Sequence[TokenBatch], order: np.ndarray) -> TokenBatch:
-    """Concatenate batches of one context and reorder the rows by `order`, a permutation of all rows."""
+    """Concatenate batches of the same context and reorder the rows by `order`, a permutation of all rows."""
     index = torch.from_numpy(order)
     tensors = {name: torch.cat([getattr(batch, name) for batch in batches])[index] for name in _TENSORS}
     return TokenBatch(**tensors, num_bytes=sum(batch.num_bytes for batch in batches))
@@ -81,7 +81,7 @@ def concatenate(batches: Sequence[TokenBatch], order: np.ndarray) -> TokenBatch:
 class TokenStream(Protocol):
     """The training data interface of `fit`: batches as a pure function of (seed, step)."""
 
-    fingerprint: str  # of the data, the seed and the row shape; resuming with another fingerprint is refused
+    fingerprint: str  # of the data, the seed and the row shape; resuming with a different one is refused
     rows_per_epoch: int  # packed rows
     tokens_per_epoch: int  # their positions, including padding: rows_per_epoch * packed length
 
@@ -148,7 +148,7 @@ def token_batch(
 
 
 class Answered(NamedTuple):
-    """Rows of one prompt and answer each, padded to the longest. The last token is also an input, not only a target."""
+    """One prompt and answer per row, padded to the longest. The last token is also an input, not only a target."""
 
     input_ids: Tensor  # (B, T) int64
     targets: Tensor  # (B, T) int64, the next token where it is trained, else -100

@@ -148,8 +148,8 @@ class CorpusStream(PackedStream):
         a syntactic unit, None: SYNTAX for repository documents and 0 for others; without `document_mask`, the documents
         of a row see each other.
 
-        Raises ModelError if the tokens were encoded with another tokenizer, DataError if they do not fill one batch,
-        ValueError if a share is not in [0, 1] or `tokens_per_step` is not a multiple of `context`.
+        Raises ModelError if the tokens were encoded with a different tokenizer, DataError if they do not fill one
+        batch, ValueError if a share is not in [0, 1] or `tokens_per_step` is not a multiple of `context`.
         """
         for name, share in (("fim_rate", fim_rate), ("fim_syntax", fim_syntax or 0.0)):
             if not 0 <= share <= 1:
@@ -362,7 +362,7 @@ class MixtureStream:
 class AnnealedStream:
     """The rows of one stream before step `at`, then those of another, which is also used for evaluation.
 
-    A row id is the stream's row id * 2, + 1 for the second stream. An epoch is one of the first stream.
+    A row id is the stream's row id * 2, + 1 for the second stream. An epoch is an epoch of the first stream.
     """
 
     def __init__(self, first: "PackedStream | MixtureStream", last: "PackedStream | MixtureStream", *, at: int) -> None:
@@ -372,7 +372,7 @@ class AnnealedStream:
         self._first, self._last, self._at = first, last, at
         self.context, self.tokens_per_step, self.has_val = last.context, last.tokens_per_step, last.has_val
         self.rows_per_epoch, self.tokens_per_epoch = first.rows_per_epoch, first.tokens_per_epoch
-        self.fingerprint = fingerprint_of([first.fingerprint, last.fingerprint])  # a longer run has another `at`
+        self.fingerprint = fingerprint_of([first.fingerprint, last.fingerprint])  # a longer run has a different `at`
 
     def rows(self, step: int, context: int) -> np.ndarray:
         """Ids of the rows of this step's global batch, (tokens_per_step / context,) int64."""
@@ -386,7 +386,7 @@ class AnnealedStream:
         return (self._last if is_last[0] else self._first).batch(step, context, inner)
 
     def evaluation(self, tokens: int) -> Iterator[TokenBatch]:
-        """The val split of the second stream. Raises what it raises."""
+        """The val split of the second stream. Raises the same errors."""
         yield from self._last.evaluation(tokens)
 
 

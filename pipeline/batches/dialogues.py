@@ -152,7 +152,7 @@ class DialogueStream(PackedStream):
         """`too_long` and `untrained` list the parts of the train split that are left out.
 
         Raises DataError if a file or dialogue is invalid or the split does not fill one batch, ValueError if sizes do
-        not divide.
+        not divide evenly.
         """
         train = DialogueSplit(folder / "train.jsonl", tokenizer, context=context)
         val = DialogueSplit(folder / "val.jsonl", tokenizer, context=context)
@@ -193,7 +193,7 @@ def rehearsing(
 ) -> MixtureStream | None:
     """Mix the dialogues with the corpora of earlier stages that exist and fill a batch; None if there are none.
 
-    Raises ModelError if they were encoded with another tokenizer than that of the model `base`.
+    Raises ModelError if they were encoded with a tokenizer other than that of the model `base`.
     """
     members: list[tuple[int, PackedStream | MixtureStream]] = []
     for folder, weight in ((text, shares.text_weight), (code, shares.code_weight)):

@@ -7,7 +7,7 @@ which the loss estimates the policy's distance from its reference: each prompt i
 the batch of the whole step, the first with the last (as in TRL: (x_1, y_n), (x_2, y_1), ...). So the set of answers is
 the same, and the matching does not depend on how the batch is split. Mismatched rows are truncated to `max_length`.
 
-Not guaranteed: that a mismatched answer is wrong; two answers to one prompt may be consecutive.
+Not guaranteed: that a mismatched answer is wrong; two answers to the same prompt may be consecutive.
 """
 
 import hashlib
@@ -155,7 +155,7 @@ class LabelStream:
         return self._order[1]
 
     def evaluation(self, tokens: int) -> Iterator[LabelBatch]:
-        """The val split, up to `tokens` answer tokens. Shuffled, because labels of one prompt may be adjacent."""
+        """The val split, up to `tokens` answer tokens. Shuffled, because labels of the same prompt may be adjacent."""
         shuffled = [self.val.labels[index] for index in _shuffled(len(self.val.labels), "held-out labels")]
         num_tokens = 0
         for first in range(0, len(shuffled), EVALUATION_ANSWERS):

@@ -53,10 +53,10 @@ class Pieces:
 def cut(offsets: np.ndarray, context: int, leads: np.ndarray | None = None, reserve: int = 0) -> Pieces:
     """Cut documents, given as n + 1 token offsets, into pieces of at most `context` tokens.
 
-    A document's first piece begins with the token before it, the end of text of another document, which is an input but
-    not a target: so its first token is a target too, and a model can start a text from scratch. The first document of a
-    file has no such token. A document's last token is a target but need not be an input, so a document of up to
-    `context` tokens is never cut.
+    A document's first piece begins with the preceding document's end of text, which is an input but not a target. So
+    the document's first token is a target too, and a model can start a text from scratch. The first document of a file
+    has no such token. A document's last token is a target but need not be an input, so a document of up to `context`
+    tokens is never cut.
 
     leads: (n,) number of leading context tokens in each document. They are dropped from the start as needed for the
     document to fit a row with `reserve` tokens free.
@@ -87,7 +87,7 @@ def pack(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
     """Best-fit decreasing: assign pieces to rows.
 
     `lengths` (P,) in 1..capacity. Returns `members` (P,), the piece numbers row by row and ascending within a row, and
-    `row_starts` (R + 1,), the start of each row in it. Raises ValueError if a piece cannot fit.
+    `row_starts` (R + 1,), the start of each row in `members`. Raises ValueError if a piece cannot fit.
     """
     if len(lengths) and not 0 < lengths.min() <= lengths.max() <= capacity:
         raise ValueError(f"expected piece lengths in 1..{capacity}, found {lengths.min()}..{lengths.max()}")
@@ -222,7 +222,7 @@ class RowOrder:
         return np.arange(step * self.rows_per_step, (step + 1) * self.rows_per_step, dtype=np.int64)
 
     def num_windows(self, context: int) -> int:
-        """Number of windows per packed row at this context. Raises ValueError if it does not divide."""
+        """Number of windows per packed row at this context. Raises ValueError if it does not divide the row."""
         if context <= 0 or self.context % context:
             raise ValueError(f"context: expected a divisor of the packed length {self.context}, found {context}")
         return self.context // context
@@ -288,7 +288,7 @@ class PackedStream:
         fingerprint: str,
         document_mask: bool = True,
     ) -> None:
-        """Raises DataError if the train split does not fill one batch, ValueError if sizes do not divide."""
+        """Raises DataError if the train split does not fill one batch, ValueError if sizes do not divide evenly."""
         train, val = splits.train, splits.val
         self.name = splits.name
         self.context = context

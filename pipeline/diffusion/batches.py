@@ -47,7 +47,7 @@ from pipeline.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, kw_only=True)
 class Noise:
-    """How training noise is drawn and weighted; a batch is that of an optimizer step, not a micro-batch."""
+    """How training noise is drawn and weighted; `batch` means an optimizer step's batch, not a micro-batch."""
 
     t_scope: str = "sample"
     """sample: a time per row; batch: one time for the step's whole batch."""
@@ -101,7 +101,7 @@ def noised_row(row: MaskableRow, t: float, noise: Noise) -> tuple[np.ndarray, np
 
 
 def evaluated_row(row: MaskableRow, u: float) -> tuple[np.ndarray, np.ndarray]:
-    """Masks (L,) and weights (L,) of the k form: in each block k of its tokens, weighted by its length / k."""
+    """Masks (L,) and weights (L,) of the k form: in each block, k tokens are masked, weighted by its length / k."""
     num_further = int(row.blocks[-1]) if len(row.blocks) else 0
     masks, weights = np.zeros(len(row.places), dtype=bool), np.zeros(len(row.places))
     for block, time in enumerate((u, *row.numbers[:num_further]) if len(row.places) else ()):
@@ -121,7 +121,7 @@ def _build_input(
     blocks: np.ndarray | None,
     sight: np.ndarray | None,
 ) -> tuple[Noised, Tensor]:
-    """The input and the weights of its masked tokens; with `blocks` (B, T), it includes the clean tokens.
+    """The input and the weights of its masked tokens; with `blocks` (B, T), the input includes the clean tokens.
 
     `drawn` are the masks and weights of each of the `rows`.
     """
@@ -180,7 +180,7 @@ class WindowStream:
         self.tokens_per_epoch = corpus.tokens_per_epoch
 
     def rows(self, step: int, context: int) -> np.ndarray:
-        """Row ids of the step, as the corpus numbers them: an id includes its pass."""
+        """Row ids of the step, as the corpus numbers them: an id encodes its pass."""
         return self._corpus.rows(step, context)
 
     def batch(self, step: int, context: int, rows: np.ndarray) -> NoisedBatch:
@@ -411,7 +411,7 @@ class ExampleSplit:
     """An encoded split in memory."""
 
     def __init__(self, path: Path, tokenizer: Tokenizer, traits: Traits, *, max_prompt: int, max_new: int) -> None:
-        """Raises DataError for a missing file, text with the mask token, or if over a tenth is dropped as too long."""
+        """Raises DataError for a missing file, text with the mask token, or more than a tenth dropped as too long."""
         if not path.is_file():
             raise DataError(f"{path}: expected programming problems here, found none; run dvc repro stage_tasks")
         self.max_prompt, self.max_new = max_prompt, max_new

@@ -116,7 +116,7 @@ def is_masked(folder: Path) -> bool:
 
 
 def take_in(folder: Path, out: Path, lineage: JsonObject, precision: str) -> None:
-    """Convert a published or our own checkpoint to a model directory. Raises ModelError."""
+    """Convert a published checkpoint, or one of ours, to a model directory. Raises ModelError."""
     model, tokenizer = load(folder) if checkpoint.kind(folder) == BIDIRECTIONAL else load_published(folder)
     save(out, model, tokenizer, lineage, precision=precision)
 

@@ -9,7 +9,7 @@ policy and reference use the same ones.
 
 Streams and their samples: `mdm` windows `<corpus>:<window>`; `sft`, `canvas` examples; `elbo` `<pair>/chosen`;
 `coupled`, `rollout` `<problem>/<g>`; `time`, `anneal` the step; `trim` windows; `eval` anything that is evaluated. The
-iteration is the pass over the data; in reinforcement learning, rollout * inner iterations + the inner one. No global
+iteration is the pass over the data; in reinforcement learning, rollout * inner iterations + inner. No global
 generator is used.
 """
 
@@ -72,7 +72,7 @@ def strata(u: float, draws: int, length: int) -> np.ndarray:
 
 
 def subset(numbers: np.ndarray, k: int) -> np.ndarray:
-    """The k tokens with the smallest numbers, ties go left, (L,) bool."""
+    """The k tokens with the smallest numbers, (L,) bool; ties go to the leftmost."""
     mask = np.zeros(len(numbers), dtype=bool)
     mask[np.argsort(numbers, kind="stable")[:k]] = True
     return mask
@@ -163,7 +163,7 @@ def canvas(key: int, tokens: int, longest: int, unit: int) -> int:
 
 
 def anneal(seed: int, step: int, length: int, steps: int) -> np.ndarray | None:
-    """The attention mask at `step` of an annealing over `steps`, (L, L) bool; None once attention is full.
+    """The attention mask at `step` of annealing over `steps` steps, (L, L) bool; None once attention is full.
 
     i attends to j if j <= i or U_ij < r with r = min(1, (step + 1) / steps): one matrix per step for all rows and
     processes (DiffuLLaMA, arXiv:2410.17891, section 3.2).

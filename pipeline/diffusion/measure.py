@@ -2,15 +2,15 @@
 
     problems   pass@k of programs written on a canvas, by group                `suites.solved` with a `CanvasSubject`
     code       an upper bound of bits per byte of held-out sources             `documents`
-    quality    pass@1 against forward passes: tokens a step, thresholds, caches
+    quality    pass@1 against forward passes: tokens per step, thresholds, caches
     order      how autoregressive the decoding is                              `with_orders`
     pairs      the effect of preference learning on held-out pairs             `measure`
 
 Canvases are denoised by threshold, block by block with a cache (`canvas_threshold`, `canvas_block`, `canvas_cache`).
-This takes 9 times fewer forward passes than one token per pass, without a measurable loss on 256 problems (docs/LOG.md,
+This takes a ninth of the forward passes of one token per pass, without a measurable loss on 256 problems (docs/LOG.md,
 2026-11-23); `quality` measures both. A completion costs forward passes over prompt and canvas; `flops_per_answer`
-counts their operations, so that a model that decodes token by token can be given the same compute (`suites.solved` of
-the control has its pass@k).
+counts their operations, so that a model that decodes token by token can be given the same compute (`suites.solved`
+gives the control's pass@k).
 
 **Bits per byte** of documents are an upper bound, from the k form of the ELBO. The windows are those of
 `evaluation/likelihood.py`: each token is scored once, within at most `context` tokens, after at least half as many
@@ -56,8 +56,8 @@ ROWS = 16  # per batch
 
 @torch.no_grad()
 def bounds(model: Denoiser, tokenizer: Tokenizer, texts: Sequence[str], *, context: int, draws: int) -> Likelihood:
-    """Estimated upper bounds of the documents' nats, from `draws` masks of each window. Raises ValueError for a wrong
-    `context`.
+    """Estimated upper bounds of the documents' nats, from `draws` masks of each window. Raises ValueError for an
+    invalid `context`.
     """
     if context < 2 or context % 2 or context > model.config.max_context:
         raise ValueError(f"context: expected an even number from 2 to {model.config.max_context}, found {context}")
@@ -86,7 +86,7 @@ def bounds(model: Denoiser, tokenizer: Tokenizer, texts: Sequence[str], *, conte
 
 def drawn_windows(batch: Sequence[Window], keys: Sequence[int], draws: int) -> Drawn:
     """Windows as rows: the scored part is maskable, the context before it stays clean."""
-    rows = [[window.ids[0], *window.targets] for window in batch]  # ids are shifted by one against targets
+    rows = [[window.ids[0], *window.targets] for window in batch]  # ids are shifted by one relative to targets
     width = max(map(len, rows))
     tokens = np.zeros((len(rows), width), dtype=np.int64)
     documents = np.full((len(rows), width), PADDING, dtype=np.int32)
@@ -135,7 +135,7 @@ class CanvasSettings:
     elbo_draws: int = 8
     """Masks per window for bits per byte."""
     canvas_curve: tuple[str, ...] = ("diffusion",)
-    """Models to also measure for quality vs. forward passes, the most expensive part."""
+    """Models for which quality vs. forward passes is also measured, the most expensive part."""
 
     def __post_init__(self) -> None:
         numbers = (self.canvas, self.canvas_block, self.canvas_problems, self.canvas_samples, self.elbo_draws)
@@ -331,7 +331,7 @@ def with_orders(result: SuiteResult, subject: CanvasSubject, problems: Sequence[
 
 
 def flops_per_answer(subject: CanvasSubject, prompts: Sequence[Sequence[int]], forwards: float) -> float:
-    """Operations in a completion of `forwards` passes: 2 per weight for each position of a pass, plus attention's.
+    """Operations in a completion of `forwards` passes: 2 per weight for each position of a pass, plus attention.
 
     With a cache, a block's first pass computes all positions, and the others compute those from just before the block
     to its end (dual) or to the end of the canvas (prefix: averaged over blocks).

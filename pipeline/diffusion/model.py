@@ -14,7 +14,7 @@ the inputs one by one, so a loss over n draws needs the memory of one.
 directory, with an adapted tokenizer (text/tokenizer.py). Sizes and ids come from config.json and the tokenizer, never
 from constants. Dream has Qwen2's names and biases and the shift of the causal model it was adapted from; LLaDA has its
 own tensor names and no shift. If the two files disagree about an id, the tokenizer wins (DiffuCoder's config.json has
-a different padding).
+a different padding id).
 
 Not guaranteed: the chat templates of published checkpoints: prompts are rendered in our format, so fine-tune before
 chatting. Code in a checkpoint is never run.
@@ -213,7 +213,7 @@ def allowed_logits(hidden: Tensor, table: Tensor, banned: Collection[int]) -> Te
 
 
 def logprobs(states: Tensor, index: Tensor, table: Tensor, targets: Tensor, banned: Collection[int]) -> Tensor:
-    """log p (n,) of the targets (n,) in nats, each from the state of states (u, D) given by `index` (n,), over all ids
+    """log p (n,) of the targets (n,) in nats, each from the row of states (u, D) given by `index` (n,), over all ids
     except the banned ones.
 
     Above MOST_LOGITS logits, computed in parts, with checkpointing.

@@ -1,6 +1,6 @@
 """Rollouts of a masked-diffusion policy in reinforcement learning: sampling, scoring and batching completions.
 
-    prompts --denoise--> CanvasAnswer --three masks an inner iteration--> old and reference scores --> CoupledBatch
+    prompts --denoise--> CanvasAnswer --three masks per inner iteration--> old and reference scores --> CoupledBatch
 
 A completion is a whole canvas; tokens after its first end of turn stay in the input but are excluded from the loss.
 Each inner iteration over a rollout has its own masks, keyed by (seed, problem, sample, rollout * inner iterations +
@@ -8,8 +8,8 @@ inner), and the old and reference scores for all of them are computed before the
 2025, arXiv:2506.20639, section 4). If the first inner iteration is a single update, its old scores are those of the
 training pass itself: a separate pass would compute the same.
 
-`CanvasSetting` has a run's models on their device, and samples, scores and measures completions, like
-`rl.models.CausalSetting` for causal models. Its divergences are estimates from the coupled scores of policy and
+`CanvasSetting` has a run's models on their device, and samples, scores and measures completions, as
+`rl.models.CausalSetting` does for causal models. Its divergences are estimates from the coupled scores of policy and
 reference under the same masks.
 """
 
@@ -224,7 +224,7 @@ class CanvasRollouts(RolloutStream):
 
 
 def variance(rollouts: Sequence[Rollout], inner: int) -> dict[str, float]:
-    """The mean over completions of the unbiased variance of their summed estimate over the inner iterations' masks.
+    """Unbiased variance of a completion's summed estimate over the inner iterations' masks, averaged over completions.
 
     Needs at least two iterations with old scores: nothing is scored just for this metric.
     """
@@ -250,7 +250,7 @@ class CanvasSetting(Setting):
         self.policy = model.to(self.hardware.device)
         self.whole = self.copied(self.policy)
         start.reference.read_from(self.whole)
-        self.following: Following | None = None  # the reference of the loss, if it is not the start itself
+        self.following: Following | None = None  # the reference of the loss, if it is not the start model
 
     def follow(self, *, every: int, folder: Path) -> Following:
         """Replace the loss's reference with one that follows the policy."""
@@ -269,19 +269,19 @@ class CanvasSetting(Setting):
             return self.coupling.scores(self.whole, answers, iteration, self.hardware.device)
 
     def reference(self, answers: Sequence[CanvasAnswer], iteration: int) -> list[np.ndarray]:
-        """The estimates of the loss's reference."""
+        """Like `scores`, for the reference of the loss."""
         if self.following is None:
             return self._start_scores(answers, iteration)
         with self.hardware.autocast():
             return self.coupling.scores(self.following.model, answers, iteration, self.hardware.device)
 
     def _start_scores(self, answers: Sequence[CanvasAnswer], iteration: int) -> list[np.ndarray]:
-        """The estimates of the model that training started from."""
+        """Like `scores`, for the model that training started from."""
         with self.start.reference.model(self.hardware.device) as frozen, self.hardware.autocast():
             return self.coupling.scores(frozen, answers, iteration, self.hardware.device)
 
     def divergence(self, batch: Sequence[Answer]) -> tuple[float, float]:
-        """Like `Setting.divergence`, from the start model; both numbers are estimates."""
+        """Like `Setting.divergence`, relative to the start model; both numbers are estimates."""
         answers = _canvas_answers(batch)
         pairs = zip(self.scores(answers, 0), self._start_scores(answers, 0), strict=True)
         differences = [torch.from_numpy(policy - start) for policy, start in pairs]
@@ -289,7 +289,7 @@ class CanvasSetting(Setting):
         return float(np.mean([float(difference.sum()) for difference in differences])), float(np.mean(k3))
 
     def variances(self, given: Sequence[Answer]) -> dict[str, dict[str, float]]:
-        """The variance of a completion's summed estimate over its masks, coupled and independent; averaged over the
+        """The variance of a completion's summed estimate over coupled and over independent masks, averaged over the
         first completions.
         """
         variances, answers = dict[str, float](), _canvas_answers(given[:COMPARED])

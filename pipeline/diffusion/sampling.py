@@ -4,7 +4,7 @@
 
 `order` ranks them by confidence, `schedule` sets how many each step commits, `threshold` instead commits all that are
 confident enough (Fast-dLLM, arXiv:2505.22618), `block` processes the canvas in blocks from the left, `remask: p2` masks
-committed tokens again (Peng et al. 2025, arXiv:2502.03540), `cache` reuses keys and values between the steps of a
+committed tokens again (Peng et al. 2025, arXiv:2502.03540), and `cache` reuses keys and values between the steps of a
 block.
 
 Tokens are drawn by inverse-CDF sampling (`generation.sampling.choose`), which has the same distribution as the Gumbel
@@ -12,8 +12,8 @@ trick without its float64. Each row draws from its own Philox stream, keyed by i
 its batch nor on the row order. At temperature 0 nothing is drawn, except with order `random`.
 
 **The cache** (Wu et al. 2025, Fast-dLLM, arXiv:2505.22618) stores keys and values of whole canvases. Tokens of a
-masked-diffusion model attend to both sides, so it is exact only until a token changes: at a block's first step, if
-there is nothing outside the window, and in a block-diffusion model, where earlier tokens never attend to later ones.
+masked-diffusion model attend to both sides, so the cache is exact only until a token changes: at a block's first step,
+if there is nothing outside the window, and in a block-diffusion model, where earlier tokens never attend to later ones.
 
 **AR-ness** (`local_ar`, `global_ar`) measures how closely decoding followed left-to-right order (DiffuCoder,
 arXiv:2506.20639, section 3.1).
@@ -96,12 +96,12 @@ class Denoising:
 
     @property
     def size(self) -> int:
-        """Tokens of a block."""
+        """Tokens in a block."""
         return self.length if self.block is None else self.block
 
     @property
     def blocks(self) -> int:
-        """Blocks of the canvas."""
+        """Number of blocks in the canvas."""
         return self.length // self.size
 
 
@@ -146,7 +146,7 @@ def denoise(
     """A completion for each prompt, in order.
 
     Raises ValueError for an empty prompt, one that leaves no room for the canvas, a number of seeds that differs from
-    the number of prompts, or a block size the model was not trained on.
+    the number of prompts, or a block size the model was not trained with.
     """
     _check(model, prompts, settings, seeds)
     order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))  # similar lengths need little padding
@@ -329,7 +329,7 @@ class _Batch:
                 yield
 
     def _counts(self, steps: int) -> Iterator[int]:
-        """Tokens to commit at each step; with p2, the number committed after it; -1: all above the threshold."""
+        """Tokens to commit at each step; with p2, the number committed after the step; -1: all above the threshold."""
         settings = self.settings
         if settings.threshold is not None:
             return itertools.repeat(-1)
@@ -470,10 +470,9 @@ def order_of(steps: Sequence[CanvasStep]) -> list[int]:
 
 
 def local_ar(order: Sequence[int], k: int) -> float:
-    """AR-ness local@k: the fraction of tokens p directly preceded by commits of p - 1, ..., p - k, each one step before
-    the last.
+    """AR-ness local@k: the fraction of tokens p whose k preceding commits were p - k, ..., p - 1, in this order.
 
-    Positions before the completion count as committed in time (DiffuCoder, arXiv:2506.20639, section 3.1). `order` is
+    Positions before the completion count as committed in order (DiffuCoder, arXiv:2506.20639, section 3.1). `order` is
     a permutation.
     """
     hits = 0

@@ -2,12 +2,12 @@
 
     models/diffusion -> Served, kind diffusion
     CanvasEngine(model, rows, queue).submit(GenerationRequest) -> Ticket
-    the listener gets Said and, where requested, Denoised
+    the listener gets Said and, if requested, Denoised
 
-The emitted tokens are those left of the first mask: they can no longer change. If a canvas is full and has no end of
-turn, the answer continues on another canvas after it, until the token budget is used up. Rows do not share a forward
-pass: denoising is compute-bound, so batching would not help. An answer is therefore a function of (model, prompt,
-sampling, seed) to the last bit.
+The emitted tokens are those to the left of the first mask, which can no longer change. If a canvas is full and has no
+end of turn, the answer continues on a new canvas after it, until the token budget is used up. Rows do not share a
+forward pass: denoising is compute-bound, so batching would not help. An answer is therefore a function of (model,
+prompt, sampling, seed) to the last bit.
 
 Not supported: log-probabilities of alternatives, biases, constraints (`chat_completions.py` refuses them), prefixes and
 drafts.
@@ -124,7 +124,7 @@ class CanvasEngine(Loop):
                 return
         self._emit(row, progress)
         if slot.ticket is not None and None not in progress.tokens:
-            slot.work = None  # full, with no end of turn: the next step starts another canvas
+            slot.work = None  # full, with no end of turn: the next step starts a new canvas
 
     def _start_canvas(self, row: int, length: int) -> Iterator[CanvasState]:
         """An empty canvas after the answer so far; the first one uses the seed itself."""
@@ -140,7 +140,7 @@ class CanvasEngine(Loop):
         return stepwise(self.model, slot.held, settings, seed % 2**64)  # OpenAI seeds may be negative
 
     def _emit(self, row: int, progress: CanvasState) -> None:
-        """Emit the new tokens left of the first mask, and end the answer if it is complete."""
+        """Emit the new tokens to the left of the first mask, and end the answer if it is complete."""
         slot, request = self.slots[row], self._request(row)
         traits = self.model.traits
         for position in range(len(slot.answer) - slot.offset, len(progress.tokens)):

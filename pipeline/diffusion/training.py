@@ -14,7 +14,7 @@ texts:
          = mean over all orders of the chain-rule sum
 
 -ELBO bounds the negative log-likelihood of decoding in random order, one token per step (Ou et al. 2024,
-arXiv:2406.03736). The batch contains the masks (diffusion/masks.py), so all models that score a batch use the same.
+arXiv:2406.03736). The batch contains the masks (diffusion/masks.py), so all models scoring a batch use the same ones.
 
 For DPO, s = [B(w) - B_ref(w)] - [B(l) - B_ref(l)], with B the ELBO of an answer, w the chosen and l the rejected
 answer of a pair. Coupled-GRPO has no separate loss: its estimates serve as the log-probabilities in
@@ -324,7 +324,7 @@ class DiffusionConfig(TrainingConfig):
             raise ValueError(f"sft_learning_rate: expected at least 0, got {self.sft_learning_rate}")
         if self.control_steps is not None and self.control_steps < 1:
             raise ValueError(
-                "control_steps: expected at least 1, or none for as many as for the masked model, got"
+                "control_steps: expected at least 1, or none to use as many as the masked model, got"
                 f" {self.control_steps}"
             )
         _ = self.adapting  # runs its own checks
@@ -413,8 +413,8 @@ def first_policy(precision: str) -> Callable[[dict[str, float]], None]:
 
 
 def first_scratch(vocab_size: int) -> Callable[[dict[str, float]], None]:
-    """Check that an untrained model predicts all tokens equally: -log p of a masked one is ln V. (The loss weights
-    tokens, and is noisy.)
+    """Check that an untrained model predicts all tokens equally: -log p of a masked one is ln V. (The loss is
+    weighted and noisy.)
     """
 
     def check(values: dict[str, float]) -> None:
@@ -458,7 +458,7 @@ class Following:
         self.moved_at = 0  # the step of the last update; 0: never
 
     def before(self, step: int) -> None:
-        """Update it if `every` steps have passed since the last update; call it before the rollout at `step`."""
+        """Update the weights if `every` steps have passed since the last update. Call before the rollout at `step`."""
         if step // self.every <= self.moved_at // self.every:
             return
         with torch.no_grad():

@@ -32,7 +32,7 @@ Results of finished suites are cached, so no suite is evaluated twice:
 The digest covers the suite's name, model, data, settings and code; from `data/benchmarks` only the contents of the file
 being scored. If a cache file is damaged, the suite is evaluated again. Cache files unused for 30 days are deleted.
 
-Not guaranteed: scores comparable between the two forms, or with another harness; time limits, prompts and answer
+Not guaranteed: scores comparable between the two forms, or with other harnesses; time limits, prompts and answer
 lengths are our own.
 """
 
@@ -67,7 +67,7 @@ from pipeline.run.types import JsonObject
 from pipeline.sandbox.judge import Candidate, Judge, SandboxConfig
 from pipeline.text import chat
 
-STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")  # of human-eval's paper, section 3.1
+STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")  # from human-eval's paper, section 3.1
 BEGIN, DONE = "[BEGIN]", "[DONE]"
 SHOTS, SCORED = range(2, 5), range(11, 511)  # ids of MBPP
 COMPLETES = ("language", "code", "memory")  # folders of models/ trained only on documents
@@ -304,7 +304,7 @@ def humaneval(rows: Sequence[FileRow]) -> list[Exercise]:
 
 
 def mbpp(rows: Sequence[FileRow]) -> list[Exercise]:
-    """The scored exercises of an MBPP file, either form. Raises DataError."""
+    """The scored exercises of an MBPP file in either form. Raises DataError."""
     ids = [_task_id(row) for row in rows]
     shots = "".join(
         f"{_task(row)}\n{BEGIN}\n{_code(row)}\n{DONE}\n\n"

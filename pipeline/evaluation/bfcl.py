@@ -3,23 +3,23 @@
     BFCL_v3_simple.json        a row per line: id, question [[messages]], function [{name, description, parameters}]
     possible_answer/BFCL_v3_simple.json    a row per line: id, ground_truth [{name: {parameter: [accepted values]}}]
 
-The category is part of the file name. Supported are the single-turn Python categories, including `live_` ones: simple
+The category is part of the file name. The single-turn Python categories are supported, including `live_` ones: simple
 (`simple_python` in v4), multiple, parallel, parallel_multiple, scored by their calls -> `ast_<category>`; irrelevance
-(no call is right) and relevance (any call is right), which have no truth. Function names are kept, dots included.
+(no call is correct) and relevance (any call is correct), which have no truth. Function names are kept, dots included.
 
 `check` judges the calls of a turn by the rules of BFCL's AST checker for Python, v3, after ShishirPatil/gorilla,
 bfcl_eval/eval_checker/ast_eval/ast_checker.py. The truth is a list of {name: {parameter: [accepted values]}}, where ""
 means that the parameter may be absent; a nested object is a dict of lists of accepted values. The rules: same number of
 calls; same name; required parameters present, none unknown; types match (an int passes for a float, nested one level
-deep); a value of another type passes if the truth has that type; strings are compared in lower case without spaces and
-`,./-_*^`, with one kind of quote; lists in order, objects by key; parallel calls in any order.
+deep); a value of a different type passes if the truth has that type; strings are compared in lower case without spaces
+or `,./-_*^`, with quotes unified; lists in order, objects by key; parallel calls in any order.
 
 Two deviations, both in favor of correct answers: parallel calls are matched by maximum bipartite matching (the original
 takes the first fit, in order; `TurnCheck.greedy` is the original's verdict), and an int also passes for a float inside
 a list.
 
 `read` returns the rows of any test set supplied by path: JSON lines, a JSON list or one object, plain or gzip. Each
-`FileRow` records its position in the file and validates its fields on access. All faults raise a DataError
+`FileRow` records its position in the file and validates its fields on access. Any fault raises a DataError
 `file:line: field: expected ..., found ...; repair the file or remove it from evaluate.benchmarks`.
 
 Not supported: low memory use (files are read whole); types deeper than one level; Java and JavaScript; the
@@ -144,7 +144,7 @@ def _row(where: str, value: object) -> FileRow:
 
 @dataclass(frozen=True)
 class TurnCheck:
-    """The verdict on one turn. `error` is "" or the first violated rule, `detail` explains it."""
+    """The verdict on one turn. `error` is "" or the first violated rule, which `detail` explains."""
 
     valid: bool
     error: str = ""
@@ -202,7 +202,7 @@ def _matches_greedily(fits: list[list[bool]]) -> bool:
 
 
 def check_call(function: JsonObject, arguments: dict[str, Value], accepted: dict[str, list[Value]]) -> TurnCheck:
-    """Judge the arguments of a call with the right name."""
+    """Judge the arguments of a call with the correct name."""
     parameters = function.get("parameters", {})
     properties = parameters.get("properties", {})
     for name in parameters.get("required", []):
@@ -360,7 +360,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Questions:
-    """The questions in a file and its category, or why it is not scored."""
+    """A file's category and questions, or why it is not scored."""
 
     category: str
     asked: list[Question] = field(default_factory=list)

@@ -335,7 +335,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def pass_rows(judged: Iterable[Judged], k: int) -> dict[str, float]:
-    """pass@k of each problem, by id. Skips samples that could not be judged, and problems with fewer than k others."""
+    """pass@k of each problem, by id. Skips unjudged samples, and problems with fewer than k judged ones."""
     samples: dict[str, list[bool]] = {}
     for answer in judged:
         right = samples.setdefault(answer.problem, [])

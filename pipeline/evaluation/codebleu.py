@@ -2,11 +2,11 @@
 
     sources and their references -> `codebleu_py`
 
-`codebleu_py` follows CodeBLEU (Ren et al. 2020, arXiv:2009.10297): the mean of four corpus scores, BLEU-4 on tokens;
-the same with weighted unigrams, keywords 1, others 0.2; clipped matches of syntax subtrees; clipped matches of def-use
+`codebleu_py` follows CodeBLEU (Ren et al. 2020, arXiv:2009.10297), the mean of four corpus scores: BLEU-4 on tokens;
+the same with weighted unigrams (keywords 1, others 0.2); clipped matches of syntax subtrees; clipped matches of def-use
 edges with variables renamed by first appearance. It has a separate name because tokens (`tokenize`) and trees (`ast`)
 differ from the paper's, so its values are not comparable with published ones. A source that does not parse gets 0 in
-parts 3 and 4. If no reference has an edge, it is the mean of three.
+parts 3 and 4. If no reference has an edge, the score is the mean of three.
 
 Each pair yields a row of counts, and corpus scores are a function of their sums, so the interval is a bootstrap over
 pairs that recomputes the scores from each resample's sums.
@@ -96,7 +96,7 @@ def _scores(sums: np.ndarray) -> CodeBleu:
 
 
 def tokens(source: str) -> list[str]:
-    """Python tokens without comments; indents are tokens, other layout is not. After an error the rest is words."""
+    """Python tokens without comments; indents are tokens, other layout is not. After an error: plain words."""
     parsed: list[tokenize.TokenInfo] = []
     rest = ""
     try:

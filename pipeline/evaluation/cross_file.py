@@ -182,7 +182,8 @@ def _answers(
 def prompts_of(subject: Subject, contexts: Sequence[Context], room: int) -> list[list[int]]:
     """At most `room` tokens each: an end-of-text token, other files, and the file's own text before the cursor.
 
-    Both are truncated at the beginning if there is no room; the end-of-text token is then dropped too, as in training.
+    Both texts are truncated at the beginning if there is no room; the end-of-text token is then dropped too, as in
+    training.
     """
     tokenizer = subject.tokenizer
     heads = repositories.encode(tokenizer, [replace(context, before="") for context in contexts])

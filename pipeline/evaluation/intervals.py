@@ -9,7 +9,7 @@ With 13 items that vary in size like source files, percentile intervals cover 78
 (docs/LOG.md).
 
 Sources: Wilson 1927; Efron & Tibshirani 1993, chapters 11 and 13; Kish 1965 (effective number). Not guaranteed: nominal
-coverage of a mean below about 20 items.
+coverage for a mean of fewer than about 20 items.
 """
 
 import math
@@ -65,7 +65,7 @@ def ratio(
     """`sum(numerators) / sum(denominators)` over items, by the jackknife; without denominators the mean, by percentile
     bootstrap.
 
-    A proportion that is 0 for every item, or 1, has no spread to resample; its interval is Wilson's.
+    A proportion that is 0 (or 1) for every item has no spread to resample; its interval is Wilson's.
 
     Bits per byte: bits and bytes per document. pass@k: each problem's estimate. Raises ValueError without items or with
     a denominator of 0.
@@ -109,7 +109,7 @@ def paired_difference(
     generator: torch.Generator,
     resamples: int = 10_000,
 ) -> Interval:
-    """Ratio of `second` minus ratio of `first`, each (numerators, denominators) over the *same* items in one order.
+    """`second`'s ratio minus `first`'s, each (numerators, denominators) over the *same* items in the same order.
 
     Every resample draws the same items for both. Raises ValueError if the item counts differ or are 0.
     """

@@ -196,7 +196,7 @@ ROUGE = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 
 
 class _Chrf(sacrebleu.CHRF):
-    """chrF whose scores are all of one type: sacrebleu's own bootstrap fails where some resamples match nothing."""
+    """chrF whose scores all have the same type: sacrebleu's own bootstrap fails where some resamples match nothing."""
 
     def _compute_score_from_stats(self, statistics: list[int]) -> CHRFScore:
         found = super()._compute_score_from_stats(statistics)
@@ -223,8 +223,8 @@ def text_scores(answers: Sequence[str], references: Sequence[str], *, resamples:
 
 
 def bertscore(answers: Sequence[str], references: Sequence[str], folder: str, layer: int | None) -> list[float]:
-    """BERTScore F1 (Zhang et al. 2020, arXiv:1904.09675) of each answer, using the bert-score package with the BERT in
-    `folder`.
+    """BERTScore F1 (Zhang et al. 2020, arXiv:1904.09675) of each answer, using the bert-score package with the BERT
+    model in `folder`.
 
     Comparable only for the same weights and layer. Raises ConfigError for a folder without a model, or if the package
     is missing.

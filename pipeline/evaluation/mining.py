@@ -7,9 +7,9 @@ are calls made by the repository's own tests, with the returned values (`sandbox
 stay with the judge, so a candidate can neither read nor forge them, and neither the body nor any file of the repository
 is present where a candidate runs (`ingest/functions.py`).
 
-A function is kept if its own body passes in the sandbox (tests it fails there are dropped, LEAST_TESTS must remain), if
+A function is kept if its own body passes in the sandbox (tests it fails there are dropped; LEAST_TESTS must remain), if
 none of three stubs passes (raise, return None, return the most frequent result), and if at least half of its mutants
-fail (of LEAST_MUTANTS or more): that fraction is the strength of its tests. All others are counted with the reason.
+(LEAST_MUTANTS or more) fail: that fraction is the strength of its tests. All others are counted with the reason.
 
 Not guaranteed: that the docstring specifies everything the tests require. Not supported: functions with objects as
 arguments or results, methods, coroutines, generators, decorated functions.
@@ -47,7 +47,7 @@ class Mined:
     problems: list[Problem]  # with the function's own source as answer
     strengths: dict[str, float]  # id -> fraction of mutants caught by its tests
     dropped: dict[str, str]  # file::function -> reason
-    tests: dict[str, int]  # the repository's: passed, failed, ...
+    tests: dict[str, int]  # counts of the repository's tests: passed, failed, ...
     timed_out: bool
     said: str  # the tail of the test output
 
@@ -203,7 +203,7 @@ def stubs(signature: str, tests: Sequence[JsonObject]) -> list[str]:
 
 
 def _strengths(trials: dict[str, _Trial], judge: Judge, dropped: dict[str, str]) -> dict[str, float]:
-    """The fraction of mutants caught by each function's tests, if large enough."""
+    """The fraction of mutants caught by each function's tests, if high enough."""
     verdicts = judge.judge([trial.candidate(version) for trial in trials.values() for version in trial.mutants])
     strengths: dict[str, float] = {}
     for key, trial in trials.items():

@@ -24,12 +24,12 @@ never used in training.
     code half for the hidden tests passed, half for style    tools `synthetic.tools.gold`    story the checker's clauses
 
 `own_pairs` builds pairs from a model's own answers, ranked by gold: the kind a reward model must rank when a policy is
-trained against it. Trained only on synthetic mistakes, it is blind to the mistakes the policy makes, and a policy finds
-such blind spots within a few hundred answers (docs/LOG.md). So the model answers some prompts a few times, and a
-prompt's best and worst answers form a pair if they differ enough, as do the second best and second worst.
+trained against it. A model trained only on synthetic mistakes is blind to those of the policy, and a policy finds such
+blind spots within a few hundred answers (docs/LOG.md). So the policy answers some prompts several times, and a prompt's
+best and worst answers form a pair if they differ enough, as do the second best and second worst.
 
 `HeldOutPrompts` measures overoptimization (Gao et al. 2022, arXiv:2210.10760): whether a higher reward still means a
-better answer, and up to which divergence. Every evaluation answers the same held-out prompts with the same seeds. A row
+better answer, and up to what divergence. Every evaluation answers the same held-out prompts with the same seeds. A row
 of the curve has the proxy, gold with its interval, the divergence from the reference (k1 and k3, nats per answer) and
 the length. At the end the policy is compared with its reference answer by answer (paired bootstrap). `best_of_n` is the
 baseline curve: the best of n reference answers by the proxy, at KL = ln n - (n - 1) / n nats.

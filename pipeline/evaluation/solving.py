@@ -10,8 +10,8 @@ whose completions all pass, or all fail, has no advantages. `frontier` measures 
 before training and selects those with 20 to 80% of 8 samples passing. If a problem's first 4 samples all pass, or all
 fail, it gets no more samples and counts as always, or never, solved. This misses 3 to 21% of the problems that 8
 samples would select (those solved 4 times, and 2 or 6 times), and saves half the samples for problems that are too easy
-or too hard. It selects no problem that 8 samples would not. The rates are stored in the work folder, so a resumed run
-does not measure them again.
+or too hard. It never selects a problem that 8 samples would not. The rates are stored in the work folder, so a resumed
+run does not measure them again.
 
 `ExactAnswers` measures a skill with a single correct answer per request.
 """

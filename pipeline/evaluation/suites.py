@@ -6,7 +6,7 @@
 
 Tool calls are in `tools.py`. Each suite returns metrics (with `_low`, `_high`) and a row per item; `*left_out` counts
 items whose prompt leaves no room in the context. A sample's seed is hashed from (seed, suite, id, sample), so batch
-size, order and number of processes do not matter. Suites run under the caller's autocast: in bf16 a few answers of 200
+size, order and number of processes do not matter. Suites run under the caller's autocast: in bf16 a few of 200 answers
 differ from float32, in either direction.
 
 `purposes` lists the suites for each model, chosen by what the model is for. A chat model no longer writes stories and
@@ -377,7 +377,7 @@ def _compare_with_references(
 
 
 def answered(subject: Subject, dialogues: Sequence[Dialogue]) -> SuiteResult:
-    """Greedy text answers against references: the turns of the test conversations without calls."""
+    """Greedy text answers against references: the turns without calls in the test conversations."""
     result = SuiteResult()
     items: list[tuple[str, Dialogue, int]] = []
     for dialogue in dialogues:
@@ -459,7 +459,7 @@ class OwnSuites(Protocol):
     """The suites that a wing provides as `evaluation`, for models that are not autoregressive."""
 
     def opens(self, folder: Path) -> bool:
-        """Whether this evaluates the model in a directory."""
+        """Whether this wing evaluates the model in a directory."""
         ...
 
     def plan(

@@ -15,7 +15,7 @@ denominator are omitted. The summary:
     ask_back_rate                                      no call but a question when a required value is missing
     multi_turn                                         dialogues whose replies together match the truth's outcome
     json_valid schema_valid name_accuracy              turns that need calls: every call is valid JSON / matches its
-                                                       schema, the names are right
+                                                       schema, the names are correct
     argument_f1                                        micro, over (call, parameter, value), without defaults
     hallucinated_parameter_rate                        parameters in calls that are not in the schema
     execution_match                                    results and state equal the truth's; toolbox tools only
@@ -168,7 +168,7 @@ def _triples(schemas: dict[str, JsonObject], named_calls: list[NamedCall]) -> Co
 def call_reward(pair: Pair, text: str) -> float:
     """The reward `tool_call`: correctness of an answer to a prompt with a known correct answer.
 
-    1 if BFCL's rules accept it (no call if none is right), else 0.1 * (calls parse) + 0.4 * (names right) * F1 of
+    1 if BFCL's rules accept it (no call if none is correct), else 0.1 * (calls parse) + 0.4 * (names correct) * F1 of
     values.
     """
     assert pair.truth is not None
@@ -338,7 +338,7 @@ def _constrained_scores(
 def _intervals(rows: list[Row], subject: Subject) -> dict[str, tuple[float, float]]:
     """Intervals by percentile bootstrap over whole dialogues; each resample recomputes every metric.
 
-    A proportion that is 0 in every resample, or 1, has no spread; its interval is Wilson's over the dialogues with the
+    A proportion that is 0 (or 1) in every resample has no spread; its interval is Wilson's over the dialogues with the
     metric.
     """
     by_dialogue: dict[str, list[Row]] = {}

@@ -5,9 +5,9 @@
     GGUF file  --write_modelfile-->  Modelfile            ollama create mine -f models/deploy/ollama/Modelfile
 
 llama.cpp's converter rejects tokenizers that it does not know, so this module writes the file with the `gguf` package.
-Queries and keys are not permuted: Qwen's rotary embedding pairs halves in both implementations. `llama` files, where it
-pairs neighbors, are rejected. Matrices have the requested type; q8_0 requires rows divisible by its block size of 32,
-others are f16; vectors stay f32.
+Queries and keys are not permuted: Qwen's rotary embedding pairs halves in both implementations. `llama` files, which
+pair neighbors, are rejected. Matrices have the requested type, except that q8_0 leaves those whose rows are not
+divisible by its block size of 32 as f16; vectors stay f32.
 
 Ollama's Modelfile has the model's file, its context, the stop text and a template. Ollama has no Jinja: TEMPLATE
 expresses in Go's text/template what `text/tokenizer.py` expresses in Jinja, plus fill-in-the-middle with a prefix and a
@@ -16,7 +16,7 @@ and `.Suffix` of a completion. A tool's `.Function` prints as JSON, and `json` p
 
 Not here: what other programs compute from the file (`benchmarks/exports.py`). Not guaranteed: reading files that were
 not written here; JSON spacing, since Ollama writes no spaces after commas and colons, while the model was trained on
-JSON with one.
+JSON with them.
 """
 
 import json

@@ -22,7 +22,7 @@ x becomes two rows of digits, a coarse one and one for the remainder:
 
 so the error of x is at most peak / 15,876, and sums are exact: a row's result does not depend on the other rows. D is
 not 127 because without VNNI the CPU adds two products in 16 bits, where 2 (2D) 127 must fit. This takes 0.5 to 0.8 of
-the time of torch's own matmul of int8 weights and bf16 activations (docs/LOG.md). Above NARROW rows the work is
+the time of torch's own matmul of int8 weights and bf16 activations (docs/LOG.md). Above NARROW rows, the work is
 compute-bound, and q is first converted, which is exact, to bf16 if the CPU supports it in hardware. The embedding
 lookup keeps its own weights.
 

@@ -4,7 +4,7 @@
 
     model, a program that loads its export  --compare-->  Parity  --check_parity-->  GateError if it is too large
 
-An export without rounding must be equal. With rounded weights, the change in a log-probability depends on how certain
+Without rounding, outputs must be equal. With rounded weights, the change in a log-probability depends on how certain
 the model is: f16 changes the demo model's by up to 0.03 nats on this probe, most of which is unlike its training data,
 and the probe's perplexity goes up or down by a percent at random. So the limit is on the mean divergence
 KL(model || export), the increase in the export's log-perplexity on text that the model itself would write: q8_0 may
@@ -309,7 +309,7 @@ def _causal_calls(server: ServedModel, model: Transformer) -> int:
 
 
 def answer(server: ServedModel) -> str:
-    """Request an answer; its text."""
+    """Request an answer and return its text."""
     path = "/v1/chat/completions"
     response = server.ask(path, {"messages": TALK, "max_completion_tokens": MAX_TOKENS, "temperature": 0})
     choice, used = response["choices"][0], response["usage"]
@@ -354,7 +354,7 @@ def _check_completion(server: ServedModel) -> None:
 
 
 def _check_tool_call(server: ServedModel) -> None:
-    """Require a tool call, which must be complete and valid for any weights, or the budget must be rejected."""
+    """Require a tool call: for any weights, the call must be complete and valid, or the budget must be rejected."""
     path = "/v1/chat/completions"
     body = {
         "model": server.name,

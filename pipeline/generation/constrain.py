@@ -136,8 +136,8 @@ class Grammars:
     def __init__(self, tokenizer: Tokenizer, rows: int, cache_bytes: int = CACHE_BYTES, *, search: bool = True) -> None:
         """`rows` of the model's embedding: the length of a mask, at least the number of tokenizer ids.
 
-        `search` for the shortest output of each grammar, which takes 40 ms and allows smaller budgets; otherwise the
-        plan is the first one found.
+        `search` looks for the shortest output of each grammar, which takes 40 ms and allows smaller budgets; otherwise
+        the plan is the first one found.
         """
         self.tokenizer, self._search = tokenizer, search
         self._compiler = Compiler(tokenizer)
@@ -261,7 +261,7 @@ class _Row:
         return Completion(self.ids, [], self.stop)
 
     def take(self, sampled: int, ends: frozenset[int]) -> bool:
-        """Emit a sampled token, or the plan's token instead. Returns whether it was the sampled one."""
+        """Emit a sampled token, or the plan's token instead. Returns whether the sampled one was emitted."""
         token = self.constraint.take(sampled, self.remaining)
         if token in ends:
             self.stop = "stop"

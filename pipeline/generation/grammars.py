@@ -4,7 +4,7 @@
     Compiler(tokenizer).matcher(text) -> LLMatcher                  in its initial state
     Compiler(tokenizer).shortest(matcher) -> ids                    the shortest output found
 
-llguidance (guidance-ai, MIT) computes the tokens allowed by a grammar: byte for byte the form in which `text/chat.py`
+llguidance (guidance-ai, MIT) computes the tokens that a grammar allows; ours match, byte for byte, how `text/chat.py`
 renders the training data. Everything here raises SchemaError for grammars without guarantees. Nothing here imports
 torch, so a compile-only process starts immediately.
 
@@ -14,17 +14,17 @@ Not guaranteed: that a grammar compiles in time, or in the available memory (`sc
 
     Closer(tokenizer).follow(matcher, lexer, plan, token, most)  the plan after a sampled token: the rest, or a new one
     Closer(tokenizer).close(matcher, lexer, most)                a greedy plan, after a token that is not the plan's
-    Closer(tokenizer).shortest(matcher)                          the best of a search: whether a request fits its budget
+    Closer(tokenizer).shortest(matcher)                          the best a search finds: to see if a request fits
 
-Both walk a copy of the matcher byte by byte: forced bytes first; the quotation mark inside a string and the closing
-bracket outside one; otherwise the cheapest value. If none of those is allowed, they take the longest token starting
-with the least-used byte, so that `minLength` is met in a few tokens and patterns such as `x*y` terminate. The text is
-then split into the fewest tokens.
+Plans come from walking a copy of the matcher byte by byte: forced bytes first; the quotation mark inside a string and
+the closing bracket outside one; otherwise the cheapest value. If none of those is allowed, the longest token that
+starts with the least-used byte is taken, so that `minLength` is met in a few tokens and patterns such as `x*y` end.
+The text is then split into the fewest tokens.
 
 `shortest` is a best-first search over bytes: a prefix is scored by its greedy plan, and dropped if covering it already
 takes as many tokens as the best plan. Not guaranteed: the minimum. Prefixes that look like the same state (equal mask,
-equal greedy rest) count as one; of more than FEW next bytes with equal masks and forced bytes, only the first is
-followed, and only the quotation mark where a string may end; and the search is limited in probes and time.
+equal greedy rest) count as one; if more than FEW next bytes have equal masks and forced bytes, only the first is
+followed; where a string may end, only the quotation mark is; and the search is limited in probes and time.
 """
 
 import heapq

@@ -4,8 +4,8 @@ Each token is chosen with one uniform number by inverse-CDF sampling: float32 we
 float64. The number is a function of (seed, token index): Philox4x32-10 (Salmon et al. 2011, SC11), a stateless
 counter-based generator, with the seed as key and the token index as counter. So a sample depends only on (model,
 prompt, sampling, its seed), not on batch composition, size or order, nor on drafts or resuming, and two checkpoints
-with the same seed share their noise. The remaining difference is float arithmetic: a matmul with another number of rows
-may round the logits differently (about 1e-6), which changes a sample only if a number falls that close to a boundary.
+with the same seed share their noise. The remaining difference is float arithmetic: a matmul with a different number of
+rows may round the logits differently (about 1e-6), which changes a sample only if a number is that close to a boundary.
 
 Cached and uncached logits agree to 1e-5; log-probabilities match teacher forcing. Not here: grammars
 (`constrain.py`), tool execution (`evaluation/tools.py`), the server's queue and threads (`serve/engine.py`).
@@ -36,7 +36,7 @@ CACHE_BYTES = {"cpu": 2**29, "accelerator": 2**33}  # for keys and values of the
 BLOCK = 64  # tokens whose weights are summed before the sums are searched
 NUCLEUS_PROBE = 64  # enough tokens for most nuclei; only rows that need more are searched in full
 WIDE_ROWS = 64  # number of these rows processed at once: they fit in a core's L2 cache
-BUCKETS = 1024  # for their weights, 16 per power of two; weights below 2^-64 of the largest share the last one
+BUCKETS = 1024  # for their weights, 16 per power of two; weights below 2^-64 of the largest share the last bucket
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _LOW = np.uint64(0xFFFFFFFF)
@@ -108,7 +108,7 @@ def sampler(
 ) -> Callable[[list[list[int]], list[int]], list[Completion]]:
     """`generate` with a fixed model and sampling, for rollouts: prompts and seeds in, completions out.
 
-    Decodes `rows_within` rows at a time: few rows are slow, and a cache for all of them may not fit.
+    Decodes `rows_within` rows at a time: fewer would be slow, and a cache for all of them may not fit.
     """
 
     def sample(prompts: list[list[int]], seeds: list[int]) -> list[Completion]:
@@ -227,7 +227,7 @@ def _generate(
     batch_rows: int,
 ) -> list[Completion]:
     """Finished rows make room for waiting prompts; when none are waiting, the cache shrinks to the live rows."""
-    # The longest is last in the list, so it pops first; identical prompts are adjacent. Results do not depend on it.
+    # The longest is last in the list, so it pops first; identical prompts are adjacent. Results do not depend on this.
     waiting = sorted(range(len(prompts)), key=lambda index: (len(prompts[index]), prompts[index], -index))
     results: dict[int, Completion] = {}
     num_slots, ends = min(batch_rows, len(prompts)), np.array(sorted(stop), dtype=np.int64)

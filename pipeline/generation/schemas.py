@@ -16,7 +16,7 @@ is closed over all their names and the parts stay open. An object without named 
 Schema. Unbounded numbers are limited to the range that all parsers agree on (RFC 8259, 6): a model could write 1e999,
 which the program reading it cannot represent.
 
-Not guaranteed: that a schema within the limits compiles in time; the size of several together is only known after
+Not guaranteed: that a schema within the limits compiles in time; the combined size of several is only known after
 compiling (the server does so in a process that it can kill, `serve/workshop.py`). That `strict` separates the branches
 of an `anyOf` intersection (a name of one branch may occur in another). That `mistake` checks patterns: the grammar
 enforces them, and `re` can be made to hang.
@@ -206,7 +206,7 @@ def _is_number(value: object) -> TypeGuard[float]:
 
 
 def _digits(value: float) -> int:
-    """Digits of a number without an exponent, on both sides of the point."""
+    """Digits of a number without an exponent, on both sides of the decimal point."""
     parts = Decimal(str(value)).as_tuple() if abs(value) < 10**400 else None
     if parts is None or not isinstance(parts.exponent, int):  # infinite, or an integer that is slow to write out
         return 10**6
@@ -317,7 +317,7 @@ class _Closing:
     def names(self, node: Schema, seen: set[str]) -> dict[str, None] | None:
         """The property names in a schema and its parts, in order; None if a part itself defines other names.
 
-        `seen` contains the references already followed: each is followed once, or a chain of doubled ones never ends.
+        `seen` contains the references already followed: each is followed once, or chains of doubled ones might not end.
         """
         if not isinstance(node, dict):
             return {}

@@ -297,7 +297,7 @@ SECRETS = tuple(
 URL_PASSWORD = re.compile(
     r"""\b([a-z][a-z0-9+.-]{1,20}://)[^\s/:@"'<>{}$%()\[\],]+:[^\s/@"'<>{}$%()\[\],]+@""", re.IGNORECASE
 )
-# Python multiplies matrices with @: `q@k.to(x)` is not an address. So only known TLDs, with no call or attribute after.
+# Python's @ multiplies matrices: `q@k.to(x)` is not an address. Only known TLDs match, with no call or attribute after.
 EMAIL = re.compile(
     r"\b(?!git@)[A-Za-z0-9][A-Za-z0-9._%+-]*@(?:[A-Za-z0-9-]+\.)+"
     r"(?:com|org|net|edu|gov|mil|int|info|biz|name|dev|[a-z]{2})"

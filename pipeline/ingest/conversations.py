@@ -3,7 +3,7 @@
 In: lists of role/content or from/value, and whole transcripts (Glaive, hh-rlhf). Out: messages with the roles system,
 user, assistant, tool. Calls become `tool_calls` numbered from call_0, with arguments as JSON text. A result goes to the
 call whose id it names, else to the first call without a result; a JSON list with one entry per open call is split among
-them. Consecutive assistant text and calls are merged into one turn. Unreadable input raises `RowError`.
+those calls. Consecutive assistant text and calls are merged into one turn. Unreadable input raises `RowError`.
 
 Not guaranteed: that every call has a result, or that user and assistant alternate.
 """
@@ -167,7 +167,7 @@ def xlam(query: str, answers: object, field: str) -> list[Message]:
 # --- Glaive ----------------------------------------------------------------------------------------------------------
 
 _GLAIVE_TURN = re.compile(r"(?:^|\n)\s*(USER|ASSISTANT|FUNCTION RESPONSE):", re.MULTILINE)
-_END_MARK = re.compile(r"<\|\w+\|>\s*$")  # Glaive writes another model's end token as text
+_END_MARK = re.compile(r"<\|\w+\|>\s*$")  # Glaive writes a different model's end token as text
 _GLAIVE_OFFER = re.compile(r",?\s*with access to the following functions\.\s*Use them if required\s*-?\s*$")
 
 
@@ -248,7 +248,7 @@ def toolace(entries: Sequence[object], field: str) -> list[Message]:
 
 
 def _bare_results(content: str) -> str:
-    """`[{"name": "f", "results": {...}}]` -> the results alone, since the names only repeat those of the calls."""
+    """`[{"name": "f", "results": {...}}]` -> only the results, since the names just repeat those of the calls."""
     try:
         entries = json.loads(content)
     except (ValueError, RecursionError):

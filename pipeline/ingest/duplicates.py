@@ -16,8 +16,8 @@ table. No text is kept.
 Decontamination compares words after NFKC and lowercasing. A document hits an item if they share 13 consecutive words
 or, for shorter items, if it contains all of the item's words in a row (only items of at least 40 characters; a shorter
 match is no evidence). Word runs are compared as 64-bit hashes. `stage_corpus` drops training text that contains a
-benchmark item; `stage_tasks` drops its own test items found in training text rather than the text, so that no tasks
-parameter triggers retraining.
+benchmark item; `stage_tasks` instead drops its own test items that occur in training text, so that no tasks parameter
+triggers retraining.
 
 Not guaranteed: finding every near duplicate (see the probabilities), a document that merely contains another, a
 translation or paraphrase, or a solution with renamed variables.
@@ -103,8 +103,8 @@ def _estimate(stored: NDArray[np.uint8], query: NDArray[np.uint8]) -> NDArray[np
 class NearDuplicates:
     """The signatures so far, and a hash table from each band of each signature to the signature's number.
 
-    The table stores numbers only: a slot is verified against the signature it points to. Two bands of one document may
-    share a slot, since both find it there.
+    The table stores numbers only: a slot is verified against the signature it points to. Two bands of the same document
+    may share a slot, since both find the document there.
     """
 
     def __init__(self, threshold: float) -> None:

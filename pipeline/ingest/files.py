@@ -7,7 +7,7 @@ parquet. Encodings: UTF-8 with or without BOM, UTF-16 and UTF-32 by their BOM, e
 byte gives its offset in the file. A row over 64 MB is discarded while reading, so it takes no memory.
 
 The CSV delimiter is whichever of `,` `;` tab `|` occurs most in the header. Only the cells of a notebook are read: as
-code, the code with the prose as comments; as text, the prose alone. Outputs are skipped.
+code, the code with the prose as comments; as text, only the prose. Outputs are skipped.
 
 Parquet is read in bounded memory, because a kilobyte of it can expand to gigabytes: a text is stored once and repeated
 by index, zeros and nulls are stored as a count, and compression does the rest. So texts stay dictionary indices until
@@ -78,8 +78,8 @@ def rows(path: Path, encoding: str) -> Rows:
 
 
 def document(path: Path, encoding: str) -> Iterator[tuple[int, dict[str, str] | RowError]]:
-    """A plain text as one row, or as several if it exceeds 32 MB: cut at the next blank line, after 64 MB at any line.
-    Windows line endings become line feeds.
+    """A plain text as one row, or as several if it exceeds 32 MB: cut at the next blank line, or after 64 MB at any
+    line. Windows line endings become line feeds.
     """
     first, size, parts = 1, 0, []
     failure: RowError | None = None
@@ -97,7 +97,7 @@ def document(path: Path, encoding: str) -> Iterator[tuple[int, dict[str, str] | 
 
 
 def notebook(path: Path, encoding: str, *, code: bool) -> tuple[int, dict[str, str] | RowError]:
-    """The cells of a Jupyter notebook (nbformat 4) as a row: code with the prose as comments, or the prose alone."""
+    """The cells of a Jupyter notebook (nbformat 4) as a row: code with the prose as comments, or only the prose."""
     row = next((row for _, row in _json(path, encoding)), None)
     if isinstance(row, RowError):
         return 1, row

@@ -5,11 +5,11 @@
     .context(path, function)    -> one program with everything the function needs, minus its body
     mutants(function)           -> sources that differ from it in one place
 
-The context is a slice of the module: the statements that bind the names the function reads, and transitively the names
-those read, without function docstrings and annotations. Names from other modules of the repository are sliced the same
-way; each such module is built in memory and registered in `sys.modules` before it is imported. So a candidate needs no
-file, and no part of the function's body is present where it runs. The function itself is replaced by a stub, for tables
-that refer to it; the candidate, appended to the context, redefines it.
+The context is a slice of the module: the statements that bind the names the function reads, and, transitively, the
+names that those statements read, without function docstrings and annotations. Names from other modules of the
+repository are sliced the same way; each such module is built in memory and registered in `sys.modules` before it is
+imported. So a candidate needs no file, and no part of the function's body is present where it runs. The function itself
+is replaced by a stub, for tables that refer to it; the candidate, appended to the context, redefines it.
 
 Not guaranteed: that a slice behaves like the module (names created through `globals()`, stateful decorators, order of
 side effects). Callers that build tasks must first run the function's own body on the slice.
@@ -379,7 +379,7 @@ def _bare(node: Function) -> Function:
 
 
 def _name_of(decorator: ast.expr) -> str:
-    """`lru_cache` of `@functools.lru_cache(maxsize=8)`."""
+    """`lru_cache` for `@functools.lru_cache(maxsize=8)`."""
     inner = decorator.func if isinstance(decorator, ast.Call) else decorator
     return inner.attr if isinstance(inner, ast.Attribute) else inner.id if isinstance(inner, ast.Name) else ""
 
@@ -428,7 +428,7 @@ COMPUTED = {
 
 
 def mutants(node: Function, most: int = MOST_MUTANTS) -> list[str]:
-    """Up to `most` versions of the function, each with one change at a place picked by hash; none equals it."""
+    """Up to `most` versions of the function, each changed at one place picked by hash; none equals the original."""
     whole = _bare(node)
     original = ast.unparse(whole)
     count = sum(1 for _ in _changed(whole))
@@ -496,7 +496,7 @@ def _changed(node: Function) -> "Iterator[_Change]":
 
 @dataclass(frozen=True)
 class _Change:
-    """One change: a node attribute or list element gets another value."""
+    """One change: a node attribute or list element gets a different value."""
 
     owner: object
     place: str | int

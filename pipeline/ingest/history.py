@@ -33,7 +33,7 @@ from pipeline.run.tracking import say
 
 MOST_COMMITS, LOG_BYTES, SECONDS = 2000, 64_000_000, 120.0
 DIFF_BYTES = 4000
-FEWEST_WORDS = 3  # of a message
+FEWEST_WORDS = 3  # in a message
 QUESTION = "Write the commit message of this change.\n\n```diff\n{diff}\n```"
 COMMIT = re.compile(rb"[0-9a-f]{40,64}")
 PATH = re.compile(r"^diff --git a/(.*) b/\1$", re.MULTILINE)

@@ -21,9 +21,9 @@ often two models solved a question (apple/ml-diffucoder, recipes/process_data.py
 A question that does not contain "you" and whose best completion begins with `def` yields a second problem: a signature
 with the question as its docstring. A question without a code block gets its first test appended, which is then visible.
 
-Not guaranteed: that a dataset still has the columns its shape needs at another revision; that a best completion is
+Not guaranteed: that a dataset still has the columns its shape needs at a different revision; that a best completion is
 correct (it becomes the answer only if it passed every test). HF_ENDPOINT, HF_HOME and HF_TOKEN are passed through to
-huggingface_hub. The folder belongs to one configuration: other row caps need another folder.
+huggingface_hub. The folder belongs to one configuration: different row caps need a different folder.
 """
 
 import ast
@@ -277,8 +277,8 @@ def _row_converter(entry: HubSet, kind: str, paths: list[Path]) -> Callable[[Jso
 
 
 def _with_set_name(record: SourceRecord, entry: HubSet, row: JsonObject) -> SourceRecord:
-    """Prefix the record's ids with the dataset name, so that ids never collide across datasets; a text also gets it as
-    its source, plus a license.
+    """Prefix the record's ids with the dataset name, so that ids never collide across datasets; a text also gets the
+    name as its source, plus a license.
     """
     if isinstance(record, Text):
         licence = row.get(entry.licence_field) if entry.licence_field else None

@@ -4,13 +4,13 @@
 reason), and the first five are printed as `file:line: field: reason`. A row without an id gets the blake2b hash of its
 content. A repeated id with the same content is a duplicate; with different content it is rejected. If a source has no
 named held-out files, `shares` of its rows are held out by blake2b(id), so that new rows do not move others. Problems
-are split by key, so that two versions of one problem stay together. A text over 1 MB is cut at blank lines.
+are split by key, so that two versions of the same problem stay together. A text over 1 MB is cut at blank lines.
 
 `RowCounts` counts the rows of a kind by file: accepted + duplicates + rejected + dropped = rows read. Dropped rows were
 valid but removed later: by cleaning in `stage_corpus`, as test items found in the training data, or as hub problems
 whose own solution is wrong.
 
-Not guaranteed: constant memory. The id and a hash of every row are kept, about 200 bytes.
+Not guaranteed: constant memory. The id and a hash of every row are kept, about 200 bytes per row.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ def _content_hash(record: SourceRecord) -> tuple[bytes, int]:
 
 
 def cut(document: Text) -> list[Text]:
-    """Split a text over 1 MB into pieces of at most 1 MB that join to the text; their paths end in `#1`, `#2`, ..."""
+    """Split a text over 1 MB into pieces of at most 1 MB that make up the text; their paths end in `#1`, `#2`, ..."""
     if _num_bytes(document.text) <= TEXT_BYTES:
         return [document]
     pieces: list[list[str]] = []

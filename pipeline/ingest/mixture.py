@@ -97,7 +97,7 @@ def read_lots(
 def hold_out(kind: str, lots: Sequence[Lot[R]], data: DataConfig) -> None:
     """Move one training row each to `val` and `test` if these are empty, as long as rows are left.
 
-    For problems, all versions of one key move together. A share of 0 moves nothing.
+    For problems, all versions of a key move together. A share of 0 moves nothing.
     """
     supplied = [lot for lot in lots if lot.source != PACKAGES]
     if not supplied:
@@ -114,7 +114,7 @@ def hold_out(kind: str, lots: Sequence[Lot[R]], data: DataConfig) -> None:
 
 
 def tell_small(kind: str, lots: Sequence[Lot[R]], num_test: int) -> None:
-    """Print a warning if a test set of supplied rows alone is too small to be meaningful."""
+    """Print a warning if a test set consisting only of supplied rows is too small to be meaningful."""
     if lots and num_test < FEWEST and all(lot.source != PACKAGES for lot in lots):
         say(
             f"{kind}: the test set has only {num_test} rows; meaningful results need at least {FEWEST}: "
@@ -166,7 +166,7 @@ def combine(
 
 
 def check_filled(kind: str, entries: Iterable[tuple[str, int]]) -> None:
-    """Raise DataError for the first of the (name, rows to train on) with none."""
+    """Raise DataError for the first (name, rows to train on) pair with no rows."""
     for name, count in entries:
         if not count:
             raise DataError(
@@ -222,13 +222,13 @@ class Stock:
 
     @property
     def total(self) -> int:
-        """All sizes together."""
+        """The sum of all sizes."""
         return int(self.sizes.sum())
 
 
 def draw(stocks: Sequence[Stock]) -> list[NDArray[np.int64]]:
     """How often each row is drawn, (n,) for each stock, so that the drawn sizes match the weights and the total stays
-    the same. Rows are not split, so a share is off by half the largest row at most.
+    the same. Rows are not split, so a share is off by at most half the largest row.
     """
     total, weights = sum(stock.total for stock in stocks), sum(stock.weight for stock in stocks)
     targets = [stock.weight / weights * total for stock in stocks]
@@ -245,7 +245,7 @@ def _copies(stock: Stock, target: int) -> NDArray[np.int64]:
     order = np.argsort(stock.keys, kind="stable")
     ends = np.cumsum(stock.sizes[order])
     copies = np.full(len(stock.sizes), num_passes, np.int64)
-    copies[order[2 * ends - stock.sizes[order] <= 2 * rest - 1]] += 1  # rows that more than half fit
+    copies[order[2 * ends - stock.sizes[order] <= 2 * rest - 1]] += 1  # rows of which more than half fits
     return copies
 
 

@@ -1,6 +1,6 @@
 """The records produced by data sources, and their JSONL form. Nothing else crosses that boundary.
 
-`messages`, `prompt`, `chosen`, `rejected`, `answer` of a label are lists of messages in the OpenAI form:
+`messages`, `prompt`, `chosen`, `rejected` and the `answer` of a label are lists of messages in the OpenAI form:
 
     {"role": "system" | "user", "content": str}
     {"role": "assistant", "content": str, "tool_calls": [{"id": "call_0", "type": "function",
@@ -70,7 +70,7 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """Two answers to one prompt; `gold_*` in [0, 1] is the true score; `flipped`: swapped by label noise."""
+    """Two answers to the same prompt; `gold_*` in [0, 1] is the true score; `flipped`: swapped by label noise."""
 
     id: str
     source: str

@@ -36,8 +36,8 @@ from pipeline.ingest.sources import digest
 from pipeline.run.errors import DataError
 
 MOST_ENTRIES = 200_000  # over all folders: a walk takes about a second
-MOST_FILES = 20_000  # of Python
-MOST_BYTES = 100_000_000  # of Python, held in memory
+MOST_FILES = 20_000  # Python files
+MOST_BYTES = 100_000_000  # of Python files, held in memory
 INSTALLED = ("__pycache__", "node_modules", "site-packages", "dist-packages")
 VIRTUAL_ENVIRONMENT = "pyvenv.cfg"
 PACKAGE = "__init__.py"
@@ -49,7 +49,7 @@ class SourceFile:
     """One Python file."""
 
     path: str  # in the repository, with "/"
-    text: str  # decoded, with `\\n` line endings; may not parse
+    text: str  # decoded, with `\\n` line endings; might not parse
 
 
 @dataclass(frozen=True)

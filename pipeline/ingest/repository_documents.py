@@ -1,10 +1,10 @@
-"""Turn a repository's files into training documents: each part of a file once, preceded by what it needs from others.
+"""Turn a repository's files into training documents: each part of a file once, after what it needs from other files.
 
     RepositoryEntry -> read_files -> one text per Python file, with its split; cleaned and deduplicated like all others
     the files that were kept -> documents -> Text with a `context`, for each part of a file
 
 Parts. A file larger than half of `document_bytes` is cut between statements, at the outermost boundary in the second
-half of the room. Its parts join to the file, so a file's own text is trained on once per epoch.
+half of the available space. Together, its parts form the file, so a file's own text is trained on once per epoch.
 
 Context fills the rest of `document_bytes` and gets no loss, because it may precede many parts. Priorities: the
 signatures of what the file imports by name from the repository, starting with those the part uses; then outlines (a
@@ -46,9 +46,9 @@ from pipeline.text.repositories import Context
 
 LINE = re.compile(r"[^\n]*\n|[^\n]+")
 CHAIN = re.compile(r"(?<![\w.])[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*", re.ASCII)  # a name and its attributes
-# where each name occurs once before it is used
+# import lines, where each name occurs once before it is used
 IMPORTS = re.compile(r"^[ \t]*(?:from\s+\S+\s+)?import\s+(?:\([^)]*\)|.*)$", re.MULTILINE)
-OTHERS = 2 / 3  # of a context's bytes at most for other files; the file's own text before the part gets the rest
+OTHERS = 2 / 3  # maximum share of a context's bytes for other files; the file's own text before the part gets the rest
 MOST_STEPS = 5  # of re-exports through which a name is followed
 MOST_OUTLINE = 12  # lines of an outline
 MOST_FILES = 24  # direct and transitive imports considered for one part
@@ -234,7 +234,7 @@ class Name:
 
 
 class Library:
-    """The files of a repository: what each defines and imports, and the context for a part of one."""
+    """The files of a repository: what each defines and imports, and the context for a part of a file."""
 
     def __init__(self, found: Repository, kept: Mapping[str, Text]) -> None:
         """`kept`: path -> cleaned text; dropped files still re-export names but are never shown."""

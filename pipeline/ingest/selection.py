@@ -10,10 +10,10 @@
 keeps hashes and signatures, never texts. Every document offered while its part is open counts as found, and is either
 kept or dropped for one reason: found = kept + dropped.
 
-Batches may run slightly ahead of `Selection`, depending on the number of workers. This is never visible: documents past
-a full quota are not counted, and documents past a full package are dropped as `cap` whether read or not.
+Batches may run slightly ahead of `Selection`, depending on the number of workers. This is never visible: documents
+beyond a full quota are not counted, and further documents of a full package are dropped as `cap` whether read or not.
 
-`mix` spreads every part (stories, python, ...) evenly over the whole, so that readers of the beginning alone (an
+`mix` spreads every part (stories, python, ...) evenly over the whole, so that readers of only the beginning (an
 evaluation, a sample) see all of it. Memory is one row group per part, whatever the corpus size. Equal documents give
 equal bytes (for a given pyarrow version).
 """

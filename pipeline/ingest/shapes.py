@@ -10,7 +10,7 @@
     {question | prompt, tests | test_cases}      Problem    asserts, or {args, expected}
     {prompt, chosen, rejected} {chosen, rejected}   Pair    strings, messages, or transcripts with a common prefix
     {instruction, input, chosen, rejected}          Pair    LLaMA-Factory, Alpaca's form
-    {conversations, chosen, rejected}               Pair    LLaMA-Factory, ShareGPT's form: a message each side
+    {conversations, chosen, rejected}               Pair    LLaMA-Factory, ShareGPT's form: one message per side
     {prompt, completion, label}                     Label   TRL, unpaired: strings or messages; label true or false
     {messages | conversations, kto_tag}             Label   LLaMA-Factory; the last message is the answer
     {instruction, input, output, kto_tag}           Label   LLaMA-Factory, Alpaca's form

@@ -20,7 +20,7 @@ For the same harvest on every machine, `data=packages` takes named packages at t
 
     conf/data/packages.yaml (names) + requirements.lock (versions) + RECORD (sha256 of each file) -> Found
 
-They are pure Python, so that every platform installs the same wheel byte for byte, and permissively licensed. A version
+They are permissively licensed and pure Python, so that every platform installs the same wheel byte for byte. A version
 that differs from the lock, a file that differs from its RECORD, or a missing package is an error that names it.
 """
 

@@ -268,7 +268,7 @@ _BRACKETED = re.compile(r"""\[\s*[^\[\](){}'"=,]+\(.*\)\s*\]""", re.DOTALL)
 
 
 def bracket_calls(text: str, field: str) -> list[Call]:
-    """ToolACE's `[f(a=1), Market Trends API(x="y")]`; [] if the text has another form. Names may contain spaces."""
+    """ToolACE's `[f(a=1), Market Trends API(x="y")]`; [] if the text has a different form. Names may contain spaces."""
     text = text.strip()
     if not _BRACKETED.fullmatch(text):
         return []

@@ -7,7 +7,7 @@
 
 Both distributions use the sampling temperature. The teacher is either live (`Whole`: its states and its head) or
 precomputed (`Kept`: its top k tokens, with the remaining mass as one more outcome on both sides). With `Kept` the
-divergence is over coarser outcomes: never greater, and equal when k is the vocabulary size.
+divergence is over coarser outcomes, so it is never greater, and equal if k is the vocabulary size.
 
 Logits are computed in chunks and recomputed in the backward pass, so at most 2^23 per model exist at once.
 """

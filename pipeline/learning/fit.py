@@ -49,7 +49,7 @@ class Watchers:
     """A stage's measurement and check callbacks during training. Each may raise GateError."""
 
     step: Callable[[int], None] | None = None  # before each step, with the number of steps so far
-    # (model, this rank's micro-batches, ranks) before the passes -> the same, with values the loss needs per whole step
+    # before the passes: (model, this rank's micro-batches, ranks) -> micro-batches with values the loss needs per step
     complete: Callable[..., Sequence[Batch]] | None = None
     first: Callable[[dict[str, float]], None] | None = None  # loss and metrics of the first fill, before any update
     evaluate: Callable[[int], dict[str, float]] | None = None  # at step 0, every eval_steps, and at the end
@@ -57,7 +57,7 @@ class Watchers:
     micro: Callable[[int, bool], None] | None = None  # before each micro-batch: its index, and whether it counts
     save: Callable[[Path], None] | None = None  # write the current model, for runtime.keep_models
     new_level_at: int | None = None  # the batch where the data changes: earlier losses are not comparable
-    gradients_at: int | None = 0  # the step at which every group must get a gradient; a zero head blocks them at 0
+    gradients_at: int | None = 0  # the step at which each group must get a gradient; a zero head blocks it at step 0
 
 
 def fit(
@@ -273,7 +273,7 @@ class Run:
 
     def _check_step(self, totals: Totals, norm: float, fill_metrics: dict[str, float]) -> None:
         """Run the first-step gates before the update. A policy's first iterations may have no terms."""
-        overflow = self.hardware.precision == "fp16" and not math.isfinite(norm)  # the scale still adapts
+        overflow = self.hardware.precision == "fp16" and not math.isfinite(norm)  # the loss scale is still adapting
         if self.course.step == 0 and len(totals.terms) == 1:  # a sum of several terms need not start at ln V
             gates.first_loss(totals.values()["loss"], self.plain, from_scratch=self.from_scratch)
         due = self.postponed or self.course.step == self.watchers.gradients_at
@@ -292,7 +292,7 @@ class Run:
             raise self._failure(value, norm, reason, rows)
         fault = totals.veto or update.fault(course, value, norm, self.config.on_spike)
         spike = fault != update.NOT_FINITE and not totals.veto
-        skipped_steps = course.spikes_at if spike else course.broken_at  # earlier ones of the same kind
+        skipped_steps = course.spikes_at if spike else course.broken_at  # those skipped for the same reason
         action = self.config.on_spike if spike else self.config.on_nonfinite
         target = update.rollback_target(course) if fault and action == "rollback" else None
         may_roll_back = target is not None and len(course.windows) < update.ROLLBACKS
@@ -327,7 +327,7 @@ class Run:
         )
 
     def _first_not_finite(self, batches: list[Batch]) -> str:
-        """The first non-finite module output of this step, or else gradient, on the first rank that has one."""
+        """This step's first non-finite module output, or failing that gradient, on the first rank that has one."""
 
         def forward() -> None:
             for micro, (batch, _) in enumerate(self.ranks.evened(batches)):
@@ -410,7 +410,7 @@ class Run:
         return batches * self.config.rows * self.config.row_length / self.stream.tokens_per_epoch
 
     def _evaluate(self) -> None:
-        """Compute the validation loss on a fixed slice, which updates `best` and the anchor, and the stage's metrics.
+        """Compute the validation loss on a fixed slice, updating `best` and the anchor, and the stage's metrics.
 
         Evaluates the averaged weights if there are any. Exits when all ranks agree on a signal between two batches.
         """
@@ -453,7 +453,7 @@ class Run:
         self.keeper.save(self.course, self.window, {"stream": stream, "scaler": self.scaler.state()})
 
     def _keep_model(self) -> None:
-        """Write the model at this step next to the stage's own, with averaged weights if there are any."""
+        """Write the model at this step next to the stage's own model, with averaged weights if there are any."""
         if self.ranks.rank == 0 and self.watchers.save:
             name = f"{self.job.name.replace('@', '_')}-{self.course.step}"
             target = self.job.folder / "out/models" / name

@@ -5,7 +5,7 @@
 It models this code, not a textbook, and is checked against measured peaks (tests/test_footprint.py):
 
 - Trained weights, gradients and moments are float32: 4 + 4 + 8 bytes per parameter with AdamW, 4 + 4 + 4 with Muon. An
-  EMA takes 4. Frozen weights count as stored (learning/reference.py). `copies`: half-precision ones, 2 bytes per
+  EMA takes 4. Frozen weights count as stored (learning/reference.py). `copies` are half-precision: 2 bytes per
   matmul parameter, until the backward pass.
 - Activations per token and layer: what `Block` saves for the backward pass (`layer_bytes`), plus one more layer, the
   one being computed. A checkpointed layer keeps only its input, 4d bytes: the residual stream stays float32 under
@@ -19,10 +19,10 @@ It models this code, not a textbook, and is checked against measured peaks (test
 Sampling, a pass and an update never overlap, so the total uses the largest of a pass (copies, activations, logits), the
 update and sampling. On a CPU, gradients of a single pass reuse the memory of half-precision activations (measured with
 AMX). Otherwise they are added: glibc is configured to keep freed memory (device.keep_freed_memory) and reuses an
-aligned block only if its neighbors are free too, so blocks are rarely reused for another size. There the heap grows by
-a margin, a quarter of which is touched at the peak. Muon's stacks of different shapes and the head's several gradients
-add up. A recomputed layer reuses only part of the previous layer's memory (LOST, measured), and adapter temporaries
-fragment the heap (LEFT, measured).
+aligned block only if its neighbors are free too, so blocks are rarely reused for a different size. The heap then grows
+by a margin, a quarter of which is touched at the peak. Muon's stacks of different shapes and the head's several
+gradients add up. A recomputed layer reuses only part of the previous layer's memory (LOST, measured), and adapter
+temporaries fragment the heap (LEFT, measured).
 
 Hooks are counted (`hook_bytes`), to within a fifth on a CPU. Not counted: the interpreter and its libraries (0.3 to
 0.5 GB), the CUDA context. Not measured: CUDA.
@@ -50,7 +50,7 @@ from pipeline.run import device
 ATTENTION, MLP = TARGETS[:4], TARGETS[4:]
 MOST_MASKED_LOGITS = 2**26  # of `diffusion/model.py`, which the core does not import
 SHARE = 0.8  # of a GPU's total memory that a plan may fill
-CPU_SHARE = 0.3  # of a machine's: other programs run there, and larger micro-batches are no faster
+CPU_SHARE = 0.3  # of a machine's memory: other programs run there, and larger micro-batches are no faster
 # Measured on a CPU: the share of recomputed tensors that cannot reuse freed memory, and the bytes per output element
 # that an adapted projection leaves in fragments too small for the next tensor.
 LOST = {"fp32": 0.4, "bf16": 0.15, "fp16": 0.15}
@@ -277,7 +277,7 @@ def pass_bytes(
         return copies, activations + tied, of_tokens(first, weights, work, chosen) if chosen else 0.0
     if _uses_cpu_operators(first, work, ATTENTION):  # a layer's copies are freed with it
         cast *= min(1.0, (first.layers - recomputed_layers(first, work) + 1) / first.layers)
-    size = (2 if work.kind == "cpu" else 6) if half else 4  # a CPU upcasts few at a time
+    size = (2 if work.kind == "cpu" else 6) if half else 4  # a CPU upcasts only a few at a time
     logits = size * first.vocab_size * min(rows, chosen) + (6.0 if half else 4.0) * first.width * chosen
     copies = 2.0 * cast * half + folded_bytes(first, work)
     return copies, activations, logits + head_bytes(weights, work, chosen > rows)
@@ -304,7 +304,7 @@ def masked_bytes(config: ModelConfig, weights: Weights, work: Work, chosen: int)
 
 
 def head_bytes(weights: Weights, work: Work, several: bool) -> float:
-    """Bytes of the head-sized tensors in `next_token`, besides its gradient. `several` chunks of logits."""
+    """Bytes of head-sized tensors in `next_token`, besides its gradient. `several`: more than one chunk of logits."""
     accumulated = 4 if work.accumulates else 0  # the running sum of earlier micro-batches is a separate tensor
     if work.kind != "cpu":  # the gradient, and its product in the backward pass
         return (4.0 + accumulated) * weights.head
@@ -379,7 +379,7 @@ def input_bytes(config: ModelConfig, work: Work, names: Sequence[str]) -> float:
 
 
 def reaches(work: Work) -> tuple[float, float]:
-    """The mean number of tiles for which a tile keeps keys, and probabilities (model/cpu/attention.py)."""
+    """The mean numbers of tiles for which a tile keeps keys and probabilities (model/cpu/attention.py)."""
     tiles = -(-work.context // TILE)
     if work.packed and tiles > KEPT_REACH:  # the shorter documents that keep the most
         return (tiles + 1) / 2, (KEPT_REACH + 1) / 2

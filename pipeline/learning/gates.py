@@ -1,7 +1,7 @@
 """Health gates: cheap checks that stop a doomed run early and name the likely cause.
 
-Each gate compares a number with its theoretical value before any learning, at the start or in the first step before its
-update. A mismatch raises GateError (exit 3) with the expected value, the actual value and the likely cause. Merely
+Each gate compares a number with its theoretical value before any learning: at the start, or in the first step before
+the update. A mismatch raises GateError (exit 3) with the expected value, the actual value and the likely cause. Merely
 suspicious values get a warning. The second half has the gates for fine-tuning and alignment.
 """
 
@@ -177,7 +177,7 @@ def first_reward(expected: float) -> Callable[[dict[str, float]], None]:
 
 
 # mean difference in nats allowed between a batch's answer log-probabilities in half precision; a different model is off
-# by more than one
+# by more than 1 nat
 ROUNDED = 0.2
 
 
@@ -185,8 +185,8 @@ def first_dpo(expected: float | None, precision: str, beta: float) -> Callable[[
     """Check that the policy equals its reference: the loss is known, and all rewards are 0.
 
     In half precision a pass with gradients rounds differently from one without, and an answer's sum has many terms:
-    0.04 nats measured in a batch of 16 pairs. Rewards are `beta` times that, and the loss differs by a reward, or in
-    proportion to its own size.
+    0.04 nats measured in a batch of 16 pairs. Reward errors are `beta` times that; the loss is off by as much as a
+    reward, or in proportion to its own size.
     """
     tolerance = 1e-4 if precision == "fp32" else ROUNDED * beta
 

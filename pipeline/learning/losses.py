@@ -187,7 +187,7 @@ def _logprobs_head(
 class _TargetLogprobs(Function):
     """With p = softmax(z / T): l = log p_t; dz = (dl at t - p sum dl) / T. A state may have several targets.
 
-    The matmul runs in autocast precision, and p is stored in it. At the targets dz is computed in float32: a sharp
+    The matmul runs in autocast precision, in which p is also stored. At the targets dz is computed in float32: a sharp
     policy's p_t rounds to 1, and its gradient is 1 - p_t.
     """
 

@@ -10,7 +10,8 @@ valley (fastai's), and a tenth of the rate at the minimum. `breaks_at` is where 
 2 / lambda for plain gradient descent on a quadratic of curvature lambda. Weights and moments are restored and verified
 by a hash.
 
-Not guaranteed: the best rate. One hundred steps show where training diverges; finding the best final loss takes runs.
+Not guaranteed: the best rate. One hundred steps show where training diverges; finding the best final loss takes full
+runs.
 """
 
 import csv
@@ -53,7 +54,7 @@ class Suggestion:
 
 
 def look(run: TrainingRun) -> NoReturn:
-    """Search with a run that has not started. Writes CSV, plot and suggestion to the work folder, then exits.
+    """Run the search before training starts. Writes CSV, plot and suggestion to the work folder, then exits.
 
     Raises SystemExit(0); GateError if the first loss is not finite.
     """

@@ -6,9 +6,9 @@ memory-augmented model), `lora`, `embedding` (including tied ones and rows train
 base model form one group, `base`. `norm_bias`, `bank`, `router` and tensors with fewer than two dimensions get no
 weight decay.
 
-The rate of layer l of L (from 1) is multiplied by gamma^(L-l) (`layer_decay`), an untied embedding's by gamma^L, head
-and tied embedding's by 1 (ULMFiT's discriminative rates, Howard & Ruder 2018, arXiv:1801.06146, 3.2, with a geometric
-rule).
+The rate of layer l of L (from 1) is multiplied by gamma^(L-l) (`layer_decay`), that of an untied embedding by gamma^L,
+and those of the head and a tied embedding by 1 (ULMFiT's discriminative rates, Howard & Ruder 2018, arXiv:1801.06146,
+3.2, with a geometric rule).
 
 `rate_width` is the width at which the rates were tuned. For another width, AdamW multiplies the rates of the layers'
 matrices by rate_width / width (Yang et al. 2022, muP, arXiv:2203.03466, table 8: a hidden matrix). Muon's updates have
@@ -23,8 +23,8 @@ would move together for a long time, since each gets a similar share of the firs
 updates, with two differences: it orthogonalizes same-shape matrices together, and iterates in fp32 where bf16 is
 emulated (50 times slower there).
 
-Under FSDP2 each matrix is gathered once per step, in the iteration dtype, and every rank then iterates as in a single
-process; torch's Muon on DTensors communicates at every matmul. AdamW works on the local rows.
+Under FSDP2 each matrix is gathered once per step, in the iteration dtype, and every rank then iterates as a single
+process would; torch's Muon on DTensors communicates at every matmul. AdamW works on the local rows.
 """
 
 import inspect
@@ -249,7 +249,7 @@ class Optimizers:
         return muon, [param_group for (by_muon, *_), param_group in param_groups.items() if not by_muon]
 
     def iteration_flops(self) -> float:
-        """FLOPs of Muon's iterations per update; 0 without Muon. Each is three matmuls over the smaller side."""
+        """FLOPs of Muon's iterations per update; 0 without Muon. Each has three matmuls over the smaller side."""
         flops = 0.0
         for optimizer in self.optimizers:
             for group in optimizer.param_groups if isinstance(optimizer, Muon) else []:

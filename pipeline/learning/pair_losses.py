@@ -59,7 +59,7 @@ def bradley_terry(chosen: Tensor, rejected: Tensor, *, margin: Tensor | None = N
 def with_likelihood(loss: Loss, guessed: Tensor, likelihoods: Tensor, *, weight: float) -> Loss:
     """The loss plus weight * the squared error of predicted log-probabilities (N,), averaged over the answers' tokens.
 
-    The true ones, `likelihoods` (N,), are in nats and clamped to at least -5: beyond that a token is just a surprise.
+    The true values, `likelihoods` (N,), are in nats, clamped to at least -5: below that a token is simply a surprise.
     """
     error = (guessed - likelihoods.clamp(min=LEAST_LIKELY)).square().sum()
     return replace(loss, terms=[*loss.terms, Term("likelihood", error, "tokens", weight)])
@@ -176,7 +176,7 @@ def _simpo(x: _Ratios, c: PairLoss) -> Tensor:
 
 
 def _apo_zero(x: _Ratios, c: PairLoss) -> Tensor:
-    """Raises the chosen answer, lowers the rejected (D'Oosterlinck et al. 2024, arXiv:2408.06266, eq. 8)."""
+    """Raises the chosen answer and lowers the rejected (D'Oosterlinck et al. 2024, arXiv:2408.06266, eq. 8)."""
     return 1 - torch.sigmoid(c.beta * x.chosen) + torch.sigmoid(c.beta * x.rejected)
 
 

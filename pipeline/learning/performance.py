@@ -5,7 +5,7 @@
     instruments.report(...)             at the end
 
 **Micro-batch** (`runtime.micro_batch: auto`): the rows in one forward pass. Its size changes the order of sums, so it
-is part of a run.
+is part of a run's identity.
 
     kept        the size from the run's newest checkpoint, so a resumed run stays exact
     planned     else all rows, or the largest power of two planned to fit 80% of a GPU's memory, or 30% of a
@@ -13,18 +13,19 @@ is part of a run.
     proved      on a GPU, a dry step of that size follows: a real forward and backward pass, halved on out-of-memory
 
 The limits are shares of total, not free, memory, so identical runs choose the same size. The dry step leaves weights,
-moments and generators unchanged. On a CPU the system kills a process that exhausts memory instead of raising, so there
-the plan alone decides. The same goes for batches that do not exist yet (rollouts). Running out of memory later ends
-the run with a list of remedies.
+moments and generators unchanged. On a CPU the system kills a process that exhausts memory instead of raising an
+error, so there only the plan decides. The same goes for batches that do not exist yet (rollouts). Running out of memory
+later ends the run with a list of remedies.
 
 **Compilation** (`compiled`). On a CPU in bf16 with hand-written layers, the operations between matmuls, and attention
 with AMX, are compiled from C++ (`model/cpu`). This takes five seconds, so `auto` does it whenever a compiler is
 available. Everywhere else, and for layers with adapters or biases, torch.compile is used: each block in place
 (`layer.compile()`), so all layers share one compilation and state-dict names stay the same. There `auto` does not
-depend on timing, so identical runs decide alike: it compiles runs of more than 1e14 training FLOPs on a CPU, 5e16 on a
-GPU, with rows of equal length. Pairs and policy rollouts have a new shape in every batch. Sampling never runs compiled
-layers, but decodes with the same operations (`load_operators`, model/decoding.py). Both are cached in `.work/compile`
-between runs. Compiled and eager steps round differently, so a checkpoint records which was used.
+depend on timing, so identical runs decide the same way: it compiles runs of more than 1e14 training FLOPs on a CPU,
+5e16 on a GPU, with rows of equal length. Pairs and policy rollouts have a new shape in every batch. Sampling never runs
+compiled layers, but decodes with the same operations (`load_operators`, model/decoding.py). Compiled layers and
+operations are cached in `.work/compile` between runs. Compiled and eager steps round differently, so a checkpoint
+records which was used.
 
 **Profile** (`runtime.profile: true`) records a few steps with torch.profiler:
 
@@ -166,7 +167,7 @@ def chosen(
 ) -> list[int]:
     """The micro-batches tried for the `rows` of a step on this process. All processes use the last one.
 
-    `dry` runs forward and backward on that many rows; None: the plan alone decides. Raises InputError if none fits.
+    `dry` runs forward and backward on that many rows; None: only the plan decides. Raises InputError if none fits.
     """
     setting, before = job.runtime.micro_batch, kept(job.folder, ranks.world)
     if setting != "auto" or before is not None:
@@ -182,7 +183,7 @@ def chosen(
 
 
 def kept(folder: Path, world: int) -> int | None:
-    """The micro-batch of the newest readable state, if trained by the same number of processes."""
+    """The micro-batch of the newest readable state, if it was trained by the same number of processes."""
     for path in sorted(folder.glob("step-????????/state.json"), reverse=True):
         with suppress(OSError, ValueError, KeyError):  # a damaged state: the previous one has the same size
             meta = json.loads(path.read_text())
@@ -339,7 +340,7 @@ def load_operators(asked: bool | str, *, hardware: Hardware, name: str) -> bool:
     """Compile and load the C++ operations, for training and decoding in bf16 on a CPU. Elsewhere unload them, since an
     earlier run in this process may have loaded them. Returns whether they are loaded.
 
-    Raises ConfigError for true if there is no compiler, or it fails.
+    Raises ConfigError if `asked` is true and the compiler is missing or fails.
     """
     native.unload()
     if hardware.device.type != "cpu" or hardware.precision != "bf16":
@@ -357,7 +358,7 @@ def load_operators(asked: bool | str, *, hardware: Hardware, name: str) -> bool:
 
 
 def wanted(asked: bool | str, *, flops: float, device: torch.device) -> bool:
-    """Whether to compile: as configured, or by the rule for `auto`. Raises ConfigError for true if it is impossible."""
+    """Whether to compile: as configured, or by the rule for `auto`. Raises ConfigError for true if impossible."""
     if asked is False:
         return False
     missing = lacking(device)
@@ -485,7 +486,7 @@ def _muon_share(run: TrainingRun) -> str:
 
 
 def report(run: TrainingRun, seconds: float, steps: int, targets: int) -> None:
-    """Report tokens per second, utilization and memory for the `steps` made by this call of fit."""
+    """Report tokens per second, utilization and memory for the `steps` steps of this call of fit."""
     if not steps:
         return
     tokens, device = run.seen, run.hardware.device
@@ -509,7 +510,7 @@ def report(run: TrainingRun, seconds: float, steps: int, targets: int) -> None:
 def utilization(flops: float, hardware: Hardware) -> dict[str, float]:
     """`mfu` if the data sheet is known, `mfu_measured`, and `gpu_utilisation` as reported by the driver.
 
-    `flops` are per second; empty if 0.
+    `flops` is per second; if it is 0, the result is empty.
     """
     if not flops:
         return {}

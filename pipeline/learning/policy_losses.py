@@ -102,7 +102,7 @@ def group_advantages(rewards: Tensor, valid: Tensor, *, scaled: bool) -> Tensor:
 def leave_one_out(rewards: Tensor, valid: Tensor) -> Tensor:
     """R - mean of the others in the group (Ahmadian et al. 2024, RLOO, arXiv:2402.14740, eq. 10). (P, G) -> (P, G).
 
-    Answers that are not `valid` get 0 and are excluded from means. A valid answer without others also gets 0.
+    Answers that are not `valid` get 0 and are excluded from means. The only valid answer in a group also gets 0.
     """
     num = valid.sum(1, keepdim=True)
     known = rewards.where(valid, 0.0)

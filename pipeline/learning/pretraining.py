@@ -15,7 +15,7 @@ A wing provides, for a model with its hook (model/layers.py):
 
 A killed stage resumes in its last phase: for a finished phase, `fit` loads its final state with the published weights.
 The stage's curve concatenates the phases with continuous steps, so they form one run in DVC and MLflow. A phase with a
-prefix logs under it (`control/loss`), alongside the others.
+prefix logs under that prefix (`control/loss`), alongside the others.
 """
 
 from __future__ import annotations
@@ -126,7 +126,8 @@ class PhaseTracker:
     def report(self, **numbers: object) -> None:
         """Report final numbers under this phase's name.
 
-        Phases without a prefix also set the stage's headline numbers: the last one's best evaluation, the total tokens.
+        Phases without a prefix also set the stage's headline numbers: the last phase's best evaluation, the total
+        tokens.
         """
         own = self._stage.final.setdefault(self._name, {})
         own.update(numbers)

@@ -13,10 +13,10 @@ FSDP2 shards every weight, gradient and moment by rows across the processes (Zha
     published(model)        its whole weights by name, one at a time; `Copies` of a policy sample with them
     local, full, rows       of a weight: this rank's part, all of it, and the range of its rows
 
-It is configured by Accelerate's environment variables: `accelerate launch` sets them from conf/launch/fsdp2.yaml, and
-tools/launch.py for `STAGECOACH_LAUNCH=fsdp2:2`. The math matches a single process: weights are communicated in float32
-and cast by autocast as usual. There is no MixedPrecisionPolicy, which would run norms and embeddings in half precision.
-Separate frozen models (a reference) are not sharded: each process has a full copy.
+FSDP2 is configured by Accelerate's environment variables: `accelerate launch` sets them from conf/launch/fsdp2.yaml,
+and tools/launch.py for `STAGECOACH_LAUNCH=fsdp2:2`. The math matches a single process: weights are communicated in
+float32 and cast by autocast as usual. There is no MixedPrecisionPolicy, which would run norms and embeddings in half
+precision. Separate frozen models (a reference) are not sharded: each process has a full copy.
 
 If a process dies silently, the others exit too, even if no collective notices (`watch_peers`). Not guaranteed: that
 they notice a machine losing its network before gloo or NCCL does. Not supported with FSDP2: fp16 (the scaler is lost,
@@ -138,7 +138,7 @@ class Ranks:
     def dealt(self, batches: Iterable[T]) -> Iterator[tuple[T | None, bool]]:
         """Deal evaluation batches in rounds of `world`: this rank's batch per round, and whether it counts.
 
-        If the last round has none for this rank, it is None; for a sharded model it is another rank's batch, for a pass
+        A rank without a batch in the last round gets None, or with a sharded model another rank's batch, for a pass
         that does not count.
         """
         remaining = iter(batches)
@@ -221,10 +221,10 @@ class Ranks:
                     )
 
     def finish(self, model: nn.Module, device: torch.device, *, last: bool = True) -> None:
-        """End all processes except rank 0, which alone evaluates and writes outputs, with a whole model.
+        """End all processes except rank 0; only rank 0, with a whole model, evaluates and writes outputs.
 
-        A sharded model is gathered in rank 0's host memory, and moved to its device if it takes less than half of it.
-        Before a stage's `last` run all ranks continue, each with a whole model.
+        A sharded model is gathered in rank 0's host memory, and moved to the device if it takes less than half of the
+        device's memory. Before a stage's `last` run all ranks continue, each with a whole model.
         """
         if self.sharding:
             keep = self.rank == 0 or not last
@@ -403,7 +403,7 @@ def shard(model: nn.Module, settings: Sharding, device: torch.device) -> list[Mo
 
 
 def _reshard_after_inference(model: nn.Module, _inputs: object, _output: object) -> None:
-    """Free the weights gathered for a no-grad pass: no backward pass frees them, and the next would use stale ones."""
+    """Free the weights of a no-grad pass: no backward pass frees them, and the next pass would use stale weights."""
     if not torch.is_grad_enabled():
         from torch.distributed.fsdp import FSDPModule
 
@@ -436,7 +436,7 @@ def whole_again(model: nn.Module, backups: list[ModuleBackup], *, keep: bool) ->
 
 
 def published(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield each whole weight with its name. For a sharded model each is a collective: all ranks must iterate fully."""
+    """Yield each whole weight with its name: a collective for a sharded model, so all ranks must iterate to the end."""
     for name, parameter in model.named_parameters():
         yield name, full(parameter.detach())
 
@@ -468,7 +468,7 @@ class Copies:
 
 
 def is_sharded(tensor: Tensor) -> "TypeGuard[DTensor]":
-    """Whether this rank has only some of its rows."""
+    """Whether this rank has only some of the tensor's rows."""
     if type(tensor) in (Tensor, nn.Parameter):
         return False
     from torch.distributed.tensor import DTensor  # here and below: a second, only needed when sharding

@@ -5,8 +5,8 @@
     Rolling       a stream filled with the policy's own answers: rl/rollout.py
     TrainingRun   the part of `fit.Run` used by the learning-rate finder, the memory planner and the speed report
 
-The helpers are below the loop, so they do not import it. The protocols are for type checking only: nothing inherits
-from them.
+The helpers are a layer below the loop, so they do not import it. The protocols are for type checking only: nothing
+inherits from them.
 """
 
 from collections.abc import Callable, Iterator

@@ -13,7 +13,7 @@ autocast uses the rounded weights. Weights that autocast does not round stay flo
 head, since they are looked up), norms, the reward row. An adapter is merged into the float32 base, reloaded from its
 files, so no rounding is published.
 
-Not guaranteed: that a copy fits in memory next to the policy; with an adapter there is none.
+Not guaranteed: that a copy fits in memory next to the policy; with an adapter there is no copy.
 """
 
 import copy

@@ -4,13 +4,13 @@
         weights.safetensors  optimizer.safetensors  state.json  curve.jsonl
         manifest.json        sizes and sha256 of the other files, written last
 
-`Keeper` saves and resumes a run: it decides which states to retain, which one to resume from, which weights to publish.
-All ranks call its methods together. Rank 0 writes, or with FSDP2 each rank its own rows; rank 0 alone picks the newest
-valid state.
+`Keeper` saves and resumes a run: it decides which states to retain, which one to resume from, and which weights to
+publish. All ranks call its methods together. Rank 0 writes (with FSDP2, each rank writes its own rows); only rank 0
+picks the newest valid state.
 
 Files are written to `step-N.part` and fsynced, the manifest last. Then the folder is fsynced and renamed, its parent
 fsynced, and only then are older states deleted. `newest` returns the newest state with all hashes intact, so a damaged
-one only loses the steps since the previous state.
+one costs only the steps since the previous state.
 
 Each process writes its own rows of each tensor, and any process can read the rows it needs:
 
@@ -97,7 +97,7 @@ class Keeper:
     def save(self, course: Course, window: LoggingWindow, extra: JsonObject) -> None:
         """Write a state, then delete all but the `runtime.keep` newest, the best, and rollback candidates.
 
-        With `runtime.async_save` a thread writes a copy, one at a time: the next save, and the end, wait for it.
+        With `runtime.async_save` a thread writes a copy; the next save and the end of the run wait for it.
         """
         self.wait()
         optimizer = self.optimizers.state_tensors()
@@ -182,7 +182,7 @@ class Keeper:
         say(f"{job.name}: run {relatives[0].name} differs only in length, but this one starts at 0: {why}")
 
     def _shared_states(self, relative: Path) -> Iterator[tuple[int, Path, int]]:
-        """(step, state, its best step) for another run's states whose steps are also this run's."""
+        """(step, state, its best step) for another run's states whose steps this run shares."""
         for path in relative.glob("step-????????"):
             meta = {} if fault(path) else read_state(path).meta
             if 0 < meta.get("step", 0) <= min(self.free, meta.get("free", 0)) and self._has_best(path, meta):
@@ -207,7 +207,7 @@ class Keeper:
         self._thread.shutdown(wait=True)
 
     def resume(self) -> tuple[Course, LoggingWindow, JsonObject] | None:
-        """Load the newest valid state into model, optimizers, averages and tracker. Returns the rest of it, if any.
+        """Load the newest valid state into model, optimizers, averages and tracker. Returns its other contents, if any.
 
         Raises ConfigError for a state trained on other data, or not visible to all ranks.
         """

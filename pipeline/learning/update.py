@@ -6,14 +6,14 @@
     Scaler            loss scaling for fp16
     Averages          exponential moving average of the weights
 
-**Checks.** Each step is applied, is skipped, ends the run, or rolls it back. All ranks decide alike because the numbers
-are global. A spike is a loss above mean + 6 max(std, 1% of |mean|) of the last 128 applied steps, and at least 0.1
-nats above the mean (PaLM restarts before a spike and skips the batches around it: Chowdhery et al. 2022,
+**Checks.** A step is applied or skipped, or it ends the run or rolls it back. All ranks make the same decision because
+the numbers are global. A spike is a loss above mean + 6 max(std, 1% of |mean|) of the last 128 applied steps, and at
+least 0.1 nats above the mean (PaLM restarts before a spike and skips the batches around it: Chowdhery et al. 2022,
 arXiv:2204.02311, 5.1). A skipped step changes no weights or moments. Spikes should be rare: the third in a row, or the
 tenth in a thousand steps, is taken as the run's new level and applied, so spikes never end a run. The gradient norm
 alone never causes a skip: clipping bounds it, and a model that has memorized its data has norms near 0 with rare jumps.
 
-Two things end a run: non-finite values in three consecutive steps or ten of a thousand; and a loss that rises and
+Two things end a run: non-finite values in three consecutive steps or ten in a thousand; and a loss that rises and
 stays high, 100 consecutive steps more than 1 nat above the lowest median of 128 steps so far. A policy's loss is not in
 nats, so with `on_spike: ignore` only non-finite values count. When a stage changes its data on purpose, earlier losses
 are forgotten.

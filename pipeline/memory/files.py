@@ -8,12 +8,12 @@ Like a memory's read, it follows whole layers of a frozen model and starts as th
 
 **Files**:
 
-    config.json             model_type stagecoach_memory, so that no causal engine runs the base alone
+    config.json             model_type stagecoach_memory, so that no causal engine runs only the base
     model.safetensors       the base, under Hugging Face's names
     memory.safetensors      banks and readers; an int8 or int4 bank as integers and one scale per row
     memory.json             its shape, and the digest of the base it was trained on
 
-On another base, a memory would get states it has never seen, so `load` compares digests.
+On a different base, a memory would get states it has never seen, so `load` compares digests.
 
 A bank is quantized after training, with one scale per row:
 
@@ -93,7 +93,7 @@ class Wider(LayerHook):
 
     @torch.no_grad()
     def initialise(self, generator: torch.Generator) -> None:
-        """As the model's own SwiGLU, except for the down projection, which is zero."""
+        """Like the model's own SwiGLU, except for the down projection, which is zero."""
         for name, parameter in self.named_parameters():
             if parameter.ndim < 2:
                 parameter.fill_(1.0)
@@ -154,7 +154,7 @@ class QuantisedBank(nn.Module):
 
 
 def quantise(rows: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Integers (N, M) int8, or (N, M / 2) uint8 with two each, the even index in the low bits; and scales (N, 1)."""
+    """Integers (N, M) int8, or (N, M / 2) uint8 with two in each, the even index in the low bits; and scales (N, 1)."""
     level = LEVELS[bits]
     scales = rows.abs().amax(1, keepdim=True) / level
     numbers = (rows / scales.clamp_min(torch.finfo(rows.dtype).tiny)).round().clamp(-level, level).to(torch.int8)

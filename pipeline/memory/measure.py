@@ -12,7 +12,7 @@ If all sources use the chapters in the same way, the chapters are not specialize
 **Recall** (`known`): exact match of greedy answers to questions about invented facts.
 
     test     trained facts, asked in an unseen wording
-    control  untrained facts of the same kind: the guessing level
+    control  untrained facts of the same kind: the chance level
 
 Intervals are Wilson's, 95%; two models are compared on the same questions by a paired bootstrap.
 """
@@ -103,12 +103,12 @@ def _map_text(memory: Memory, tokenizer: Tokenizer, source: str, batch: TokenBat
 # -- recall ------------------------------------------------------------------------------------------------------------
 
 
-SPARE_TOKENS = 4  # by which an answer may exceed the length of the right one
+SPARE_TOKENS = 4  # by which an answer may be longer than the correct one
 
 
 @dataclass(frozen=True)
 class Recall:
-    """Questions, the model's answers, and which ones were right."""
+    """Questions, the model's answers, and which ones were correct."""
 
     asked: list[FactQuestion]
     completions: list[Completion]

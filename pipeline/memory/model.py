@@ -9,8 +9,8 @@
 
 One softmax runs over all rows of the chosen and the shared chapters, so with all chapters chosen and equal p this is
 attention over the whole bank. W_o starts at zero, so training starts from the base model. The idea comes from
-Tasmay-Tibrewal/Memory; there, a text chooses from all of its positions, including later ones, so its gain over a causal
-model cannot be measured. Here a unit, a group of tokens that choose together, chooses from the tokens before it:
+Tasmay-Tibrewal/Memory; there, a text chooses based on all its positions, including later ones, so its gain over a
+causal model cannot be measured. Here a unit, tokens that choose together, chooses based on the tokens before it:
 
     routing   unit, and the source span whose mean chooses
     chunk     W tokens of one document; the chunk before it, zeros for the first
@@ -164,8 +164,8 @@ class Memory(LayerHook):
         return [reader.center for reader in readers if self.config.centered]
 
     def flops_per_token(self) -> int:
-        """Training FLOPs per token for the reads, counted as in `ModelConfig.flops_per_token`; keys and values count
-        per batch, not per token.
+        """Training FLOPs per token for the reads, counted as in `ModelConfig.flops_per_token`; keys and values are
+        counted per batch, not per token.
         """
         total, rows = 0, (self.config.shared + self.config.top_k) * self.config.chapter_rows
         for reader in self.readers.values():

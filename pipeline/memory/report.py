@@ -1,7 +1,7 @@
-"""The memory section of the report: chapter usage, by source, and what reading them is worth.
+"""The memory section of the report: chapter usage, also by source, and what reading the chapters is worth.
 
 metrics/memory.csv             -> evenness of usage and the memory's worth, at each evaluation
-metrics/routing/memory.json    -> chapters by source, and a text of each source with the chapters its parts chose
+metrics/routing/memory.json    -> chapters by source, and a text from each source with the chapters its parts chose
                                (memory/measure.py)
 """
 

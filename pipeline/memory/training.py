@@ -1,4 +1,4 @@
-"""Next-token training of a model with a memory: the stream, the loss with the router's, and diagnostics.
+"""Next-token training of a model with a memory: the stream, the loss including the router's, and diagnostics.
 
     next_tokens(model, stream, weights, job) -> the stream, the loss and the watchers for `fit`
 
@@ -8,19 +8,19 @@ each batch before the forward pass, so that the loop can divide the router's los
 Diagnostics run on the validation slice at each evaluation. Per layer: the share of each chapter, `chapter_entropy` (of
 the mean share, 1 is even), `chapter_cv` (standard deviation over mean of the shares), `chapters_unused`,
 `largest_share`, `logit_rms`, `read_share` (norm of the read over the stream's), `row_entropy` (of attention over the
-chosen rows, 1 is even). Ablations, in bits per byte: `gain_bpb` of the memory over none, and the loss with random
+chosen rows, 1 is even). Ablations, in bits per byte: `gain_bpb` of the memory over no memory, and the loss with random
 chapters or always the most used ones. A router no better than chance is reported as useless.
 
 **Losses of the router** balance the use of its chapters, and keep its logits small.
 
 
     f_i = share of choices that went to chapter i (sums to 1, no gradient)      P_i = mean over units of p_i
-    load_balance  C sum_i f_i P_i                1 where either is uniform (Switch: Fedus et al. 2021, eq. 4, for top-k)
-    auxiliary     sum_i (f_i - 1/C)^2            its gradient is that of P: 2/C times load balance's
+    load_balance  C sum_i f_i P_i                1 if either is uniform (Switch: Fedus et al. 2021, eq. 4, for top-k)
+    auxiliary     sum_i (f_i - 1/C)^2            its gradient, through P, is 2/C times load balance's
     z             mean of (ln sum_j e^z_j)^2     ST-MoE (Zoph et al. 2022, arXiv:2202.08906, eq. 5)
 
 f is counted over all ranks and the micro-batches of a step so far (`Choices`); P stays local, because the loop divides
-each term by the units of the whole step. Shared chapters do not count: there is no choice to balance.
+each term by the units of the whole step. Shared chapters are not counted: there is no choice to balance.
 
 Shapes: U units, C routed chapters, k chosen.
 """
@@ -60,13 +60,13 @@ class Choices:
         self.mine = True
 
     def begin(self, micro: int, mine: bool) -> None:
-        """Call before each micro-batch; the first of a step resets the counts. Only those that are `mine` count."""
+        """Call before each micro-batch; the first of a step resets the counts. Only those with `mine` are counted."""
         self.mine = mine
         if micro == 0:
             self.counts = {}
 
     def add(self, routed: Mapping[int, Routed]) -> dict[int, Tensor]:
-        """f (C,) of each layer with these choices included. All ranks call it together."""
+        """f (C,) of each layer with these choices included. All ranks must call it together."""
         if not routed:
             return {}
         new_counts = torch.stack([chosen_counts(choices) for choices in routed.values()])  # (layers, C)
@@ -128,7 +128,7 @@ class UnitBatch(TokenBatch):
 
 
 class UnitStream:
-    """A `batches.batch.TokenStream` that counts the units in another packed stream's batches."""
+    """A `batches.batch.TokenStream` that counts the units in the batches of a packed stream."""
 
     def __init__(self, stream: TokenStream, config: MemoryConfig) -> None:
         self._stream, self._config = stream, config
@@ -309,7 +309,7 @@ def bits_per_byte(
 
 
 def ablations(memory: Memory, uses: dict[int, Use], seed: int) -> dict[str, Callable[[TokenBatch], Reading]]:
-    """Ways to read without the router: nothing, random chapters, always the most used ones."""
+    """Ways to read without the router: nothing, random chapters, or always the most used ones."""
     top_k = memory.config.top_k
 
     def choose_random(layer: int, logits: Tensor) -> Tensor:

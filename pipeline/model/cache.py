@@ -150,7 +150,7 @@ class HookCache(Protocol):
     def add_rows(self, more: int) -> None: ...
 
     def select(self, rows: list[int], index: Tensor) -> None:
-        """Keep only `rows`, in this order; `index` is the same as a tensor."""
+        """Keep only `rows`, in this order; `index` is the same list as a tensor."""
         ...
 
     def clear(self, row: int) -> None:

@@ -9,7 +9,7 @@ name, so identical runs produce identical bytes. `lineage.json` lists the inputs
 are float32, or as set by `save_precision` of their stage; `load` always returns float32.
 
 Qwen3, Qwen2 and LLaMA directories from elsewhere also load, from local safetensors (`load_causal`). Our parameters use
-Hugging Face's names, so no conversion is needed, only checks: no missing key, no extra key, every shape right. There
+Hugging Face's names, so no conversion is needed, only checks: no missing key, no extra key, every shape correct. There
 are two exceptions: a stored copy of a tied head is compared and dropped, and the rotary buffers of old checkpoints
 (`rotary_emb.inv_freq`, derived from the base) are ignored.
 
@@ -298,7 +298,7 @@ def save(
 
 
 def save_reward(folder: Path, model: RewardModel, tokenizer: Tokenizer, lineage: JsonObject) -> None:
-    """Write a reward model as transformers' sequence classifier with one label. Raises as `save`.
+    """Write a reward model as transformers' sequence classifier with one label. Same errors as `save`.
 
     transformers scores the last token that is not `pad_token_id`, so a row must end with the token to score and be
     padded on the right. It returns r; `reward_mean` and `reward_std` are in config.json for normalizing it.
@@ -399,7 +399,7 @@ def load_frozen(folder: Path) -> Transformer:
 def load_reward(folder: Path) -> tuple[RewardModel, Tokenizer]:
     """The reward model (float32, training mode) and its tokenizer.
 
-    Raises ModelError for another kind of model or a missing mean or deviation; otherwise the same errors as `load`.
+    Raises ModelError for a different kind of model or a missing mean or deviation; otherwise the same errors as `load`.
     """
     config = read_config(folder)
     values = read_values(folder)

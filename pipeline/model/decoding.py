@@ -1,8 +1,8 @@
 """A decoding step in bf16 on a CPU: one new token for each of several rows of a cache, logits out.
 
 Under autocast, PyTorch spends most of such a step of a small model outside the matrix products: in conversions, in
-attention over rows of different lengths, in building masks. Here the stream is float32, the cache and the operands of
-products are bf16, and everything between two products is one C++ pass (primitives.cpp):
+attention over rows of different lengths, and in building masks. Here the stream is float32, the cache and the operands
+of products are bf16, and everything between two products is one C++ pass (primitives.cpp):
 
     add_unit           x += y, x / rms(x)                      RMSNorm (arXiv:1910.07467)
     decode_heads       norms and RoPE of queries and keys, the new key and value into the cache

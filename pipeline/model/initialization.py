@@ -6,7 +6,7 @@ arXiv:2209.11895). `induction_heads` writes that circuit into the normal random 
 Kolter 2023 (arXiv:2305.09828), who initialize attention with the structure of trained attention. All weights stay
 trainable, and the architecture does not change.
 
-    embedding   dimension 0 of every token is one constant; the last norm hides it from the head
+    embedding   dimension 0 of every token is the same constant; the last norm hides it from the head
     layer 0     query and key use only the constant, rotated so that RoPE's fast angles agree one token apart: head 0
                 attends to the previous token and adds a projection V of it, in directions O
     layer 1     query V x, key O^T x, on RoPE's slow angles: head 0 attends to the position whose previous token is
@@ -23,7 +23,7 @@ first layer drowns out the tokens. The last norm compensates for the scale, so f
 
     folder of a Qwen3, Qwen2 or LLaMA checkpoint -> Transformer, Tokenizer
 
-The architecture is the checkpoint's; only the number of rows may grow (`text/tokenizer.py` determines to what). A new
+The architecture is the checkpoint's; only the number of rows may grow (`text/tokenizer.py` determines how far). A new
 control token's row is the mean of the rows of all tokens in the checkpoint, in the embedding and in an untied head: its
 logit is then the mean of the others', so it takes hardly any probability from them (Hewitt 2021, "Initializing new word
 embeddings for pretrained language models"). The logits of the checkpoint's tokens do not change. Rows without a token
@@ -113,7 +113,8 @@ def induction_heads(model: Transformer, generator: torch.Generator) -> None:
 def relate_variants(model: Transformer, token_bytes: Sequence[bytes], generator: torch.Generator) -> None:
     """Give tokens that differ only in capitalization or in a leading space or sign a shared half of their embeddings.
 
-    `token_bytes[i]` are the bytes of token i. The squares of the old and shared parts add up, so lengths are unchanged.
+    `token_bytes[i]` are the bytes of token i. The squares of the old and shared parts' weights sum to 1, so lengths do
+    not change.
     Call it before `induction_heads`, which sets the scale. Draws from `generator`, on its device.
     """
     words: dict[bytes, list[int]] = {}

@@ -13,7 +13,7 @@ layers.
 | `Cached`    | new tokens of some rows of a cache    | decoding (cache.py)                                       |
 | `Padded`    | those of another layout, then padding | bf16 on a CPU, where a new shape costs a compilation      |
 
-In bf16 on a CPU, `attend` is not called: cpu/attention.py runs an `attention_plan` of the first, third and fourth.
+In bf16 on a CPU, `attend` is not called: cpu/attention.py runs an `attention_plan` of the first, third or fourth.
 
 Shapes: N tokens of the line, B rows, T time, H query heads, K key heads, G = H/K, h head size.
 
@@ -58,7 +58,7 @@ from pipeline.model.cpu.attention import Plan
 from pipeline.model.cpu.layers import ragged_attention, rms_norm, rotate
 from pipeline.run.types import JsonObject
 
-KEPT_PROBABILITIES = 512  # up to this length storing them is 1.4x faster than the fused kernel; equal at 2,048
+KEPT_PROBABILITIES = 512  # up to this length, storing them is 1.4x faster than the fused kernel; equal at 2,048
 MAX_SHARING_LENGTH = 2048  # rows up to this length may share a prefix
 LEAST_SHARED = 16  # minimum length of a common prefix worth sharing
 

@@ -2,7 +2,7 @@
 
     y = W x + k B A drop(x),  k = alpha/r          LoRA (Hu et al. 2021, arXiv:2106.09685, eq. 3)
                               k = alpha/sqrt(r)    rsLoRA (Kalajdzievski 2023, arXiv:2312.03732)
-    y = g * (W x + k B A x),  g = m / |W + k B A|  DoRA (Liu et al. 2024, arXiv:2402.09353, eq. 5, 6 and 11), a row each
+    y = g * (W x + k B A x),  g = m / |W + k B A|  DoRA (Liu et al. 2024, arXiv:2402.09353, eq. 5, 6 and 11), per row
 
 A starts uniform and B zero, so training starts from the base model. `attach` adds adapters to a model with loaded
 weights, `disabled` runs it without them (the reference of DPO and RL), `merge` adds them to its weights. Base weights

@@ -45,7 +45,7 @@ from pipeline.model.layers import (
 )
 
 T = TypeVar("T")
-EVEN_ROWS = 128  # above it, rows are padded to multiples, which limits the number of distinct shapes
+EVEN_ROWS = 128  # above it, rows are padded to multiples of it, which limits the number of distinct shapes
 FEW = 0.75  # if at most this share of tokens is selected, the end of the last layer runs only for them
 Checkpointing = Literal["none", "full", "every_2", "selective"]
 # What "selective" saves: expensive to compute and small to store. Our CPU attention (cpu/layers.py) is
@@ -228,7 +228,7 @@ class Transformer(nn.Module):
 
         `read` maps the stream (N, D) after each layer to the stream after the hook; None: the tokens continue rows of a
         cache. With the indices `chosen` (U,), not allowed with a hook: only these tokens' results, (U, D). After the
-        last attention nothing else depends on the others.
+        last attention, nothing else depends on the other tokens.
         """
         if read is None and (hook := self.hook) is not None:
             read = hook.going_on(layout)

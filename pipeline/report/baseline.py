@@ -58,7 +58,7 @@ def metrics_at(revision: str) -> Iterator[Path]:
 
 
 def _built(files: "DVCFileSystem") -> list[str]:
-    """The outs below metrics/ that dvc.lock of the commit has; the spine alone leaves out those of the branches."""
+    """The outs below metrics/ in the commit's dvc.lock; if only the spine was built, it lacks those of the branches."""
     if not files.exists("dvc.lock"):
         return []
     stages = yaml.safe_load(files.read_text("dvc.lock")).get("stages", {}).values()

@@ -1,4 +1,4 @@
-"""The report card: one self-contained page with the metrics of a run, with charts and the graph as inline SVG.
+"""The report card: one self-contained page with a run's metrics, and with charts and the graph as inline SVG.
 
     series of points or bars -> an `<svg>` element: text kept as text, no date, drawn in the page's text color
     the lineages of a run    -> the graph: stages in columns, each to the right of all its inputs; edges as curves

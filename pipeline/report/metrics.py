@@ -39,8 +39,8 @@ BEFORE_WINGS = (
     "reward",
     "rlhf",
 )
-# The model that another is compared with, if that is not the model in its lineage. "": it generates no answers, so
-# there is nothing to compare.
+# What a model is compared with, if that is not the model in its lineage. "": the model generates no answers, so there
+# is nothing to compare.
 COMPARED = {"reward": ""}
 
 

@@ -1,6 +1,6 @@
 """From scored answers to per-token values: PPO advantages and returns, and the advantages of the group methods.
 
-Both define a `rollout.Method`: `annotate` runs forward passes (reference, critic) over this process's answers,
+Both families define a `rollout.Method`: `annotate` runs forward passes (reference, critic) over this process's answers;
 `estimate` processes all answers with the pure functions of `learning/policy_losses.py`. The reference is any function
 from answers to log-probabilities: a frozen copy, or the policy with its adapter disabled.
 """

@@ -31,7 +31,7 @@ ROWS = 64  # of one forward pass without gradients
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt for a policy, as ids, and its record with the right answer or tests."""
+    """A prompt for a policy, as ids, and its record with the correct answer or tests."""
 
     id: str
     ids: list[int]

@@ -14,10 +14,10 @@ It uses the OpenAI protocol, with vLLM's and SGLang's extensions for reinforceme
     python -m pipeline.serve models/tools --rollouts .work          ours
 
 Log-probabilities must be those at the sampling temperature (`--rollouts` does that; vLLM: `--logprobs-mode
-processed_logprobs`). Engines with another precision or other kernels compute slightly different values than the policy,
-so the policy rescores each answer, and `policy_losses.importance` corrects for the difference.
+processed_logprobs`). Engines with a different precision or different kernels compute slightly different values than the
+policy, so the policy rescores each answer, and `policy_losses.importance` corrects for the difference.
 
-The run ends with a SamplerError if the engine is down, times out, or answers with other ids or weights than expected.
+The run ends with a SamplerError if the engine is down, times out, or answers with unexpected ids or weights.
 The state is saved first, so rerunning the same command resumes.
 
 Weights are published as a folder, so engine and trainer must share a file system. Only our server reports which weights
@@ -100,7 +100,7 @@ class Engine:
     def publish(self, write: Callable[[Path], str]) -> None:
         """Have the engine load the weights that `write` saves to a new folder; `write` returns their digest.
 
-        Raises SamplerError if the engine does not load them or loads others.
+        Raises SamplerError if the engine does not load them or loads different ones.
         """
         digest = write(self.folder)
         body = {"model_path": str(self.folder), "flush_cache": True}

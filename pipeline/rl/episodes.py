@@ -15,8 +15,8 @@ tokens are not the policy's: no log-probability, no loss (`Answer.own`). If a ca
 returns anything but plain data, the reason becomes its result; results over LONGEST characters are truncated. An answer
 ends with a turn without calls, with turn `max_turns`, or unfinished at `max_new_tokens`, results included.
 
-The environment is trusted, the policy's arguments are not: a tool that passes them to `eval` is a hole in the
-environment, and lets a policy write its own score.
+The environment is trusted; the policy's arguments are not. A tool that passes them to `eval` is a hole in the
+environment and lets a policy write its own score.
 """
 
 import ast

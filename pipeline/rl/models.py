@@ -46,7 +46,7 @@ class Setting(ABC):
     """Policy and reference of a run, and how they are sampled. A sample depends only on its prompt and number.
 
     If FSDP2 shards the policy, each process samples with a full copy (`processes.Copies`), in bf16 where that rounds
-    nothing that autocast would not.
+    only what autocast would round.
     """
 
     policy: nn.Module  # the model being trained
@@ -94,7 +94,7 @@ class Setting(ABC):
         """The mean divergence from the reference over answers, in nats per answer: by k1 and by k3."""
 
     def judge(self, sandbox: SandboxConfig, *, wanted: Collection[str]) -> AbstractContextManager[Judge | None]:
-        """The sandbox for these rewards, see `judge_or_none`."""
+        """The sandbox for these rewards; see `judge_or_none`."""
         return judge_or_none(sandbox, self.workers, self.sandbox_url, wanted=wanted)
 
 

@@ -4,7 +4,7 @@
 |---------------|------------------------------------------------------------------------------------------------------|
 | `code_format` | 1: one closed Python block that parses; 0.5: it does not parse; else 0                               |
 | `code`        | 0 unless `code_format` is 1; else hidden tests passed / all, by the sandbox                          |
-| `tool_call`   | 1: right by BFCL's rules; else 0.1 * parses + 0.4 * (name right) * (argument F1)                     |
+| `tool_call`   | 1: correct by BFCL's rules; else 0.1 * parses + 0.4 * (name correct) * (argument F1)                 |
 | `length`      | 0 up to max_new - c, then (max_new - c - length) / c; -1 unfinished; c = max_new / 4                 |
 | `learned`     | the reward model, normalized                                                                         |
 | `preferred`   | probability of being preferred to the reference's answers, minus one half (`Preferred`)              |
@@ -176,7 +176,7 @@ def preferred(scorer: Scorer, answers: Sequence[Answer]) -> list[float | None]:
 
 
 def tool_call(scorer: Scorer, answers: Sequence[Answer]) -> list[float | None]:
-    """How correct the calls of an answer are. Raises DataError for a prompt without a right call."""
+    """How correct the calls of an answer are. Raises DataError for a prompt without a correct call."""
     score = scorer.resources.call_score
     assert score is not None
     values: list[float | None] = []
@@ -184,7 +184,7 @@ def tool_call(scorer: Scorer, answers: Sequence[Answer]) -> list[float | None]:
         record = answer.prompt.record
         if not isinstance(record, Pair) or not record.truth or "right" not in record.truth:
             raise DataError(
-                f"prompt {answer.prompt.id} of kind {answer.prompt.kind!r} has no right call, which `tool_call` needs"
+                f"prompt {answer.prompt.id} of kind {answer.prompt.kind!r} has no correct call, which `tool_call` needs"
             )
         values.append(score(record, answer.text))
     return values

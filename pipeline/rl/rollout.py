@@ -77,7 +77,7 @@ class RolloutConfig(TrainingConfig):
     temperature: float = 1.0
     """For sampling and for all log-probabilities."""
     on_spike: str = "ignore"
-    """skip, stop, or ignore: policy gradient norms are heavy-tailed, six deviations are not rare."""
+    """skip, stop, or ignore: policy gradient norms are heavy-tailed; six deviations are not rare."""
 
     length_keys: ClassVar[tuple[str, ...]] = ("iterations", "passes")
     length_key: ClassVar[str] = "max_prompt + max_new_tokens"
@@ -268,10 +268,10 @@ class RolloutStream:
             )
 
     def rows(self, step: int, context: int) -> Array:
-        """Indices of this update's rollouts. -1 is padding, so that all processes have equally many; -2 - n is row n of
-        the rehearsal. Rehearsal rows are interleaved, so that each micro-batch has its share.
+        """Indices of this update's rollouts. -1 is padding, so that all processes have the same number; -2 - n is row n
+        of the rehearsal. Rehearsal rows are interleaved, so that each micro-batch has its share.
 
-        An epoch shuffles prompts, not rows: answers to one prompt stay adjacent, so that rows with a common prefix
+        An epoch shuffles prompts, not rows: answers to the same prompt stay adjacent, so that rows with a common prefix
         (`attention.Branches`) compute the prompt only once. Only a minibatch boundary may separate them.
         """
         iteration, within = divmod(step, self.steps_per_rollout)
@@ -300,7 +300,7 @@ class RolloutStream:
             given = -2 - rows[rows <= -2]
             if given.size:
                 rehearsed = self._rehearsal.batch(step, context, given)
-            elif self._ranks.sharding:  # all ranks need equally many passes: this one has no targets
+            elif self._ranks.sharding:  # all ranks need the same number of passes: this one has no targets
                 rehearsed = self._rehearsal.batch(step, context, self._rehearsal.rows(step, context)[:1])
                 rehearsed = replace(rehearsed, targets=torch.full_like(rehearsed.targets, IGNORED))
             counts["rehearsed"] = rehearsed.num_targets if rehearsed else 0
@@ -315,7 +315,7 @@ class RolloutStream:
         )
 
     def evaluation(self, tokens: int) -> Iterator[RolloutBatch]:
-        """Empty: a policy is evaluated on its answers, see `Watchers.evaluate`."""
+        """Empty: a policy is evaluated on its answers; see `Watchers.evaluate`."""
         return iter(())
 
     def state(self) -> JsonObject:

@@ -241,7 +241,7 @@ class Lessons:
         return Whole(hidden, self.teacher.table)
 
     def loss(self, model: Transformer, batch: RolloutBatch) -> Loss:
-        """The loss of a minibatch: `jsd` the divergence per token, `minillm` that plus the policy gradient (LOSSES)."""
+        """The loss of a minibatch. `jsd`: divergence per token; `minillm`: that plus the policy gradient (LOSSES)."""
         compare = partial(
             distillation.compared, teacher=self.teacher_of(batch), beta=self.beta, temperature=self.temperature
         )

@@ -12,7 +12,7 @@ Top-level statements with possible side effects are hashed wherever their module
 assignments that call our own code, functions with decorators that are not in PLAIN_DECORATORS. A module is hashed in
 full if its names cannot be followed: a module used as a value (`getattr(module, name)`), a name that it does not
 define, star imports, `globals()`, `__getattr__`. Code that uses `__file__` pulls in the Python files of its folder. Any
-other file of a folder (a template, a word list) is hashed with the definitions in that folder that contain its name as
+other file in a folder (a template, a word list) is hashed with the definitions in that folder that contain its name as
 a string; a file that nothing names is hashed with every definition in the folder. `wings.each("x")` uses the definition
 `x` of every `pipeline/*/wing.py` that has one; with an argument that is not a string literal, all of those modules. If
 a module is used as a value, names it imports are not followed: it must define them itself.
@@ -375,7 +375,7 @@ def bindings(statement: ast.Import | ast.ImportFrom, package: str) -> dict[str, 
 
 
 def imported_modules(statement: ast.Import | ast.ImportFrom, package: str) -> list[str]:
-    """The modules of ours that an import runs, or names inside them."""
+    """Our modules that an import runs, or names inside them."""
     if isinstance(statement, ast.Import):
         names = [alias.name for alias in statement.names]
     else:

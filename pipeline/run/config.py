@@ -10,11 +10,11 @@ type raises a ConfigError that names the file, block, key and valid keys.
     python -m pipeline.run.config                                     check the parameters of all stages
 
 The `runtime` block of params.yaml controls how a run is executed. All stages read it and none tracks it, because it
-changes results by rounding at most.
+changes results at most by rounding.
 
 Not guaranteed: interpolation (`${...}` in params.yaml is rejected: the first `dvc exp run -S` would freeze it);
 bit-identical results across precisions, micro-batches or process counts, or between compiled and eager layers (a
-resumed run that changes one of these logs it).
+resumed run logs such a change).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T", bound="DataclassInstance")
 GROUPS = ("model", "scale", "data")
-SEEDS = ("seed", "data_seed")  # of training; of the data and the measurements
+SEEDS = ("seed", "data_seed")  # for training; for data and measurements
 TOP_KEYS = (*SEEDS, *GROUPS, "runtime")
 SHARED_BLOCKS = ("sandbox",)  # read by several stages
 BASE_WEIGHTS = ("auto", "fp32", "bf16", "nf4")
@@ -286,7 +286,7 @@ def _merge(merged: dict[str, Value], layer: object, origin: str, name: str) -> N
 
 
 def read_yaml(path: Path) -> JsonObject:
-    """A YAML file, parsed as DVC does (YAML 1.2). Raises ConfigError with the offending line."""
+    """A YAML file, parsed as DVC does (YAML 1.2). Raises ConfigError naming the offending line."""
     try:
         text = path.read_text(encoding="utf-8")
         tree = YAML(typ="safe", pure=True).load(text)
@@ -312,7 +312,7 @@ def _check_mapping(path: Path) -> None:
 
 
 def _fault(error: Exception) -> str:
-    """A parser's message on one line, without its name for the text."""
+    """A parser's message on one line, without the parser's name for the input."""
     return re.sub(r' in "<\w+ string>",', " at", " ".join(str(error).split()))
 
 
@@ -512,7 +512,7 @@ def _meant(blocks: list[Any], raw: Mapping[str, object]) -> object:
         wrong = [key for key, values in options.items() if raw[key] not in values]
         return 2 * len(known) - len(raw) - 2 * len(wrong), bool(known)
 
-    return max(blocks, key=fit)  # the first on a tie
+    return max(blocks, key=fit)  # the first in a tie
 
 
 def stage_params(stage: str, settings: Settings) -> Any:

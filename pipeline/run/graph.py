@@ -28,7 +28,7 @@ class GraphStage:
     name: str  # stage_encode@text
     deps: tuple[str, ...]
     outs: tuple[str, ...]  # with metrics and plots
-    tracked: frozenset[str]  # keys of params.yaml, without what follows a dot
+    tracked: frozenset[str]  # keys of params.yaml, up to the first dot
 
 
 def stages(root: Path) -> dict[str, GraphStage]:
@@ -45,7 +45,7 @@ def stages(root: Path) -> dict[str, GraphStage]:
 
 
 def maker(root: Path, path: PurePosixPath) -> str | None:
-    """The stage whose out is this path, a parent of it or a child; without its item. None if no stage makes it."""
+    """The stage, without its item, whose out is this path or a parent or child of it; None if no stage makes it."""
     for stage in stages(root).values():
         for out in map(PurePosixPath, stage.outs):
             if path == out or out in path.parents or (path in out.parents and len(path.parts) > 1):

@@ -58,7 +58,7 @@ DEFAULTS = {  # by default MLflow would retry for four minutes and warn each tim
 }
 LOADER = "pipeline.export.pyfunc"
 ANOTHER_PROGRAMS = ("gguf", "ollama", "onnx")  # folders of an export that are left out of MLflow's copy
-NEEDED = ("torch", "numpy", "pyyaml", "ruamel.yaml", "safetensors", "tokenizers", "tqdm")  # by LOADER
+NEEDED = ("torch", "numpy", "pyyaml", "ruamel.yaml", "safetensors", "tokenizers", "tqdm")  # packages for LOADER
 
 
 @dataclass(frozen=True)
@@ -337,14 +337,14 @@ class MlflowRun:
 
 
 def unknown(rows: list[dict[str, Number]], last: int, names: Set[str]) -> list[dict[str, Number]]:
-    """The rows after the step `last`, and the values of its own row other than `names`."""
+    """The rows after the step `last`, and the values other than `names` in the row of `last`."""
     new_rows = [row for row in rows if int(row["step"]) > last]
     more = [{k: v for k, v in row.items() if k not in names} for row in rows if int(row["step"]) == last]
     return [row for row in more if len(row) > 1] + new_rows
 
 
 def names_at(row: dict[str, Number], last: int, names: Set[str]) -> set[str]:
-    """The values a tracker has at the step of `row`, which it received last; before, it had `names` at `last`."""
+    """The values a tracker has at the step of `row`, the last row it received; before, it had `names` at `last`."""
     return row.keys() - {"step"} | (names if int(row["step"]) == last else set())
 
 

@@ -67,7 +67,7 @@ BESIDE = (
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel send SIGTERM when the parent dies, so that killing DVC does not leave an orphan training.
+    """Have the kernel send SIGTERM when the parent dies, so that killing DVC leaves no orphaned training process.
 
     Raises SystemExit if the parent is already gone (it died between the fork and this call).
     """
@@ -215,7 +215,7 @@ def _read_plan(path: Path) -> Plan:
         if value not in allowed:
             why = " (precision is runtime.precision)" if name == "mixed_precision" else ""
             raise ConfigError(f"{path}: {name}: expected {' or '.join(map(str, allowed))}, got {value}{why}")
-    assert isinstance(config, ClusterConfig)  # the kinds of Amazon SageMaker are not among KINDS
+    assert isinstance(config, ClusterConfig)  # Amazon SageMaker's kinds are not in KINDS
     return _plan_of(path, config, sections.get("fsdp_config", {}), sharded=kind == "FSDP")
 
 

@@ -54,7 +54,7 @@ class Wiring:
     optional: tuple[str, ...] = ()  # inputs that may be absent
     chosen: Callable[..., dict[str, str]] | None = None  # additional inputs that depend on the stage's Params
     of_item: Callable[[str], tuple[str, ...]] | None = None  # the inputs that an item reads; None: all of them
-    seed: str = "seed"  # the key of its seed; "data_seed" for a stage that generates data or evaluates
+    seed: str = "seed"  # the seed it uses; "data_seed" for a stage that generates data or evaluates
     metrics: str | None = "metrics/{name}.json"  # the final numbers; None: the stage writes its own
     trains: bool = False  # has a curve and metrics for `dvc metrics show`, and may run in several processes
 
@@ -106,7 +106,7 @@ def _logged(*arguments: Any) -> None:
 
 
 def _complain(text: str) -> None:
-    """Write why the stage stops to stderr and to the log."""
+    """Write the reason for stopping to stderr and the log."""
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()
     tracking.LOG.info("%s", text)
@@ -329,7 +329,7 @@ def _lineage(stage: str, item: str | None, seed: int, resolved: JsonObject, inpu
 
 
 def _lineage_path(path: Path) -> str:
-    """An input's path in the lineage. Outside the repository just its name: the location does not affect results."""
+    """An input's path in the lineage. Outside the repository, just its name: the location does not affect results."""
     return path.name if path.is_absolute() else str(path)
 
 

@@ -14,7 +14,7 @@ never stops the run. The other trackers come with the extra `trackers`. TensorBo
 (WANDB_MODE=offline keeps them in the work folder).
 
 A row is sent once it is complete, within SEND_SECONDS of its step or after its evaluation, with `speed/` values that
-are not in any out. Steps that a resumed run repeats are sent once: they are identical.
+are not in any out. Steps that a resumed run repeats are sent only once: they are identical.
 
 Not guaranteed: that MLflow receives what was in flight when the launcher was killed; that the other trackers have each
 step only once after a `kill -9`; that Weights & Biases, which rejects steps it already has, shows what follows a

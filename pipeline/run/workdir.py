@@ -17,7 +17,7 @@ STAGECOACH_WORK moves the directory.
 
 Publishing creates hard links (copies across file systems) in `.<name>.<pid>.part` next to the target, then moves the
 old target away and renames the new one into place. We never write to a published file, so links into the DVC cache
-stay intact. Not guaranteed: concurrent publishing of one out by different keys (DVC's own lock prevents it).
+stay intact. Not guaranteed: different keys publishing the same out concurrently (DVC's own lock prevents it).
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class StopRequest:
 
     @contextmanager
     def heeded(self) -> Iterator[None]:
-        """Runs a loop that checks `signal` and saves before it exits. Raises Stopped after the loop for a signal that
+        """For a loop that checks `signal` and saves before it exits. Raises Stopped after the loop for a signal that
         the loop missed.
         """
         self._heeded = True
@@ -114,7 +114,7 @@ class Job:
     tracker: Tracker
     lineage: JsonObject
     stop: StopRequest
-    family: str = ""  # the key without the settings for run length; empty if those change more than that
+    family: str = ""  # the key without the settings for run length; empty if they affect anything else
 
     @property
     def name(self) -> str:
@@ -242,7 +242,7 @@ def need_space(folder: Path, num_bytes: int) -> None:
 
 
 def need_writable(*targets: Path) -> None:
-    """Raise ConfigError if a target cannot be published: before the work is done, not after."""
+    """Raise ConfigError if a target cannot be published; call it before doing the work."""
     for target in targets:
         folder = next(folder for folder in target.absolute().parents if folder.exists())
         if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
@@ -435,7 +435,7 @@ def prune_finished(stage_folder: Path, current: str) -> None:
 def prune(*, finished: bool = False) -> Iterator[tuple[Path, int]]:
     """Remove every key that is neither finished nor locked by a live process, and the checkpoints that finished runs
     kept for longer ones; with `finished`, also everything in finished runs except speed.json. Yields what was removed
-    and the bytes freed: zero for files with another link, as in models/ or DVC's cache.
+    and the bytes freed: zero for files with other links, as in models/ or DVC's cache.
     """
     for lock in sorted(root().glob("*/*/lock")):
         with held(lock.parent) as is_held:

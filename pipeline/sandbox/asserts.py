@@ -1,8 +1,8 @@
 """Public tests written as `assert` statements: the candidate calls they need, and whether they hold.
 
-`assert f(1, [2]) == 3` must not run next to the candidate: the process that evaluates the `==` can be manipulated to
-yield True. So the calls with literal arguments are extracted with `ast` and answered in the sandbox as values. The rest
-of the expression is evaluated here, on decoded values, by a small interpreter that supports literals, comparisons,
+`assert f(1, [2]) == 3` must not run next to the candidate: the process that evaluates the `==` can be manipulated into
+yielding True. So the calls with literal arguments are extracted with `ast` and answered in the sandbox as values. The
+rest of the expression is evaluated here, on decoded values, by a small interpreter for literals, comparisons,
 `and`/`or`/`not`, arithmetic on numbers, subscripts and the functions in FUNCTIONS. Comparisons follow Python's `==` on
 plain data (`messages.equal`, mode `python`). An assert that needs more is "unprotected": `parse` returns None.
 

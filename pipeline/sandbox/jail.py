@@ -32,9 +32,9 @@ that the same server judges in turn. Through the service it may be hostile, and 
 `sealed` needs Linux with seccomp, otherwise it is refused; Landlock is added if the kernel supports it. `unsafe` means
 resource limits only, for machines without a sandbox if the user allows it, and guarantees none of this.
 
-Not guaranteed: protection from bugs in the kernel (a candidate makes system calls, if few) or the processor (CPU
-caches, timing, speculation: a candidate can measure time, and what else runs on a core); secrecy of hidden test inputs,
-which it receives; strong tests: a program that is right on all of them passes; fair shares between candidates, beyond
+Not guaranteed: protection from bugs in the kernel (a candidate makes system calls, though few) or the processor (CPU
+caches, timing, speculation: a candidate can measure time and what else runs on a core); secrecy of hidden test inputs,
+which it receives; strong tests: a program that is correct on all of them passes; fair shares between candidates, beyond
 the limits; an exact thread count if the servers run as a user other than root (the kernel counts a user's processes
 machine-wide, so the watcher counts, every 10 ms). This is not a virtual machine: run strangers' code on a separate
 machine.
@@ -159,7 +159,7 @@ def serve() -> None:
     while (job := read_frame(jobs)) is not None:
         try:
             answer = run(job, zygote, jobs)
-        except Exception as error:  # a bug of ours: the pool logs it and starts another server
+        except Exception as error:  # a bug in our code: the pool logs it and starts another server
             answer = {"id": job["id"], "fault": f"{type(error).__name__}: {error}"}
         write_frame(answers, answer)
     zygote.stop()

@@ -27,7 +27,7 @@ Several sources for one problem share one child, because forking for each costs 
 
     [(tests, entry_point, [source, ...]), ...]  --one program each-->  scores of every source, in order
 
-The judged program contains the sources as strings, and its tests select which one to call with what. Each source has
+The judged program contains the sources as strings, and its tests select which to call, and with what. Each source has
 its own namespace, so it behaves as if it ran alone. If anything but a value or an exception comes back (a timeout, out
 of memory, an exit, too much output), that problem's candidates are judged again one by one, so they get the scores they
 would get alone. Never use this for model-generated programs: programs that share a child can read each other's answers
@@ -367,7 +367,7 @@ def _failure(report: Report) -> _Answer | None:
         return _Answer(verdict="error", reason="crash", message="too many threads")
     if report.cut is not None:
         return _Answer(verdict="error", reason="output", message="too much output")
-    if report.signal == signal.SIGKILL:  # neither by itself nor by us: the kernel ran out of memory
+    if report.signal == signal.SIGKILL:  # sent neither by itself nor by us: the kernel ran out of memory
         return _Answer(verdict="memory", message="killed by the kernel")
     if report.signal is not None:
         return _Answer(verdict="error", reason="crash", message=f"signal {report.signal}")

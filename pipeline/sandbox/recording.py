@@ -3,8 +3,8 @@
     record(root, files, functions, seconds) -> Recorded
 
 The copy has every regular file except hidden ones and links, up to MOST_BYTES; tests that delete files only affect the
-copy. The process is killed after `seconds`; everything recorded by then counts. The calls that tests make are the same
-on every machine, but not which tests run: those that need the network, a missing package or a C extension fail.
+copy. The process is killed after `seconds`; everything recorded by then counts. Each test makes the same calls on
+every machine, but which tests run varies: those that need the network, a missing package or a C extension fail.
 """
 
 import contextlib

@@ -1,11 +1,11 @@
 """The client of a sandbox service, used by `Pool`: sends the jobs of many threads in batches over HTTP.
 
 Only jobs are sent: sources, arguments, stdin. Expected values, and thus the verdicts, stay in the trainer. Jobs are
-pure, so a batch that fails in transit is retried: three times, then its candidates are unscorable (`harness`). If the
+pure, so a batch that fails in transit is retried three times; then its candidates are unscorable (`harness`). If the
 service reports that it is full, the request is retried for ten minutes. The token is STAGECOACH_SANDBOX_TOKEN.
 
 `start` queries what the service enforces and rejects a service whose ceilings or modules would change verdicts. A user
-name and password in the url are sent, but never appear in messages.
+name and password in the URL are sent, but never appear in messages.
 
 Not guaranteed: privacy in transit. Over anything but a trusted network, put TLS in front of the service and use https.
 """
@@ -182,7 +182,7 @@ def _check_status(answer: httpx.Response) -> None:
     if answer.status_code != 200:
         raise ConfigError(
             f"runtime.sandbox.url: {without_password(str(answer.url))}: expected status 200, found"
-            f" {answer.status_code}: {answer.text[:300]}; is it a sandbox service of this version?"
+            f" {answer.status_code}: {answer.text[:300]}; is it a sandbox service, and of the same version?"
         )
 
 

@@ -27,7 +27,7 @@ TICK = 0.01  # maximum seconds between checks of a child's clock and threads
 class Watch:
     """One child's frames, output and clocks."""
 
-    start_seconds = 20.0  # for a child to isolate itself; no candidate code runs yet, so only a stalled machine waits
+    start_seconds = 20.0  # for a child to isolate itself; runs no candidate code, so only a stalled machine exceeds it
 
     def __init__(self, job: ChildJob, pid: int, channel: int, out: int, err: int, stdin: int) -> None:
         self.job, self.pid, self.limits = job, pid, job["limits"]

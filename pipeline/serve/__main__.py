@@ -46,7 +46,7 @@ from pipeline.serve.guard import KEYS, Keys, Options
 DEFAULT_MODELS = ("deploy", "rlhf", "tools", "code")  # the first that was built
 DRAIN_SECONDS = 20
 HEADER_BYTES, HEADER_MILLISECONDS = 16_384, 10_000
-# how long the engine's thread may block a request's; Python's default of 5 ms is half the budget of a refusal
+# how long the engine's thread may block a request's thread; Python's default of 5 ms is half the budget of a refusal
 SWITCH_SECONDS = 0.001
 
 

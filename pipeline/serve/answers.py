@@ -165,7 +165,7 @@ class Assembler:
         return text[: min(positions)] if positions else None
 
     def _num_uncertain(self) -> int:
-        """How many trailing characters may belong to a stop string or are space that may precede a call."""
+        """How many trailing characters may belong to a stop string, or to white space before a call."""
         most = 0
         for stop in self.stops:
             for size in range(min(len(stop) - 1, len(self._buffer)), most, -1):
@@ -293,9 +293,7 @@ class Answers:
         n: int = 1,
         identity: str = "",
     ) -> None:
-        """Each `n` consecutive requests share a prompt. Sets their listeners and `identity`, that of the HTTP
-        request.
-        """
+        """Every `n` consecutive requests share a prompt. Sets their listeners and `identity`, the HTTP request's id."""
         self.engine, self.requests, self.assemblers, self.n = engine, requests, assemblers, n
         self.identity = identity
         self.prompt_scores: list[list[Read]] = [[] for _ in requests]

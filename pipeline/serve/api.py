@@ -139,7 +139,7 @@ class Service:
             engine.others = [other for other in engines if other is not engine]
             self._engines.enter_context(engine)
         self._catalog, self._metrics = catalog, Metrics(catalog)
-        gc.freeze()  # a large body triggers a full garbage collection, which can skip the models' objects
+        gc.freeze()  # so that a full garbage collection, as after a large body, skips the models' objects
         self.state = "ready"
         models = [f"{model.id} ({model.kind}, {model.parameters:,} parameters)" for model in catalog.served.values()]
         LOG.info("ready: %s", ", ".join(models))

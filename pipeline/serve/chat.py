@@ -242,7 +242,7 @@ def talk(conversation: Conversation, sampling: Sampling, seed: int, keyboard: Te
             screen.write(" [stopped: repetition; the question was dropped]")
         except InputError as error:
             screen.write(f"{error}\n")
-        turn += 1  # even after a stopped answer, so the same question gets another seed
+        turn += 1  # even after a stopped answer, so the same question gets a different seed
 
 
 def _change_sampling(sampling: Sampling, seed: int, command: str, value: str) -> tuple[Sampling, int, str]:

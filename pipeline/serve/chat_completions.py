@@ -9,10 +9,10 @@ to the left of its first mask. With stream_options.include_denoising, each step'
 `return_token_ids` adds the prompt's ids to the very first chunk, the answer's ids to each choice, and `id` to each
 log-probability.
 
-Required tool calls and JSON are decoded under a grammar. The worker process checks it first (`workshop.py`), and it is
-compiled here only if that was cheap. Before an answer is reported as a call, its output is parsed and validated by
-different code from the one that constrained it: a wrong grammar is our failure (a 500 and a counter), never a surprise
-for the client.
+Required tool calls and JSON are decoded under a grammar. The worker process checks it first (`workshop.py`); this
+process compiles it only if it proved cheap. Before an answer is reported as a call, its output is parsed and validated
+by different code from the one that constrained it: a wrong grammar is our failure (a 500 and a counter), never a
+surprise for the client.
 """
 
 import asyncio

@@ -1,11 +1,11 @@
-"""POST /v1/completions: continues a text, or fills in between a prefix and a `suffix`; the prompt as text or as ids.
+"""POST /v1/completions: continues a text, or fills in between a prefix and a `suffix`; the prompt is text or ids.
 
-`echo` prepends the prompt to the answer; with `logprobs` it also returns the prompt's log-probabilities, equal to
-teacher forcing. `max_tokens: 0` returns only the prompt, which is how benchmarks score a text. A scored prompt waits in
-the engine's queue like any other request, and is scored alongside other answers before its own begin. With `echo`, the
-token that ended an answer also has a log-probability, though it adds no text: a client that scores a prompt with
-`max_tokens: 1`, as lm-evaluation-harness does, drops the last entry as the generated one. Stop strings, `n` and streams
-work as in chat.
+`echo` prepends the prompt to the answer; with `logprobs` it also returns the prompt's log-probabilities, as
+under teacher forcing. `max_tokens: 0` returns only the prompt, which is how benchmarks score a text. A scored prompt
+waits in the engine's queue like any other request, and is scored alongside other answers before its own begin. With
+`echo`, the token that ended an answer also has a log-probability, though it adds no text: a client that scores a prompt
+with `max_tokens: 1`, as lm-evaluation-harness does, drops the last entry as the generated one. Stop strings, `n` and
+streams work as in chat.
 """
 
 import asyncio

@@ -15,7 +15,7 @@ A scored prompt is processed like any other, SCORE_CHUNK tokens a step, using SC
 generate.
 
 A failure in a row's own work (its grammar, sampling, draft or listener) fails only that row. A grammar that takes more
-than CONSTRAINT_SECONDS and CONSTRAINT_SECONDS_PER_TOKEN a token ends its answer: all rows wait while a mask is built.
+than CONSTRAINT_SECONDS plus CONSTRAINT_SECONDS_PER_TOKEN per token ends its answer: all rows wait for its masks.
 The thread, the queue and failures in shared work are handled as in every engine (`loop.py`).
 
 Prefix cache: a finished row keeps its keys and values until another request takes it. A request takes the free row with
@@ -66,7 +66,7 @@ __all__ = ["Ended", "Engine", "EngineStopped", "Event", "GenerationRequest", "Qu
 
 CHUNK = 256  # prompt tokens per row per step
 SCORE_CHUNK = 64  # the same for a scored prompt: each token needs the logits of the whole vocabulary
-SCORE_SHARE = 0.25  # share of time for scoring while others generate, here or on another engine of the process
+SCORE_SHARE = 0.25  # share of time for scoring while others generate, here or on another engine in the process
 PAUSE_SECONDS = 0.005
 CONSTRAINT_SECONDS = 2.0  # CPU time per answer
 CONSTRAINT_SECONDS_PER_TOKEN = 0.01  # plus this much per token
@@ -197,7 +197,7 @@ class Engine(Loop):
             self._scored_until = now + (now - began) * (1 / SCORE_SHARE - 1)
 
     def _max_chunk(self, row: int) -> int | None:
-        """How many tokens a row may take in a step; None: all, since its hook needs the whole prompt."""
+        """How many tokens a row may take in a step; None: no limit, since its hook needs the whole prompt."""
         if self.decoder.cache.reads_at_once:
             return None
         return CHUNK if self._request(row).score is None else SCORE_CHUNK
@@ -226,7 +226,7 @@ class Engine(Loop):
             self._finish(row, "length")
 
     def _draft(self, row: int) -> list[int]:
-        """Likely tokens after the next one. None under a constraint, which must take each token before it allows the
+        """Likely tokens after the next one. Empty under a constraint, which must take each token before it allows the
         next.
         """
         slot, draft = self.slots[row], list[int]()

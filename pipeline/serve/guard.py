@@ -3,12 +3,12 @@
     Host          one of ours, else 421: another site's page whose name resolves to this address gets nothing
                   (DNS rebinding)
     Origin        none, our own, or an allowed one, else 403; no answer carries CORS headers for others
-    key           on every request that can have a body, else 401: before the first byte of the body, on any path;
+    key           on every request that can have a body, else 401: checked before the body is read, on any path;
                   compared as digests in constant time. Also a dependency of every route except the public ones
                   (`Keys.authenticate`)
-    rate          per key, or per address without keys (`Rates`), else 429 after HOLD_SECONDS
+    rate          per key, or per address if no keys are set (`Rates`), else 429 after HOLD_SECONDS
     Content-Type  JSON, else 415: a form on another site cannot submit anything
-    body          1 MiB within 10 seconds, else 413 or 408; JSON without constants and lone surrogates, else 400;
+    body          1 MiB within 10 seconds, else 413 or 408; JSON without constants or lone surrogates, else 400;
                   parsed once
 
 The HTTP server limits headers (16 KB, 10 seconds, `__main__.py`). No encryption; put a proxy in front.
@@ -22,7 +22,7 @@ The module also limits how many jobs run alongside the engines, and how many req
 `asker` is a key's digest, or an address if no keys are set.
 
 Places: a free place goes to the asker with the fewest running jobs, first come, first served among equals. One asker
-gets at most half of all places, and never the last running one if there are several. Each kind of work has its own
+gets at most half of all places, and never all running ones if there are several. Each kind of work has its own
 places, so a client that fills one does not affect the others.
 
 Rates: a token bucket per asker (Turner 1986), refilled at `per_second` up to BURST_SECONDS' worth. A request costs 1,
@@ -30,8 +30,8 @@ plus 1 for each full COST_BYTES of its body. A request refused by the queue cost
 that retries immediately is refused by the guard, which is cheap. Beyond MOST_BUCKETS the least recently used buckets
 are dropped, which resets their askers.
 
-Not guaranteed: a limit per client behind one proxy; without keys they share one address. Not here: killable processes
-(`workshop.py`), the engines' queue (`loop.py`). Does not import torch, so the command starts immediately.
+Not guaranteed: a limit per client behind a proxy (without keys, its clients share an address). Not here: killable
+processes (`workshop.py`), the engines' queue (`loop.py`). Does not import torch, so the command starts immediately.
 """
 
 import asyncio
@@ -467,7 +467,7 @@ class Options:
     weights: Weights | None = None  # None: by size
     rows: int = 8  # requests that run at once
     queue: int = 32  # requests that wait
-    rate: float = 200.0  # requests per second per key, or per address without keys (`Rates`); 0: no limit
+    rate: float = 200.0  # requests per second per key, or per address if no keys are set (`Rates`); 0: no limit
     api_key_file: Path | None = None
     feedback: Path | None = None
     hosts: tuple[str, ...] = ()

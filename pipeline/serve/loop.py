@@ -10,7 +10,7 @@ A request that cannot be served fails alone, no matter where it fails: in its sa
 failure in shared work (the forward pass, the queue) fails all open requests and marks the engine dead (`alive`) until
 its owner restarts it.
 
-An owner has at most MOST_OF_ONE rows, unless it has the engine alone. A free row goes to the owner with the fewest
+An owner has at most MOST_OF_ONE rows, unless it has the engine to itself. A free row goes to the owner with the fewest
 rows, then to the earliest request. A full queue still accepts requests from an owner with less than half of the places,
 so no owner can lock out another.
 
@@ -122,7 +122,7 @@ class GenerationRequest:
     say_stop: bool = False  # report the stop token as the last token
     bias: dict[int, float] = field(default_factory=dict)  # token -> value added to its logit
     top: int = 0  # how many alternatives to report with each token
-    owner: str = ""  # rows are shared between requests of one owner only
+    owner: str = ""  # rows are shared only between requests of the same owner
     seconds: float = 600.0  # counted from `submit`
     constraint: OutputConstraint | None = None
     frames: bool = False  # report each step of a canvas
@@ -281,9 +281,9 @@ class Loop(ABC):
             return taken >= places and (self.alone or own >= places // 2 or own == taken)
 
     def between_answers(self, errand: Callable[[], None]) -> None:
-        """Run `errand` on the engine's thread, then empty all rows. Busy rows finish first, waiting requests begin
-        afterward; returns once the errand is done. Raises EngineStopped, and whatever the errand raises: the engine is
-        then dead too, since its rows may mix old and new state.
+        """Run `errand` on the engine's thread, then empty all rows. Busy rows finish first, and waiting requests
+        begin afterward; returns once the errand is done. Raises EngineStopped, and whatever the errand raises: the
+        engine is then dead too, since its rows may mix old and new state.
         """
         done: Future[None] = Future()
         with self._changed:
@@ -360,7 +360,7 @@ class Loop(ABC):
     def _next_ticket(self) -> Ticket | None:
         """The waiting request whose owner has the fewest rows, and fewer than its limit; the first among equals.
 
-        One prompt is scored at a time: scoring steps are the longest, and no answer should wait for many of them.
+        Only one prompt is scored at a time: scoring steps are the longest, and no answer should wait for many of them.
         """
         running = Counter(slot.owner for slot in self.slots if slot.ticket is not None)
         most = self.rows if self.alone else MOST_OF_ONE

@@ -246,7 +246,7 @@ def _load_causal(
 def update(served: Served, folder: Path) -> None:
     """Switch to the weights of another directory. Answers in progress finish with the old ones.
 
-    Raises ModelError for another shape or tokenizer, EngineStopped.
+    Raises ModelError for a different shape or tokenizer, EngineStopped.
     """
     assert isinstance(served.engine, Engine) and served.engine.rollouts
     huggingface.check(folder)
@@ -300,7 +300,7 @@ class Catalog:
         self.served = {model.id: model for model in served}
 
     def find(self, name: str, *kinds: str) -> Served:
-        """The model with this name. Raises ApiFault: 404 if it is unknown, 400 if it is of another kind."""
+        """The model with this name. Raises ApiFault: 404 if it is unknown, 400 if it is of a different kind."""
         if name not in self.served:
             raise ApiFault(
                 404,

@@ -169,7 +169,7 @@ class Schema(RequestBody):
 
 
 class ResponseFormat(RequestBody):
-    """Text, any JSON object, or JSON of a schema."""
+    """Text, any JSON object, or JSON that matches a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: Schema | None = None
@@ -321,7 +321,7 @@ class CompletionBody(GenerationBody):
         if self.suffix is not None and self.echo:
             raise ValueError("suffix: not together with echo")
         if len(self.prompts) * (self.n or 1) > 8:
-            raise ValueError(f"n: at most 8 answers in all, {len(self.prompts)} prompts with n = {self.n} are more")
+            raise ValueError(f"n: at most 8 answers in all, {len(self.prompts)} prompts with n = {self.n} exceed that")
         return self
 
     @property
@@ -342,7 +342,7 @@ class TokenizeBody(RequestBody):
     """POST /tokenize."""
 
     model: Name
-    prompt: Annotated[str, Field(max_length=100_000)]  # the response has each token's text: ten times as much
+    prompt: Annotated[str, Field(max_length=100_000)]  # the response lists each token's text: ten times as long
 
 
 class DetokenizeBody(RequestBody):

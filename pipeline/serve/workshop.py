@@ -4,8 +4,8 @@
         await workshop.grammar("nano", job, asker) -> Verdict;  await workshop.html(text, asker)
 
 Each job runs in its own child process, which the kernel kills if it takes too much time or memory. So no job blocks the
-server's threads, and none is left running. Few jobs run at a time and few wait (`guard.py`). Results for a schema are
-cached for a while, including refusals, so a hostile schema costs its seconds only once. If the worker has died, the
+server's threads, and none is left running. Only a few jobs run or wait at a time (`guard.py`). Results for a schema are
+cached for a while, including refusals, so a hostile schema costs CPU time only once. If the worker has died, the
 next job restarts it, at most once in RESTART_SECONDS.
 """
 

@@ -1,6 +1,6 @@
 """Programs as chains of steps, and how to draw them at random.
 
-A `Program` runs through its operations' functions (truth) and is written from their sources (answer). `spell` and
+A `Program` runs its operations' functions (truth) and is written from their sources (answer). `spell` and
 `parse` convert a program to text such as `add.3+sort+sum` and back; a problem's id ends in this text, so the program
 can be recovered from it.
 
@@ -326,7 +326,7 @@ def _loop(draw: Draw) -> Program:
 
 
 def _argument(draw: Draw) -> Program:
-    """Half take a second list, half a number in place of a constant."""
+    """Half of these programs take a second list, half a number in place of a constant."""
     if draw.chance(0.5):
         operation = draw.pick(operations.list_pairs())
         return _around(Step(operation, None, draw.below(len(operation.phrasings) - 1), True), draw)

@@ -7,13 +7,13 @@ forms also come as conversations (`dialogue`), because fine-tuning would otherwi
 saw in a conversation. Forms:
 
     again    a row of items, then the same row
-    recall   key-value pairs, then the keys in another order, each with its value
+    recall   key-value pairs, then the keys in a different order, each with its value
     record   lines `field: value`, then the same record as a JSON object
     request  a sentence that contains the values, then a JSON object with them
     schema   function schemas in the format in which tools are offered, a request for one of them, and the call
-    choose   functions with only name and description, then requests, each followed by the matching name
+    choose   functions with only a name and a description, then requests, each followed by the matching name
 
-The items are names, places, words, numbers, dates, codes, paths and made-up words of syllables, so that the second
+The items are names, places, words, numbers, dates, codes, paths and words made up from syllables, so that the second
 mention can only be inferred from the first. In-context copying (the induction heads of Olsson et al. 2022,
 arXiv:2209.11895) emerges in one sudden drop of the loss. With only prose and stories, that drop comes late or, within
 the few steps of a small run, not at all (measurements in docs/LOG.md).
@@ -27,10 +27,10 @@ Facts are four attributes for each of a number of services; a model can only lea
     test     the fourth wording for the others
     control  the fourth wording, for services that never occur in training: answers can only be guessed
 
-Values are drawn from the same distribution for all services, so answers about the control are right only by chance.
+Values are drawn from the same distribution for all services, so control answers are right only by chance.
 
-The skill is SQL, which appears nowhere else in the data (`queries`): a user gives a table with its columns and asks for
-rows in a sentence; the answer is one SELECT statement. This shows what an adapter learns from a few hundred examples
+The skill is SQL, which appears nowhere else in the data (`queries`): a user gives a table with its columns and asks in
+a sentence for rows; the answer is one SELECT statement. This shows what an adapter learns from a few hundred examples
 (stages/lora.py). A record is a pure function of (split, seed, number); a hash of its name and columns assigns each
 table to one split.
 
@@ -257,7 +257,7 @@ FORMS: tuple[Callable[[Random], str], ...] = (_again, _recall, _record, _request
 ATTRIBUTES = ("port", "owner", "region", "runtime")
 PORTS = (1000, 10000)  # four digits
 HELD_OUT = 3  # the wording that never occurs in training
-CONTROLS = 4  # one control service for every this many services
+CONTROLS = 4  # services per control service
 
 
 def facts(num_services: int, seed: int) -> dict[str, list[Fact]]:

@@ -1,16 +1,17 @@
-"""Preference pairs with a known true score: two answers to one prompt, labeled by quality, not by intention.
+"""Preference pairs with a known true score: two answers to the same prompt, labeled by quality, not by intention.
 
     code    a problem's reference and mistakes      0 unless one block that parses; 0.5 hidden tests passed + 0.5 style
     tools   right and wrong calls of a dialogue     `tools.gold`
     story   an intact story and damaged ones        mean of the story checker's clauses
 
-Half of the code pairs differ only in style: both are right, one has a docstring and no comment (`well_styled`). Nothing
-before preference learning favors a style (programs.py), so a fine-tuned model's likelihood cannot separate these, and
-there is something to learn. The other half have the same style, right against wrong.
+Half of the code pairs differ only in style: both are correct; one has a docstring and no comment (`well_styled`).
+Nothing before preference learning favors a style (programs.py), so a fine-tuned model's likelihood cannot separate
+these, and there is something to learn. The other half have the same style: one is correct, one wrong.
 
 Each kind is a third of the pairs. A pair is kept if the scores differ by 0.1 or more; in most pairs the better answer
-is right. Among pairs of a kind with different lengths, the chosen answer is the longer one in half, so that length
-alone predicts nothing. `label_noise` e swaps a fraction e of the training pairs: the best accuracy is then 1 - e.
+is correct. Among pairs of a kind with different lengths, the chosen answer is the longer one in half of them, so that
+length alone predicts nothing. `label_noise` e swaps a fraction e of the training pairs; the best accuracy is then
+1 - e.
 
 Code is judged through a function argument, because the sandbox's judge is in a higher layer than this module.
 """
@@ -33,7 +34,7 @@ from pipeline.text import chat
 MIN_GAP = 0.1
 BEST_CHOSEN = 0.85  # fraction of prompts where the best answer is the chosen one in the pairs, if lengths allow it
 KINDS = ("code", "tools", "story")
-# Opponents of the preferred style; docstring plus comment is longer than it, the others are shorter.
+# Opponents of the preferred style: docstring plus comment is longer than it; the others are shorter.
 OTHER_STYLES = (*[Style(False, True)] * 3, Style(False, False), *[Style(True, True)] * 4)
 MISTAKES_IN_STYLE = 0.7  # fraction of mistakes shown in the preferred style
 # the fraction of hidden tests that each answer passes; None if it cannot be judged
@@ -85,7 +86,7 @@ def story_gold(text: str) -> float:
 
 
 def tool_gold(pair: Pair, message: Message) -> float:
-    """Score an answer to a pair of kind "tools" against the right answer in its `truth`."""
+    """Score an answer to a pair of kind "tools" against the correct answer in its `truth`."""
     assert pair.truth is not None
     dialogue = Dialogue(
         id=pair.id, kind="tools", category="", messages=[*pair.prompt, pair.truth["right"]], tools=pair.tools

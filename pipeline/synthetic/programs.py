@@ -7,7 +7,7 @@ problem's dialogue, and wrong answers to it.
     level 2  two                split by the names of the operations, like the rest
     level 3  three              only a tenth of its chains in training
     level 4  four; or a branch, a loop with state, two arguments         never with an answer in training
-    level 5  levels 1-3 in another order of steps, or by examples only   test only
+    level 5  levels 1-3, steps out of order, or by examples only       test only
 
     train  levels 1, 2, shown 3    val  levels 1-3    rl  levels 2, 3, some 4, no answers
     test   easy = 1, medium = 2 and 3, hard = 4, told = 5, phrasing = 1 and 2 in phrasings that training never uses
@@ -19,21 +19,21 @@ operations, their phrasings, constants, names and examples vary.
 
 Tests (`tests_of`): 3 visible and 12 to 24 hidden records `{"args", "expected", "visible"}`, with inputs that show what
 the program does and catch near misses. The hidden tests have an input for each kind of edge case (empty, one, negative,
-repeated, long). 16 programs one operation away that differ from it somewhere on the pool each fail a test. No expected
-value makes up more than half of the tests. A program that is dull because of its constants has no such tests and is
-redrawn.
+repeated, long). 16 programs one operation away that differ from the program somewhere on the pool each fail a test. No
+expected value makes up more than half of the tests. A program that is dull because of its constants has no such tests
+and is redrawn.
 
 Style: the answer to a problem is code only. In a dialogue (`dialogue`), the return value is described in a docstring,
 in a comment, in both or in neither: half have a docstring, half a comment, so that a model trained on dialogues has no
 preference among the four. Preference learning adds one (`well_styled`, preferences.py). The words follow from the
-signature: a docstring that repeats the question cost tokens and hurt a model on other phrasings. On a canvas, where all
-tokens are written at once, optional lines made half of the answers wrong (docs/LOG.md).
+signature: a docstring that repeated the question cost tokens and hurt a model on other phrasings. On a canvas, where
+all tokens are written at once, optional lines made half of the answers wrong (docs/LOG.md).
 
 Mistakes (`distractors`): wrong answers for preference pairs, as (kind, source). People make all these mistakes:
 
     other_operation  one step replaced by another of the same types, inserted or removed
     off_by_one       a step uses its value without the first or the last item
-    wrong_constant   another constant
+    wrong_constant   a different constant
     lost_default     the value for empty input is missing
     broken_syntax    a bracket, a colon or the indentation is missing
 
@@ -451,7 +451,7 @@ def distractors(problem: Problem, seed: int) -> list[tuple[str, str]]:
 
 
 def _other_operations(program: Program, draw: Draw) -> list[Program]:
-    """Two neighbors with other keys, or fewer if there are hardly any."""
+    """Two neighbors with different keys, or fewer if there are not enough."""
     others: list[Program] = []
     for num_tried, wrong in enumerate(neighbors(program, draw)):
         if len(others) == 2 or num_tried == 12:
@@ -493,7 +493,7 @@ def _lost_defaults(program: Program, name: str) -> list[str]:
 
 
 def _with_source(program: Program, index: int, source: str) -> Program:
-    """The program with another source for one step. Never run it: the step's function no longer matches its source."""
+    """The program with a different source for one step. Never run it: the step's function does not match its source."""
     step = program.steps[index]
     assert not isinstance(step, Branch)
     wrong = replace(step, operation=replace(step.operation, source=source))

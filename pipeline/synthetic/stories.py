@@ -2,22 +2,22 @@
 
 `story(path)` returns the story for a path `stories/<family>/<number>`, as a pure function of it: no clock, no set
 order, no seed. `records` iterates over the numbers of several families in turn until there are enough bytes. Three of
-the fourteen families are held out, and every fiftieth number of the others. Both are validation data, reported
-separately: the second tests known plots in new words, the first new plots.
+the fourteen families are held out, as is every fiftieth number of the others. Both are validation data, reported
+separately: the former tests new plots, the latter known plots in new words.
 
 `check(text)` answers eight yes-no questions about whether a text is a coherent story, from the text alone, so it also
-works on model samples. It expects the generator's grammar: a name has one pronoun, a pronoun agrees with the last name
-before it, the first name is introduced as "Tom was a brave fox", others by "named", "called" or "friend", a plot has
-its own goal and ending. `follows_plot(text)` is stricter: each sentence is an event, in a possible order.
+works on model samples. It expects the generator's grammar: each name has one pronoun; a pronoun agrees with the last
+name before it; the first name is introduced as "Tom was a brave fox", others by "named", "called" or "friend"; each
+plot has its own goal and ending. `follows_plot(text)` is stricter: each sentence is an event, in a possible order.
 
-`edits` damages a passing story, for preference pairs, in six ways that the checker must all notice. Damage that leaves
-a good story (two events that may occur in either order) does not count: a candidate that fails no more questions than
-the story is redrawn.
+`edits` damages a passing story, for preference pairs, in six ways, all of which the checker must notice. Damage that
+leaves a good story (two events that may occur in either order) does not count: a candidate that fails no more questions
+than the story is redrawn.
 
 Not guaranteed: literature. The sentences are short and regular, so that a model with two million parameters can learn
 who wanted what (measured on 197 kB: see `tests/test_stories.py`). Nor that `check` understands a text: styles other
-than the generator's fail, and nonsense between right sentences passes (with `follows_plot` 1 in 400 does); one foreign
-name or one wrong "she" makes the answer False. Nor that a damaged story differs in only one question.
+than the generator's fail, and nonsense between correct sentences passes (with `follows_plot`, 1 in 400 does); one
+foreign name or one wrong "she" makes the answer False. Nor that a damaged story fails only one question.
 """
 
 import random
@@ -128,7 +128,7 @@ QUESTIONS = (
 )
 MIN_WORDS, MAX_WORDS = 60, 400
 RESOLUTION = 2  # sentences: the ending and the coda
-GOAL_WITHIN = 4  # the goal is within this many first sentences
+GOAL_WITHIN = 4  # the goal is within this many sentences of the start
 
 # A sentence ends at . ! ? (and a closing quote) before a space and a capital or an opening quote.
 _BORDER = re.compile(r'(?<=[.!?])\s+(?=["A-Z])|(?<=[.!?]")\s+(?=["A-Z])')
@@ -174,8 +174,8 @@ def follows_plot(text: str) -> bool:
     """Whether a text is a chain of events of its family: each sentence matches one of the world's forms, no event
     precedes its requirements, and the right character has the thing in the end.
 
-    The forms are the generator's; any few words may fill a slot. So nonsense between right sentences fails, and so does
-    a story in another style.
+    The forms are the generator's; any few words may fill a slot. So nonsense between correct sentences fails, and so
+    does a story in another style.
     """
     family, first = family_of(text), _first().search(text)
     if family is None or first is None:
@@ -267,7 +267,7 @@ def _introduces_protagonist(first: str) -> bool:
 
 
 def _pronouns_resolve(text: str, words: list[tuple[str, int]]) -> bool:
-    """he and she agree with the last name; they needs two names; it needs the wanted thing in this sentence."""
+    """Both "he" and "she" agree with the last name; "they" needs two names, "it" the wanted thing in this sentence."""
     last: str | None = None
     names: set[str] = set()
     thing_start = None  # position of the last mention of the wanted thing

@@ -1,7 +1,7 @@
 """The small world behind a story: its state, the event planner, and how a wording is filled in from that state.
 
 In: a family and a random stream. Out (`tell`): one story as text, or None if it misses a bound and the caller should
-redraw. `plan` builds a sequence of 7-10 events with valid preconditions, `_narrate` turns it into text.
+redraw. `plan` builds a sequence of 7-10 events with valid preconditions; `_narrate` turns it into text.
 
 The planner works forward. At each step it picks a random event whose needs hold and whose bars do not; optional events
 (a reason, a setback, a wrong guess, a friend) are in the plan only if drawn beforehand. So the order of a story is not
@@ -22,7 +22,7 @@ always agrees with the last name before it; `stories.check` requires this of any
 
 A wanted thing is in `things` and in no other list or wording, so that the checker can distinguish it from everything
 else in a story; a name has one pronoun, so that the checker can resolve "she". No shared wording matches an ending
-pattern, or a story without its ending could pass. The tests check all three.
+pattern; otherwise a story without its ending could pass. The tests check all three.
 
 Not guaranteed: English beyond the given wordings, which are in the past tense and so need no agreement.
 """
@@ -61,8 +61,8 @@ class Event:
     name: str
     needs: frozenset[str]  # facts that must be true before
     bars: frozenset[str]  # facts that must be false before
-    gives: frozenset[str]  # facts that are true after
-    mood: str | None  # the protagonist's feeling after, a key of `feelings`
+    gives: frozenset[str]  # facts that are true afterward
+    mood: str | None  # the protagonist's feeling afterward, a key of `feelings`
     plain: tuple[str, ...]
     spoken: tuple[str, ...]  # only in stories with dialogue
 
@@ -194,7 +194,7 @@ def _narrate(world: World, events: list[Event], *, speaks: bool) -> list[str]:
 
 
 def new_world(rng: random.Random, things: tuple[str, ...], aims: tuple[str, ...]) -> World:
-    """Draw a protagonist, a friend with another name and kind, a thing and a place."""
+    """Draw a protagonist, a friend with a different name and kind, a thing and a place."""
 
     words = lexicon()
 

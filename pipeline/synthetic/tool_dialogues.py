@@ -1,4 +1,4 @@
-"""Tool conversations: the script of one, and a conversation per category, drawn from a seed.
+"""Tool conversations: a `Script`, and a conversation per category, drawn from a seed.
 
 `Script` appends messages in OpenAI format and executes calls in its own `ToolWorld`; `close` runs the final checks and
 returns the `Dialogue`. Checks: arguments are JSON and match the schema, every call executes (an error is allowed only
@@ -16,7 +16,7 @@ they teach:
     missing                                          a required value is missing: ask for it, then call
     later                                            the right tool comes in a later user turn
     dependent                                        the second call needs a value from the first one's result
-    repair                                           the first call fails, its message explains how to fix it
+    repair                                           the first call fails; its message explains how to fix it
 
 `add_requests` continues a conversation, for training: tools make up most of its length, so one more request for them
 costs a third of a new conversation.

@@ -409,7 +409,7 @@ def _noun(rng: Random) -> str:
 
 
 def sibling(tool: ToolSpec, rng: Random) -> ToolSpec:
-    """A near-duplicate of an invented tool, with another verb or another noun."""
+    """A near-duplicate of an invented tool, with a different verb or noun."""
     verb, noun = tool.domain.split(" ")
     other = verb
     while other in (verb, noun):

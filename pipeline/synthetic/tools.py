@@ -104,7 +104,7 @@ def facets(dialogue: Dialogue) -> Facets:
 
 
 def dialogues(split: str, count: int, seed: int, first: int = 0, *, fresh: bool = False) -> Iterator[Dialogue]:
-    """Conversations `first` to `count` of a split ("train", "val", "test"). Raises ValueError for another split.
+    """Conversations `first` to `count` of a split ("train", "val", "test"). Raises ValueError for any other split.
 
     A shorter run is a prefix of a longer one. A `fresh` test takes its held-out tools from FRESH_DOMAINS.
     """
@@ -180,7 +180,7 @@ def belongs(request: str, split: str) -> bool:
 
 
 def turns(dialogue: Dialogue) -> list[int]:
-    """Indices of the scored assistant messages: all with calls, and a first one that must not call."""
+    """Indices of the scored assistant messages: all with calls, and a first one that must not contain calls."""
     assistant = [i for i, message in enumerate(dialogue.messages) if message["role"] == "assistant"]
     quiet = assistant[:1] if facets(dialogue).category in NO_CALL_FIRST else []
     return quiet + [i for i in assistant if dialogue.messages[i].get("tool_calls")]
@@ -211,7 +211,7 @@ def calls(message: Message) -> list[tuple[str, Value]]:
 
 
 def truth(dialogue: Dialogue, turn: int) -> list[dict[str, dict[str, list[Value]]]]:
-    """The accepted calls of a turn in BFCL format, [{name: {parameter: [accepted values]}}]; [] if no call is right.
+    """The accepted calls of a turn in BFCL format, [{name: {parameter: [accepted values]}}]; [] if no call is correct.
 
     `""` among the accepted values means that the parameter may be absent. A nested object is a dict of these lists, a
     list of objects a list of those dicts. Raises ValueError if `turn` is not an assistant message.
@@ -276,7 +276,7 @@ def gold(dialogue: Dialogue, message: Message, turn: int | None = None) -> float
 
 
 def _call_score(schemas: dict[str, JsonObject], right: tuple[str, Value], actual: tuple[str, Value]) -> float:
-    """0.2 for the right name, plus 0.4 times the fraction of right values among all parameters of either call."""
+    """0.2 for the correct name, plus 0.4 times the fraction of correct values among all parameters of either call."""
     if right[0] != actual[0]:
         return 0.0
     if not isinstance(actual[1], dict):
@@ -311,9 +311,9 @@ def canonical(value: Value) -> str:
 
 
 def wrong_answers(dialogue: Dialogue, seed: int, turn: int | None = None) -> list[tuple[str, Message]]:
-    """(kind, assistant message) for preference pairs; each kind at most once, each scored below the right answer.
+    """(kind, assistant message) for preference pairs; each kind at most once, each scored below the correct answer.
 
-    Kinds if a call is right: "wrong_tool", "wrong_type", "wrong_value", "missing", "invented", "refusal"; if not:
+    Kinds if a call is correct: "wrong_tool", "wrong_type", "wrong_value", "missing", "invented", "refusal"; if not:
     "needless_call". `turn` None: the first scored one.
     """
     turn = turns(dialogue)[0] if turn is None else turn
@@ -369,7 +369,7 @@ def _other_name(name: str, names: list[str], rng: Random) -> str:
 
 
 def _other_value(arguments: dict[str, Value], key: str, schema: JsonObject, rng: Random) -> Value:
-    """Another value of the same type, taken from another parameter if one fits."""
+    """A different value of the same type, taken from another parameter if one fits."""
     value = arguments[key]
     options = [option for option in schema.get("enum", ()) if option != value]
     if options:

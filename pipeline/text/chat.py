@@ -1,6 +1,6 @@
 """Render conversations as text and ids: ChatML turns, Hermes tool calls, and the assistant's loss mask.
 
-    <|im_start|>system ... Tools you can call: <tools> a function JSON per line </tools><|im_end|>
+    <|im_start|>system ... Tools you can call: <tools> one function JSON per line </tools><|im_end|>
     <|im_start|>user ...<|im_end|>
     <|im_start|>assistant content <tool_call> {"name": "f", "arguments": {...}} </tool_call><|im_end|>
     <|im_start|>tool <tool_response> ... </tool_response><|im_end|>

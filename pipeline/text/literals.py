@@ -1,6 +1,6 @@
 """Read Python literals without running anything: numbers, strings, lists, tuples, sets and dicts.
 
-Sets and dicts are built by functions of the caller, because the sandbox's judge must not hash what a candidate sent.
+Sets and dicts are built by the caller's functions, because the sandbox's judge must not hash what a candidate sent.
 Standard library only: the judge also runs for users whose Python lacks the project's packages.
 """
 
@@ -15,7 +15,7 @@ def read(
 ) -> object:
     """The value of a literal, given as text or as a syntax tree.
 
-    For anything else raises ValueError, and given text also SyntaxError, MemoryError or RecursionError.
+    Raises ValueError for anything else; given text, also SyntaxError, MemoryError or RecursionError.
     """
     node = ast.parse(source.lstrip(" \t"), mode="eval").body if isinstance(source, str) else source
 

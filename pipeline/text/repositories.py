@@ -45,7 +45,7 @@ class Context:
         return cls(**fields | {"files": files, "names": tuple(fields["names"])})
 
     def alone(self) -> Context:
-        """The same without other files."""
+        """The same context without other files."""
         return replace(self, files=())
 
 

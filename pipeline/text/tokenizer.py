@@ -8,7 +8,7 @@
 Merges are learned in two parts: first words without the preceding character, then the space, underscore or quotation
 mark that joins a word's first piece. So a word splits into the same pieces everywhere, and " blanket" in a prompt can
 be copied into "merge_blanket"; a model this small never learns that "_b" "lanket" is the same word (docs/LOG.md).
-Spaces apart from words: Gow-Smith et al. 2022, arXiv:2204.04058.
+On separating spaces from words: Gow-Smith et al. 2022, arXiv:2204.04058.
 
 `encode` never returns a control token, whatever the text contains ("no injection"): it uses a second tokenizer without
 them, and `chat.render` inserts them where they belong. A tokenizer is its `tokenizer.json`: `hash` is the sha256 of
@@ -25,7 +25,7 @@ ends with it unless only whitespace follows.
 the output of `chat.render`; the template must produce the same string, and a test compares ids and assistant masks of
 both in transformers. `{% generation %}` marks what is trained (transformers' `return_assistant_tokens_mask`).
 
-Not guaranteed: that lone surrogates survive (they become U+FFFD); word-by-word encoding for another split pattern
+Not guaranteed: that lone surrogates survive (they become U+FFFD); word-by-word encoding for a different split pattern
 (`Tokenizer` checks `splits_by_pattern` first); in the template, canonical arguments (`arguments` given as JSON text are
 passed through, while `chat.render` re-serializes them with ", " and ": ") and results sorted into call order
 (`chat.render` sorts them).
@@ -38,11 +38,11 @@ Every id keeps its meaning, so the checkpoint's weights stay valid. A missing co
 the remaining ids, up to the model's rows and to a multiple of 64, become spares. Byte-level BPE only (Qwen2, Qwen3,
 LLaMA 3): its tokens have known bytes, which bits per byte, fill-in-the-middle and the server's grammars need.
 
-Two things are removed: whatever `tokenizer.json` puts around a text (LLaMA's begin of text), because documents and
-turns have our own delimiters; and Qwen's NFC, so that every text decodes to itself and llama.cpp, which has no NFC,
-splits identically. Only text that is not in NFC gets other ids than from the checkpoint's own tokenizer.
+Two things are removed: whatever `tokenizer.json` puts around a text (LLaMA's begin-of-text token), because documents
+and turns have our own delimiters; and Qwen's NFC, so that every text decodes to itself and llama.cpp, which has no NFC,
+splits identically. Only text that is not in NFC gets ids other than those of the checkpoint's own tokenizer.
 
-Not guaranteed: that the checkpoint's own begin or end of text is used; ours is `SPECIAL`.
+Not guaranteed: that the checkpoint's own begin-of-text or end-of-text token is used; ours is `SPECIAL`.
 """
 
 import hashlib
@@ -174,7 +174,7 @@ class Tokenizer:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """`encode` each text. For other split patterns than ours, the library encodes, in its own threads."""
+        """`encode` each text. For split patterns other than ours, the library encodes, in its own threads."""
         try:
             return self._encode_valid(texts)
         except TypeError:  # the library's error for a str that is not UTF-8
@@ -531,7 +531,7 @@ def _require_byte_level_bpe(state: JsonObject, path: Path) -> None:
 
 
 def _check(adopted: Tokenizer, path: Path) -> None:
-    """Raise ModelError if the library assigns other ids, or text does not survive a round trip."""
+    """Raise ModelError if the library assigns different ids, or text does not survive a round trip."""
     library = tokenizers.Tokenizer.from_str(adopted.serialized)
     for content, id_ in adopted.control_ids.items():
         if library.token_to_id(content) != id_:

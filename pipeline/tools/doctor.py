@@ -4,8 +4,9 @@
 
 Input: the machine, `pyproject.toml`, `.dvc/config` overridden by `config.local`, `params.yaml` and `conf/`, locks, the
 work directory. Output: text, and exit code 1 if there is a problem: something that stops `dvc repro` or makes its
-results wrong. A note costs time or disk space, or affects only some runs. Nothing is repaired. The checks create links
-between the cache and the working tree and remove them, briefly take locks, and start the sandbox's servers.
+results wrong. A note is about something that costs time or disk space, or affects only some runs. Nothing is repaired.
+The checks create links between the cache and the working tree and remove them, briefly take locks, and start the
+sandbox's servers.
 
 Not guaranteed: that a remote or a sandbox service is up (neither is contacted); DVC's settings outside the repository,
 and its `core.hardlink_lock`; processes on other machines that share the disk (they look dead). On macOS some results

@@ -9,7 +9,7 @@ If a stage fails, only the stages that depend on it are skipped. At the end a ta
 jobs' idle time and the command to continue; the exit code is that of the first failure. The report covers whatever was
 measured, so it waits for the other stages but requires none of them. SIGINT, SIGTERM and SIGHUP are sent to each
 running stage once; it saves a checkpoint, and the same command resumes it. If the launcher is killed, the kernel ends
-DVC and its stage (Linux). A stage gets the cores divided by the jobs as threads, or all cores if nothing large could
+DVC and its stage (Linux). A stage gets (cores / jobs) threads, or all cores if nothing large could
 run alongside it. The graph and the scale decide that, not the current load: the number of threads affects the last bits
 of a result, so an interrupted stage must resume with the same number. On Linux, DVC processes are forked from the
 launcher, which loads DVC only once.
@@ -42,13 +42,13 @@ from pipeline.run.errors import ConfigError
 from pipeline.sandbox import jail
 
 SPINE = "spine"
-CHAIN = ("language", "code", "tools", "rlhf")  # their evaluations are part of the spine; reward's has its own stage
+CHAIN = ("language", "code", "tools", "rlhf")  # their evaluations are part of the spine; reward has its own stage
 REPORT, DEPLOY = "stage_report", "stage_deploy"
 UNKNOWN_SECONDS = 30.0  # estimate for a stage without a measured time
 POLL_SECONDS, LOOK_SECONDS = 0.1, 1.0  # polling intervals: for processes, for their MLflow spools
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SMALL = 0.5
-# Spins of a waiting OpenMP thread, a few microseconds: with none a second thread gains nothing, and with many more all
+# Spins of a waiting OpenMP thread, a few microseconds: with none, a second thread gains nothing; with many more, all
 # threads wait for the one whose core is busy with something else.
 SPINS = "1000"
 PACED_SECONDS = 30.0  # estimated seconds of built stages needed to judge how fast this machine is
@@ -167,7 +167,7 @@ class Build:
         return "\n".join(rows) + "\n"
 
     def use(self, seconds: float) -> str:
-        """Job utilization in a build of `seconds`, and the chain that took longest: while other jobs are idle, only a
+        """Job utilization in a build that took `seconds`, and the longest chain: while other jobs are idle, only a
         shorter chain makes the build faster.
         """
         busy = sum(stage.took * (self.jobs if stage.name in self.alone else 1) for stage in self.stages.values())

@@ -90,7 +90,7 @@ class PlanConfig:
             if getattr(self, key) not in allowed:
                 names = ", ".join(name for name in allowed if name)
                 raise ValueError(f"{key}: expected one of {names}, got {getattr(self, key)!r}")
-        assert self.adapter  # its own checks
+        assert self.adapter  # runs its checks
         if min(self.micro_batch, self.processes, self.samples) < 1:
             raise ValueError("micro_batch, processes, samples: expected at least 1")
         if not 1 <= self.tokens <= self.model.max_context:

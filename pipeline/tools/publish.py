@@ -167,7 +167,7 @@ def results(numbers: JsonObject, task: str) -> "list[EvalResult]":
 
 
 def results_table(numbers: JsonObject) -> str:
-    """The same as a Markdown table."""
+    """The same results as a Markdown table."""
     rows = []
     for headline in headlines(numbers):
         if (value := lookup(numbers, headline)) is not None:

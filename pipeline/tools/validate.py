@@ -9,12 +9,12 @@ rejected (the last three add up to the first), their tokens, the tokens that are
 consecutive words with a file in data/benchmarks. It is followed by the first reasons for rejected rows as
 `file:line: field: reason`, and by one conversation as the model sees it, with the trained parts marked.
 
-The kind is the one that fits most of the first 100 rows; a file that is not a table is code or text, by its name.
+The kind is the one that fits most of the first 100 rows; a file that is not a table is code or text, based on its name.
 Rows are read as in `stage_corpus` and `stage_tasks` (ingest/own_files.py). Exits with 1 if a row is rejected, with 2 if
 a file cannot be read.
 
-Not guaranteed: what cleaning drops afterwards (short, generated or near-duplicate documents), and whether the tests of
-problems pass: `stage_corpus` and `stage_tasks` check that.
+Checked not here but in `stage_corpus` and `stage_tasks`: what cleaning drops (short, generated or near-duplicate
+documents), and whether the tests of problems pass.
 """
 
 import argparse
@@ -37,7 +37,7 @@ from pipeline.run.tracking import progress
 from pipeline.text import chat
 from pipeline.text.tokenizer import Tokenizer
 
-KINDS = ("problems", "preferences", "labels", "dialogues", "text")  # of tables; the first on a tie
+KINDS = ("problems", "preferences", "labels", "dialogues", "text")  # of tables; the first in a tie
 PROSE = (".txt", ".md", ".rst", ".adoc", ".html", "")  # suffixes of text files; all others are code
 COLUMNS = ("file", "kind", "shapes", "rows", "accepted", "duplicate", "rejected", "tokens", "trained", "benchmarks")
 OPEN, CLOSE = "[[", "]]"  # mark what is trained on

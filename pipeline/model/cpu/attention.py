@@ -12,7 +12,7 @@ of them, rounded up to whole tiles; siblings' blocks are never multiplied.
     P = softmax(q k^T + mask)    o = P v    dv = P^T do    dP = do v^T - rowsum(do o)
     dS = P dP    dq = dS k    dk = dS^T q
 
-The row sums are part of the product: do and v get more columns, [do, -d_high, -d_low] [v, 1, 1]^T, so the difference
+The row sums are part of the product: do and v get extra columns, [do, -d_high, -d_low] [v, 1, 1]^T, so the difference
 is computed in float32 before it is rounded to bf16, without another pass over the scores. Probabilities of tiles that
 reach over at most 512 tokens are stored for the backward pass; the others are recomputed.
 
@@ -51,7 +51,7 @@ class Group:
     """Tiles of equal reach."""
 
     tiles: Where  # (m,) of the queries
-    # r times (m,): the tiles of their keys, from the first to the last; of a tree (m, S / 32): the blocks
+    # r times (m,): the tiles of their keys, from the first to the last; for a tree (m, S / 32): the blocks
     keys: tuple[Where, ...] | Tensor
     # (m, 1, 128, 1, c) bf16 for the last c keys: 0, or -inf where a query does not attend; no other key is masked
     mask: Tensor
@@ -165,7 +165,7 @@ def _group(tiles: np.ndarray, keys: np.ndarray, document: np.ndarray, causal: bo
     masked = document[query][:, :, None] != document[key][:, None, :]
     if causal:
         masked |= key[:, None, :] > query[:, :, None]
-    begin = int(masked.any((0, 1)).argmax()) // TILE * TILE  # most documents mask keys of their last tile alone
+    begin = int(masked.any((0, 1)).argmax()) // TILE * TILE  # most documents mask only keys of their last tile
     masked = masked[:, :, begin:]
     return Group(_tile_index(tiles), tuple(map(_tile_index, keys.T)), _mask(masked))
 
@@ -351,7 +351,7 @@ def _add_to_tiles(total: Tensor, keys: tuple[Where, ...] | Tensor, part: Tensor)
     for number, where in enumerate(keys):
         if isinstance(where, slice):
             total[where] += part[:, :, number]
-        else:  # without causality several queries' tiles may have the same keys
+        else:  # without causality, several queries' tiles may have the same keys
             total.index_add_(0, where, part[:, :, number].to(total.dtype))
 
 
@@ -386,7 +386,7 @@ def _backward_blocks(grad: Tensor, out: Tensor, saved: Sequence[Tensor], plan: B
 
 
 def _rows(x: Tensor) -> int:
-    """The address of rows whose heads lie side by side, the rows perhaps in a wider tensor."""
+    """The address of rows whose heads lie side by side, possibly within a wider tensor."""
     assert x.stride(2) == 1 and x.stride(1) == x.shape[2] and x.dtype == BF16
     return x.data_ptr()
 

@@ -265,7 +265,7 @@ def ragged_attention(
     """Attention of each token within its own document: to the earlier tokens and itself if `causal`, else to all.
 
     `q` (N, H, h), `k` and `v` (M, K, h) with K dividing H, N = sum of `lengths`: the documents are consecutive. M = N,
-    or with `before` N + sum(before): each document has `before` keys before those of its queries. float32 or float64,
+    or, with `before`, N + sum(before): each document has `before` keys before those of its queries. float32 or float64,
     on a CPU. Returns (N, H, h). Stores every probability for the backward pass, about H * sum(lengths^2) / 2 numbers,
     so it is meant for documents of a few hundred tokens.
     """

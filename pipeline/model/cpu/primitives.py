@@ -11,7 +11,7 @@ their backward passes.
     outer         a^T b, the gradient of a matrix
     add_rows      x[index] += rows, the gradient of a row lookup
 
-Each exists twice: in C++ (primitives.cpp, if loaded by native.py), one pass over memory, 2 to 5 times faster; and as
+Each exists twice: in C++ (primitives.cpp, if loaded by native.py), as one pass over memory, 2 to 5 times faster; and as
 individual PyTorch operators, over chunks of rows that fit in a core's L2 cache. Both compute in float32 and return
 bf16, except PyTorch's `gated`, which is bf16 throughout: there conversions cost more than the operators.
 
@@ -250,7 +250,7 @@ def exponentials(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tenso
 
 
 def chooses(logits: Tensor) -> bool:
-    """Whether `choose` supports these logits: it is C++ only; the PyTorch version is in generation/sampling.py."""
+    """Whether `choose` supports these logits: it is only in C++; the PyTorch version is in generation/sampling.py."""
     return loaded() and logits.device.type == "cpu" and logits.dtype in (BF16, torch.float32)
 
 

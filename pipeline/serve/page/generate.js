@@ -19,10 +19,12 @@ function begun() {
   return { text: "", calls: [], tokens: [], frames: [], prompt: [], usage: null, finish: null, first: null, began: performance.now(), seconds: 0 };
 }
 
-// Seconds of speaking, from the first token on, and tokens a second in them.
+// Tokens per second after the first token; of the whole request if the tokens arrived together.
 export function speed(result) {
+  const count = result.tokens.length;
   const seconds = result.seconds - (result.first ?? 0);
-  return result.tokens.length > 1 && seconds > 0 ? (result.tokens.length - 1) / seconds : 0;
+  if (seconds > 0.05) return count > 1 ? (count - 1) / seconds : 0;
+  return result.seconds > 0 ? count / result.seconds : 0;
 }
 
 async function follow(path, body, signal, result, take, onChange) {
