@@ -2,7 +2,8 @@
 
     python docs/pictures.py      reports/index.html -> docs/report.png, the page before models/tools -> docs/page.png
 
-The page shows a story and the first easy held-out problem that the model always solves. Needs Chromium and the extra dev.
+The page shows a story and the first easy held-out problem that the model always solves. Needs Chromium and the
+extra dev.
 """
 
 import json

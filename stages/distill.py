@@ -83,7 +83,7 @@ def run(
         model, tokenizer = checkpoint.load(teacher)
         if tokenizer.hash != start.tokenizer.hash or checkpoint.weights_digest(model) != given.teacher:
             raise ConfigError(
-                f"distill.teacher: {teacher} did not write {taught}; set distill.teacher and teach.teacher to the same model"
+                f"distill.teacher: {teacher} did not write {taught}; make distill.teacher and teach.teacher equal"
             )
         model = reference.narrowed(model.train(False), hardware).to(hardware.device)
     with setting.judge(params.sandbox, wanted=()) as judge:

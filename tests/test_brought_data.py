@@ -124,7 +124,7 @@ def test_own_files_of_every_shape_with_every_fault_go_through_the_graph(tmp_path
     repository.edit("conf/data/files.yaml", "max_rejected: 0.01", "max_rejected: 0.95")
     for stage in ("language", "code", "tools"):
         repository.edit("params.yaml", f"{stage}:\n", f"{stage}:\n  tokens_per_step: 256\n  context: 256\n")
-        repository.edit("params.yaml", "steps:", "steps: 4")
+        repository.edit("params.yaml", "steps:\n", "steps: 4\n")
     repository.dvc("repro", "stage_tools")
 
     raw = repository.folder / "data/raw"

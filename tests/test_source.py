@@ -120,7 +120,7 @@ def test_what_the_hub_does_not_have_is_said(hub: str, message: str, server: HubS
 def test_what_is_not_in_the_cache_is_said_where_the_hub_may_not_be_asked(server: HubServer, tmp_path: Path) -> None:
     pinned = f"me/whole@{REVISION}"
     assert (
-        "HF_HUB_OFFLINE is set, and config.json is not in the cache"
+        "HF_HUB_OFFLINE is set, and config.json is not in huggingface_hub's cache"
         in fetched(None, tmp_path, pinned, HF_HUB_OFFLINE="1")["error"]
     )
     assert fetched(server, tmp_path, pinned)["commit"] == REVISION

@@ -217,7 +217,9 @@ def test_a_reference_that_is_not_the_policy_s_start_stops(
         return [found - 1e-3 for found in original(self, given)]
 
     monkeypatch.setattr(CausalSetting, "reference", other)
-    assert_refused(workspace, stage, rf"gate {name}: expected 0 within 0\.001, found .* reference is not what")
+    assert_refused(
+        workspace, stage, rf"gate {name}: expected 0 within 0\.001, found .* reference is not the initial policy"
+    )
     assert updates == [] == workspace.states(stage)
 
 
