@@ -9,7 +9,7 @@ fraction of the batches is text from the language stage, to avoid forgetting the
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from pipeline.batches.corpus import CorpusStream, MixtureStream, is_empty
+from pipeline.batches.corpus import CorpusStream, FillInMiddle, MixtureStream, is_empty
 from pipeline.learning.fit import fit
 from pipeline.learning.pretraining import LossWeights, next_tokens
 from pipeline.learning.settings import FitConfig, FullTraining
@@ -49,21 +49,20 @@ def run(params: Params, job: Job, *, base: Path, code: Path, text: Path, out: Pa
     model, tokenizer = checkpoint.load(base)
     model.dropout = params.full.dropout
 
-    def corpus(folder: Path, fim_rate: float) -> CorpusStream:
+    def corpus(folder: Path, fim: FillInMiddle) -> CorpusStream:
         return CorpusStream(
             folder,
             tokenizer,
             context=params.fit.context,
             tokens_per_step=params.fit.tokens_per_step,
             seed=job.seed,
-            fim_rate=fim_rate,
-            fim_syntax=params.fim_syntax if fim_rate else None,
+            fim=fim,
             cache=job.folder.parent,
         )
 
-    stream = corpus(code, params.fim_rate)
+    stream = corpus(code, FillInMiddle(params.fim_rate, params.fim_syntax))
     if params.text_weight and not is_empty(text):
-        stream = MixtureStream([(params.code_weight, stream), (params.text_weight, corpus(text, 0.0))])
+        stream = MixtureStream([(params.code_weight, stream), (params.text_weight, corpus(text, FillInMiddle()))])
     batches, loss, watchers = next_tokens(model, stream, params.weights, job, tokens=params.fit.validation.eval_tokens)
 
     def save(folder: Path) -> None:

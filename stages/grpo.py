@@ -4,7 +4,7 @@
     models/tools + conf/environment/<environment>.py     -> models/grpo     multi-turn tool use (rl/episodes.py)
 
 `grpo.method` is one of GRPO, Dr. GRPO, DAPO, GSPO, RLOO, REINFORCE++ (learning/policy_losses.METHODS); null keys take
-the method's default. Answers run only in the sandbox; without one the stage refuses to start.
+the method's default. Generated code runs only in the sandbox; without one, rewards that run code are refused.
 """
 
 from dataclasses import dataclass, field, replace

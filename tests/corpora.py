@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pipeline.batches.batch import TokenBatch
-from pipeline.batches.corpus import CorpusStream
+from pipeline.batches.corpus import CorpusStream, FillInMiddle
 from pipeline.ingest import shards
 from pipeline.text.tokenizer import Tokenizer
 
@@ -52,7 +52,8 @@ def documents(number: int, first: int = 0) -> list[str]:
     return [f"{n} " + SOURCE[n * 37 % 5000 :][: 3 + (n * n * 13) % 600] for n in range(first, first + number)]
 
 
-def stream(folder: Path, **changes: object) -> CorpusStream:
+def stream(folder: Path, fim_rate: float = 0.0, fim_syntax: float | None = None, **changes: object) -> CorpusStream:
+    changes["fim"] = FillInMiddle(fim_rate, fim_syntax)
     values = {"context": CONTEXT, "tokens_per_step": STEP, "seed": 1, "cache": folder.parent / "cache"} | changes
     return CorpusStream(folder, TOKENIZER, **values)  # type: ignore[arg-type]
 

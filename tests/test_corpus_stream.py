@@ -262,7 +262,7 @@ def test_of_a_context_as_much_stays_as_fits_and_the_document_is_not_cut() -> Non
 
 @pytest.mark.parametrize("share", [-0.1, 1.1])
 def test_a_share_of_syntax_is_a_share(corpus: Path, share: float) -> None:
-    with pytest.raises(ValueError, match="fim_syntax: expected a share"):
+    with pytest.raises(ValueError, match=r"fim\.syntax: expected a share"):
         stream(corpus, fim_syntax=share)
     assert stream(corpus, fim_rate=1.0).fingerprint != stream(corpus, fim_rate=1.0, fim_syntax=0.5).fingerprint
 

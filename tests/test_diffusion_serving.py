@@ -17,7 +17,7 @@ from pipeline.diffusion.serving import CanvasEngine
 from pipeline.generation.sampling import Sampling
 from pipeline.model.transformer import Transformer
 from pipeline.run.device import stable_hash
-from pipeline.serve.loop import Denoised, Ended, Event, GenerationRequest, Said, Ticket
+from pipeline.serve.loop import Denoised, Ended, Event, GenerationRequest, SampledToken, Ticket
 from pipeline.text.tokenizer import Tokenizer
 from tests.server import random_model
 
@@ -33,7 +33,7 @@ class Heard(list[Event]):
 
     @property
     def said(self) -> list[int]:
-        return [event.token for event in self if isinstance(event, Said)]
+        return [event.token for event in self if isinstance(event, SampledToken)]
 
     @property
     def end(self) -> Ended | None:
@@ -112,7 +112,7 @@ def test_what_is_said_stands_to_the_left_of_the_first_mask_and_never_changes(mod
     assert [frame.tokens.count(None) for frame in heard.frames] == list(range(CANVAS - 1, -1, -1))
     said: list[int] = []
     for event in heard:
-        if isinstance(event, Said):
+        if isinstance(event, SampledToken):
             said.append(event.token)
             assert event.logprob <= 0 and math.isfinite(event.logprob)
         elif isinstance(event, Denoised):

@@ -23,7 +23,7 @@ from pipeline.run.errors import ConfigError
 from pipeline.sandbox import kernel as sandbox_kernel
 from pipeline.sandbox import servers as sandbox_servers
 from pipeline.sandbox.judge import Candidate, Judge, Limits, SandboxConfig
-from pipeline.sandbox.pool import Pool, Task
+from pipeline.sandbox.pool import CandidateJob, Pool
 from tests import attacks
 from tests.sandbox import ROOT, SANDBOX, WHO, unprivileged_python
 
@@ -247,7 +247,7 @@ print(json.dumps(watch.answer()))
 
 @pytest.mark.parametrize("victim", ["watcher", "zygote"])
 def test_nothing_outlives_a_watcher_and_a_zygote_that_is_gone_costs_no_job(victim: str):
-    sleeper = Task("import time\ntime.sleep(60)", "f", [{"args": "[]", "kwargs": "{}"}], 0.5)
+    sleeper = CandidateJob("import time\ntime.sleep(60)", "f", [{"args": "[]", "kwargs": "{}"}], 0.5)
     with Pool(SandboxConfig(limits=Limits(wall_extra_seconds=0.1)), 1) as pool, ThreadPoolExecutor(1) as other_thread:
         assert isinstance(pool.host, sandbox_servers.Servers) and pool.host.running[0].process is not None
         watcher = pool.host.running[0].process.pid
@@ -415,7 +415,7 @@ def test_runs_are_alike_whatever_the_hash_seed_and_the_time_zone(monkeypatch):
         monkeypatch.setenv("PYTHONHASHSEED", seed)
         monkeypatch.setenv("TZ", zone)
         with Pool(SandboxConfig(), 1) as pool:
-            reports = pool.run(Task(source, "f", [{"args": "[]", "kwargs": "{}"}], 0.5))
+            reports = pool.run(CandidateJob(source, "f", [{"args": "[]", "kwargs": "{}"}], 0.5))
         assert reports is not None
         frames.append([json.loads(frame)["v"] for frame in reports[0].frames])
     assert frames[0] == frames[1] and frames[0][0][2] == 0

@@ -15,7 +15,7 @@ import pytest
 from benchmarks import mining as benchmark
 from pipeline.evaluation import code, mining
 from pipeline.ingest import repository
-from pipeline.ingest.functions import Source, Unsliceable, mutants
+from pipeline.ingest.functions import ParsedFiles, Unsliceable, mutants
 from pipeline.ingest.records import Problem, dumps, read, write
 from pipeline.run.errors import DataError
 from pipeline.sandbox import recording
@@ -168,8 +168,8 @@ def shop(tmp_path: Path, traps: list[Path]) -> Path:
     return root
 
 
-def source() -> Source:
-    return Source({path: text for path, text in FILES.items() if path.endswith(".py")}, "shop-1.0")
+def source() -> ParsedFiles:
+    return ParsedFiles({path: text for path, text in FILES.items() if path.endswith(".py")}, "shop-1.0")
 
 
 def judged(judge: Judge, program: str, entry: str, args: str, expected: str) -> str:
@@ -214,7 +214,7 @@ def test_a_module_that_is_imported_whole_is_sliced_by_what_is_used(judge: Judge)
 def test_what_a_function_calls_finds_the_candidate(judge: Judge) -> None:
     """A helper that calls the task's function back calls the answer, not the stub."""
     files = {"a.py": "def f(n):\n    return 1 if n < 1 else g(n)\n\n\ndef g(n):\n    return n * f(n - 1)\n"}
-    context = Source(files, "r").context("a.py", "f")
+    context = ParsedFiles(files, "r").context("a.py", "f")
     assert judged(judge, context + "def f(n):\n    return 1 if n < 1 else g(n)\n", "f", "[4]", "24") == "passed"
     assert judged(judge, context + "def f(n):\n    return 2 if n < 1 else g(n)\n", "f", "[4]", "48") == "passed"
 
@@ -247,7 +247,7 @@ def test_what_a_function_calls_finds_the_candidate(judge: Judge) -> None:
     ],
 )  # fmt: skip
 def test_slices_of_many_kinds_compute_what_the_module_does(files: dict[str, str], judge: Judge) -> None:
-    made = Source(files, "p")
+    made = ParsedFiles(files, "p")
     path = "p/a.py" if "p/a.py" in files else "a.py"
     (task,) = [task for task in made.functions(path)[0] if task.name == "f"]
     context = made.context(path, "f")
@@ -257,9 +257,11 @@ def test_slices_of_many_kinds_compute_what_the_module_does(files: dict[str, str]
 def test_what_does_not_parse_cannot_be_needed() -> None:
     files = {"a.py": "from b import h\ndef f(x):\n    return h(x)\n", "b.py": "print 2\n"}
     with pytest.raises(Unsliceable, match=r"needs b\.py, which no Python of this version"):
-        Source(files, "r").context("a.py", "f")
+        ParsedFiles(files, "r").context("a.py", "f")
     star = {"a.py": "from b import *\ndef f(x):\n    return h(x)\n", "b.py": "print 2\n"}
-    assert "raise NotImplementedError" in Source(star, "r").context("a.py", "f")  # its own body then fails: dropped
+    assert "raise NotImplementedError" in ParsedFiles(star, "r").context(
+        "a.py", "f"
+    )  # its own body then fails: dropped
 
 
 def test_mutants_differ_in_one_place_and_are_the_same_each_time() -> None:

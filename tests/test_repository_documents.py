@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.batches.corpus import CorpusStream
+from pipeline.batches.corpus import CorpusStream, FillInMiddle
 from pipeline.ingest.entries import RepositoryEntry
 from pipeline.ingest.records import Text
 from pipeline.ingest.repository import Repository, SourceFile, read
@@ -266,7 +266,7 @@ def test_infilling_leaves_the_context_before_the_prefix_and_the_bytes_as_they_ar
     tokenizer = Tokenizer.train(iter(texts), 1024, repositories=True)
     tokens = encoded(out, tokenizer)
     stream = CorpusStream(
-        tokens, tokenizer, context=512, tokens_per_step=512, seed=1, fim_rate=1.0, cache=out / "cache"
+        tokens, tokenizer, context=512, tokens_per_step=512, seed=1, fim=FillInMiddle(1.0), cache=out / "cache"
     )
     batch = stream.batch(0, 512, stream.at(np.arange(stream.rows_per_epoch), 512))
     found, infilled = [], 0

@@ -25,7 +25,7 @@ from pipeline.learning import policy_losses
 from pipeline.model import checkpoint
 from pipeline.model.transformer import Transformer
 from pipeline.rl import engine
-from pipeline.rl.engine import Engine
+from pipeline.rl.engine import RolloutEngine
 from pipeline.run.errors import ConfigError, SamplerError
 from pipeline.serve import engine as serving_engine
 from pipeline.serve.loop import Ended, EngineStopped, Event, GenerationRequest
@@ -340,11 +340,11 @@ def completion(body: JsonObject, **changes: Any) -> JsonObject:
     return {"choices": [choice | changes], "system_fingerprint": fingerprint}
 
 
-def connected(url: str, tmp_path: Path) -> Engine:
-    return Engine(url, tmp_path / "sampler", vocab_size=20, stop=9, max_new_tokens=4, temperature=1.0)
+def connected(url: str, tmp_path: Path) -> RolloutEngine:
+    return RolloutEngine(url, tmp_path / "sampler", vocab_size=20, stop=9, max_new_tokens=4, temperature=1.0)
 
 
-def published(found: Engine) -> None:
+def published(found: RolloutEngine) -> None:
     found.publish(lambda folder: "0123456789abcdef")
 
 

@@ -37,6 +37,7 @@ import ast
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -53,20 +54,21 @@ SYNTAX = 0.5  # share of infilled repository documents whose middle is a syntact
 RESERVE = 8  # tokens reserved in a row for an infilled document: 3 control tokens, and 5 for cut tokens
 
 
+class FillInMiddle(NamedTuple):
+    """Which documents to infill, in [0, 1]."""
+
+    rate: float = 0.0  # share of the documents that have room for it
+    syntax: float | None = None  # share of those whose middle is a syntactic unit; None: SYNTAX in repositories, else 0
+
+
+WHOLE = FillInMiddle()
+
+
 class TokenShard:
     """One packed split of `data/tokens/<corpus>`: a `packing.PackedSplit`."""
 
     def __init__(
-        self,
-        folder: Path,
-        split: str,
-        tokenizer: Tokenizer,
-        *,
-        context: int,
-        seed: int,
-        fim_rate: float,
-        cache: Path,
-        fim_syntax: float | None = None,
+        self, folder: Path, split: str, tokenizer: Tokenizer, *, context: int, seed: int, fim: FillInMiddle, cache: Path
     ) -> None:
         """Map the tokens; load or build the packing index in `cache`. Raises DataError if sizes do not match."""
         meta = read_meta(folder)
@@ -77,20 +79,20 @@ class TokenShard:
             raise DataError(f"{path}: expected {expected} tokens ({meta['dtype']}); run dvc repro stage_encode")
         self.num_tokens = expected
         self._tokens = np.memmap(path, dtype=dtype, mode="r") if expected else np.zeros(0, dtype)
-        self._tokenizer, self._seed, self._fim_syntax = tokenizer, seed, fim_syntax
+        self._tokenizer, self._seed, self._fim = tokenizer, seed, fim
 
         def build() -> Packing:
             contexts = folder / f"{split}.ctx"
             leads = np.fromfile(contexts, dtype="<u8") if contexts.is_file() else None
             offsets = np.fromfile(folder / f"{split}.idx", dtype="<u8")
-            pieces = cut(offsets, context, leads, RESERVE if fim_rate else 0)
+            pieces = cut(offsets, context, leads, RESERVE if fim.rate else 0)
             chance = mix(np.arange(len(pieces.starts)), stable_hash("infill", seed)) / 2.0**64
             room = pieces.whole & (pieces.lengths + RESERVE <= context)
-            infilled = (chance < fim_rate) & room & (pieces.starts > 0)  # the first document has no lead
+            infilled = (chance < fim.rate) & room & (pieces.starts > 0)  # the first document has no lead
             return packing_of(pieces, infilled, RESERVE, context)
 
         checksum = meta["splits"][split]["sha256"]
-        self._packing = cached(cache, [checksum, context, fim_rate, seed if fim_rate else 0], build)
+        self._packing = cached(cache, [checksum, context, fim.rate, seed if fim.rate else 0], build)
         self.num_rows = self._packing.num_rows
 
     def pieces(self, epoch: int, row: int) -> list[Piece]:
@@ -108,7 +110,7 @@ class TokenShard:
             ids = self._tokens[start : start + length + continued]
             if is_infilled:  # the preceding end of text and the context stay first
                 key = stable_hash("cuts", self._seed, epoch, start)
-                syntax = self._fim_syntax if self._fim_syntax is not None else SYNTAX * (lead > 1)
+                syntax = self._fim.syntax if self._fim.syntax is not None else SYNTAX * (lead > 1)
                 own = infill(ids[lead:].astype(np.int64), key, self._tokenizer, syntax)
                 ids = np.concatenate([ids[:lead], own])
             row_pieces.append(Piece(ids, np.arange(len(ids)) >= lead if lead > 1 else True))
@@ -139,19 +141,16 @@ class CorpusStream(PackedStream):
         context: int,
         tokens_per_step: int,
         seed: int,
-        fim_rate: float = 0.0,
+        fim: FillInMiddle = WHOLE,
         cache: Path,
         document_mask: bool = True,
-        fim_syntax: float | None = None,
     ) -> None:
-        """`fim_rate`: share of documents to infill, among those with room; `fim_syntax`: share of those whose middle is
-        a syntactic unit, None: SYNTAX for repository documents and 0 for others; without `document_mask`, the documents
-        of a row see each other.
+        """Without `document_mask`, the documents of a row see each other.
 
         Raises ModelError if the tokens were encoded with a different tokenizer, DataError if they do not fill one
         batch, ValueError if a share is not in [0, 1] or `tokens_per_step` is not a multiple of `context`.
         """
-        for name, share in (("fim_rate", fim_rate), ("fim_syntax", fim_syntax or 0.0)):
+        for name, share in (("fim.rate", fim.rate), ("fim.syntax", fim.syntax or 0.0)):
             if not 0 <= share <= 1:
                 raise ValueError(f"{name}: expected a share in [0, 1], found {share}")
         meta = read_meta(folder)
@@ -162,20 +161,18 @@ class CorpusStream(PackedStream):
                 "the model, so that both use data/tokenizer (for your own checkpoint: language.base=base)"
             )
         train, val = (
-            TokenShard(
-                folder, split, tokenizer, context=context, seed=seed, fim_rate=rate, cache=cache, fim_syntax=fim_syntax
-            )
-            for split, rate in (("train", fim_rate), ("val", 0.0))
+            TokenShard(folder, split, tokenizer, context=context, seed=seed, fim=cuts, cache=cache)
+            for split, cuts in (("train", fim), ("val", WHOLE))
         )
         hashes = [meta["splits"][split]["sha256"] for split in ("train", "val")]
-        parts = [*hashes, context, tokens_per_step, seed, fim_rate, document_mask]
+        parts = [*hashes, context, tokens_per_step, seed, fim.rate, document_mask]
         super().__init__(
             Splits(str(folder), train, val),
             tokenizer,
             context=context,
             tokens_per_step=tokens_per_step,
             seed=seed,
-            fingerprint=fingerprint_of(parts if fim_syntax is None else [*parts, fim_syntax]),
+            fingerprint=fingerprint_of([*parts, fim.syntax] if fim.rate and fim.syntax is not None else parts),
             document_mask=document_mask,
         )
 

@@ -233,7 +233,7 @@ def logprobs(states: Tensor, index: Tensor, table: Tensor, targets: Tensor, bann
     return torch.cat(parts)
 
 
-class _Context(Protocol):
+class _LogprobsContext(Protocol):
     """The context of `_Logprobs`: torch's, plus information about the inputs."""
 
     needs_input_grad: tuple[bool, ...]
@@ -252,7 +252,7 @@ class _Logprobs(Function):
     """
 
     @staticmethod
-    def forward(ctx: _Context, states: Tensor, table: Tensor, targets: Tensor, index: Tensor) -> Tensor:
+    def forward(ctx: _LogprobsContext, states: Tensor, table: Tensor, targets: Tensor, index: Tensor) -> Tensor:
         kind = states.device.type
         autocast = torch.is_autocast_enabled(kind) and states.dtype != torch.float64
         half = torch.get_autocast_dtype(kind) if autocast else states.dtype
@@ -268,7 +268,7 @@ class _Logprobs(Function):
         return target_logits - (largest + sums.squeeze(1).log())[index]
 
     @staticmethod
-    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: _LogprobsContext, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         rows, head, exponents, sums, targets, index = ctx.saved_tensors
         of_states, of_table = ctx.dtypes
         needs_states, needs_table = ctx.needs_input_grad[:2]

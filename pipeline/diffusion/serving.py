@@ -2,7 +2,7 @@
 
     models/diffusion -> Served, kind diffusion
     CanvasEngine(model, rows, queue).submit(GenerationRequest) -> Ticket
-    the listener gets Said and, if requested, Denoised
+    the listener gets SampledToken and, if requested, Denoised
 
 The emitted tokens are those to the left of the first mask, which can no longer change. If a canvas is full and has no
 end of turn, the answer continues on a new canvas after it, until the token budget is used up. Rows do not share a
@@ -22,7 +22,7 @@ from pipeline.diffusion import files
 from pipeline.diffusion.model import Denoiser
 from pipeline.diffusion.sampling import CANVAS, CanvasState, Denoising, stepwise
 from pipeline.run import device
-from pipeline.serve.loop import Denoised, Ended, Loop, Said, Ticket, notify
+from pipeline.serve.loop import Denoised, Ended, Loop, SampledToken, Ticket, notify
 from pipeline.serve.models import Served, fingerprint_of, never_said
 
 KIND: str = "diffusion"
@@ -152,7 +152,7 @@ class CanvasEngine(Loop):
                 return
             slot.answer.append(token)
             self._counts["generated_tokens"] += 1
-            if not notify(slot.ticket, Said(token, math.log(max(progress.sure[position], 1e-300)))):
+            if not notify(slot.ticket, SampledToken(token, math.log(max(progress.sure[position], 1e-300)))):
                 self._finish(row, "error")
             elif len(slot.answer) == slot.budget:
                 self._finish(row, "length")

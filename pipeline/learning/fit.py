@@ -4,8 +4,9 @@
 
 In each step, all ranks first agree on stop, save and the loss denominators. Each micro-batch is seeded and runs forward
 and backward. Then come the global gradient norm, a check for spikes and non-finite values, clipping and the update.
-A batch is a pure function of (seed, step), so a checkpoint is just weights, moments, one integer and the curve, and a
-killed and resumed run is bitwise identical to an uninterrupted one (CPU, same threads and world size).
+A batch is a pure function of (seed, step), so a checkpoint is weights, moments, the step, the curve, the fp16 scaler
+and what the stream carries over, without random state. A killed and resumed run is bitwise identical to an
+uninterrupted one (CPU, same threads and world size).
 
 Related modules: `update.py` decides whether to apply an update, `states.py` saves and resumes, `processes.py` handles
 communication between ranks, and `performance.py` covers everything else: micro-batch size, compilation, profiling,

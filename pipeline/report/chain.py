@@ -23,7 +23,7 @@ BAR, THICK = 120, 10  # width and height of the bars, pixels
 
 
 @dataclass(frozen=True)
-class Step:
+class ChainStage:
     """One stage of the chain, as text for the page."""
 
     stage: str
@@ -38,7 +38,7 @@ class Step:
     spent: str = ""  # an `<svg>`: its time relative to the longest stage's
 
 
-def steps(run: MetricsRun, costs: list[Cost]) -> list[Step]:
+def steps(run: MetricsRun, costs: list[Cost]) -> list[ChainStage]:
     """The stages of the chain that were built, in order."""
     seconds = {cost.stage: cost.speed["seconds"] for cost in costs if "seconds" in cost.speed}
     longest = max((seconds.get(name, 0.0) for name in CHAIN), default=0.0)
@@ -48,7 +48,7 @@ def steps(run: MetricsRun, costs: list[Cost]) -> list[Step]:
             continue
         took = seconds.get(name)
         bar = _bar(0.0, took / longest) if took and longest else ""
-        found.append(Step(stage=name, **_result(run, name, CHAIN[:number]), seconds=took, spent=bar))
+        found.append(ChainStage(stage=name, **_result(run, name, CHAIN[:number]), seconds=took, spent=bar))
     return found
 
 

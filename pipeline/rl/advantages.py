@@ -188,7 +188,7 @@ def _mask(rollouts: list[Rollout]) -> Tensor:
 
 
 def _padded(rollouts: list[Rollout], name: str, mask: Tensor) -> Tensor:
-    """An array of all answers as (B, T) float64, 0 in the padding. "old": the log-probabilities at sampling time."""
+    """An array of all answers as (B, T) float64, 0 in the padding. "old": the log-probabilities before the update."""
     flat = np.concatenate([r.answer.logprobs if name == "old" else r.arrays[name] for r in rollouts])
     return torch.zeros(mask.shape, dtype=torch.float64).masked_scatter(mask, torch.from_numpy(flat.astype(np.float64)))
 

@@ -1,6 +1,6 @@
 """Sample answers with an external inference engine: a separate server process that runs the policy's current weights.
 
-    engine = Engine(url, folder, temperature=..., ...)      ConfigError if none answers; `close` disconnects
+    engine = RolloutEngine(url, folder, temperature=..., ...)      ConfigError if none answers; `close` disconnects
     engine.publish(write)           writes the weights to `folder`, has the engine load them, checks that it did
     engine.generate(ids, seeds)     one completion each: ids, log-probabilities as sampled by the engine, stop
 
@@ -53,7 +53,7 @@ SLOW_SECONDS = 60.0  # interval of progress messages while waiting
 MISMATCH = 0.5  # nats per token between engine and policy: more is not rounding
 
 
-class Engine:
+class RolloutEngine:
     """An engine at an address."""
 
     def __init__(

@@ -30,7 +30,7 @@ from pipeline.model.heads import RewardModel
 from pipeline.model.transformer import Transformer
 from pipeline.rl import answers
 from pipeline.rl.answers import Answer, Generate, Prompt
-from pipeline.rl.engine import MISMATCH, Engine
+from pipeline.rl.engine import MISMATCH, RolloutEngine
 from pipeline.rl.rewards import Part, Preferred, Resources
 from pipeline.rl.rollout import RolloutConfig
 from pipeline.run import device
@@ -129,7 +129,7 @@ class CausalSetting(Setting):
         if engine_for is not None:
             if job.runtime.sampler_url is None:
                 raise ConfigError("runtime.sampler.url: missing; sampler: server needs an engine, set its address")
-            self._engine = Engine(
+            self._engine = RolloutEngine(
                 job.runtime.sampler_url,
                 job.folder / "sampler",
                 vocab_size=self.policy.config.vocab_size,
@@ -189,7 +189,7 @@ class CausalSetting(Setting):
             )
         return both
 
-    def _publish(self, engine: Engine) -> None:
+    def _publish(self, engine: RolloutEngine) -> None:
         """Have the engine load the policy's weights, unless already loaded. Raises SamplerError."""
         digest = checkpoint.weights_digest(self.whole)
         if digest != self._engine_has:

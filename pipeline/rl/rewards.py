@@ -42,7 +42,7 @@ REFERENCE_ANSWERS = 2  # reference answers per prompt
 PROMPTS = 256  # answered by the reference at a time
 
 Part = Callable[[Sequence[Answer]], list[float | None]]
-Generate = Callable[[Sequence[tuple[Prompt, int]]], list[Answer]]  # (prompt, sample number) -> an answer to each
+GenerateAnswers = Callable[[Sequence[tuple[Prompt, int]]], list[Answer]]  # (prompt, sample number) -> an answer to each
 Rewards = Callable[[Sequence[Answer]], np.ndarray]  # in the units of the ranking loss, (n,)
 
 
@@ -218,7 +218,7 @@ class Preferred:
         self.rewards = rewards
         self.theirs: dict[str, np.ndarray] = {}  # prompt -> rewards of the reference's answers, (REFERENCE_ANSWERS,)
 
-    def ask(self, prompts: Sequence[Prompt], generate: Generate) -> None:
+    def ask(self, prompts: Sequence[Prompt], generate: GenerateAnswers) -> None:
         """Sample the reference's answers to these prompts and store their rewards."""
         with progress(total=len(prompts), desc="the reference's answers", unit="prompt") as bar:
             for first in range(0, len(prompts), PROMPTS):

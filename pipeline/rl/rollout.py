@@ -148,7 +148,7 @@ class RolloutBatch:
     documents: Tensor  # (B, T) int32
     positions: Tensor  # (B, T) int64
     row_of: Tensor  # (N,) int64, the row of each policy token
-    old: Tensor  # (N,) float32, log-probabilities when sampled
+    old: Tensor  # (N,) float32, log-probabilities before the update (of an external engine: recomputed)
     arrays: dict[str, Tensor]  # (N,) float32 each: advantages and others of the method
     counts: dict[str, int]  # tokens, sequences, positions; rehearsed: targets in the rehearsal data
     fresh: bool  # the policy has not been updated since sampling

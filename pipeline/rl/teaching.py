@@ -44,7 +44,7 @@ AT_ONCE = 256  # answers between progress bar updates
 
 
 @dataclass(frozen=True)
-class Said:
+class TeacherAnswer:
     """A teacher answer, with the teacher's k most likely tokens at each of its positions."""
 
     ids: list[int]
@@ -148,7 +148,7 @@ class Taught:
         top = load_file(folder / TOP_K)
         self.teacher = str(meta["teacher"])
         self.k, self.dropped = int(meta["k"]), 0
-        self.of: dict[str, list[Said]] = {}  # prompt -> answers
+        self.of: dict[str, list[TeacherAnswer]] = {}  # prompt -> answers
         first = 0
         for line in (folder / ANSWERS).read_text(encoding="utf-8").splitlines():
             record = json.loads(line)
@@ -157,14 +157,16 @@ class Taught:
             if len(record["ids"]) > max_new_tokens:
                 self.dropped += 1
                 continue
-            said = Said(record["ids"], record["logprobs"], record["finished"], top["ids"][rows], top["logprobs"][rows])
+            said = TeacherAnswer(
+                record["ids"], record["logprobs"], record["finished"], top["ids"][rows], top["logprobs"][rows]
+            )
             self.of.setdefault(record["id"], []).append(said)
         if first != len(top["ids"]):
             raise DataError(
                 f"{folder}: {ANSWERS} has {first} tokens and {TOP_K} {len(top['ids'])}; run dvc repro stage_teach"
             )
 
-    def answer(self, prompt: str, number: int) -> Said:
+    def answer(self, prompt: str, number: int) -> TeacherAnswer:
         """The teacher's answer for sample `number`."""
         choices = self.of[prompt]
         return choices[number % len(choices)]

@@ -56,13 +56,13 @@ def closures(root: Path, stages: Iterable[str]) -> dict[str, dict[str, tuple[str
 
     Raises SyntaxError.
     """
-    modules = Modules(root)
+    modules = ModuleTable(root)
     result = {stage: _stage_closure(modules, stage) for stage in stages}
     modules.cache.save()
     return result
 
 
-def _stage_closure(modules: Modules, stage: str) -> dict[str, tuple[str, list[str]]]:
+def _stage_closure(modules: ModuleTable, stage: str) -> dict[str, tuple[str, list[str]]]:
     reach = Reach(modules)
     reach.add_module(f"stages.{stage}", started=True)
     reach.follow()
@@ -80,7 +80,7 @@ def _stage_closure(modules: Modules, stage: str) -> dict[str, tuple[str, list[st
     return closure
 
 
-def _data_files(modules: Modules, module: str, path: Path, names: Iterable[str]) -> list[Path]:
+def _data_files(modules: ModuleTable, module: str, path: Path, names: Iterable[str]) -> list[Path]:
     """The non-Python files in a module's folder that are hashed with these definitions."""
     files = [
         p
@@ -97,7 +97,7 @@ def _data_files(modules: Modules, module: str, path: Path, names: Iterable[str])
 class Reach:
     """What a stage reaches in our packages: `reached[module]` is the set of definition names."""
 
-    def __init__(self, modules: Modules) -> None:
+    def __init__(self, modules: ModuleTable) -> None:
         self.summary, self.file, self.wings = modules.summary, modules.file, modules.wings
         self.reached: dict[str, set[str]] = {}
         self._queue: list[tuple[str, str]] = []  # (module, definition name) still to follow
@@ -188,7 +188,7 @@ class Reach:
         raise AssertionError(f"{dotted}: imports in a circle")
 
 
-class Modules:
+class ModuleTable:
     """What the modules below `root` define, each read once."""
 
     def __init__(self, root: Path) -> None:

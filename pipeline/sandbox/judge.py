@@ -49,7 +49,7 @@ from dataclasses import dataclass, replace
 from pipeline.run.errors import DataError
 from pipeline.run.types import JsonObject
 from pipeline.sandbox import asserts, messages
-from pipeline.sandbox.pool import Limits, Pool, Report, SandboxConfig, Task
+from pipeline.sandbox.pool import CandidateJob, Limits, Pool, Report, SandboxConfig
 from pipeline.text import literals
 
 __all__ = ["Candidate", "Judge", "Limits", "SandboxConfig", "TestResult", "Verdict"]
@@ -142,7 +142,7 @@ class Judge:
         """
         prepared: list[tuple[Candidate, list[_Check], int]] = []
 
-        def tasks() -> Iterator[Task | None]:
+        def tasks() -> Iterator[CandidateJob | None]:
             for program in programs:
                 checks, unprotected = self._parse_tests(program)
                 prepared.append((program, checks, unprotected))
@@ -158,7 +158,9 @@ class Judge:
         `calls` are lists of plain arguments. The results are trusted, so the source must not be a candidate's.
         """
         cpu_seconds = self.config.limits.cpu_seconds
-        tasks = (Task(source, entry_point, [{"args": repr(call), "kwargs": "{}"}], cpu_seconds) for call in calls)
+        tasks = (
+            CandidateJob(source, entry_point, [{"args": repr(call), "kwargs": "{}"}], cpu_seconds) for call in calls
+        )
         for reports in self.pool.map(tasks):
             if reports is None:
                 yield None, "the sandbox failed"
@@ -177,14 +179,14 @@ class Judge:
             raise DataError(f"{program.entry_point}: tests with stdin and tests with arguments do not mix")
         return checks, len(parsed) - len(checks)
 
-    def _task(self, program: Candidate, checks: list[_Check]) -> Task | None:
+    def _task(self, program: Candidate, checks: list[_Check]) -> CandidateJob | None:
         if not checks or _rejection(program, self.config.limits) is not None:
             return None
         assert program.source is not None
         entry = None if _is_program(checks[0]) else program.entry_point
         requests = [request for check in checks for request in check.requests]
         cpu_seconds = program.cpu_seconds or self.config.limits.cpu_seconds
-        return Task(program.source, entry, requests, cpu_seconds)
+        return CandidateJob(program.source, entry, requests, cpu_seconds)
 
     def _verdict(
         self, program: Candidate, checks: list[_Check], unprotected: int, reports: list[Report] | None

@@ -26,7 +26,7 @@ from pipeline.sandbox.servers import HarnessError, NoSandboxError, Servers
 if TYPE_CHECKING:
     from pipeline.sandbox.remote import Remote
 
-__all__ = ["Limits", "NoSandboxError", "Pool", "Report", "SandboxConfig", "Task"]
+__all__ = ["CandidateJob", "Limits", "NoSandboxError", "Pool", "Report", "SandboxConfig"]
 
 LOG = logging.getLogger(__name__)
 AHEAD = 4  # tasks to read ahead per thread
@@ -34,7 +34,7 @@ GRACE_SECONDS = 30.0  # beyond a job's own wall limit before the server counts a
 
 
 @dataclass(frozen=True)
-class Task:
+class CandidateJob:
     """One candidate. A test has `args` and `kwargs` (texts of a literal list and dict) or `stdin`."""
 
     source: str
@@ -85,7 +85,7 @@ class Pool:
         self._threads.shutdown(wait=True, cancel_futures=True)
         self.host.stop()
 
-    def map(self, tasks: Iterable[Task | None]) -> Iterator[list[Report] | None]:
+    def map(self, tasks: Iterable[CandidateJob | None]) -> Iterator[list[Report] | None]:
         """Yield the reports of each task in order; None if the task is None or its server died twice.
 
         Reads only a few tasks ahead, so `tasks` may be endless.
@@ -105,7 +105,7 @@ class Pool:
                 if future is not None:
                     future.cancel()
 
-    def run(self, task: Task) -> list[Report] | None:
+    def run(self, task: CandidateJob) -> list[Report] | None:
         """The reports of one task, in the order of its tests; None if its servers failed."""
         try:
             return self._run_program(task) if task.entry is None else self._run_function(task)
@@ -113,7 +113,7 @@ class Pool:
             LOG.error("a candidate is unscorable: %s", error)
             return None
 
-    def _run_function(self, task: Task) -> list[Report]:
+    def _run_function(self, task: CandidateJob) -> list[Report]:
         """Run all tests in one child; after a timeout, run the rest in a fresh one."""
         budget, reports, first, timeouts = Budget(self.config.limits), [], 0, 0
         while first < len(task.tests) and timeouts < self.config.limits.timeouts and budget.is_left():
@@ -125,7 +125,7 @@ class Pool:
             first += len(report.frames) + 1
         return reports
 
-    def _run_program(self, task: Task) -> list[Report]:
+    def _run_program(self, task: CandidateJob) -> list[Report]:
         """Run each test in a fresh child."""
         budget, reports, timeouts = Budget(self.config.limits), [], 0
         for first, test in enumerate(task.tests):
@@ -135,7 +135,7 @@ class Pool:
             timeouts += reports[-1].timed_out
         return reports
 
-    def _run_job(self, task: Task, first: int, tests: list[dict[str, str]], budget: "Budget") -> Report:
+    def _run_job(self, task: CandidateJob, first: int, tests: list[dict[str, str]], budget: "Budget") -> Report:
         """Run tests in one child, with a new nonce per job."""
         nonce = os.urandom(16).hex()
         job = {

@@ -29,7 +29,7 @@ import threading
 import time
 import types
 import unittest
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,14 +46,14 @@ TEST_SECONDS = 10  # per test
 MEMORY = 4 << 30
 FILE_BYTES = 100 << 20
 PLAIN = (type(None), bool, int, float, complex, str, bytes)
-TABLE: dict[str, "Recorded"] = {}
+TABLE: dict[str, "FunctionCalls"] = {}
 
 
 class TooLong(BaseException):
     """A test timed out. Not an Exception, so that a test's own `except` does not catch it."""
 
 
-class Recorded:
+class FunctionCalls:
     """The calls to one function."""
 
     def __init__(self) -> None:
@@ -88,10 +88,10 @@ def recorder(key: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """The decorator for one function."""
 
     def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
-        seen = TABLE.setdefault(key, Recorded())
+        seen = TABLE.setdefault(key, FunctionCalls())
 
         @functools.wraps(function)
-        def recorded(*args: Any, **kwargs: Any) -> Any:
+        def recorded(*args: object, **kwargs: object) -> object:
             if getattr(seen.inside, "on", False) or len(seen.calls) >= MOST_CALLS or seen.tries >= MOST_TRIES:
                 return function(*args, **kwargs)
             seen.tries += 1
@@ -125,14 +125,14 @@ class Loader(importlib.machinery.SourceFileLoader):
         super().__init__(name, path)
         self.file, self.names = file, set(names)
 
-    def path_stats(self, path: Any) -> Any:
+    def path_stats(self, path: object) -> Mapping[str, object]:
         """Never use bytecode."""
         raise OSError
 
-    def set_data(self, *_: Any, **__: Any) -> None:
+    def set_data(self, *_: object, **__: object) -> None:
         """Never write bytecode."""
 
-    def source_to_code(self, data: Any, path: Any, **_: Any) -> types.CodeType:
+    def source_to_code(self, data: bytes, path: str, **_: object) -> types.CodeType:
         """Compile with a recording decorator on each function."""
         tree = ast.parse(data)
         for node in tree.body:
@@ -148,7 +148,9 @@ class Finder(importlib.abc.MetaPathFinder):
     def __init__(self, folder: Path, functions: dict[str, list[str]]) -> None:
         self.functions = {str(folder / file): (file, names) for file, names in functions.items()}
 
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
         """Like PathFinder, with our loader for files whose functions are recorded."""
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         if spec is None or spec.origin not in self.functions:
@@ -174,7 +176,7 @@ def within(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-class Report:
+class OutcomeCounter:
     """Counts tests, and writes the results so far."""
 
     def __init__(self, out: Path) -> None:
@@ -201,7 +203,7 @@ class Report:
 class Plugin:
     """pytest plugin: a time limit for each test, and its outcome."""
 
-    def __init__(self, report: Report) -> None:
+    def __init__(self, report: OutcomeCounter) -> None:
         self.report = report
 
     def pytest_runtest_call(self, item: Any) -> Any:
@@ -224,7 +226,7 @@ class Plugin:
         raise TooLong(f"{TEST_SECONDS} seconds")
 
 
-def by_pytest(folder: Path, report: Report) -> bool:
+def by_pytest(folder: Path, report: OutcomeCounter) -> bool:
     """Run all tests with pytest; returns whether it is installed."""
     if importlib.util.find_spec("pytest") is None:
         return False
@@ -240,15 +242,15 @@ def by_pytest(folder: Path, report: Report) -> bool:
 class Outcomes(unittest.TestResult):
     """The same for unittest."""
 
-    report: Report
+    report: OutcomeCounter
 
-    def startTest(self, test: Any) -> None:
+    def startTest(self, test: unittest.TestCase) -> None:
         """Before each test."""
         super().startTest(test)
         signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(TooLong()))
         signal.setitimer(signal.ITIMER_REAL, TEST_SECONDS)
 
-    def stopTest(self, test: Any) -> None:
+    def stopTest(self, test: unittest.TestCase) -> None:
         """After each test."""
         signal.setitimer(signal.ITIMER_REAL, 0)
         failed = any(one is test for one, _ in (*self.failures, *self.errors))
@@ -256,7 +258,7 @@ class Outcomes(unittest.TestResult):
         super().stopTest(test)
 
 
-def by_unittest(folder: Path, files: Sequence[str], report: Report) -> None:
+def by_unittest(folder: Path, files: Sequence[str], report: OutcomeCounter) -> None:
     """Run the tests with unittest, file by file, and the doctests."""
     result = Outcomes()
     result.report = report
@@ -289,7 +291,7 @@ def main() -> None:
 
     setattr(builtins, RECORD, recorder)
     sys.meta_path.insert(0, Finder(folder, task["functions"]))
-    report = Report(out)
+    report = OutcomeCounter(out)
     sys.stdin = io.StringIO()
     try:
         if not by_pytest(folder, report):

@@ -32,7 +32,7 @@ TAIL = 1000  # characters of process output to show in an error
 
 
 @dataclass(frozen=True)
-class Recorded:
+class Recording:
     """The recorded tests and calls."""
 
     tests: dict[str, int]  # passed, failed, skipped, not collected
@@ -43,7 +43,7 @@ class Recorded:
 
 def record(
     root: Path, files: Sequence[str], paths: Sequence[str], functions: Mapping[str, Sequence[str]], seconds: float
-) -> Recorded:
+) -> Recording:
     """Run the tests below `root`.
 
     `files`: its Python files; `paths`: folders from which its modules are imported; `functions`: file -> names to
@@ -92,7 +92,7 @@ def record(
             raise DataError(f"{root}: its tests could not be run: {reason}")
         row = json.loads(found.read_text(encoding="utf-8"))
     calls = {key: [(args, kwargs, result) for args, kwargs, result in seen] for key, seen in row["calls"].items()}
-    return Recorded(row["tests"], calls, timed_out, said)
+    return Recording(row["tests"], calls, timed_out, said)
 
 
 def _end(process: subprocess.Popen[bytes], scratch: Path) -> None:

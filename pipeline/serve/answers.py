@@ -1,6 +1,6 @@
 """The answers to one request: turns tokens from an engine's thread into an HTTP response, whole or as an event stream.
 
-    Assembler(tokenizer, stops).hear(Said) -> deltas     .close() -> the rest
+    Assembler(tokenizer, stops).hear(SampledToken) -> deltas     .close() -> the rest
     async with Answers(engine, requests, assemblers) as answers:
         async for event in answers: ...         (index, Delta), Frame, Finished or Ping
 
@@ -49,7 +49,7 @@ from pipeline.serve.loop import (
     Loop,
     QueueFull,
     Read,
-    Said,
+    SampledToken,
     Ticket,
 )
 from pipeline.serve.protocol import ApiFault, JsonResponse, dumps, internal
@@ -90,7 +90,7 @@ class Delta:
 
     content: str = ""
     call: CallPiece | None = None
-    tokens: tuple[Said, ...] = ()
+    tokens: tuple[SampledToken, ...] = ()
 
 
 @dataclass
@@ -119,10 +119,10 @@ class Assembler:
     def __post_init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._buffer = ""  # decoded, not yet sent
-        self._tokens: list[Said] = []  # not yet sent
+        self._tokens: list[SampledToken] = []  # not yet sent
         self._call: PartialCall | None = None  # the open one
 
-    def hear(self, event: Said) -> list[Delta]:
+    def hear(self, event: SampledToken) -> list[Delta]:
         """Add a token and return the deltas that are now final."""
         if self.stopped:
             return []
@@ -366,7 +366,7 @@ class Answers:
                 continue
             index, event = message
             assembler = self.assemblers[index]
-            if isinstance(event, Said):
+            if isinstance(event, SampledToken):
                 self.first_seconds = self.first_seconds or time.monotonic() - self.began
                 for delta in assembler.hear(event):
                     yield index, delta

@@ -30,7 +30,7 @@ from pipeline.run import device
 from pipeline.run.errors import InputError, StagecoachError
 from pipeline.run.types import JsonObject
 from pipeline.serve.engine import Engine
-from pipeline.serve.loop import Ended, Event, GenerationRequest, OutputConstraint, Said
+from pipeline.serve.loop import Ended, Event, GenerationRequest, OutputConstraint, SampledToken
 from pipeline.text import chat
 from pipeline.text.tokenizer import Tokenizer
 
@@ -122,11 +122,11 @@ def speak(
     on_token: Callable[[int], None],
 ) -> Completion:
     """Generate one answer; `on_token` receives each token. Any exception, including one from `on_token`, cancels it."""
-    tokens: list[Said] = []
+    tokens: list[SampledToken] = []
     ends: list[Ended] = []
 
     def listen(event: Event) -> None:
-        if isinstance(event, Said):
+        if isinstance(event, SampledToken):
             tokens.append(event)
         elif isinstance(event, Ended):
             ends.append(event)

@@ -35,7 +35,7 @@ from pipeline.run.errors import InputError
 from pipeline.run.types import JsonObject
 from pipeline.serve.answers import Answers, Assembler, Delta, Finished, Frame, PartialCall, Ping, unheard
 from pipeline.serve.guard import ThreadPlaces
-from pipeline.serve.loop import GenerationRequest, Loop, Said
+from pipeline.serve.loop import GenerationRequest, Loop, SampledToken
 from pipeline.serve.models import Served, never_said
 from pipeline.serve.protocol import ApiFault, ChatBody, GenerationBody, NamedTool, ResponseFormat, dumps, invalid
 from pipeline.serve.workshop import JobRefused, Workshop
@@ -136,7 +136,7 @@ async def prepare(body: ChatBody, served: Served, engine: Loop, sender: Sender, 
 
 async def complete(request: ChatRequest, answers: Answers) -> JsonObject:
     """All answers in one JSON object. Raises ApiFault."""
-    tokens: list[list[Said]] = [[] for _ in request.requests]
+    tokens: list[list[SampledToken]] = [[] for _ in request.requests]
     reasons = [""] * len(request.requests)
     async for event in answers:
         if isinstance(event, Finished):
@@ -328,7 +328,7 @@ async def finish_reason(request: ChatRequest, answers: Answers, event: Finished)
     return "stop"  # a complete object was not truncated, even if it used the whole budget
 
 
-def token_fields(request: ChatRequest, tokens: tuple[Said, ...]) -> JsonObject:
+def token_fields(request: ChatRequest, tokens: tuple[SampledToken, ...]) -> JsonObject:
     """A choice's log-probabilities and token ids, where requested."""
     fields: JsonObject = {}
     if request.body.logprobs:
@@ -338,7 +338,7 @@ def token_fields(request: ChatRequest, tokens: tuple[Said, ...]) -> JsonObject:
     return fields
 
 
-def _logprob(request: ChatRequest, event: Said) -> JsonObject:
+def _logprob(request: ChatRequest, event: SampledToken) -> JsonObject:
     """A token with its log-probability and the most likely alternatives."""
     top = [_token_logprob(request, token, logprob) for token, logprob in event.top]
     return _token_logprob(request, event.token, event.logprob) | {"top_logprobs": top}

@@ -30,7 +30,7 @@ from pipeline.serve.chat_completions import (
     token_budget,
 )
 from pipeline.serve.engine import Engine
-from pipeline.serve.loop import GenerationRequest, Said
+from pipeline.serve.loop import GenerationRequest, SampledToken
 from pipeline.serve.models import Served
 from pipeline.serve.protocol import CompletionBody, dumps, invalid
 from pipeline.text.tokenizer import Tokenizer
@@ -191,7 +191,7 @@ async def score_prompts(request: CompletionRequest, identity: str) -> list[list[
 
 async def complete(request: CompletionRequest, scores: list[list[Score]], answers: Answers) -> bytes:
     """All choices in one JSON object; `scores` belong to the prompts. Raises ApiFault."""
-    tokens: list[list[Said]] = [[] for _ in request.requests]
+    tokens: list[list[SampledToken]] = [[] for _ in request.requests]
     reasons = ["length"] * request.num_choices
     async for event in answers:
         if isinstance(event, Finished):
@@ -207,7 +207,7 @@ def _write_completion(
     request: CompletionRequest,
     scores: list[list[Score]],
     answers: Answers,
-    tokens: list[list[Said]],
+    tokens: list[list[SampledToken]],
     reasons: list[str],
 ) -> bytes:
     choices, names = [], dict[int, tuple[str, str]]()

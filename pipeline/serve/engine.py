@@ -57,12 +57,12 @@ from pipeline.serve.loop import (
     Loop,
     QueueFull,
     Read,
-    Said,
+    SampledToken,
     Ticket,
     notify,
 )
 
-__all__ = ["Ended", "Engine", "EngineStopped", "Event", "GenerationRequest", "QueueFull", "Said", "Ticket"]
+__all__ = ["Ended", "Engine", "EngineStopped", "Event", "GenerationRequest", "QueueFull", "SampledToken", "Ticket"]
 
 CHUNK = 256  # prompt tokens per row per step
 SCORE_CHUNK = 64  # the same for a scored prompt: each token needs the logits of the whole vocabulary
@@ -340,7 +340,7 @@ class Engine(Loop):
         if token in request.stop:
             if self.rollouts or request.say_stop:
                 slot.num_generated += 1
-                notify(slot.ticket, Said(token, logprob, pairs))
+                notify(slot.ticket, SampledToken(token, logprob, pairs))
             self._finish(row, "stop")
             return
         slot.num_generated += 1
@@ -348,7 +348,7 @@ class Engine(Loop):
         self._counts["generated_tokens"] += 1
         if slot.drafter is not None:
             slot.drafter.hear(token)
-        if not notify(slot.ticket, Said(token, logprob, pairs)):
+        if not notify(slot.ticket, SampledToken(token, logprob, pairs)):
             self._finish(row, "error")
         elif slot.remaining == 0:
             self._finish(row, "length")

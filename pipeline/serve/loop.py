@@ -3,7 +3,7 @@
     with Loop(...) as engine: engine.submit(GenerationRequest) -> Ticket     events go to the request's listener, which
                                                                              is called on the engine's thread
 
-The events of a request are Said, Said, ..., Ended; of a scored prompt Read, Read, ..., Ended; of a masked-diffusion
+The events of a request are SampledToken, ..., Ended; of a scored prompt Read, Read, ..., Ended; of a masked-diffusion
 model also Denoised.
 
 A request that cannot be served fails alone, no matter where it fails: in its sampling, grammar, draft or listener. A
@@ -48,7 +48,7 @@ class EngineStopped(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Said:
+class SampledToken:
     """The next token of the answer. `logprob` is the model's own, at temperature 1, before bias, top-p and top-k."""
 
     token: int
@@ -89,7 +89,7 @@ class Denoised:
     tokens: tuple[int | None, ...]  # None: still masked
 
 
-Event = Said | Read | Denoised | Ended
+Event = SampledToken | Read | Denoised | Ended
 
 
 class OutputConstraint(Protocol):

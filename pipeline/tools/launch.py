@@ -325,7 +325,10 @@ def reproduce(name: str, environment: dict[str, str], launcher: int) -> None:
     _become_child(launcher)
     os.environ.update(environment)
     from dvc.cli import main  # here: the import takes a second
+    from dvc.ui import ui
 
+    write = ui.write
+    ui.write = lambda *texts, **options: None if HINTS.search(" ".join(map(str, texts))) else write(*texts, **options)
     for handler in logging.getLogger("dvc").handlers:
         handler.addFilter(lambda record: not HINTS.search(record.getMessage()))
     sys.argv = ["dvc", "--wait-for-lock", "repro", "-s", name]

@@ -43,7 +43,7 @@ BF16 = torch.bfloat16
 Block = tuple[int, int, int, int]  # queries [begin, end) attend to keys [first, last)
 
 
-class Context(FunctionCtx):
+class LayerContext(FunctionCtx):
     """The context of the functions below, with the values they store in it."""
 
     saved_tensors: tuple[Tensor, ...]
@@ -103,14 +103,14 @@ def gated(x: Tensor) -> Tensor:
 
 class _Product(Function):
     @staticmethod
-    def forward(ctx: Context, x: Tensor, matrix: Tensor) -> Tensor:
+    def forward(ctx: LayerContext, x: Tensor, matrix: Tensor) -> Tensor:
         half = matrix.to(BF16)
         ctx.save_for_backward(x, half)
         ctx.dtype = matrix.dtype
         return torch.mm(x, half.t()).float()
 
     @staticmethod
-    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, Tensor | None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: LayerContext, grad: Tensor) -> tuple[Tensor, Tensor | None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, half = ctx.saved_tensors
         grad = grad.to(BF16)
         if not ctx.needs_input_grad[1]:
@@ -120,14 +120,14 @@ class _Product(Function):
 
 class _NormedProduct(Function):
     @staticmethod
-    def forward(ctx: Context, x: Tensor, weight: Tensor, eps: float, *matrices: Tensor) -> Tensor:
+    def forward(ctx: LayerContext, x: Tensor, weight: Tensor, eps: float, *matrices: Tensor) -> Tensor:
         unit, scale = primitives.unit(x, eps)
         half = primitives.fold(weight, *matrices)  # (sum F_i, D)
         ctx.save_for_backward(unit, scale, half, weight, *matrices)
         return torch.mm(unit, half.t())
 
     @staticmethod
-    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: LayerContext, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         unit, scale, half, weight, *matrices = ctx.saved_tensors
         grad_x = primitives.unit_back(torch.mm(grad, half), unit, scale) if ctx.needs_input_grad[0] else None
         if not any(ctx.needs_input_grad[1:]):
@@ -139,7 +139,7 @@ class _NormedProduct(Function):
 class _Attention(Function):
     @staticmethod
     def forward(
-        ctx: Context,
+        ctx: LayerContext,
         x: Tensor,
         cos: Tensor,
         sin: Tensor,
@@ -159,7 +159,7 @@ class _Attention(Function):
         return out[: len(x)].flatten(1)
 
     @staticmethod
-    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: LayerContext, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, cos, sin, weights, scale, out, *saved = ctx.saved_tensors
         heads = ctx.heads
         wide = cpu_attention.backward(
@@ -183,12 +183,12 @@ def head_factors(norms: tuple[Tensor, Tensor] | None, heads: int, both: int, siz
 
 class _Gated(Function):
     @staticmethod
-    def forward(ctx: Context, x: Tensor) -> Tensor:
+    def forward(ctx: LayerContext, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
         return primitives.gated(x)
 
     @staticmethod
-    def backward(ctx: Context, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: LayerContext, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         return primitives.gated_back(grad, *ctx.saved_tensors)
 
 
@@ -223,13 +223,13 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 class _RMSNorm(Function):
     @staticmethod
-    def forward(ctx: Context, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx: LayerContext, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
         return (x * scale).mul_(weight)
 
     @staticmethod
-    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: LayerContext, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight, scale = ctx.saved_tensors
         unit = x * scale
         product = (grad * unit).view(-1, x.shape[-1])
@@ -249,12 +249,12 @@ def _rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
 
 class _Rotate(Function):
     @staticmethod
-    def forward(ctx: Context, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx: LayerContext, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
         return _rotate_pairs(x, cos, sin, 1.0)
 
     @staticmethod
-    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: LayerContext, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         cos, sin = ctx.saved_tensors
         return _rotate_pairs(grad, cos, sin, -1.0), None, None
 
@@ -300,7 +300,7 @@ class _Ragged(Function):
     """Queries of the G heads that share a key head are rows of one matrix, so keys are never copied or expanded."""
 
     @staticmethod
-    def forward(ctx: Context, q: Tensor, k: Tensor, v: Tensor, blocks: list[Block], causal: bool) -> Tensor:
+    def forward(ctx: LayerContext, q: Tensor, k: Tensor, v: Tensor, blocks: list[Block], causal: bool) -> Tensor:
         (tokens, heads, size), kv_heads = q.shape, k.shape[1]
         group = heads // kv_heads
         q = (q * size**-0.5).view(tokens, kv_heads, group, size).transpose(0, 1).contiguous()  # (K, N, G, h)
@@ -321,7 +321,7 @@ class _Ragged(Function):
         return out.transpose(0, 1).reshape(tokens, heads, size)
 
     @staticmethod
-    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: LayerContext, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         q, k, v, out, *saved = ctx.saved_tensors
         kv_heads, tokens, group, size = q.shape
         grad = grad.view(tokens, kv_heads, group, size).transpose(0, 1).contiguous()
