@@ -1,9 +1,10 @@
 """Every command that README.md, CONTRIBUTING.md and docs/commands.md show is there: make targets, modules and their
-options, stages, keys, files.
+options, stages, keys, files. The README's table holds the measured numbers.
 """
 
 import importlib.util
 import itertools
+import json
 import os
 import re
 import shlex
@@ -95,6 +96,30 @@ def test_what_the_text_names_exists(page: str) -> None:
         assert f"  {stage}:" in graph, stage
     for link in re.findall(r"\]\(([^)#:]+)\)", text):
         assert ((ROOT / page).parent / link).exists(), link
+
+
+MEASURES = {
+    "easy problems solved": "Easy problems, pass@1",
+    "new combinations of learned operations solved": "Unseen compositions, pass@1",
+    "answers whose code parses": "Answers whose code parses",
+    "stories that contain everything requested": "Stories that pass every clause",
+    "correct calls to tools not seen in training": "Calls of unseen tools right",
+}
+
+
+def test_the_table_of_the_readme_is_what_was_measured() -> None:
+    rows = json.loads((ROOT / "benchmarks/results/seeds.json").read_text())["rows"]
+    measured = {(row["model"], row["measure"]): row for row in rows}
+    text = (ROOT / "README.md").read_text().partition("## What you get")[2].partition("##")[0]
+    lines = [line for line in text.splitlines() if line.startswith("|") and "%" in line]
+    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    assert [row[0] for row in table[1:]] == list(MEASURES)
+    for name, result, other in table[1:]:
+        row = measured["rlhf", MEASURES[name]]
+        low, high = (round(100 * end) for end in row["items"])
+        assert result == f"{100 * row['mean']:.0f}% ({low}-{high})", name
+        model = other.split("`")[1]
+        assert other == f"`{model}` {100 * measured[model, row['measure']]['mean']:.0f}%", name
 
 
 def test_the_python_of_the_docs_compiles() -> None:
