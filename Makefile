@@ -1,17 +1,17 @@
-# make               set up and build the spine: from raw text to a deployed model you can talk to, its evaluations, the report
+# make               set up, then build the spine: a model you can chat with, from raw text, plus its evaluations and report
 # make all           the whole graph, branches included (JOBS=1: one stage at a time)
-# make test          lint, types and the tests that matter most (6 to 20 minutes)
-# make test-all      every other test (25 to 50 minutes)
+# make test          lint, type checks and the most important tests (6 to 20 minutes)
+# make test-all      all remaining tests (25 to 50 minutes)
 # make serve         start an OpenAI-compatible API and a chat page
 # make chat          chat in the terminal
 # make report        print the path to the report
 # make experiments   what each experiment changed, and its results
-# make compare A=main B=workspace    what differs between two runs, why, and whether it is more than chance
+# make compare A=main B=workspace    what differs between two runs, why, and whether the difference exceeds chance
 # make doctor        check this machine and suggest fixes
-# make clients       test the API with five clients, our scores with three harnesses: docs/clients.md
+# make clients       test the API with five clients, and our scores with three harnesses (docs/clients.md)
 # make docs          build the documentation as a site in .work/site
 # make update        update all packages in requirements.lock
-# make clean         remove the environment and unfinished work; models, data and the DVC cache stay
+# make clean         remove the environment and unfinished work, but keep models, data and the DVC cache
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -33,23 +33,24 @@ all: setup
 
 setup: $(READY)
 
-# torch first and pinned: any range would let pip take another build of several gigabytes. Once .ready is there, no pip runs.
-# pip compiles on one core, a third of its time; here torch is compiled while pip installs the rest, and the rest on all cores.
+# torch is installed first and pinned: a version range would let pip choose another build of several gigabytes. While .ready is
+# up to date, pip does not run. pip spends a third of its time compiling bytecode on one core, so torch is compiled here while pip
+# installs the rest, which is then compiled on all cores.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 COMPILE := $(BIN)/python -W ignore -m compileall -qq .venv/lib
 FITS := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
 
 $(READY): pyproject.toml requirements.lock
-	@$(PYTHON) -c '$(FITS)' || { echo "expected Python 3.11 to 3.13, which requirements.lock is for, found $$($(PYTHON) --version 2>&1); try: make PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -c '$(FITS)' || { echo "expected Python 3.11 to 3.13, the versions that requirements.lock supports, found $$($(PYTHON) --version 2>&1); try: make PYTHON=python3.12"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@$(BIN)/python -c '$(FITS)' || { echo "expected Python 3.11 to 3.13 in .venv, found $$($(BIN)/python --version); remove it: make clean"; exit 1; }
+	@$(BIN)/python -c '$(FITS)' || { echo "expected Python 3.11 to 3.13 in .venv, found $$($(BIN)/python --version); run make clean to remove .venv"; exit 1; }
 	$(PIP) --no-compile --constraint requirements.lock torch==2.13.0
 	{ $(COMPILE) & $(PIP) --no-compile --requirement requirements.lock; code=$$?; wait; exit $$code; }
-	$(COMPILE) -j 0 || :  # some packages hold templates that are no Python
+	$(COMPILE) -j 0 || :  # some packages contain templates that are not valid Python
 	$(PIP) --no-deps --editable .
 	touch $(READY)
 
-# New versions of everything into requirements.lock; without torch, whose build differs by machine, and what its builds bring
+# Update every package in requirements.lock, except torch, whose build depends on the machine, and the packages its builds install
 update:
 	test -x .work/lock/bin/uv || { $(PYTHON) -m venv .work/lock && .work/lock/bin/python -m pip install --quiet uv==0.13.9; }
 	.work/lock/bin/uv pip compile pyproject.toml --extra dev --universal --python-version 3.11 --upgrade --quiet \
@@ -62,19 +63,19 @@ check: setup
 	ruff check .
 	pyright
 
-# One process a core, each with one thread: tiny models on several threads wait for each other. A file's tests stay together,
-# since they share what its fixtures built; tests/conftest.py says which file comes when.
+# One process per core, each with one thread: on tiny models, several threads mostly wait for each other. The tests in a file run
+# in the same process, since they share fixtures; tests/conftest.py sets the order of the files.
 PYTEST := OMP_NUM_THREADS=1 pytest -n logical --dist loadfile --no-loadscope-reorder
 
-# What a change should pass before it is committed: eight minutes on two cores. `make test-all` runs every test that this leaves out.
+# What a change should pass before it is committed (eight minutes on two cores). `make test-all` runs all the other tests.
 test: check
 	$(PYTEST) --durations=15 -m "not full and not gpu"
 
 test-all: setup
 	$(PYTEST) --durations=15 -m "full and not gpu"
 
-# The tests that are skipped for want of a package, in an environment of their own: trl, onnxruntime-genai, wandb, and llama.cpp,
-# whose bindings pip builds from source (a C++ compiler and some minutes)
+# Tests that are otherwise skipped for lack of a package (trl, onnxruntime-genai, wandb, llama.cpp), in a separate environment.
+# pip builds the llama.cpp bindings from source, which takes a C++ compiler and a few minutes.
 EXTRAS := .work/extras
 
 test-extras: $(EXTRAS)/.ready
@@ -87,7 +88,7 @@ $(EXTRAS)/.ready: pyproject.toml requirements.lock
 	$(EXTRAS)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,onnx,trackers,parity]' llama-cpp-python
 	touch $@
 
-# Preferences and labels that are given on the page are read by stage_tasks: the next `dvc repro` learns from them.
+# stage_tasks reads the preferences and labels given on the chat page, so the next `dvc repro` learns from them.
 serve: setup
 	python -m pipeline.serve --feedback feedback/preferences.jsonl
 
@@ -100,7 +101,7 @@ report: setup
 B ?= workspace
 
 compare: setup
-	@test -n "$(A)" || { echo "usage: make compare A=<commit, branch or experiment> [B=<the same, or workspace>]"; exit 2; }
+	@test -n "$(A)" || { echo "usage: make compare A=<commit, branch or experiment> [B=<another one; default: workspace>]"; exit 2; }
 	@python -m pipeline.report.compare "$(A)" "$(B)"
 
 experiments: setup
@@ -112,7 +113,7 @@ docs: setup
 doctor: setup
 	@python -m pipeline.tools.doctor
 
-# An environment each: litellm pins openai below 3, and openai and ai want a newer Node than most systems have
+# One environment per client: litellm pins openai below 3, and openai and ai need a newer Node than most systems have
 CLIENTS := .work/clients
 
 HARNESSES := lm_eval evalplus bfcl
@@ -120,7 +121,7 @@ HARNESSES := lm_eval evalplus bfcl
 clients: setup $(CLIENTS)/.ready $(foreach harness,$(HARNESSES),$(CLIENTS)/$(harness)/.ready)
 	python -m tests.matrix
 
-# Everything by its number and nothing else: their own ranges ask for torch. A harness that cannot be installed is told in its row
+# Install only the pinned packages: the harnesses' own requirements include torch. If a harness cannot be installed, its row says so
 $(foreach harness,$(HARNESSES),$(CLIENTS)/$(harness)/.ready): $(CLIENTS)/%/.ready: tests/matrix/%.txt
 	-$(PYTHON) -m venv --clear $(CLIENTS)/$* && \
 		$(CLIENTS)/$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $< && touch $@

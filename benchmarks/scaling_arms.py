@@ -87,7 +87,7 @@ def encode(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
 
     tokenizer_of(folder)
     draws, file = np.random.default_rng(0), folder / "train-0.parquet"
-    schema = pa.schema([(name, pa.string()) for name in ("text", "source", "path", "licence")])
+    schema = pa.schema([(name, pa.string()) for name in ("text", "source", "path", "license")])
     with pq.ParquetWriter(file, schema) as out:
         for begin in range(0, spec["documents"], shards.ROWS):
             number = min(shards.ROWS, spec["documents"] - begin)

@@ -1,12 +1,12 @@
 """Wings: the packages in `pipeline/` that have a `wing.py`. Only their own stages import them by name.
 
-`pipeline/<name>/wing.py` defines what a wing offers, as functions that import its other modules only when called. Code
-with an extension point looks up offers by name, and works without any:
+`pipeline/<name>/wing.py` defines what the wing offers, as functions that import the wing's other modules only when
+called. Code with an extension point looks up offers by name and also works if there are none:
 
     for offer in wings.each("report"): ...
 
     claims, models, report                    sections of the report: report/metrics.py (`Section`), report/claims.py
-    causal_suites, purposes                   suites for causal models, and who needs them: evaluation/suites.py
+    causal_suites, purposes                   suites for causal models, and those for each model: evaluation/suites.py
     base, evaluation, evaluation_keys,        a kind of model that does not write from left to right:
     export, serving                           model/checkpoint.py, evaluation/suites.py, export/smoke.py,
                                               serve/models.py
@@ -22,7 +22,7 @@ from typing import Any
 
 
 def each(offer: str) -> list[Any]:
-    """The offers with this name, ordered by wing name. The caller defines their type."""
+    """All wings' offers with this name, ordered by wing. The caller knows their type."""
     modules = [importlib.import_module(f"pipeline.{name}.wing") for name in names()]
     return [getattr(module, offer) for module in modules if hasattr(module, offer)]
 

@@ -6,7 +6,7 @@ Qwen3, Qwen2 and LLaMA stay causal models; Dream, DiffuCoder and LLaDA become ma
 their values and precision. Missing control tokens are added to the checkpoint's tokenizer, with one embedding row each
 (model/initialization.py). A model trained by this project is copied. Non-finite weights are rejected.
 
-Without a checkpoint, the stage writes a folder with only a README, for pipelines where no stage needs one.
+If no checkpoint is set, the stage writes a folder with only a README, for pipelines that need no checkpoint.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from pipeline.model.config import BaseConfig, fetched
 from pipeline.run.stage import main
 from pipeline.run.workdir import Job
 
-ABSENT = """No checkpoint of yours is named. Name a folder or a model of the hub:
+ABSENT = """No checkpoint is set. Set a folder or a model on the Hub:
 
     dvc exp run -S base.folder=/models/mine -S tools.base=base stage_tools
     dvc exp run -S base.hub=owner/name@revision -S tools.base=base stage_tools
@@ -27,7 +27,7 @@ ABSENT = """No checkpoint of yours is named. Name a folder or a model of the hub
 
 @dataclass(frozen=True, kw_only=True)
 class Params:
-    """The block `base`."""
+    """The `base` block."""
 
     checkpoint: BaseConfig
 
@@ -40,7 +40,7 @@ def run(params: Params, job: Job, *, out: Path, folder: Path | None = None) -> N
         (out / "README.md").write_text(ABSENT, encoding="utf-8")
         return
     if folder is None:
-        assert params.checkpoint.hub is not None  # otherwise the folder is an input
+        assert params.checkpoint.hub is not None  # without `hub`, `folder` is a stage input
         hub = fetched(params.checkpoint.hub)
         folder, lineage = hub.folder, lineage | {"base": f"{hub.name}@{hub.commit}"}
     kinds: list[checkpoint.BaseKind] = [offer() for offer in wings.each("base")]

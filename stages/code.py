@@ -1,9 +1,10 @@
-"""Stage code: continue the language model on source code, with fill-in-the-middle.
+"""Stage code: continue training the language model on source code, with fill-in-the-middle.
 
     models/language + data/tokens/code (+ data/tokens/text) -> models/code      (Bavarian et al. 2022, arXiv:2207.14255)
 
-A fraction of the code pieces is split into three and reordered, so that the model learns to infill from both sides. A
-fraction of the batches is text from the language stage, to avoid forgetting the stories.
+A fraction of the code pieces is split into three parts and reordered, so that the model learns to fill in code between
+a prefix and a suffix. A fraction of the batches is text from the language stage, so that the model does not forget the
+stories.
 """
 
 from dataclasses import dataclass, field, replace
@@ -20,16 +21,16 @@ from pipeline.run.workdir import Job
 
 @dataclass(frozen=True, kw_only=True)
 class Params:
-    """The block `code`; its keys are also those of FitConfig, FullTraining and LossWeights."""
+    """The `code` block; it also has the keys of FitConfig, FullTraining and LossWeights."""
 
     base: str = "language"
-    """Model to start from: a folder in models/, or base for your own checkpoint (stage base)."""
+    """Model to start from: a folder in models/, or `base` for your own checkpoint (stage base)."""
     fim_rate: float
     """Fraction of code pieces turned into fill-in-the-middle examples."""
     fim_syntax: float | None = None
-    """Fraction of those whose middle is a function body, a statement or whole lines; none: half in repositories."""
+    """Fraction of these whose middle is a function body, statement or full lines; none: 0.5 in repositories, else 0."""
     code_weight: int
-    """Code batches in the mixture."""
+    """Code batches per `text_weight` batches of text."""
     text_weight: int
     """Text batches per `code_weight` batches of code; 0: code only."""
     weights: LossWeights = field(default_factory=LossWeights)
@@ -43,7 +44,7 @@ class Params:
 
 
 def run(params: Params, job: Job, *, base: Path, code: Path, text: Path, out: Path) -> None:
-    """Continue `base` on code and save the model directory `out`."""
+    """Continue training `base` on code and save the model directory `out`."""
     if is_empty(code):
         return checkpoint.pass_through(base, out, job, code)
     model, tokenizer = checkpoint.load(base)

@@ -4,15 +4,15 @@
 
 `data=packages` yields text (stories, drills and transcripts from generators; prose from READMEs and docstrings) and
 code (Python, generated functions), each up to its quota, byte-identical on every machine. `machine` reads installed
-packages instead, plus shell scripts. `files` and `hub` yield everything they contain; an entry `packages` of `files`
-(`ingest/entries.py`) adds what `packages` yields, and with weights, each entry gets its share of the training bytes.
-Files kept from a repository become documents with their context (`ingest/repository_documents.py`). A corpus with an
-empty list of entries has no documents. Worker processes read and clean batches; this process consumes the results in
-order (`ingest/selection.py`), so the corpus does not depend on the number of workers, the locale or the hash seed, on
-machines with the same packages.
+packages instead, plus shell scripts. `files` and `hub` yield everything they contain; a `packages` entry in `files`
+(`ingest/entries.py`) adds what `data=packages` yields. If entries have weights, each gets its share of the training
+bytes. Files kept from a repository become documents that include their context (`ingest/repository_documents.py`). A
+corpus with an empty list of entries has no documents. Worker processes read and clean batches; the main process
+consumes the results in order (`ingest/selection.py`). On machines with the same packages, the corpus therefore does not
+depend on the number of workers, the locale or the hash seed.
 
-Held out: packages by blake2b(name) mod 20, generated files by blake2b(path) mod 50, stories by number mod 50 plus three
-whole families, sampled at every tenth number; rows of user files and Hub data sets by their readers.
+Held-out data: packages by blake2b(name) mod 20; generated files by blake2b(path) mod 50; stories by index mod 50, plus
+every tenth story of three held-out families; rows of user files and Hub data sets, by their readers.
 """
 
 import itertools
@@ -43,21 +43,21 @@ from pipeline.synthetic import drills, programs, stories, tools
 # corpus -> its parts, for data=packages and data=machine
 PARTS = {"text": ("prose", "stories", "drills", "transcripts"), "code": ("python", "shell", "generated")}
 HARVESTED = ("prose", "python", "shell")  # parts with a size cap per package; generators have no packages
-BATCH_NUMBERS = 10  # numbers per story family in a batch
+BATCH_NUMBERS = 10  # stories per family in a batch
 BATCH_RECORDS = {"drills": 200, "transcripts": 40}
 BATCH_CODE_BYTES = 60_000  # generated code per batch
 WRITERS = {"drills": drills, "transcripts": tools}
-WRITTEN_HELD_OUT_EVERY = 50  # drills and transcripts whose number is a multiple of this are validation data
-HELD_OUT_EVERY = 10  # stride through a held-out story family: enough to measure on, little of the quota
+WRITTEN_HELD_OUT_EVERY = 50  # drills and transcripts whose index is a multiple of this are validation data
+HELD_OUT_EVERY = 10  # stride through a held-out story family: yields enough to measure on but uses little quota
 GENERATED_VAL = 50  # one in this many generated files is held out
 
 
 @dataclass(frozen=True, kw_only=True)
 class Params:
-    """Block `corpus` of params.yaml, and the files of conf/data/."""
+    """The `corpus` block of params.yaml, and the files in conf/data/."""
 
     stories_mb: float
-    """10^6 bytes of generated stories to keep, train and val together (packages, machine)."""
+    """10^6 bytes of generated stories to keep, train and val combined (`data=packages`, `data=machine`)."""
     prose_mb: float
     """10^6 bytes of English from READMEs and docstrings."""
     drills_mb: float
@@ -65,19 +65,19 @@ class Params:
     transcripts_mb: float
     """10^6 bytes of tool conversations as text."""
     python_mb: float
-    """10^6 bytes of Python from packages (machine: also from the standard library)."""
+    """10^6 bytes of Python from packages (`data=machine`: also from the standard library)."""
     shell_mb: float
-    """10^6 bytes of shell scripts (machine)."""
+    """10^6 bytes of shell scripts (`data=machine`)."""
     generated_mb: float
     """10^6 bytes of generated functions."""
     cap_mb: float
-    """Cap per package and part, in 10^6 bytes (packages, machine)."""
+    """Cap per package and part, in 10^6 bytes (`data=packages`, `data=machine`)."""
     near_duplicates: float
     """Estimated Jaccard similarity at or above which the later document is dropped."""
     document_bytes: int = 6000
-    """Size of a chunk of a repository file with its context: about one code-stage context at 3 bytes per token."""
+    """Size of a repository file's chunk with context: at 3 bytes per token, about the context length of stage code."""
     package_names: list[str] = key_of("conf/data/packages.yaml", "packages")
-    """Packages harvested by an entry `packages`."""
+    """Packages harvested by a `packages` entry."""
     data: sources.DataConfig = group("data")
 
     def __post_init__(self) -> None:
@@ -88,12 +88,12 @@ class Params:
             raise ValueError(f"document_bytes: expected at least 400, got {self.document_bytes}")
         if self.cap_mb <= 0 or not 0 < self.near_duplicates <= 1:
             raise ValueError(
-                f"cap_mb, near_duplicates: expected more than 0 (and at most 1 for the second), "
+                f"cap_mb, near_duplicates: expected cap_mb > 0 and near_duplicates in (0, 1], "
                 f"got {self.cap_mb}, {self.near_duplicates}"
             )
 
     def preflight(self, root: Path) -> list[str]:
-        """Problems found before reading anything: text and code globs that match nothing, repositories that are not
+        """Problems found before reading anything: text and code globs that match nothing, and repositories that are not
         folders.
         """
         own = root / "data/own"
@@ -105,14 +105,14 @@ class Params:
 
 @dataclass(frozen=True)
 class StoryBatch:
-    """Stories to generate: these numbers in every family."""
+    """A batch of stories to generate: in each family, the stories with the indices in `numbers`."""
 
     numbers: range
 
 
 @dataclass(frozen=True)
 class WrittenBatch:
-    """Drills or transcripts to generate: these numbers, from this seed."""
+    """A batch of drills or transcripts to generate: those with the indices in `numbers`, from `seed`."""
 
     part: str
     numbers: range
@@ -121,7 +121,7 @@ class WrittenBatch:
 
 @dataclass(frozen=True)
 class CodeBatch:
-    """Functions to generate: about this many bytes, from this seed."""
+    """A batch of functions to generate: about `num_bytes`, from `seed`."""
 
     num_bytes: int
     seed: int
@@ -131,14 +131,14 @@ Batch = FileBatch | RecordBatch | StoryBatch | WrittenBatch | CodeBatch
 
 
 def run(params: Params, job: Job, *, own: Path, benchmarks: Path, text: Path, code: Path) -> None:
-    """Build both corpora. Raises DataError for unreadable files, and for a corpus that is empty despite its
-    entries."""
+    """Build both corpora. Raises DataError for unreadable files, and for a corpus that has entries but no
+    documents."""
     parts = job.folder / "parts"
     shutil.rmtree(parts / "kept", ignore_errors=True)  # but keep what a killed run fetched from the Hub
     index = Index(benchmark_items(benchmarks))
     corpora = {name: _selection(name, params, index, parts / "kept" / name) for name in PARTS}
     versions = {} if params.data.source == "packages" else {"python": platform.python_version()}
-    tallies = {name: RowCounts() for name in PARTS}  # of data=files and data=hub
+    tallies = {name: RowCounts() for name in PARTS}  # filled only for data=files and data=hub
     batches = itertools.chain(
         _supplied_batches(params.data, own, parts, versions, tallies),
         _harvest_batches(params, job.seed, corpora, versions),
@@ -188,7 +188,7 @@ def prepare(batch: Batch) -> list[Document]:
 
 
 def _story_paths(numbers: range) -> list[str]:
-    """Paths of the stories with these numbers, cycling through the families; only every tenth in held-out families."""
+    """Paths of the stories with these indices, cycling through the families; only every tenth for held-out families."""
     return [
         f"stories/{family}/{number}"
         for number in numbers
@@ -199,7 +199,7 @@ def _story_paths(numbers: range) -> list[str]:
 
 def _story_document(path: str) -> Document:
     family = path.split("/")[1]
-    record = Text(text=stories.story(path), source=family, path=path, licence=stories.LICENCE)
+    record = Text(text=stories.story(path), source=family, path=path, license=stories.LICENSE)
     return made_record(record, "stories", "val" if stories.is_held_out(path) else "train")
 
 
@@ -219,8 +219,8 @@ def _selection(name: str, params: Params, index: Index, folder: Path) -> Selecti
 
 
 def _parts_of_entries(name: str, data: sources.DataConfig) -> list[tuple[str, ...]]:
-    """The corpus parts that receive each entry's documents. A weighted entry has its own parts; so does every
-    repository.
+    """For each entry, the corpus parts that receive its documents. Weighted entries and repositories have parts of
+    their own.
     """
     harvested = tuple(part for part in PARTS[name] if part != "shell" or data.source == "machine")
     return [  # `packages` has no shell scripts: no package in the lock file contains any
@@ -265,19 +265,19 @@ def _harvest_batches(
         for number in range(_max_batches(getattr(params, f"{part}_mb"))):
             if not text.is_open(part):
                 break
-            # Stage tasks draws from `seed` and `seed + 1`.
+            # Stage tasks draws from `seed` and `seed + 1`, so transcripts use `seed + 2`.
             yield WrittenBatch(part, range(number * size, (number + 1) * size), seed + (part == "transcripts") * 2)
 
 
 def _max_batches(quota_mb: float) -> int:
-    """Number of batches after which a generator has produced four times its quota and only repeats itself."""
+    """Number of batches that make up four times a generator's quota; after that, it only repeats itself."""
     return 4 + int(4 * quota_mb * 1e6 / BATCH_CODE_BYTES)
 
 
 def _supplied_batches(
     data: sources.DataConfig, own: Path, parts: Path, versions: dict[str, str], tallies: dict[str, RowCounts]
 ) -> Iterator[Batch]:
-    """Yield everything in the user's files or the Hub data sets, in order. Adds the row counts to `tallies`."""
+    """Yield everything in the user's files or the Hub data sets, in order, and add the row counts to `tallies`."""
     for kind in PARTS:
         entries, parts_of = data.entries(kind), _parts_of_entries(kind, data)
         versions |= hub.revisions(data, kind, parts / "hub")
@@ -310,7 +310,7 @@ def _write_rejected(data: sources.DataConfig, kind: str, parts: Path, out: Path)
 
 
 def _write_corpus(name: str, selection: Selection, params: Params, own: Path, seed: int, out: Path) -> JsonObject:
-    """Write a corpus from its parts and return the first part of its manifest."""
+    """Assemble a corpus from its parts, write it, and return its manifest, which `run` completes."""
     data = params.data
     parts, entries = selection.close(), data.entries(name)
     part_of = {n: _own_part(name, n + 1, entries[n]) for n in repository_documents.entries_of(data, name)}

@@ -1,12 +1,12 @@
-"""Stage deploy: export the chosen model and verify that every export is equivalent.
+"""Stage deploy: export the chosen model and verify that every export matches it.
 
     models/<deploy.model>, manifests of data/raw -> models/deploy
 
-Writes a Hugging Face directory with model card and checksums; for a causal model also GGUF files for llama.cpp and its
-derivatives, an Ollama Modelfile and, on request, ONNX. Each export is loaded and compared with the model on a probe
-text. A difference that the number format does not explain fails the stage, so a published model always answers like the
-one that was evaluated. Finally, a real server answers six requests. Reward models, and model kinds from a wing that no
-other program runs, are exported only as directories.
+Writes a Hugging Face directory with a model card and checksums. For a causal model, the stage also writes GGUF files
+for llama.cpp and its derivatives, an Ollama Modelfile and, on request, an ONNX model. Each export is loaded and
+compared with the model on a probe text. The stage fails if the difference is larger than the number format explains, so
+a published model always answers like the one that was evaluated. Finally, a real server answers six requests. Reward
+models, and a wing's model kinds that no other program can run, are exported only as directories.
 """
 
 import json
@@ -27,20 +27,20 @@ Proofs = dict[str, dict[str, float | int]]
 
 @dataclass(frozen=True, kw_only=True)
 class Params:
-    """The block `deploy`."""
+    """The `deploy` block."""
 
     model: str
-    """A folder in models/."""
+    """Model to deploy: a folder in models/."""
     gguf: tuple[str, ...] = ("f16", "q8_0")
-    """GGUF types to write: f32, f16, bf16, q8_0; Ollama uses the last one."""
+    """GGUF types to write, from f32, f16, bf16, q8_0; the Ollama Modelfile uses the last type in the list."""
     onnx: str | None = None
-    """none, fp32 or int4; needs the extra onnx."""
+    """ONNX export: none, fp32 or int4; fp32 and int4 need the extra `onnx`."""
 
     def __post_init__(self) -> None:
         if not self.model or "/" in self.model or self.model.startswith(".") or self.model == "deploy":
-            raise ValueError(f"model: expected the name of a folder of models/ such as tools, got {self.model!r}")
+            raise ValueError(f"model: expected the name of a folder in models/, such as tools, got {self.model!r}")
         if unknown := [kind for kind in self.gguf if kind not in gguf.TYPES]:
-            raise ValueError(f"gguf: expected types of {', '.join(gguf.TYPES)}, got {', '.join(map(repr, unknown))}")
+            raise ValueError(f"gguf: expected types from {', '.join(gguf.TYPES)}, got {', '.join(map(repr, unknown))}")
         if len(set(self.gguf)) != len(self.gguf):
             raise ValueError(f"gguf: duplicate type in {', '.join(self.gguf)}")
         if self.onnx not in (None, *onnx.KINDS):
@@ -48,14 +48,14 @@ class Params:
 
 
 def run(params: Params, job: Job, *, base: Path, text: Path, code: Path, out: Path) -> None:
-    """Export `base` to `out` and compare the two. `text` and `code` are the corpus manifests, for the model card."""
+    """Export `base` to `out` and compare the two. `text` and `code` are the corpus manifests for the model card."""
     if params.onnx is not None:
         onnx.need()
     model, tokenizer = huggingface.load(base)
     if isinstance(model, Transformer) and model.hook is not None and model.hook.leaky:
         raise ModelError(
-            f"{base}: this memory routes on future tokens (routing: sequence), so it cannot generate; train one that"
-            " routes by chunk"
+            f"{base}: this memory routes on future tokens (routing: sequence), so the model cannot generate;"
+            " train a memory with routing: chunk"
         )
     name = f"stagecoach-{params.model}"
     made_by = checkpoint.lineage(base)
@@ -96,14 +96,14 @@ def run(params: Params, job: Job, *, base: Path, text: Path, code: Path, out: Pa
 
 
 def _reason_for_no_export(model: smoke.Exportable) -> str:
-    """Why no other program can run a model, for a message."""
+    """The reason why no other program can run a model, as text for a message."""
     if isinstance(model, Transformer):
         return "has an external memory, which only our engine supports"
     return "does not generate left to right"
 
 
 def _write_other_formats(params: Params, model: Transformer, tokenizer: Tokenizer, out: Path, name: str) -> Proofs:
-    """Write a causal model in other programs' formats, and compare each with the model."""
+    """Write a causal model in other programs' formats, and compare each export with it."""
     proofs = {kind: _write_gguf(model, tokenizer, out, kind=kind, name=name) for kind in params.gguf}
     if params.onnx is not None:
         onnx.build(out, out / "onnx", kind=params.onnx)

@@ -1,15 +1,15 @@
-"""Stage diffusion: convert the causal code model into a masked-diffusion model and fine-tune it to answer, along with a
-causal control.
+"""Stage diffusion: convert the causal code model into a masked-diffusion model and fine-tune it on problems, along with
+a causal control.
 
     models/code + data/tokens/code + data/problems -> models/diffusion, models/diffusion_control
         (Gong et al. 2024, arXiv:2410.17891; Nie et al. 2025, arXiv:2502.09992)
 
-The model first trains on masked windows of code, while attention is annealed from causal to full; then on problems with
+The model first trains on masked windows of code, while attention is annealed from causal to full, then on problems with
 only the answers masked. The control is the causal model trained on the same windows and examples, in the same order,
 with cross-entropy. A causal model learns this data in far fewer passes (Prabhudesai et al. 2025, arXiv:2507.15857), so
 each control run ends after `control_steps` steps and keeps the weights with the lowest validation loss: the models are
-compared at their best on this data, not at equal compute. `init: scratch` starts from random weights; with `block_size`
-it trains a block-diffusion model (arXiv:2503.09573). A base that is already a masked-diffusion model
+compared at their best on this data, not at equal compute. `init: scratch` starts from random weights; with a
+`block_size`, it trains a block-diffusion model (arXiv:2503.09573). A base that is already a masked-diffusion model
 (Dream, DiffuCoder, LLaDA as models/base) is trained further, without a causal control.
 """
 
@@ -48,27 +48,27 @@ from pipeline.run.workdir import Job
 from pipeline.text.tokenizer import Tokenizer
 
 INITS = ("base", "scratch")
-NO_CONTROL = "No causal control: the model that stage diffusion began from is a masked-diffusion model itself.\n"
+NO_CONTROL = "No causal control: the model that stage diffusion started from is itself a masked-diffusion model.\n"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Params:
-    """The block `diffusion`; its training keys are those of DiffusionConfig."""
+    """The `diffusion` block; its training keys are those of DiffusionConfig."""
 
     base: str = "code"
-    """Model to start from: a folder in models/, or base for your own checkpoint (stage base)."""
+    """Model to start from: a folder in models/, or `base` for your own checkpoint (stage base)."""
     init: str = "base"
-    """base: the weights of the base; scratch: random weights of the same shape."""
+    """base: start from the base model's weights; scratch: from random weights of the same shape."""
     noise: Noise = field(default_factory=Noise)
     fit: DiffusionConfig
 
     def __post_init__(self) -> None:
-        """Raises ValueError for an unknown init, and for a block size with a converted causal model."""
+        """Raises ValueError for an unknown `init`, and for a block size that does not suit the other keys."""
         if self.init not in INITS:
             raise ValueError(f"init: expected one of {', '.join(INITS)}, got {self.init!r}")
         if self.noise.block_size and self.init != "scratch":
             raise ValueError(
-                f"block_size: expected 0 with init {self.init}; block diffusion is trained from init: scratch"
+                f"block_size: expected 0 with init: {self.init}, because block diffusion needs init: scratch"
             )
         if self.noise.block_size and self.fit.max_new_tokens % self.noise.block_size:
             raise ValueError(
@@ -86,7 +86,7 @@ def run(
     if files.opens(base):
         model, tokenizer = files.load(base)
         if params.init == "scratch":
-            raise ConfigError(f"init: expected base, because {base} is a masked-diffusion model already; got scratch")
+            raise ConfigError(f"init: expected base, because {base} is already a masked-diffusion model; got scratch")
     else:
         causal, tokenizer = checkpoint.load(base)
         model = _masked(params, causal, tokenizer, job.seed)
@@ -163,8 +163,8 @@ class Streams:
     def of(
         cls, params: Params, job: Job, code: Path, problems: Path, tokenizer: Tokenizer, traits: Traits, *, anneal: bool
     ) -> "Streams":
-        """`anneal`: attention grows from causal to full. Raises ModelError if the code was encoded with a
-        different tokenizer, and DataError.
+        """Build the streams. `anneal`: change attention gradually from causal to full. Raises ModelError if the
+        code was encoded with a different tokenizer, and DataError for invalid data.
         """
         config, corpus, windows, examples = params.fit, None, None, None
         if config.adapt_steps and not is_empty(code):
@@ -197,7 +197,7 @@ class Streams:
 
 
 def _masked(params: Params, causal: Transformer, tokenizer: Tokenizer, seed: int) -> Denoiser:
-    """Build the masked-diffusion model to train from a causal one."""
+    """Convert a causal model into the masked-diffusion model to train; with `init: scratch`, only its shape is kept."""
     if params.init == "scratch":
         draws = device.generator("diffusion", seed)
         return files.from_scratch(causal, tokenizer, draws, block_size=params.noise.block_size)
@@ -211,7 +211,7 @@ def _validation_prompts(problems: Path, tokenizer: Tokenizer) -> list[EncodedPro
 
 
 def _trace_length(params: Params) -> int:
-    """The length of the trace's canvas: short, in whole blocks."""
+    """The length of the trace's canvas: short, and a multiple of the block size."""
     size = params.noise.block_size or 1
     return max(size, min(sampling.CANVAS, params.fit.max_new_tokens) // size * size)
 

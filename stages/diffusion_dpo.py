@@ -35,22 +35,22 @@ from pipeline.run.workdir import Job
 
 @dataclass(frozen=True, kw_only=True)
 class Params:
-    """The block `diffusion_dpo`; its training keys are those of PairConfig."""
+    """The `diffusion_dpo` block; its training keys are those of PairConfig."""
 
     base: str = "diffusion"
-    """Model to start from: a folder in models/, or base for your own checkpoint (stage base)."""
+    """Model to start from: a folder in models/, or `base` for your own checkpoint (stage base)."""
     diffusion_steps: int
     """Masked passes averaged per likelihood estimate: more passes lower the variance at the same memory."""
     beta: float
-    """Larger values stay closer to the reference."""
+    """KL strength: larger values keep the policy closer to the reference."""
     sft_weight: float
-    """Weight of the chosen answer's mean negative log-likelihood, added to the loss."""
+    """Weight of the chosen answer's mean negative log-likelihood in the loss."""
     timesteps: str = "stratified"
-    """stratified: mask counts spread evenly over the passes; or independent."""
+    """stratified: mask counts spread evenly over the passes; independent: drawn separately for each pass."""
     dpo_reduction: str = "sum"
     """Reduction over an answer's tokens: sum or mean."""
     kinds: list[str] = field(default_factory=list)
-    """Kinds of pairs, for example [code]; []: all."""
+    """Kinds of pairs to train on, for example [code]; []: all."""
     eval_draws: int = 8
     """Masked passes averaged per likelihood estimate of a held-out answer."""
     adapter: AdapterConfig | None = None
@@ -69,7 +69,7 @@ class Params:
 
 
 def run(params: Params, job: Job, *, base: Path, pairs: Path, out: Path, trace: Path) -> None:
-    """Align `base` to the pairs and save the model directory `out`."""
+    """Train `base` on the pairs and save the model directory `out`."""
     if records.is_empty(pairs / "train.jsonl"):
         write_json(trace, {"settings": {}, "prompts": []})
         return checkpoint.pass_through(base, out, job, pairs)
@@ -125,8 +125,8 @@ def run(params: Params, job: Job, *, base: Path, pairs: Path, out: Path, trace: 
 def _add_reference_estimates(
     stream: NoisedPairs, reference_model: torch.nn.Module, job: Job, num_pairs: int, target: torch.device
 ) -> None:
-    """Add the reference's estimates for a run over `num_pairs` pairs to the stream, pass by pass. They are cached in
-    the work folder, so that a resumed run does not recompute them.
+    """Add the reference's estimates for a run over `num_pairs` pairs to the stream, one pass over the data at a time.
+    The estimates are cached in the work folder, so that a resumed run does not recompute them.
     """
     folder = job.folder / "parts"
     folder.mkdir(exist_ok=True)
@@ -148,7 +148,7 @@ def _add_reference_estimates(
 
 
 def loss(model: Denoiser, batch: Drawn, *, params: Params) -> Loss:
-    """The DPO loss of a batch of pairs."""
+    """The DPO loss on a batch of pairs."""
     assert batch.reference is not None
     policy = training.pair_elbos(model, batch)
     return training.diffusion_dpo(

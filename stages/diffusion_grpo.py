@@ -3,9 +3,9 @@
     models/diffusion + data/problems (prompts, hidden tests) -> models/diffusion_grpo
         (coupled-GRPO; Gong et al. 2025, DiffuCoder, arXiv:2506.20639)
 
-Samples groups of completions on canvases of equal length. A completion's log-probabilities are estimated under pairs of
-complementary masks: each token is masked in exactly one of the two, so every token is scored with some of the others
-visible. Answers run only in the sandbox.
+The stage samples groups of completions on canvases of equal length. A completion's log-probabilities are estimated
+under pairs of complementary masks: each token is masked in exactly one of the two, so every token is scored with some
+of the others visible. Generated code runs only in the sandbox.
 """
 
 from dataclasses import dataclass, field
@@ -37,39 +37,39 @@ from pipeline.run.tracking import write_json
 from pipeline.run.workdir import Job
 from pipeline.sandbox.judge import SandboxConfig
 
-ADVANTAGES = {"loo": "others", "mean": "centred"}
+ADVANTAGES = {"loo": "others", "mean": "centered"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Params:
-    """The block `diffusion_grpo`; its training keys are those of RolloutConfig. `epochs` counts inner iterations."""
+    """The `diffusion_grpo` block; its training keys are those of RolloutConfig. `epochs` counts inner iterations."""
 
     base: str = "diffusion"
-    """Model to start from: a folder in models/, or base for your own checkpoint (stage base)."""
+    """Model to start from: a folder in models/, or `base` for your own checkpoint (stage base)."""
     rewards: dict[str, float]
-    """name: weight; code, code_format, length."""
+    """Weight of each reward, by name: code, code_format, length."""
     difficulty: str = "frontier"
-    """Problems to use: frontier (20 to 80% of 8 samples solve it, the first 4 not all alike), all, or a group."""
+    """Problems to use: frontier (20% to 80% of 8 samples pass, and not all of the first 4 agree), all, or a group."""
     frontier_problems: int = 1000
     """Problems sampled to find the frontier."""
     denoising_steps: int
     """Forward passes per completion, at most its length."""
     threshold: float | None = None
-    """Unmask all tokens with at least this probability at once, for fewer passes than steps."""
+    """Unmask all tokens with at least this probability at once, to save passes; none: follow `denoising_schedule`."""
     top_p: float = 1.0
     """Nucleus sampling: total probability of the tokens to sample from; 1: all tokens."""
     order: str = "entropy"
     """Which tokens to unmask first."""
     denoising_schedule: str = "balanced"
-    """How many tokens each step unmasks: balanced, or dream."""
+    """Schedule for how many tokens each step unmasks: balanced or dream."""
     confidence: str = "raw"
-    """raw: the model's probabilities; tempered: after temperature and top_p."""
-    estimator: str = "normalised"
-    """normalised, or released: as published, with mean 1.5 log p."""
+    """raw: the model's own probabilities; tempered: those after applying temperature and top_p."""
+    estimator: str = "normalized"
+    """released: as published, with mean 1.5 log p; normalized: the same times 2/3."""
     advantage: str = "loo"
-    """Baseline of a completion: loo, over the other completions in its group; or mean, over all."""
+    """Baseline for a completion: loo (mean over the other completions in its group) or mean (over all of them)."""
     t_scope: str = "sample"
-    """sample: one timestep per completion; batch: one for all."""
+    """sample: one timestep per completion; batch: one timestep for all completions."""
     clip_low: float = 0.5
     """Ratios are clipped to at least 1 - clip_low."""
     clip_high: float = 0.5
@@ -77,7 +77,7 @@ class Params:
     beta: float = 0.01
     """Weight of the KL penalty toward the reference."""
     ref_sync: int = 0
-    """Every this many steps, the reference becomes 0.6 policy + 0.4 reference; 0: never."""
+    """Steps between updates of the reference to 0.6 policy + 0.4 reference; 0: no updates."""
     held_out: solving.SolvingConfig = field(default_factory=solving.SolvingConfig)
     adapter: AdapterConfig | None = None
     """{rank, alpha, ...}: train only an adapter and merge it at the end."""
@@ -86,7 +86,7 @@ class Params:
 
     def __post_init__(self) -> None:
         options = {
-            "estimator": ("normalised", "released"),
+            "estimator": ("normalized", "released"),
             "advantage": tuple(ADVANTAGES),
             "t_scope": ("sample", "batch"),
         }
@@ -95,18 +95,18 @@ class Params:
                 raise ValueError(f"{name}: expected one of {', '.join(values)}, got {getattr(self, name)!r}")
         if self.fit.samples < 2:
             raise ValueError(
-                f"samples: completions of a problem are compared; expected at least 2, got {self.fit.samples}"
+                f"samples: expected at least 2, got {self.fit.samples}; a problem's completions are compared"
             )
         if not 0 <= self.clip_low <= 1 or self.clip_high < 0 or self.beta < 0 or self.ref_sync < 0:
             raise ValueError("expected clip_low in [0, 1], clip_high >= 0, beta >= 0 and ref_sync >= 0")
         if self.ref_sync and (self.adapter is not None or not self.beta):
             raise ValueError(
-                "ref_sync: expected 0 with an adapter, whose reference is its base model, and with beta 0, which uses"
+                "ref_sync: expected 0 with an adapter, whose reference is its base model, and with beta: 0, which uses"
                 " no reference"
             )
         if self.fit.learning_rate and not self.rewards:
             raise ValueError("rewards: expected at least one of code, code_format, length")
-        _ = self.sampling  # runs its checks
+        _ = self.sampling  # runs the checks of Denoising
 
     @property
     def sampling(self) -> Denoising:
@@ -127,7 +127,7 @@ class Params:
         """The stage's policy loss as a group method: all counted tokens of a step have equal weight."""
         return GroupMethod(
             advantage=ADVANTAGES[self.advantage],
-            normaliser="tokens",
+            normalizer="tokens",
             clip=Clip(self.clip_low, self.clip_high),
             beta=self.beta,
             kl_in="loss",
@@ -203,7 +203,7 @@ def run(params: Params, job: Job, *, base: Path, problems: Path, out: Path, samp
 
 
 def loss(model: Denoiser, batch: CoupledBatch, *, method: GroupMethod, params: Params) -> Loss:
-    """The clipped policy gradient on the coupled estimates."""
+    """The clipped policy-gradient loss on the coupled estimates."""
     logprobs = training.coupled_logprobs(model, batch, released=params.estimator == "released")
     return policy_losses.group_policy(
         logprobs,

@@ -1,11 +1,11 @@
-"""Stage distill: train a student on a teacher's token probabilities, over the teacher's answers or its own.
+"""Stage distill: train a student on a teacher's token probabilities, over the teacher's or the student's answers.
 
     models/tools + data/taught [+ models/grpo] + data/problems -> models/distill
                                                 GKD (Agarwal et al. 2024, arXiv:2306.13649), MiniLLM (Gu et al. 2024,
                                                 arXiv:2306.08543)
 
-`on_policy` is the fraction of answers sampled from the student. With 0 the teacher is not loaded: stage teach has
-already saved its k most likely tokens. Held-out problems are answered as in stage grpo.
+`on_policy` is the fraction of answers sampled from the student. With 0, the teacher is not loaded: stage
+teach has already saved the teacher's k most likely tokens. Held-out problems are answered as in stage grpo.
 """
 
 from dataclasses import dataclass, field
@@ -32,20 +32,20 @@ from pipeline.sandbox.judge import SandboxConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Params:
-    """The block `distill`; its training keys are those of RolloutConfig."""
+    """The `distill` block; its training keys are those of RolloutConfig."""
 
     base: str = "tools"
-    """Initial student: a folder in models/, or base for your own checkpoint (stage base)."""
+    """Initial student: a folder in models/, or `base` for your own checkpoint (stage base)."""
     teacher: str = "grpo"
-    """Model that scores the student's answers: the teacher of stage teach."""
+    """Model that scores the student's answers; must be the same as `teach.teacher`."""
     loss: str = "jsd"
-    """jsd: per-token divergence; minillm: policy gradient of the reverse KL (needs on_policy 1, beta 1)."""
+    """jsd: per-token divergence; minillm: policy gradient of the reverse KL (needs on_policy: 1 and beta: 1)."""
     beta: float
-    """For jsd. 0: KL(teacher || student), 1: KL(student || teacher), between: generalized Jensen-Shannon."""
+    """For jsd; 0: KL(teacher || student); 1: KL(student || teacher); in between: generalized Jensen-Shannon."""
     on_policy: float
     """Fraction of answers sampled from the student; the rest are the teacher's."""
     gamma: float = 0.0
-    """minillm: discount for later tokens in an answer's advantages; 0: only the token's own difference."""
+    """For minillm: discount for later tokens in a token's advantage; 0: only its own log-probability difference."""
     held_out: solving.SolvingConfig = field(default_factory=solving.SolvingConfig)
     adapter: AdapterConfig | None = None
     """{rank, alpha, ...}: train only an adapter and merge it at the end."""
@@ -60,8 +60,8 @@ class Params:
                 raise ValueError(f"{key}: expected 0 to 1, got {getattr(self, key)}")
         if self.loss == "minillm" and (self.on_policy, self.beta) != (1.0, 1.0):
             raise ValueError(
-                f"loss: minillm uses the reverse divergence on the student's own answers; expected on_policy 1"
-                f" and beta 1, got {self.on_policy} and {self.beta}"
+                f"loss: minillm uses the reverse KL on the student's own answers; expected on_policy: 1"
+                f" and beta: 1, got {self.on_policy} and {self.beta}"
             )
 
 
@@ -75,7 +75,7 @@ def run(
     config = params.fit
     hardware = device.hardware(job.runtime.precision, job.runtime.base_weights)
     start = reference.begin(base, params.adapter, job.seed, hardware)
-    start.reference.parked = True  # only evaluations use it
+    start.reference.parked = True  # only evaluations use the reference
     given = Taught(taught, start.tokenizer, temperature=config.temperature, max_new_tokens=config.max_new_tokens)
     setting = CausalSetting(start, config, job)
     model = None
@@ -83,7 +83,7 @@ def run(
         model, tokenizer = checkpoint.load(teacher)
         if tokenizer.hash != start.tokenizer.hash or checkpoint.weights_digest(model) != given.teacher:
             raise ConfigError(
-                f"distill.teacher: {teacher} did not write {taught}; make distill.teacher and teach.teacher equal"
+                f"distill.teacher: {teacher} did not write {taught}; set distill.teacher equal to teach.teacher"
             )
         model = reference.narrowed(model.train(False), hardware).to(hardware.device)
     with setting.judge(params.sandbox, wanted=()) as judge:

@@ -30,10 +30,10 @@ from pipeline.sandbox.judge import SandboxConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Params:
-    """The block `dpo`; its training keys are those of PairConfig."""
+    """The `dpo` block; its training keys are those of PairConfig."""
 
     base: str = "tools"
-    """Model to start from: a folder in models/, or base for your own checkpoint (stage base)."""
+    """Model to start from: a folder in models/, or `base` for your own checkpoint (stage base)."""
     loss: PairLoss = field(default_factory=PairLoss)
     precompute_reference: bool
     """Compute the reference's log-probabilities once, before training."""
@@ -43,7 +43,7 @@ class Params:
 
 
 def run(params: Params, job: Job, *, base: Path, pairs: Path, out: Path) -> None:
-    """Align `base` to the pairs and save the model directory `out`."""
+    """Train `base` on the pairs and save the model directory `out`."""
     if records.is_empty(pairs / "train.jsonl"):
         return checkpoint.pass_through(base, out, job, pairs)
     hardware = device.hardware(job.runtime.precision, job.runtime.base_weights)
@@ -59,7 +59,7 @@ def run(params: Params, job: Job, *, base: Path, pairs: Path, out: Path) -> None
         seed=job.seed,
     )
     if losses.uses_reference and params.precompute_reference:
-        # In the policy's precision.
+        # The reference runs in the policy's precision.
         with start.reference.model(hardware.device) as reference_model, hardware.autocast():
             stream.references = pair_losses.reference_sums(reference_model, stream, hardware.device)
         start.reference.release()

@@ -1,7 +1,7 @@
-"""Stage evaluate: the same measurements for every checkpoint, on held-out data, with intervals.
+"""Stage evaluate: the same measurements for every checkpoint, on held-out data, with confidence intervals.
 
     models/<model>, data/{raw,dialogues,problems,facts,overlap.json,benchmarks} -> metrics/eval/<model>.{json,jsonl,csv}
-    models/reward, data/preferences                                -> the same
+    models/reward, data/preferences                                -> the same files
 
 json: the numbers. jsonl: one row per item, with the model's answer. csv: curves. Generated code runs only in the
 sandbox; without one, problems are reported as "skipped: no sandbox". The test sets in `benchmarks` (HumanEval, MBPP,
@@ -9,11 +9,11 @@ BFCL) are loaded before anything is measured, so that a bad file stops the stage
 
 A causal model runs the suites that match its purpose (evaluation/suites.py), or all of them with `every_suite`. A wing
 adds its own suites: extra ones for a causal model (memory/measure.py), or separate ones for a model that does not
-generate left to right (diffusion/measure.py), for which the test sets above are not scored. Every model is measured in
-its training precision, which `settings` records.
+generate left to right (diffusion/measure.py); such a model is not scored on the test sets above. Every model is
+measured in its training precision, which `settings` records.
 
 The result of each suite is cached in the work folder under a digest of its inputs: a killed evaluation resumes after
-the last finished suite, and adding a file to `benchmarks` costs only that file's time.
+the last finished suite, and after a file is added to `benchmarks`, only that file is scored.
 """
 
 import json
@@ -64,7 +64,7 @@ KEYS = [offer() for offer in wings.each("evaluation_keys")]
 
 @dataclass(frozen=True, kw_only=True)
 class WingSettings(*KEYS):
-    """The keys of the block `evaluate` for the wings' own model kinds."""
+    """The keys of the `evaluate` block for the wings' own model kinds."""
 
     def __post_init__(self) -> None:
         for keys in KEYS:
@@ -73,16 +73,16 @@ class WingSettings(*KEYS):
 
 @dataclass(frozen=True, kw_only=True)
 class Params:
-    """The block `evaluate`."""
+    """The `evaluate` block."""
 
     settings: SuiteSettings
     wings: WingSettings = field(default_factory=WingSettings)
     fresh_seed: int | None = None
-    """Seed for newly generated problems, conversations, tools and stories; none: use those in data/."""
+    """Seed for newly generated problems, conversations, tools and stories; none: use the ones in data/."""
     every_suite: bool = False
     """Run all suites on each causal model, including those outside its purpose."""
     benchmarks: list[str] = field(default_factory=list)
-    """Files of data/benchmarks/ to score: HumanEval, MBPP, BFCL."""
+    """Files in data/benchmarks/ to score: HumanEval, MBPP, BFCL."""
     sandbox: SandboxConfig = block("sandbox")
 
     def __post_init__(self) -> None:
@@ -91,10 +91,10 @@ class Params:
             if not Path(name).is_relative_to(BENCHMARKS) or ".." in Path(name).parts:
                 raise ValueError(
                     f"benchmarks: expected files in {BENCHMARKS}, which DVC tracks, got {name!r}; for a file from "
-                    "elsewhere: python -m pipeline.evaluation.benchmarks MODEL_DIR FILE"
+                    "elsewhere, run python -m pipeline.evaluation.benchmarks MODEL_DIR FILE"
                 )
         if len(set(names)) < len(names):
-            raise ValueError(f"benchmarks: expected files of different names, got {', '.join(names)}")
+            raise ValueError(f"benchmarks: expected files with different names, got {', '.join(names)}")
 
 
 def run(
@@ -108,7 +108,7 @@ def run(
     preferences: Path | None = None,
     **data: Path,
 ) -> None:
-    """Measure `model` and write the three files."""
+    """Measure `model` and write the three output files."""
     hardware = device.hardware(job.runtime.precision)
     load_operators(job.runtime.compile, hardware=hardware, name=job.name)
     plan, settings_used = Plan(), JsonObject()
@@ -193,7 +193,7 @@ def measurements(
     repositories = cross_file.read(code) if settings.cross_file and (completes or params.every_suite) else []
     if repositories:  # a corpus without repositories has no such suite
         plan["cross_file"] = partial(cross_file.measured, subject, repositories)
-    for test_set in sets:  # one suite each, so an added file costs only its own time
+    for test_set in sets:  # one suite per test set, so that only an added file is scored
         plan[f"benchmarks {test_set.name}"] = partial(
             evaluation_benchmarks.score, subject, [test_set], completes=completes, sandbox=sandbox
         )
@@ -257,7 +257,7 @@ def split_texts(texts: list[Text]) -> tuple[list[Text], list[Text], list[Text]]:
 
 
 def curve_rows(numbers: JsonObject) -> list[dict[str, Number]]:
-    """pass@k over k, if there are samples, and the wings' own curves."""
+    """pass@k for each k, if problems were sampled, and the wings' own curves."""
     rows: list[dict[str, Number]] = []
     for k in suites.PASS_AT:
         value = numbers.get("problems", {}).get(f"pass_at_{k}")
@@ -282,7 +282,7 @@ def own_suites() -> list[OwnSuites]:
 
 
 def inputs_of(model: str) -> tuple[str, ...]:
-    """The inputs for measuring a model of this name."""
+    """The inputs for measuring the model with this name."""
     return ("model", "preferences") if model == "reward" else ("model", *DATA)
 
 

@@ -1,10 +1,11 @@
-"""Stage grpo: reinforcement learning from executed code, with groups of answers instead of a critic.
+"""Stage grpo: reinforcement learning from executed code, comparing groups of answers instead of using a critic.
 
     models/tools + data/problems (prompts, hidden tests) -> models/grpo     (Shao et al. 2024, arXiv:2402.03300)
     models/tools + conf/environment/<environment>.py     -> models/grpo     multi-turn tool use (rl/episodes.py)
 
-`grpo.method` is one of GRPO, Dr. GRPO, DAPO, GSPO, RLOO, REINFORCE++ (learning/policy_losses.METHODS); null keys take
-the method's default. Generated code runs only in the sandbox; without one, rewards that run code are refused.
+`grpo.method` is one of GRPO, Dr. GRPO, DAPO, GSPO, RLOO, REINFORCE++ (learning/policy_losses.METHODS); keys set
+to null take the method's default. Generated code runs only in the sandbox; without one, rewards that run code are
+refused.
 """
 
 from dataclasses import dataclass, field, replace
@@ -32,10 +33,10 @@ from pipeline.sandbox.judge import SandboxConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Params:
-    """The block `grpo`; its training keys are those of RolloutConfig."""
+    """The `grpo` block; its training keys are those of RolloutConfig."""
 
     base: str = "tools"
-    """Model to start from: a folder in models/, or base for your own checkpoint (stage base)."""
+    """Model to start from: a folder in models/, or `base` for your own checkpoint (stage base)."""
     method: str
     """grpo, dr_grpo, dapo, gspo, rloo, reinforce_pp."""
     rewards: dict[str, float]
@@ -55,7 +56,7 @@ class Params:
     dynamic: bool | None = None
     """Resample groups whose scores are all equal."""
     sampler: str = "model"
-    """model: the policy itself; server: an engine at runtime.sampler.url that receives its weights (rl/engine.py)."""
+    """model: the policy itself; server: an engine at `runtime.sampler.url` that receives the weights (rl/engine.py)."""
     held_out: solving.SolvingConfig = field(default_factory=solving.SolvingConfig)
     adapter: AdapterConfig | None = None
     """{rank, alpha, ...}: train only an adapter and merge it at the end."""
@@ -71,16 +72,16 @@ class Params:
         if min(self.tasks, self.max_turns) < 1:
             raise ValueError(f"tasks, max_turns: expected at least 1, got {self.tasks} and {self.max_turns}")
         if self.environment != "none" and "code" in self.rewards:
-            raise ValueError(f"rewards: code needs problems with tests; with environment: {self.environment}, use task")
+            raise ValueError(f"rewards: `code` needs tests; with environment: {self.environment}, use `task` instead")
         if self.fit.samples < 2 and self.method != "reinforce_pp":
-            raise ValueError(f"samples: {self.method} compares answers to one prompt; expected at least 2, got 1")
+            raise ValueError(f"samples: expected at least 2, got 1; {self.method} compares the answers to a prompt")
         for key in ("beta", "clip_low", "clip_high"):
             if (value := getattr(self, key)) is not None and value < 0:
                 raise ValueError(f"{key}: expected at least 0, got {value}")
         if self.clip_low is not None and self.clip_low > 1:
-            raise ValueError(f"clip_low: expected at most 1, got {self.clip_low}: ratios are above 0")
+            raise ValueError(f"clip_low: expected at most 1, got {self.clip_low}; ratios are always positive")
         if self.resolved.dynamic and self.fit.samples < 2:
-            raise ValueError("dynamic: a single answer cannot be compared; expected samples of at least 2")
+            raise ValueError("dynamic: expected `samples` of at least 2, because a single answer cannot be compared")
 
     @property
     def resolved(self) -> GroupMethod:
@@ -99,7 +100,7 @@ class Params:
 
 
 def run(params: Params, job: Job, *, base: Path, problems: Path, environment: Path, out: Path, samples: Path) -> None:
-    """Train the policy on the results of its code or its tool calls and save the model directory `out`."""
+    """Train the policy on the results of its code or tool calls and save the model directory `out`."""
     alone = params.environment == "none"
     if alone and records.is_empty(problems / "rl.jsonl"):
         samples.touch()
@@ -108,7 +109,7 @@ def run(params: Params, job: Job, *, base: Path, problems: Path, environment: Pa
     start = reference.begin(
         base, params.adapter, job.seed, device.hardware(job.runtime.precision, job.runtime.base_weights)
     )
-    start.reference.parked = not method.beta  # with beta 0, only evaluations use it
+    start.reference.parked = not method.beta  # with beta: 0, only evaluations use the reference
     engine_for = base if params.sampler == "server" else None
     wanted = params.rewards if alone else ("task",)
     with judge_or_none(params.sandbox, job.workers, job.runtime.sandbox_url, wanted=wanted) as judge:

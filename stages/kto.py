@@ -3,9 +3,9 @@
     models/tools + data/labels -> models/kto        (Ethayarajh et al. 2024, arXiv:2402.01306, eq. 7)
 
 A thumbs up or down is easier to collect than a choice between two answers to the same prompt. Without human labels, the
-preference pairs are split into single labels (`stages/tasks.py`), so the stage also reports, like stage dpo, how well
-it separates held-out pairs. The reference is the initial model; with an adapter, the model with the adapter disabled.
-The reference point z0 is estimated before each step, over the step's whole batch.
+preference pairs are split into single labels (`stages/tasks.py`), so, like stage dpo, this stage also reports how well
+the model separates held-out pairs. The reference is the initial model; with an adapter, the model with the adapter
+disabled. The reference point z0 is estimated before each step, over the step's entire batch.
 """
 
 from dataclasses import dataclass, field
@@ -34,10 +34,10 @@ from pipeline.sandbox.judge import SandboxConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Params:
-    """The block `kto`; its training keys are those of LabelConfig."""
+    """The `kto` block; its training keys are those of LabelConfig."""
 
     base: str = "tools"
-    """Model to start from: a folder in models/, or base for your own checkpoint (stage base)."""
+    """Model to start from: a folder in models/, or `base` for your own checkpoint (stage base)."""
     loss: LabelLoss = field(default_factory=LabelLoss)
     adapter: AdapterConfig | None = None
     """{rank, alpha, ...}: train only an adapter and merge it at the end."""
@@ -45,7 +45,7 @@ class Params:
 
 
 def run(params: Params, job: Job, *, base: Path, labels: Path, pairs: Path, out: Path) -> None:
-    """Align `base` to the labels and save the model directory `out`; `pairs` are used only for testing."""
+    """Train `base` on the labels and save the model directory `out`; `pairs` are used only for testing."""
     if records.is_empty(labels / "train.jsonl"):
         return checkpoint.pass_through(base, out, job, labels)
     hardware = device.hardware(job.runtime.precision, job.runtime.base_weights)

@@ -4,7 +4,7 @@
 
 Next-token cross-entropy over documents packed into rows; nothing is predicted across document boundaries. From scratch,
 a file in conf/model/ sets the model size (`model: nano` in params.yaml). `base: base` continues your own checkpoint,
-with the tokenizer that stage tokenizer adopted from it; use the learning rates of scale `full` for it.
+with the tokenizer that stage tokenizer adopted from it; for this, use the learning rates of the `full` scale.
 """
 
 from dataclasses import dataclass, field, replace
@@ -28,10 +28,10 @@ from pipeline.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, kw_only=True)
 class Params:
-    """The block `language`; its keys are also those of FitConfig, FullTraining and LossWeights."""
+    """The `language` block; it also has the keys of FitConfig, FullTraining and LossWeights."""
 
     base: str = "scratch"
-    """Model to start from: scratch for fresh weights, or base for your own checkpoint (stage base)."""
+    """Model to start from: scratch for fresh weights, or `base` for your own checkpoint (stage base)."""
     induction_heads: bool
     """Initialize with an induction-head circuit (pipeline/model/initialization.py); false: as in GPT-2."""
     model: ModelConfig = group("model")
@@ -41,7 +41,7 @@ class Params:
 
 
 def run(params: Params, job: Job, *, base: Path, tokenizer: Path, tokens: Path, out: Path) -> None:
-    """Train fresh weights, or those of `base`, and save the model directory `out`."""
+    """Train fresh weights or the weights of `base`, and save the model directory `out`."""
     from_scratch, text = params.base == SCRATCH, Tokenizer.load(tokenizer)
     if not from_scratch and is_empty(tokens):
         return checkpoint.pass_through(base, out, job, tokens)
@@ -74,7 +74,7 @@ def run(params: Params, job: Job, *, base: Path, tokenizer: Path, tokens: Path, 
 
 
 def fresh(params: Params, text: Tokenizer, seed: int) -> Transformer:
-    """Return a randomly initialized model of the selected size. Raises ConfigError if memory is too small."""
+    """Return a randomly initialized model of the selected size. Raises ConfigError if there is too little memory."""
     need_memory(4 * params.model.num_parameters, f"a model of {params.model.num_parameters:,} weights in float32")
     weights = generator("language", "weights", seed)
     model = Transformer(params.model, weights)

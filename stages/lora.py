@@ -1,10 +1,10 @@
-"""Stage lora: learn a new skill from few examples, with low-rank adapters on a frozen model.
+"""Stage lora: learn a new skill from a few examples, with low-rank adapters on a frozen model.
 
     models/tools + data/skill -> models/lora        (Hu et al. 2021, arXiv:2106.09685; rsLoRA, DoRA)
 
-The adapter is saved in peft format (`models/lora/adapter/`), and merged into the weights of `models/lora` if the merged
-logits match those of the model with its adapter. With a `control_rate`, a fully fine-tuned copy sees the same examples
-in the same order as a baseline for the adapter. The copy is not kept.
+The adapter is saved in PEFT format (`models/lora/adapter/`), and merged into the weights of `models/lora` if the merged
+model's logits match those of the model with the adapter. If `control_rate` is set, a fully fine-tuned copy of the model
+serves as a baseline: it sees the same examples in the same order. The copy is not kept.
 """
 
 import copy
@@ -32,27 +32,27 @@ from pipeline.text.tokenizer import ADDED, SPECIAL
 
 @dataclass(frozen=True, kw_only=True)
 class Params:
-    """The block `lora`; it also has the keys of FitConfig, Neftune and, for the adapter, AdapterConfig."""
+    """The `lora` block; it also has the keys of FitConfig, Neftune and, for the adapter, AdapterConfig."""
 
     base: str = "tools"
-    """Model to start from: a folder in models/, or base for your own checkpoint (stage base)."""
+    """Model to start from: a folder in models/, or `base` for your own checkpoint (stage base)."""
     dialogues: str = "skill"
-    """The folder in data/ with the conversations. skill: requests for SQL; dialogues: those of stage tools."""
+    """Folder in data/ with the conversations. skill: requests for SQL; dialogues: the conversations of stage tools."""
     control_rate: float | None = None
     """Learning rate of the fully fine-tuned copy; none: no copy."""
     trained_roles: tuple[str, ...] = ()
-    """Control tokens with trainable embeddings, regardless of their ids: turn_start, tool_call."""
+    """Control tokens with trainable embeddings, by name instead of id, for example [turn_start, tool_call]."""
     adapter: AdapterConfig
     fit: FitConfig
     neftune: Neftune = field(default_factory=Neftune)
 
     def __post_init__(self) -> None:
         if unknown := [role for role in self.trained_roles if role not in SPECIAL | ADDED]:
-            raise ValueError(f"trained_roles: expected some of {', '.join(SPECIAL | ADDED)}; got {unknown[0]!r}")
+            raise ValueError(f"trained_roles: expected names from {', '.join(SPECIAL | ADDED)}; got {unknown[0]!r}")
 
 
 def run(params: Params, job: Job, *, base: Path, dialogues: Path, out: Path) -> None:
-    """Fine-tune an adapter for `base` on the assistant's turns; save it and the merged model under `out`."""
+    """Train an adapter for `base` on the assistant's turns; save the adapter and the merged model under `out`."""
     if records.is_empty(dialogues / "train.jsonl"):
         return checkpoint.pass_through(base, out, job, dialogues)
     model, tokenizer = checkpoint.load(base)

@@ -3,10 +3,11 @@
     models/code + data/facts + data/tokens/code -> models/memory, models/memory_baseline, metrics/routing/memory.json
     (memory/measure.py)
 
-Both train on the same batches: invented facts, with a loss on the answers, and code. Half of a memory's gain may come
-from its parameters rather than its structure. So `baseline` instead adds a parallel SwiGLU at the same layers, with the
-output projection initialized to zero like the memory's. At the end, both are measured on facts in an unseen wording, on
-facts that occur nowhere in the training data, and on code. The memory itself: `memory/model.py`.
+Both models train on the same batches: invented facts, with a loss on the answers, and code. Half of a memory's gain may
+come from its extra parameters rather than its structure. The baseline therefore adds a parallel SwiGLU at the same
+layers instead, with the output projection initialized to zero like the memory's. At the end, both models are measured
+on facts in an unseen wording, on facts that occur nowhere in the training data, and on code. `memory/model.py` defines
+the memory itself.
 """
 
 from collections.abc import Sequence
@@ -39,29 +40,29 @@ from pipeline.run.workdir import Job
 from pipeline.text.tokenizer import Tokenizer
 
 BITS = {"none": 0, "int8": 8, "int4": 4}
-MAX_LOSS = 0.005  # largest relative increase in bits per byte of code from quantizing the bank
+MAX_LOSS = 0.005  # largest allowed relative increase in bits per byte of code from quantizing the bank
 
 
 @dataclass(frozen=True, kw_only=True)
 class Params:
-    """The block `memory`; it also has the keys of MemoryConfig, RouterWeights and FitConfig."""
+    """The `memory` block; it also has the keys of MemoryConfig, RouterWeights and FitConfig."""
 
     base: str = "code"
-    """Model to start from: a folder in models/, or base for your own checkpoint (stage base)."""
+    """Model to start from: a folder in models/, or `base` for your own checkpoint (stage base)."""
     facts_weight: int = 1
-    """Fact batches in the mixture."""
+    """Fact batches per `code_weight` batches of code."""
     code_weight: int = 1
     """Code batches per `facts_weight` batches of facts."""
     adapter: AdapterConfig | None = None
-    """{rank, ...}: also train adapters in the base and merge them at the end."""
+    """{rank, ...}: also train adapters in the base model and merge them at the end."""
     train_base: bool = False
-    """Also train the base."""
-    quantise: str = "none"
+    """Also train the base model's weights."""
+    quantize: str = "none"
     """Quantization of the bank after training: none, int8, int4."""
     questions: int = 400
-    """Facts of each kind to test at the end."""
+    """Number of facts of each kind to test at the end."""
     baseline_learning_rate: float | None = None
-    """Learning rate of the wider model; None: learning_rate."""
+    """Learning rate of the wider model; none: the same as `learning_rate`."""
     memory: MemoryConfig
     router: RouterWeights
     fit: FitConfig
@@ -71,18 +72,18 @@ class Params:
             raise ValueError(LEAK)
         if min(self.facts_weight, self.code_weight, self.questions) < 1:
             raise ValueError("facts_weight, code_weight, questions: expected at least 1")
-        if self.quantise not in BITS:
-            raise ValueError(f"quantise: expected one of {', '.join(BITS)}, got {self.quantise!r}")
+        if self.quantize not in BITS:
+            raise ValueError(f"quantize: expected one of {', '.join(BITS)}, got {self.quantize!r}")
         if self.baseline_learning_rate is not None and not self.baseline_learning_rate > 0:
-            raise ValueError(f"baseline_learning_rate: expected above 0, got {self.baseline_learning_rate}")
+            raise ValueError(f"baseline_learning_rate: expected more than 0, got {self.baseline_learning_rate}")
         if self.adapter is not None and self.train_base:
-            raise ValueError("adapter, train_base: expected one of them; an adapter freezes the base")
+            raise ValueError("adapter, train_base: expected only one of the two, because an adapter freezes the base")
 
 
 def run(
     params: Params, job: Job, *, base: Path, facts: Path, code: Path, out: Path, baseline: Path, routes: Path
 ) -> None:
-    """Train both, save the model directories `out` and `baseline`, and write the routing of each text to `routes`."""
+    """Train both models, save them to `out` and `baseline`, and write the routing of each text to `routes`."""
     if is_empty(code):
         write_json(routes, {})
         checkpoint.pass_through(base, baseline, job, code)
@@ -135,8 +136,8 @@ def run(
     )
     job.report(**_compare({"base": base_measurement} | measurements))
     write_json(routes, measure.routing(model, tokenizer, slices))
-    if params.quantise != "none":
-        job.report(quantised=_quantise_bank(model, stream.code, params))
+    if params.quantize != "none":
+        job.report(quantized=_quantize_bank(model, stream.code, params))
     checkpoint.save(out, model, tokenizer, job.lineage)
     checkpoint.save(baseline, wider, tokenizer, job.lineage)
 
@@ -151,7 +152,7 @@ class MemoryStreams:
 
 
 def streams(params: Params, job: Job, facts: Path, code: Path, tokenizer: Tokenizer) -> MemoryStreams:
-    """Build the streams of facts and code. Raises DataError."""
+    """Build the streams of facts and code. Raises DataError for invalid data."""
     config = params.fit
     sizes: JsonObject = {"context": config.context, "tokens_per_step": config.tokens_per_step, "seed": job.seed}
     fact_stream = FactStream(facts, tokenizer, **sizes)
@@ -166,8 +167,8 @@ def streams(params: Params, job: Job, facts: Path, code: Path, tokenizer: Tokeni
 
 
 def _attach(model: Transformer, config: MemoryConfig | WiderConfig, params: Params, seed: int) -> Memory | Wider:
-    """Add a memory or its baseline to the model, and freeze what does not train. Raises ConfigError if it does not fit
-    the model.
+    """Add a memory or its baseline to the model, and freeze the weights that are not trained. Raises ConfigError if
+    the module does not fit the model.
     """
     if params.adapter is not None:
         lora.attach(model, params.adapter, device.generator("adapter", seed))
@@ -189,8 +190,8 @@ def _merge_or_check(model: Transformer, params: Params, digest: str) -> None:
         lora.merged_with_gate(model, reference.gate_rows(model))
     elif not params.train_base and checkpoint.weights_digest(model, leave_out=files.PREFIX) != digest:
         raise GateError(
-            "gate frozen base: its weights changed during training. Likely cause: memory/files.py leaves some of them"
-            " trainable"
+            "gate frozen base: the base's weights changed during training. Likely cause: memory/files.py leaves some"
+            " weights trainable"
         )
 
 
@@ -199,8 +200,8 @@ class Measurement:
     """Final measurements of a model."""
 
     code_bpb: float  # bits per byte of code
-    test: Recall  # of facts trained in a different wording
-    control: Recall  # of facts not in the training data
+    test: Recall  # on facts trained with a different wording
+    control: Recall  # on facts that are not in the training data
 
 
 def _measure(
@@ -237,18 +238,18 @@ def _compare(measurements: dict[str, Measurement]) -> JsonObject:
     return comparison
 
 
-def _quantise_bank(model: Transformer, batches: Sequence[UnitBatch], params: Params) -> dict[str, float]:
+def _quantize_bank(model: Transformer, batches: Sequence[UnitBatch], params: Params) -> dict[str, float]:
     """Quantize the bank. Raises GateError if bits per byte of code rise by more than MAX_LOSS."""
     memory = model.hook
     assert isinstance(memory, Memory)
     model.train(False)
     before = training.bits_per_byte(model, batches, plain_reading)
-    files.quantised(memory, BITS[params.quantise])
+    files.quantized(memory, BITS[params.quantize])
     after = training.bits_per_byte(model, batches, plain_reading)
     if after > before * (1 + MAX_LOSS):
         raise GateError(
-            f"gate quantise: the bank in {params.quantise} costs {after / before - 1:.2%} more bits per byte of code,"
-            f" more than {MAX_LOSS:.1%}; use int8 or none"
+            f"gate quantize: the bank in {params.quantize} raises bits per byte of code by {after / before - 1:.2%},"
+            f" more than the allowed {MAX_LOSS:.1%}; use int8 or none"
         )
     return {"bpb_before": before, "bpb_after": after}
 

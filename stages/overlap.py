@@ -4,8 +4,8 @@
 
 An item counts as contained if its text (the opening request of a dialogue, the reference answer of a problem) matches
 a training document or a user message in a training dialogue (ingest/duplicates.py, `Index.hits`). The stage is separate
-from stage tasks so that fine-tuning your own checkpoint needs no corpus, and changing a key in `tasks` does not retrain
-the language model.
+from stage tasks so that fine-tuning your own checkpoint needs no corpus, and so that changing a key in `tasks` does not
+retrain the language model.
 """
 
 import json
@@ -25,11 +25,11 @@ class Params:
 
 
 def run(params: Params, job: Job, *, text: Path, code: Path, dialogues: Path, problems: Path, out: Path) -> None:
-    """Write the ids of the contained test items, by kind."""
+    """Write the ids of the test items contained in the training data, by kind."""
     items = [
         (f"dialogues {d.id}", next((m["content"] for m in d.messages if m["role"] == "user"), ""))
         for d in read(dialogues / "test.jsonl", Dialogue)
-        if d.kind != "story"  # its answer is sampled, and its request only gives the story's topic
+        if d.kind != "story"  # the answer is sampled, and the request only gives the topic
     ]
     items += [
         (f"problems {p.id}", programs.unfenced(p.answer)) for p in read(problems / "test.jsonl", Problem) if p.answer
@@ -37,7 +37,7 @@ def run(params: Params, job: Job, *, text: Path, code: Path, dialogues: Path, pr
     said = (
         message["content"]
         for dialogue in read(dialogues / "train.jsonl", Dialogue)
-        if dialogue.kind != "code"  # their requests are the problems themselves
+        if dialogue.kind != "code"  # requests for code are the problems themselves
         for message in dialogue.messages
         if message["role"] == "user"
     )

@@ -3,7 +3,7 @@
     metrics/ -> reports/index.html, reports/headlines/<model>.json, reports/plots/*.svg
 
 The page shows results with intervals, claims, curves, samples, lineage, time and cost, and the changes since the run
-given by `baseline`. It works offline, on a phone and on paper. A model's headlines are its line in `dvc metrics show`.
+given by `baseline`. It works offline, on a phone and on paper. A model's headlines are its row in `dvc metrics show`.
 The charts are for `dvc plots show`, which needs a library from the web to draw curves but not to show images.
 """
 
@@ -20,27 +20,27 @@ from pipeline.run.workdir import Job
 
 @dataclass(frozen=True, kw_only=True)
 class Params:
-    """The block `report`."""
+    """The `report` block."""
 
     samples: int
-    """Items per suite to show with their answers."""
+    """Number of items to show per suite, with the models' answers."""
     baseline: str | None = None
-    """Full hash of the commit to compare with; python -m pipeline.report.baseline pin sets it."""
+    """Full hash of the commit to compare with; to set it, run `python -m pipeline.report.baseline pin`."""
     prices: Prices | None = None
-    """Price per hour: {core: 0.04, gpu: 2.5, currency: EUR}."""
+    """Prices per hour, for example {core: 0.04, gpu: 2.5, currency: EUR}."""
     gate: dict[str, float] = field(default_factory=dict)
-    """measure: target the deployed model must reach to become the next champion."""
+    """Targets, by measure, that the deployed model must reach to become the next champion."""
 
     def __post_init__(self) -> None:
         if self.samples < 0:
             raise ValueError(f"samples: expected at least 0, got {self.samples}")
         known = {headline.key for headline in HEADLINES}
         if unknown := sorted(set(self.gate) - known):
-            raise ValueError(f"gate: unknown measure {unknown[0]!r}; expected some of {', '.join(sorted(known))}")
+            raise ValueError(f"gate: unknown measure {unknown[0]!r}; expected measures from {', '.join(sorted(known))}")
         if self.baseline is not None and not re.fullmatch(r"[0-9a-f]{40}", self.baseline):
             raise ValueError(
-                f"baseline: expected the full hash of a commit, 40 hex digits, got {self.baseline!r}: a name would be"
-                " an untracked input; set it with python -m pipeline.report.baseline pin REV"
+                f"baseline: expected the full hash of a commit, 40 hex digits, got {self.baseline!r}; a name would be"
+                " an untracked input; set the hash with python -m pipeline.report.baseline pin REV"
             )
 
 

@@ -2,11 +2,11 @@
 
     models/tools + data/preferences -> models/reward        (Bradley-Terry; Ouyang et al. 2022, eq. 1)
 
-One linear head on the last token of an answer, initialized to zero. The mean and standard deviation of its scores over
-the base model's answers are stored with it; later stages use them to normalize rewards. Besides the pairs in
-data/preferences, it learns from pairs sampled from the base model, ranked by ground truth, and from each token's
-likelihood under the base model (`model/heads.py`). Accuracy is reported for each kind of pair, on pairs that played no
-part in model selection, next to that of the base model's likelihood.
+The model has one linear head on the last token of an answer, initialized to zero. The mean and standard deviation of
+its scores over the base model's answers are stored with the model; later stages use them to normalize rewards. In
+addition to the pairs in data/preferences, the model learns from pairs sampled from the base model, ranked by ground
+truth, and from each token's likelihood under the base model (`model/heads.py`). Accuracy is reported for each kind of
+pair, on pairs not used for model selection, next to the accuracy of ranking by the base model's likelihood.
 """
 
 from dataclasses import dataclass
@@ -40,35 +40,35 @@ from pipeline.sandbox.judge import SandboxConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Params:
-    """The block `reward`; its training keys are those of PairConfig."""
+    """The `reward` block; its training keys are those of PairConfig."""
 
     base: str = "tools"
-    """Model to start from: a folder in models/, or base for your own checkpoint (stage base)."""
-    centring: float
-    """Weight of the squared sum of both rewards, which keeps their mean near 0."""
+    """Model to start from: a folder in models/, or `base` for your own checkpoint (stage base)."""
+    centering: float
+    """Weight of the squared sum of a pair's two rewards, which keeps their mean near 0."""
     label_flip: float
-    """Fraction of training pairs with swapped labels, to measure the cost of noise."""
+    """Fraction of training pairs whose labels are swapped, to measure the effect of label noise."""
     extra_layers: int = 0
-    """Layers on top of the base model's, to compare the answer with what the base model expects."""
+    """Layers added on top of the base model's, to compare the answer with what the base model expects."""
     likelihood_weight: float = 0.0
     """Weight of predicting each answer token's likelihood under the base model."""
     own_prompts: int
-    """Prompts for answer pairs sampled from the base model; 0: none."""
+    """Number of prompts for which answer pairs are sampled from the base model; 0: none."""
     calibration_answers: int
-    """Base model answers for estimating the mean and standard deviation."""
+    """Number of answers sampled from the base model to estimate the mean and standard deviation of the scores."""
     answer_tokens: int
-    """Maximum length of each of these answers."""
+    """Maximum tokens per answer sampled from the base model."""
     sandbox: SandboxConfig = block("sandbox")
     fit: PairConfig
 
     def __post_init__(self) -> None:
         if (
             not 0 <= self.label_flip < 0.5
-            or self.centring < 0
+            or self.centering < 0
             or min(self.calibration_answers - 2, self.own_prompts, self.likelihood_weight) < 0
         ):
             raise ValueError(
-                "expected label_flip in [0, 0.5), centring >= 0, calibration_answers >= 2, own_prompts >= 0,"
+                "expected label_flip in [0, 0.5), centering >= 0, calibration_answers >= 2, own_prompts >= 0,"
                 " likelihood_weight >= 0"
             )
 
@@ -115,7 +115,7 @@ def run(params: Params, job: Job, *, base: Path, pairs: Path, out: Path) -> None
     # The head starts at zero, so all rewards are 0 and no gradient reaches the trunk before the second step.
     first = stream.batch(0, config.row_length, stream.rows(0, config.row_length))
     gate = gates.first_reward(pair_losses.untrained_loss(first.margins))
-    ranked = partial(loss, policy=policy, centring=params.centring, likelihood_weight=params.likelihood_weight)
+    ranked = partial(loss, policy=policy, centering=params.centering, likelihood_weight=params.likelihood_weight)
     fit(learner, stream, ranked, config, job, watchers=Watchers(first=gate, gradients_at=1))
 
     calibration_prompts = answers.repeated(
@@ -139,19 +139,21 @@ def run(params: Params, job: Job, *, base: Path, pairs: Path, out: Path) -> None
     checkpoint.save_reward(out, model, tokenizer, job.lineage)
 
 
-def loss(model: nn.Module, batch: PairBatch, *, policy: Transformer, centring: float, likelihood_weight: float) -> Loss:
+def loss(
+    model: nn.Module, batch: PairBatch, *, policy: Transformer, centering: float, likelihood_weight: float
+) -> Loss:
     """The loss on a batch of pairs for a RewardModel or, with a `likelihood_weight`, for a GuessingModel with the
     log-probabilities of `policy` as targets.
 
-    In evaluation only the ranking loss is used: the best step is the one that ranks best.
+    In evaluation, only the ranking loss is used, so that the best step is the one that ranks best.
     """
     with_likelihood = model.training and likelihood_weight > 0
     selected = batch.said if with_likelihood else batch.ends
     outputs = model(batch.input_ids, positions=batch.positions, documents=batch.documents, select=selected)
-    scores = outputs.view(len(outputs), -1)  # (n, 1), or (n, 2) with guesses
+    scores = outputs.view(len(outputs), -1)  # (n, 1), or (n, 2) with predicted likelihoods
     chosen, rejected = scores[batch.ends[selected], 0].chunk(2)
     ranking = pair_losses.bradley_terry(
-        chosen, rejected, margin=batch.margins, centring=centring if model.training else 0.0
+        chosen, rejected, margin=batch.margins, centering=centering if model.training else 0.0
     )
     if not with_likelihood:
         return ranking

@@ -6,7 +6,7 @@
                   ppo     baseline: a critic initialized from models/reward  (Ziegler et al. 2019; Ouyang et al. 2022)
 
 The policy starts from models/tools. Each update also includes rows of earlier training data (PPO-ptx, Ouyang et al.
-2022), because optimizing a single reward erodes everything else. At every evaluation the policy answers the same
+2022), because optimizing a single reward erodes everything else. At every evaluation, the policy answers the same
 held-out prompts. `proxy` is the training reward (`rlhf.rewards`); `gold` is the true score, never used in training.
 """
 
@@ -56,22 +56,22 @@ from pipeline.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, kw_only=True)
 class Params:
-    """The block `rlhf`; its training keys are those of RolloutConfig, PPO's are those of PPOConfig (rloo uses beta)."""
+    """The `rlhf` block; it also has the keys of RolloutConfig and PPOConfig (of the latter, rloo uses `beta`)."""
 
     base: str = "tools"
-    """Model to start from: a folder in models/, or base for your own checkpoint (stage base)."""
+    """Model to start from: a folder in models/, or `base` for your own checkpoint (stage base)."""
     method: str
-    """rloo, ppo."""
+    """rloo or ppo."""
     kinds: tuple[str, ...] = ()
-    """Kinds of prompts to train on; empty: all with room for the better answer."""
+    """Kinds of prompts to train on; empty: all. Prompts without room for the better answer are left out."""
     rewards: dict[str, float] = field(default_factory=lambda: {"learned": 1.0})
-    """name: weight; tool_call with kinds: [tools], code with [code]."""
+    """Weight of each reward, by name; tool_call needs kinds: [tools], code needs kinds: [code]."""
     rehearse: str = "tokens"
     """tokens: mix in rows of data/tokens; none: only dialogues."""
     rehearsal_rows: int = 0
     """Rows of dialogues, text and code added to each update; 0: none."""
     rehearsal_coef: float = 20.0
-    """Weight of their per-token loss relative to that of the answers (InstructGPT: 27.8)."""
+    """Weight of the per-token loss on these rows relative to the loss on the answers (InstructGPT: 27.8)."""
     shares: Shares = field(default_factory=Shares)
     held_out: preferences.HeldOutConfig = field(default_factory=preferences.HeldOutConfig)
     adapter: AdapterConfig | None = None
@@ -87,11 +87,11 @@ class Params:
         if self.method not in ("rloo", "ppo"):
             raise ValueError(f"method: expected rloo or ppo, got {self.method!r}")
         if self.method == "rloo" and self.fit.samples < 2:
-            raise ValueError("samples: rloo compares answers to one prompt; expected at least 2, got 1")
+            raise ValueError("samples: expected at least 2, got 1; rloo compares the answers to a prompt")
         if self.fit.prompts * self.fit.samples > 5 * self.ppo.horizon:
             raise ValueError(
                 f"horizon: expected at least a fifth of the {self.fit.prompts * self.fit.samples} answers of an"
-                f" iteration, got {self.ppo.horizon}; the coefficient of the divergence would turn negative"
+                f" iteration, got {self.ppo.horizon}; otherwise, the KL coefficient would turn negative"
             )
         if self.rehearsal_rows < 0 or self.rehearsal_coef < 0:
             raise ValueError("expected rehearsal_rows >= 0, rehearsal_coef >= 0")
@@ -110,7 +110,7 @@ def run(
     out: Path,
     samples: Path,
 ) -> None:
-    """Train the actor, track gold against proxy, and save the model directory `out`."""
+    """Train the actor, track the gold score and the proxy reward, and save the model directory `out`."""
     if records.is_empty(pairs / "train.jsonl"):
         samples.touch()
         return checkpoint.pass_through(base, out, job, pairs)
@@ -171,8 +171,8 @@ def run(
 def _rehearsal(
     params: Params, job: Job, tokenizer: Tokenizer, dialogues: Path, text: Path, code: Path
 ) -> TokenStream | None:
-    """Earlier training data, in rows as long as those of the answers. None if rehearsal is off, or, with a message, if
-    the dialogues do not fill the rows of an update.
+    """Earlier training data, in rows as long as those of the answers. None if rehearsal is off, or (with a log message)
+    if the dialogues do not fill the rows of an update.
     """
     if not params.rehearsal_rows or records.is_empty(dialogues / "train.jsonl"):
         return None
@@ -189,18 +189,18 @@ def _rehearsal(
 
 @dataclass(frozen=True, kw_only=True)
 class Learner:
-    """What `fit` trains for a method, and how."""
+    """The model that `fit` trains with a method, and how."""
 
     model: nn.Module
     config: RolloutConfig
     method: Method
     loss: Callable[..., Loss]
-    gated: tuple[str, str, str]  # metrics: ratio, divergence and clipped share of an update
-    carried: dict[str, float] = field(default_factory=dict)  # from iteration to iteration
+    gated: tuple[str, str, str]  # names of the metrics for the ratio, divergence and clipped share of an update
+    carried: dict[str, float] = field(default_factory=dict)  # state kept from one iteration to the next
 
 
 def _rloo(params: Params, setting: CausalSetting, scorer: Scorer, _: Path) -> Learner:
-    """The policy without a critic."""
+    """A learner for the policy, without a critic."""
     method = replace(METHODS["rloo"], beta=params.ppo.beta)
     return Learner(
         model=setting.policy,
@@ -217,7 +217,7 @@ def _rloo(params: Params, setting: CausalSetting, scorer: Scorer, _: Path) -> Le
 
 
 def _ppo(params: Params, setting: CausalSetting, scorer: Scorer, reward: Path) -> Learner:
-    """The policy with a critic, which is discarded after training."""
+    """A learner for the policy and a critic; the critic is discarded after training."""
     critic: RewardModel
     critic, _ = checkpoint.load_reward(reward)
     if "learned" not in params.rewards:  # then the reward model's scores are unsuitable as initial values

@@ -3,18 +3,19 @@
     data/own, feedback -> data/{dialogues,problems,preferences,labels}/{train,val,test}.jsonl
                        -> data/skill/{train,val,test}.jsonl, data/facts/{train,val,test,control}.jsonl
 
-`data: machine` and `data: packages` generate all of them; `data: hub` generates the kinds it does not list. With
+`data: machine` and `data: packages` generate all of them; `data: hub` generates the kinds that it does not list. With
 `data: files`, each kind lists its entries (`ingest/entries.py`): files, Hub data sets, or `packages` for generated
 data, optionally weighted; an empty list yields empty files. A repository among the problems adds its tested functions
-for reinforcement learning (`evaluation/mining.py`); `mined.csv` lists the outcome for each. Supplied problems are run
-in the sandbox. If a problem's tests cannot be judged, or its own solution fails them, the stage stops if the problem is
-from a user's file, and skips it if it is from a Hub data set (up to `max_rejected` of all). Generated labels are the
-preference pairs of the same split, divided into single labels. Pairs and labels that people gave on the web page
-(feedback/preferences.jsonl, feedback/labels.jsonl) join the training split, each up to the limit in `tasks.feedback`;
-these pairs are not divided, so that the limit holds for labels too. Facts and the skill (requests for SQL) are always
-synthetic.
+as tasks for reinforcement learning (`evaluation/mining.py`); `mined.csv` lists the outcome for each function. Supplied
+problems are run in the sandbox. If a problem's tests cannot be judged, or its own solution fails them, the stage stops
+if the problem is from a user's file, and skips the problem if it is from a Hub data set (up to the fraction
+`max_rejected`). Generated labels are the preference pairs of the same split, divided into single labels. Pairs and
+labels that people gave on the web page (feedback/preferences.jsonl, feedback/labels.jsonl) join the training split,
+each up to the limit in `tasks.feedback`; these pairs are not divided, so that the limit holds for labels too. Facts and
+the skill (requests for SQL) are always synthetic.
 
-Generated dialogues present problems with answers: those in `problems`, or generated ones if those have no answers.
+Generated dialogues present problems with answers: the given ones, or generated ones if none of the given ones has an
+answer.
 """
 
 import itertools
@@ -48,20 +49,20 @@ from pipeline.synthetic import drills, preferences, programs, stories, tools
 CHUNK = 200  # records that a worker process generates at a time
 SHOWN = 5  # bad problems listed in a message
 WORTH_A_WORKER = 500  # records; fewer are generated faster than a process starts
-# Shares of the dialogues; a story has three times as many trained tokens as the others.
+# Fractions of the dialogues; a story has three times as many trained tokens as a dialogue of another kind.
 SHARES = {"tools": 0.40, "choice": 0.10, "code": 0.37, "copy": 0.04, "story": 0.05, "talk": 0.04}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Params:
-    """The block `tasks`."""
+    """The `tasks` block."""
 
     dialogues: int
     """Conversations to train on."""
     problems: int
     """Programming problems with a known answer."""
     rl_problems: int
-    """Problems for reinforcement learning: tests, no answer."""
+    """Problems for reinforcement learning, with tests but no answer."""
     pairs: int
     """Preference pairs to train on."""
     skill: int
@@ -69,11 +70,11 @@ class Params:
     services: int
     """Fictional services, each with four invented facts, for the memory branch."""
     test_items: int
-    """Held-out items of each kind; three times as many pairs, a third of each kind."""
+    """Held-out items of each kind; for pairs, three times as many: equal numbers for code, tools and stories."""
     label_noise: float
     """Fraction of training pairs with swapped answers."""
     feedback: FeedbackConfig | None = field(default_factory=FeedbackConfig)
-    """{accept: reviewed, share: 0.2}: pairs and labels that people gave on the web page; none: exclude them."""
+    """{accept: reviewed, share: 0.2}: which pairs and labels from the web page to train on; none: exclude them."""
     data: ingest_sources.DataConfig = group("data")
     sandbox: SandboxConfig = block("sandbox")
 
@@ -82,16 +83,16 @@ class Params:
         if min(getattr(self, name) for name in names) < 1:
             raise ValueError(f"{', '.join(names)}: expected at least 1")
         if not 0 <= self.label_noise < 0.5:
-            raise ValueError(f"label_noise: expected a share in [0, 0.5), got {self.label_noise}")
+            raise ValueError(f"label_noise: expected a fraction in [0, 0.5), got {self.label_noise}")
 
     def preflight(self, root: Path) -> list[str]:
-        """Problems found before reading anything: globs for the other kinds that match nothing."""
+        """Problems found before reading anything: globs for dialogues, problems, pairs or labels that match nothing."""
         return own_files.missing_globs(root / "data/own", self.data, ("dialogues", "problems", "preferences", "labels"))
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Records `first` to `stop` of a generator, for a worker process."""
+    """Records `first` to `stop` (exclusive) of a generator, for a worker process."""
 
     kind: str  # problems, dialogues, choices, tool pairs, story pairs
     split: str
@@ -116,7 +117,7 @@ def run(
     known: Path,
     skill: Path,
 ) -> None:
-    """Write the six folders."""
+    """Write the six output folders."""
     parts = job.folder / "parts"
     parts.mkdir(parents=True, exist_ok=True)
     tallies: dict[str, RowCounts] = {}  # kind -> counts of supplied rows
@@ -131,7 +132,7 @@ def run(
         mixture.hold_out("problems", problem_lots, params.data)
         _to_rl(problem_lots)
         _fill(problem_lots, lambda: _generate_problems(params, job))
-        problem_splits = mixture.join(problem_lots)  # each once, regardless of weight: dialogues are built from them
+        problem_splits = mixture.join(problem_lots)  # each problem once, regardless of weight, to build dialogues from
         bar.update()
         mixture.hold_out("dialogues", dialogue_lots, params.data)
         _fill(dialogue_lots, lambda: _generate_dialogues(params, job, _with_answers(problem_splits, params, job)))
@@ -140,14 +141,14 @@ def run(
         _fill(pair_lots, lambda: _pairs(params, job))
         bar.update()
         mixture.hold_out("labels", label_lots, params.data)
-        once = mixture.join(pair_lots)  # regardless of weight
+        once = mixture.join(pair_lots)  # each pair once, regardless of weight
         _fill(label_lots, lambda: {split: list(unpaired(records)) for split, records in once.items()})
         tables: dict[str, list[JsonObject]] = {}
         dialogue_splits, tables["dialogues"] = mixture.combine("dialogues", dialogue_lots, job.seed, tallies)
         problem_splits, tables["problems"] = mixture.combine("problems", problem_lots, job.seed, tallies)
         pair_splits, tables["preferences"] = mixture.combine("preferences", pair_lots, job.seed, tallies)
         label_splits, tables["labels"] = mixture.combine("labels", label_lots, job.seed, tallies)
-        problem_splits["rl"] = problem_splits.get("rl") or list(problem_splits["train"])  # their tests are known too
+        problem_splits["rl"] = problem_splits.get("rl") or list(problem_splits["train"])  # they also have tests
         mixture.tell_small("dialogues", dialogue_lots, len(dialogue_splits["test"]))
         mixture.tell_small("problems", problem_lots, len(problem_splits["test"]))
         mixture.tell_small("preferences", pair_lots, len(pair_splits["test"]))
@@ -239,7 +240,7 @@ def _fill(lots: Sequence[Lot[R]], generate: Callable[[], Splits[R]]) -> None:
 
 
 def _mine(lots: Sequence[Lot[Problem]], params: Params, job: Job, own: Path) -> dict[str, Mined]:
-    """Fill the lots of repositories with tasks for reinforcement learning. Raises DataError if there are none."""
+    """Fill the lots of repositories with tasks for reinforcement learning. Raises DataError if one has none."""
     found: dict[str, Mined] = {}
     entries = [(lot, entry) for lot in lots for entry in lot.entries if isinstance(entry, RepositoryEntry)]
     if not entries:
@@ -261,10 +262,11 @@ def _mine(lots: Sequence[Lot[Problem]], params: Params, job: Job, own: Path) -> 
 def _try_out(
     lots: Sequence[Lot[Problem]], params: Params, job: Job, parts: Path, tallies: dict[str, RowCounts]
 ) -> None:
-    """Run every supplied problem's own solution against its tests. Raises DataError, or ConfigError without a sandbox.
+    """Run every supplied problem's own solution against its tests. Raises DataError if too many fail, and ConfigError
+    without a sandbox.
 
     Users can fix their own files, so one bad problem stops the stage. They cannot fix a Hub data set: its bad problems
-    are listed, written to a file and skipped, up to `max_rejected` of all.
+    are listed, written to a file and skipped, up to the fraction `max_rejected`.
     """
     supplied = [(lot, [p for records in lot.splits.values() for p in records]) for lot in lots]
     supplied = [(lot, problems) for lot, problems in supplied if problems]
@@ -286,7 +288,7 @@ def _try_out(
 
 
 def _to_rl(lots: Sequence[Lot[Problem]]) -> None:
-    """Move supplied problems that have only tests from the training rows to the split `rl`."""
+    """Move supplied problems that have tests but no answer from the training split to the `rl` split."""
     for lot in lots:
         if any(lot.splits.values()):
             lot.splits["rl"] = [p for p in lot.splits["train"] if p.answer is None]
@@ -294,7 +296,7 @@ def _to_rl(lots: Sequence[Lot[Problem]]) -> None:
 
 
 def _check_wrong(lot: Lot[Problem], wrong: dict[str, tuple[str, str]], num_problems: int, allowed: float) -> None:
-    """Raise DataError if more than the allowed fraction of the problems is bad; otherwise print the skipped ones."""
+    """Raise DataError if more than the fraction `allowed` of the problems is bad; otherwise print the skipped ones."""
     lines = [
         f"{lot.files[id_]}:{lot.lines.get(id_, 1)}: problem {id_!r}: {field}: {reason}"
         for id_, (field, reason) in wrong.items()
@@ -310,7 +312,7 @@ def _check_wrong(lot: Lot[Problem], wrong: dict[str, tuple[str, str]], num_probl
 
 
 def generate(chunk: Chunk) -> list[Any]:
-    """Generate the records of a chunk; their type depends on its kind. Runs in a worker process."""
+    """Generate the records of a chunk; their type depends on the chunk's kind. Runs in a worker process."""
     if chunk.kind == "problems":
         return list(programs.problems(chunk.split, chunk.stop, chunk.seed, chunk.first))
     if chunk.kind == "story pairs":
@@ -331,7 +333,7 @@ def _generate_chunks(chunks: list[Chunk], workers: int) -> Iterator[list[Any]]:
 
 
 def _generated(kind: str, counts: dict[str, int], seed: int, workers: int) -> dict[str, list[Any]]:
-    """The first records of each split; their type depends on the kind."""
+    """The first `counts[split]` records of each split; their type depends on `kind`."""
     chunks = [chunk for split, count in counts.items() for chunk in _chunks(kind, split, count, seed)]
     splits: dict[str, list[Any]] = {split: [] for split in counts}
     for chunk, records in zip(chunks, _generate_chunks(chunks, workers), strict=True):
@@ -350,12 +352,12 @@ def _generate_problems(params: Params, job: Job) -> Splits[Problem]:
 
 
 def _with_answers(problems: Splits[Problem], params: Params, job: Job) -> Splits[Problem]:
-    """Problems to build dialogues from: those given, or generated ones if they have no answers."""
+    """Problems to build dialogues from: the given ones, or generated ones if the given ones have no answers."""
     return problems if any(p.answer is not None for p in problems["train"]) else _generate_problems(params, job)
 
 
 def _generate_dialogues(params: Params, job: Job, problems: Splits[Problem]) -> Splits[Dialogue]:
-    """Tools, choices, code, drills, stories and talk in their proportions, evenly interleaved."""
+    """Tool, choice, code, drill, story and talk dialogues in the proportions of SHARES, evenly interleaved."""
     splits: Splits[Dialogue] = {}
     counts = {"train": params.dialogues, "val": max(20, params.dialogues // 40), "test": params.test_items}
     tool_counts = {s: count if s == "test" else shared(count)["tools"] for s, count in counts.items()}
@@ -379,13 +381,13 @@ def _generate_dialogues(params: Params, job: Job, problems: Splits[Problem]) -> 
 
 
 def shared(count: int) -> dict[str, int]:
-    """Split `count` dialogues among the kinds; the numbers sum to `count`."""
+    """Split `count` dialogues among the kinds; the returned numbers sum to `count`."""
     ends = [round(count * end) for end in itertools.accumulate(SHARES.values())]
     return {kind: end - start for kind, start, end in zip(SHARES, [0, *ends], ends, strict=False)}
 
 
 def _paths(split: str, count: int) -> list[str]:
-    """Story paths of a split: val and test use numbers and families not in any training text."""
+    """Story paths of a split: val and test use indices and families that occur in no training text."""
     families = [f for f in stories.FAMILIES if split != "train" or f not in stories.HELD_OUT]
     step = {"train": 0, "val": 50, "test": 100}[split]
     paths = (
@@ -398,7 +400,7 @@ def _paths(split: str, count: int) -> list[str]:
 
 
 def _pairs(params: Params, job: Job) -> Splits[Pair]:
-    """Pairs of code, tools and stories. The code is our own, so it also runs without a sandbox."""
+    """Preference pairs for code, tools and stories. Our generators write the code, so it may run without a sandbox."""
     splits: Splits[Pair] = {}
     with Judge(replace(params.sandbox, allow_unsafe=True), job.workers, url=job.runtime.sandbox_url) as judge:
 

@@ -2,7 +2,7 @@
 
     models/grpo + data/problems (prompts) -> data/taught: answers, and the teacher's k most likely tokens per position
 
-Stage distill trains on them; when only its own keys change, the teacher does not rerun.
+Stage distill trains on these files; if only keys of `distill` change, the teacher does not run again.
 """
 
 from dataclasses import dataclass
@@ -25,31 +25,31 @@ from pipeline.sandbox.judge import SandboxConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Params:
-    """The block `teach`."""
+    """The `teach` block."""
 
     teacher: str = "grpo"
-    """Model that answers: a folder in models/ with the student's tokenizer."""
+    """Model that answers the problems: a folder in models/, with the same tokenizer as the student."""
     problems: int | None = None
-    """Number of problems, from those for reinforcement learning; none: all."""
+    """Number of reinforcement-learning problems to answer; none: all."""
     samples: int
     """Answers per problem."""
     top_k: int
-    """Number of most likely tokens to record."""
+    """Number of most likely tokens to record per position."""
     keep: str = "all"
     """all: every answer; passed: only code that passes the hidden tests (needs the sandbox)."""
     max_prompt: int
-    """tokens; longer prompts are skipped and counted."""
+    """Maximum tokens per prompt; longer prompts are skipped and counted."""
     max_new_tokens: int
     """Maximum tokens per answer."""
     temperature: float = 1.0
-    """For sampling and for the recorded probabilities."""
+    """Temperature for sampling and for the recorded probabilities."""
     sandbox: SandboxConfig = block("sandbox")
 
     def __post_init__(self) -> None:
         if min(self.samples, self.top_k, self.max_prompt, self.max_new_tokens) < 1 or self.temperature <= 0:
             raise ValueError("samples, top_k, max_prompt, max_new_tokens, temperature: expected > 0")
         if self.problems is not None and self.problems < 1:
-            raise ValueError(f"problems: expected at least 1, or none for all; got {self.problems}")
+            raise ValueError(f"problems: expected at least 1, or `none` to use all; got {self.problems}")
         if self.keep not in ("all", "passed"):
             raise ValueError(f"keep: expected all or passed, got {self.keep!r}")
 
@@ -85,7 +85,7 @@ def run(params: Params, job: Job, *, teacher: Path, problems: Path, out: Path) -
             if params.keep == "passed":
                 given = [answer for answer, is_right in zip(given, right, strict=True) if is_right]
     if not given:
-        raise DataError(f"no answer of {teacher} passes its tests; set teach.keep=all, or another teacher")
+        raise DataError(f"no answer from {teacher} passes the tests; set teach.keep=all, or choose another teacher")
     k = min(params.top_k, model.config.vocab_size)
     top = teaching.most_likely(model, given, pad=tokenizer.pad, k=k, temperature=params.temperature, hardware=hardware)
     teaching.write(out, given, top, tokenizer=tokenizer, temperature=params.temperature, teacher=digest)

@@ -5,10 +5,11 @@
 If the code corpus has repositories, the tokenizer gets the control tokens that separate their files.
 
 A model continued from a checkpoint (`language.base: base`) keeps the checkpoint's tokenizer, with the missing control
-tokens added by stage base. Then nothing is trained here, and `vocab_size` is the checkpoint's.
+tokens added by stage base. In this case, nothing is trained here, and `vocab_size` is the checkpoint's.
 
-The stage reports bytes per token on held-out documents of each corpus: more bytes mean fewer tokens to read and to
-generate. Only `vocab_size` of the model file is tracked, so changing width or depth does not retrain the tokenizer.
+The stage reports bytes per token on held-out documents of each corpus: the more bytes per token, the fewer tokens to
+read and to generate. Only `vocab_size` of the model file is tracked, so changing width or depth does not retrain the
+tokenizer.
 """
 
 import itertools
@@ -31,20 +32,20 @@ class Params:
     """Block `tokenizer` of params.yaml."""
 
     vocab_size: int = field(metadata={"from": "model.vocab_size"})
-    """Number of ids, a multiple of 64; a key of the model file."""
+    """Number of token ids, a multiple of 64; set in the model file."""
     sample_mb: float
-    """Text sample for learning the merges, in 10^6 bytes."""
+    """Size of the text sample for learning the merges, in 10^6 bytes."""
     text_share: float
     """Fraction of the sample from the text corpus; the rest is code."""
     base: str = field(metadata={"from": "language.base"})
-    """scratch: train a tokenizer; base: use the one of your own checkpoint."""
+    """scratch: train a tokenizer; base: use your own checkpoint's tokenizer."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError for an empty sample."""
+        """Raises ValueError for an empty sample or an invalid share."""
         if self.sample_mb <= 0:
             raise ValueError(f"sample_mb: expected more than 0, found {self.sample_mb}")
         if not 0 <= self.text_share <= 1:
-            raise ValueError(f"text_share: expected a share in [0, 1], found {self.text_share}")
+            raise ValueError(f"text_share: expected a fraction in [0, 1], found {self.text_share}")
 
 
 def run(params: Params, job: Job, *, base: Path, text: Path, code: Path, out: Path) -> None:
@@ -78,7 +79,7 @@ def learnt(params: Params, text: Path, code: Path) -> Tokenizer:
 
 
 def bytes_per_token(tokenizer: Tokenizer, corpus: Path) -> float | None:
-    """UTF-8 bytes per token over (the beginning of) the corpus's val split; None if it is empty."""
+    """UTF-8 bytes per token over (the beginning of) the corpus's val split; None if the split is empty."""
     num_bytes = num_tokens = 0
     for text in shards.texts(corpus, "val", HELD_OUT_BYTES, CHARACTERS):
         num_bytes += len(text.encode())

@@ -3,7 +3,8 @@
     models/code + data/dialogues (+ data/tokens) -> models/tools
 
 The loss covers only the assistant's tokens: text, calls, end of turn. In the last steps, while the learning rate
-decays, some rows are rehearsal: text and code from earlier stages, with a loss on every token, to prevent forgetting.
+decays, some rows contain rehearsal data: text and code from earlier stages, with a loss on every token, to prevent
+forgetting.
 """
 
 from dataclasses import dataclass, field
@@ -25,14 +26,14 @@ from pipeline.run.workdir import Job
 
 @dataclass(frozen=True, kw_only=True)
 class Params:
-    """The block `tools`; its keys are those of FitConfig, FullTraining and Neftune."""
+    """The `tools` block; it also has the keys of FitConfig, FullTraining and Neftune."""
 
     base: str = "code"
-    """Model to start from: a folder in models/, or base for your own checkpoint (stage base)."""
+    """Model to start from: a folder in models/, or `base` for your own checkpoint (stage base)."""
     rehearse: str = "tokens"
     """tokens: mix in rows of data/tokens; none: only dialogues."""
     rehearse_from: float
-    """Fraction of the steps after which to mix them in; 0: from the start."""
+    """Fraction of the steps after which these rows are mixed in; 0: from the start."""
     shares: Shares = field(default_factory=Shares)
     fit: FitConfig
     full: FullTraining = field(default_factory=FullTraining)
@@ -40,7 +41,7 @@ class Params:
 
     def __post_init__(self) -> None:
         if not 0 <= self.rehearse_from <= 1:
-            raise ValueError(f"rehearse_from: expected a share in [0, 1], got {self.rehearse_from}")
+            raise ValueError(f"rehearse_from: expected a fraction in [0, 1], got {self.rehearse_from}")
 
 
 def run(params: Params, job: Job, *, base: Path, dialogues: Path, text: Path, code: Path, out: Path) -> None:

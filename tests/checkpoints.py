@@ -45,7 +45,7 @@ def texts() -> Iterator[str]:
 
 
 def bpe(family: str, size: int) -> tokenizers.Tokenizer:
-    """A byte-level BPE of `size` ids as the family's tokenizer.json has it: split, normaliser, control tokens,
+    """A byte-level BPE of `size` ids as the family's tokenizer.json has it: split, normalizer, control tokens,
     template.
     """
     llama = family == "llama"

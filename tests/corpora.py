@@ -23,7 +23,7 @@ def write_raw(folder: Path, **files: list[tuple[str, str, str]]) -> Path:
     folder.mkdir()
     for name, rows in files.items():
         columns = {key: [row[n] for row in rows] for n, key in enumerate(("text", "source", "path"))}
-        table = pa.table(columns | {"licence": ["MIT"] * len(rows)})
+        table = pa.table(columns | {"license": ["MIT"] * len(rows)})
         pq.write_table(table, folder / f"{name.replace('_', '-')}.parquet")
     return folder
 
@@ -40,7 +40,7 @@ def write_corpus(folder: Path, train: list[str], val: list[str], tokenizer: Toke
             "source": ["test"] * len(documents),
             "path": [str(n) for n in range(len(documents))],
         }
-        pq.write_table(pa.table(columns | {"licence": ["MIT"] * len(documents)}), raw / f"{split}-0.parquet")
+        pq.write_table(pa.table(columns | {"license": ["MIT"] * len(documents)}), raw / f"{split}-0.parquet")
         tasks = [shards.EncodeTask(path, folder / "tokenizer", folder / "parts") for path in shards.files(raw, split)]
         splits[split] = shards.join(split, tasks, [shards.encode_file(task) for task in tasks], tokens)
     shards.write_meta(tokens, tokenizer, splits)

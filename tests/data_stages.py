@@ -113,11 +113,11 @@ def planted_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     for (package, path), text in contents.items():
         (tmp_path / path).parent.mkdir(exist_ok=True)
         (tmp_path / path).write_bytes(text.encode())
-        files.append(Found(file=tmp_path / path, package=package, path=path, licence="MIT"))
+        files.append(Found(file=tmp_path / path, package=package, path=path, license="MIT"))
     for number in range(2):
         path = tmp_path / f"s{number}.sh"
         path.write_text("#!/bin/sh\n" + "\n".join(f"echo the {name} number {number}" for name in NAMES))
-        scripts.append(Found(file=path, package=f"shell/s{number}", path=f"s{number}.sh", licence="GPL-2"))
+        scripts.append(Found(file=path, package=f"shell/s{number}", path=f"s{number}.sh", license="GPL-2"))
     (tmp_path / "own").mkdir()
     (tmp_path / "benchmarks").mkdir()
     (tmp_path / "benchmarks" / "test.jsonl").write_text(json.dumps({"prompt": BENCHMARK}) + "\n")

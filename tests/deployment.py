@@ -13,13 +13,13 @@ from stages import deploy
 def manifests(folder: Path) -> dict[str, Path]:
     """Manifests as stage_corpus writes them, with what the card reads."""
     paths = {}
-    for name, licences in (("text", {"CC0-1.0": 600, "MIT": 400}), ("code", {"PSF-2.0": 1, "a|b\n": 2})):
+    for name, licenses in (("text", {"CC0-1.0": 600, "MIT": 400}), ("code", {"PSF-2.0": 1, "a|b\n": 2})):
         manifest = {
             "data": "machine",
             "parts": {"stories": {}, "prose": {}},
             "documents": {"train": 7, "val": 3},
             "bytes": {"train": 900, "val": 100},
-            "licences": {key: {"bytes": size, "files": 1} for key, size in licences.items()},
+            "licenses": {key: {"bytes": size, "files": 1} for key, size in licenses.items()},
         }
         paths[name] = folder / name / "manifest.json"
         paths[name].parent.mkdir()

@@ -17,17 +17,17 @@ MASKS = [mask for mask in itertools.product((False, True), repeat=L) if any(mask
 @cache
 def table(seed: int) -> np.ndarray:
     """log p (256, 4, 3) of standard normal logits."""
-    return normalised(np.random.default_rng(seed).standard_normal((len(STATES), L, V)))
+    return normalized(np.random.default_rng(seed).standard_normal((len(STATES), L, V)))
 
 
-def normalised(logits: np.ndarray) -> np.ndarray:
+def normalized(logits: np.ndarray) -> np.ndarray:
     return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
 
 
 @cache
 def moved(seed: int, by: int, scale: float = 0.1) -> np.ndarray:
-    """The log-probabilities of `table(seed)` and `scale` times the noise of another generator, normalised."""
-    return normalised(table(seed) + scale * np.random.default_rng(by).standard_normal((len(STATES), L, V)))
+    """The log-probabilities of `table(seed)` and `scale` times the noise of another generator, normalized."""
+    return normalized(table(seed) + scale * np.random.default_rng(by).standard_normal((len(STATES), L, V)))
 
 
 def score(logprobs: np.ndarray, sequence: tuple[int, ...]):

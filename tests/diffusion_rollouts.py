@@ -11,7 +11,7 @@ from pipeline.ingest.records import Problem
 from pipeline.learning.policy_losses import Clip, GroupMethod, group_policy
 from pipeline.rl.answers import Prompt
 
-METHOD = GroupMethod(advantage="others", normaliser="tokens", clip=Clip(0.5, 0.5), beta=0.01, kl_in="loss")
+METHOD = GroupMethod(advantage="others", normalizer="tokens", clip=Clip(0.5, 0.5), beta=0.01, kl_in="loss")
 PROBLEM = Problem(id="p", level=1, group="easy", key="k", question="q", entry_point="f", signature="f()", tests=[])
 
 

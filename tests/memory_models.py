@@ -27,7 +27,7 @@ NANO = ModelConfig(
 TINY = replace(NANO, vocab_size=64, width=32, layers=3, heads=4, kv_heads=2, head_dim=8, d_ff=64, max_context=256)
 STORAGES: list[dict[str, Any]] = [
     {"storage": "full"},
-    {"storage": "factorised", "bank_rank": 16},
+    {"storage": "factorized", "bank_rank": 16},
     {"storage": "reduced", "bank_rank": 16},
 ]
 FORMS: list[dict[str, Any]] = [

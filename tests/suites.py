@@ -112,7 +112,7 @@ def scripted_subjects(tiny_model: Transformer, byte_tokenizer: Tokenizer) -> Any
 
 
 def text(path: str, content: str) -> Text:
-    return Text(text=content, source="s", path=path, licence="MIT")
+    return Text(text=content, source="s", path=path, license="MIT")
 
 
 def problem(name: str, group: str) -> Problem:

@@ -67,7 +67,7 @@ def test_pairs_that_teach_nothing_are_dropped_and_counted(stage: str, workspace:
 )
 def test_more_than_a_tenth_dropped_stops(wrong: list[dict[str, Any]], counted: str, workspace: Workspace) -> None:
     write_pairs(workspace, "train", 20, wrong)
-    message = rf"preferences/train\.jsonl: {re.escape(counted)}; at most a tenth may be left out\. .*max_prompt \(60\)"
+    message = rf"preferences/train\.jsonl: {re.escape(counted)}; at most 10% may be left out\. .*max_prompt \(60\)"
     for stage in ("reward", "dpo", "rlhf"):
         assert_refused(workspace, stage, message)
 
@@ -100,11 +100,11 @@ def test_prompts_without_a_short_answer_stop_rlhf(workspace: Workspace) -> None:
     assert_refused(
         workspace,
         "rlhf",
-        "no prompt of the preference pairs has an answer within 1 tokens; raise max_new_tokens",
+        "no prompt of the preference pairs has an answer of at most 1 tokens; raise max_new_tokens",
         max_new_tokens=1,
     )
     assert_refused(
-        workspace, "rlhf", "within 24 tokens and one of the kinds code, tools; raise", kinds=["code", "tools"]
+        workspace, "rlhf", "at most 24 tokens and is of the kinds code, tools; raise", kinds=["code", "tools"]
     )
 
 
@@ -115,7 +115,7 @@ def test_problems_that_cannot_be_asked_stop_grpo(workspace: Workspace) -> None:
         workspace, "grpo", r"2 of 8 problems have prompts of more than max_prompt = 60 tokens; at most a tenth"
     )
     records.write(path, [builder.problem(n, **({"tests": []} if n == 5 else {})) for n in range(8)])
-    assert_refused(workspace, "grpo", "problem 5 has no tests, so no answer to it can be scored; add some or drop it")
+    assert_refused(workspace, "grpo", "problem 5 has no tests, so its answers cannot be scored; add tests or drop it")
 
 
 # files
@@ -174,8 +174,8 @@ def test_a_reward_model_with_another_tokenizer_is_refused(
     assert_refused(
         workspace,
         "rlhf",
-        rf"models/tools and models/reward have different tokenizers \({ours} and {theirs}\); expected one: train both"
-        r" from the same",
+        rf"models/tools and models/reward have different tokenizers \({ours} and {theirs}\); expected the same one;"
+        r" train both from the same",
     )
 
 
@@ -252,23 +252,23 @@ FIVE = "code_format, code, tool_call, length, learned"
         ("kto", {"desirable_weight": 0.0}, "desirable_weight and undesirable_weight > 0, got 0.1, 0.0 and 1.0"),
         ("kto", {"adapter": {"rank": 2, "alpha": 4, "dropout": 0.1}}, r"adapter\.dropout: expected 0 .*, got 0\.1"),
         ("grpo", {"method": "ppo"}, f"grpo: method: expected one of {OF_GROUPS}, got 'ppo'"),
-        ("grpo", {"samples": 1}, "samples: grpo compares answers to one prompt; expected at least 2, got 1"),
+        ("grpo", {"samples": 1}, "samples: expected at least 2, got 1; grpo compares the answers to a prompt"),
         (
             "grpo",
             {"samples": 1, "method": "rloo"},
-            "samples: rloo compares answers to one prompt; expected at least 2, got 1",
+            "samples: expected at least 2, got 1; rloo compares the answers to a prompt",
         ),
         ("grpo", {"rewards": {"style": 1.0}}, f"rewards: unknown reward 'style'; valid names: {FIVE}"),
-        ("grpo", {"rewards": {"learned": 1.0}}, "rewards: learned needs a reward model"),
-        ("grpo", {"rewards": {"tool_call": 1.0}}, "rewards: tool_call needs prompts with a known right call"),
-        ("grpo", {"rewards": {"task": 1.0}}, r"rewards: task needs an environment; set grpo\.environment"),
+        ("grpo", {"rewards": {"learned": 1.0}}, "rewards: `learned` needs a reward model"),
+        ("grpo", {"rewards": {"tool_call": 1.0}}, "rewards: `tool_call` needs prompts with a known correct call"),
+        ("grpo", {"rewards": {"task": 1.0}}, r"rewards: `task` needs an environment; set grpo\.environment"),
         ("grpo", {"rewards": {}}, f"rewards: expected at least one of {FIVE}"),
         ("rlhf", {"method": "a2c"}, "method: expected rloo or ppo, got 'a2c'"),
-        ("rlhf", {"method": "rloo", "samples": 1}, "samples: rloo compares answers to one prompt; expected at least 2"),
+        ("rlhf", {"method": "rloo", "samples": 1}, "samples: expected at least 2, got 1; rloo compares the answers"),
         ("rlhf", {"rewards": {"style": 1.0}}, f"rewards: unknown reward 'style'; valid names: {FIVE}"),
         ("rlhf", {"adapter": {"rank": 2, "alpha": 4, "dropout": 0.1}}, r"adapter\.dropout: expected 0 .*, got 0\.1"),
         ("lora", {"rank": 0}, "adapter.rank: expected at least 1, found 0"),
-        ("lora", {"trained_roles": ["turn"]}, "trained_roles: expected some of end_of_text, .*; got 'turn'"),
+        ("lora", {"trained_roles": ["turn"]}, "trained_roles: expected names from end_of_text, .*; got 'turn'"),
     ],
 )
 def test_a_parameter_that_cannot_be_is_refused_with_what_can(
@@ -288,7 +288,7 @@ def no_sandbox(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("no_sandbox")
 def test_rewards_that_run_code_need_a_sandbox(workspace: Workspace) -> None:
     message = (
-        r"safely needs Linux with seccomp\. Set runtime\.sandbox\.url .*, or sandbox\.allow_unsafe: true .* Here: "
+        r"safely needs Linux with seccomp\. Set runtime\.sandbox\.url .*, or sandbox\.allow_unsafe: true .* machine: "
     )
     assert_refused(workspace, "grpo", message, rewards={"code": 1.0, "length": 0.5})
 

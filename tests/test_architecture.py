@@ -52,7 +52,7 @@ ONE_PLACE = {
     ),
     "the one-token shift": (r"\[[^\]]*:, ?:-1\]|\[[^\]]*:, ?1:\]", ("pipeline/batches/batch.py",)),
     "special tokens": (r"<\|[a-z_]+\|>", ("pipeline/text/", "pipeline/diffusion/model.py")),
-    "the optimiser step": (
+    "the optimizer step": (
         r"\.backward\(\)|optimi[sz]ers?\.step\(",
         ("pipeline/learning/fit.py", "pipeline/learning/lr_finder.py", "pipeline/learning/optim.py"),
     ),

@@ -157,7 +157,7 @@ def test_tokens_of_another_vocabulary_are_refused_with_the_key_that_helps(
     causal_given(tmp_path_factory.mktemp("given") / "qwen2", "qwen2")
     Path("data/tokens/text").symlink_to(Path("data/tokens/code").absolute())
     ended = command("code", ["code.base=base"])
-    assert ended.code == 2 and "tokenizers disagree" in ended.said and "language.base=base" in ended.said
+    assert ended.code == 2 and "tokenizers differ" in ended.said and "language.base=base" in ended.said
 
 
 def test_keys_that_do_not_fit_are_refused_with_what_is_expected(tmp_path: Path) -> None:

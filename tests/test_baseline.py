@@ -74,7 +74,7 @@ def test_what_is_not_there_is_said_with_what_to_do(here: Path, capsys: pytest.Ca
     with pytest.raises(InputError, match="dvc fetch --all-commits"):
         baseline.at("HEAD~1")
     shutil.rmtree(here / "metrics")
-    with pytest.raises(InputError, match="make it with: dvc repro"):
+    with pytest.raises(InputError, match="metrics/ does not exist; run dvc repro"):
         baseline.at("workspace")
     assert baseline.main(["pin", "HEAD~1"]) == 2 and "dvc fetch" in capsys.readouterr().err
     assert "baseline:  " in (here / "params.yaml").read_text()

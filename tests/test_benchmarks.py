@@ -387,7 +387,7 @@ WRONG: dict[str, tuple[str, list[Any] | str | bytes, str]] = {
     "bfcl no truth file": (
         "BFCL_v3_simple.json",
         [QUESTION],
-        r"possible_answer/BFCL_v3_simple\.json, found no such file",
+        r"possible_answer/BFCL_v3_simple\.json, which does not exist",
     ),
     "bfcl turns": (
         "BFCL_v3_irrelevance.json",
@@ -405,7 +405,7 @@ WRONG: dict[str, tuple[str, list[Any] | str | bytes, str]] = {
         "function: expected a list of functions",
     ),
     "bfcl twice": ("BFCL_v3_irrelevance.json", [QUESTION, QUESTION], r":2: id: expected a unique id"),
-    "bfcl name": ("BFCL v3.json", [QUESTION], "expected a file name with the category"),
+    "bfcl name": ("BFCL v3.json", [QUESTION], "expected a file name that contains the category"),
 }
 
 

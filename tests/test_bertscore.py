@@ -12,7 +12,7 @@ WORDS = ["the", "a", "cat", "dog", "sat", "ran", "on", "mat", "road", "it", "rai
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="expected a directory with config"):
+    with pytest.raises(ConfigError, match="expected a BERT model directory"):
         bertscore(["a"], ["b"], str(tmp_path), None)
 
 

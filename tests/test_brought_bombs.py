@@ -238,7 +238,7 @@ def test_a_file_of_three_gigabytes_is_read_in_little_memory_or_refused(own: Path
     told = subprocess.run([sys.executable, "-c", code, own], cwd=ROOT, capture_output=True, text=True, check=True)
     assert int(told.stdout) < 2 * MOST, "kB"
     if suffix == "txt":
-        assert "1 binary files are skipped, the first huge.txt" in told.stderr
+        assert "1 binary files were skipped; the first: huge.txt" in told.stderr
         return
     reasons = {"json": "convert it to .jsonl", "parquet": "not parquet", "csv": "over 64 MB", "jsonl": "over 64 MB"}
     assert f"huge.{suffix}:" in told.stderr and reasons[suffix] in told.stderr

@@ -183,15 +183,15 @@ def hub_files() -> dict[str, dict[str, bytes]]:
 
 
 HUB = """source: hub
-licences: any
+licenses: any
 min_bytes: 200
 max_bytes: 1000000
 max_rejected: 0.05
 hub:
-  text: [{id: me/told, val: test, shape: text, licence: MIT}]
-  code: [{id: me/code, val: test, shape: text, licence: MIT}]
-  dialogues: [{id: me/talks, val: test, shape: messages, licence: MIT}]
-  preferences: [{id: me/pairs, shape: pair, licence: MIT}]
+  text: [{id: me/told, val: test, shape: text, license: MIT}]
+  code: [{id: me/code, val: test, shape: text, license: MIT}]
+  dialogues: [{id: me/talks, val: test, shape: messages, license: MIT}]
+  preferences: [{id: me/pairs, shape: pair, license: MIT}]
 """
 
 

@@ -114,7 +114,7 @@ def test_every_headline_number_equals_its_file(metrics: Path, text: str) -> None
             assert cell.split("  ")[0].strip().startswith(shown), (headline.title, cell)
 
 
-def test_a_change_is_coloured_only_where_intervals_are_apart_and_by_what_is_better(metrics: Path) -> None:
+def test_a_change_is_colored_only_where_intervals_are_apart_and_by_what_is_better(metrics: Path) -> None:
     rows = {row["headline"].path: row["cells"] for row in card.table(card.read(metrics))}
     text = rows["text", "bpb"]  # 1.812, 1.830, 1.900, each +- 0.03
     assert [c["kind"] for c in text] == ["", "", "worse"]

@@ -128,7 +128,7 @@ def test_without_a_minimum_no_model_becomes_champion(here: Path, capsys: pytest.
     write(here / "params.yaml", text.replace("  gate: {easy: 0.3}", "  gate:"))
     deploy(here, "k1", [1, 0])
     assert champion.main(["crown"]) == GateError.exit_code
-    assert "report.gate sets no minimum" in capsys.readouterr().err
+    assert "report.gate sets no target" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -75,7 +75,7 @@ def test_a_tokenizer_with_more_ids_than_rows_is_refused_in_both_directions(
     folder: Path, tiny_model: Transformer, tmp_path: Path
 ) -> None:
     larger = Tokenizer.train(iter(["one two three"]), 384)
-    message = r"the tokenizer has 384 ids, the model 320 embedding rows; use the tokenizer the model was trained with"
+    message = r"the tokenizer has 384 ids, but the embedding has 320 rows; use the model's own tokenizer"
     with pytest.raises(ModelError, match=message):
         checkpoint.save(tmp_path / "new", tiny_model, larger, {})
     assert not (tmp_path / "new").exists()
@@ -116,7 +116,7 @@ def damaged(folder: Path, what: str) -> None:
         ("empty", r"model\.safetensors: damaged"),
         ("no weights", r"model\.safetensors is missing"),
         ("tensor missing", r"1 keys missing \(model\.norm\.weight\)"),
-        ("shape", r"model\.norm\.weight has shape \[5\], config\.json requires \[32\]"),
+        ("shape", r"model\.norm\.weight has shape \[5\], but config\.json requires \[32\]"),
         ("config", r"config\.json: not JSON"),
         ("no config", r"config\.json is missing: .* is not a model directory"),
         ("no tokenizer", r"tokenizer\.json: expected a tokenizer here"),
@@ -181,7 +181,7 @@ def test_transformers_computes_and_says_the_same(tied: bool, byte_tokenizer: Tok
 def test_a_broken_index_of_shards_is_refused_by_name(folder: Path, text: str) -> None:
     (folder / checkpoint.WHOLE).unlink()  # which would be taken
     (folder / checkpoint.INDEX).write_text(text)
-    with pytest.raises(ModelError, match=r"index\.json: expected a JSON object with weight_map"):
+    with pytest.raises(ModelError, match=r"index\.json: expected JSON with `weight_map`"):
         checkpoint.load(folder)
 
 
@@ -206,7 +206,7 @@ def test_a_masked_diffusion_model_is_no_causal_one(
 ) -> None:
     model = Transformer(replace(tiny_model.config, attention="bidirectional"), torch.Generator().manual_seed(0))
     checkpoint.save(tmp_path, model, byte_tokenizer, {})
-    with pytest.raises(ModelError, match="expected a causal model, found a masked-diffusion one; take models/code"):
+    with pytest.raises(ModelError, match="expected a causal model, found a masked-diffusion one; use models/code"):
         checkpoint.load(tmp_path)
     with pytest.raises(ModelError, match="masked-diffusion"):
         checkpoint.load_frozen(tmp_path)

@@ -28,7 +28,7 @@ def twice(value: int) -> int:
 def read(tmp_path: Path, content: str | bytes, *, code: bool = True, prose: bool = False) -> list[Document]:
     file = tmp_path / "module.py"
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
-    found = Found(file=file, package="package", path="package/module.py", licence="MIT")
+    found = Found(file=file, package="package", path="package/module.py", license="MIT")
     return cleaning.python_file(found, CONFIG, code=code, prose=prose)
 
 
@@ -165,19 +165,19 @@ def test_docstrings_come_in_the_order_of_the_source() -> None:
 def test_a_readme_is_the_body_of_the_metadata(tmp_path: Path) -> None:
     file = tmp_path / "METADATA"
     file.write_text(f"Name: x\nAuthor: {SENTENCE}\n\nTitle\n=====\n\nSee [the page](http://x.y/z). {SENTENCE}\n")
-    found = Found(file=file, package="x", path="x-1.dist-info/METADATA", licence="MIT")
+    found = Found(file=file, package="x", path="x-1.dist-info/METADATA", license="MIT")
     assert cleaning.readme_file(found, CONFIG).paragraphs == (f"See the page. {SENTENCE}",)
 
 
-def test_a_missing_file_and_a_forbidden_licence_are_drop_reasons(tmp_path: Path) -> None:
-    gone = Found(file=tmp_path / "gone.sh", package="p", path="gone.sh", licence="GPL-2+")
+def test_a_missing_file_and_a_forbidden_license_are_drop_reasons(tmp_path: Path) -> None:
+    gone = Found(file=tmp_path / "gone.sh", package="p", path="gone.sh", license="GPL-2+")
     assert cleaning.shell_file(gone, CONFIG).reason == "unreadable"
-    permissive = DataConfig(source="machine", licences="permissive")
-    assert cleaning.shell_file(gone, permissive).reason == "licence"
+    permissive = DataConfig(source="machine", licenses="permissive")
+    assert cleaning.shell_file(gone, permissive).reason == "license"
 
 
 def test_own_text_keeps_long_lines_but_own_code_does_not() -> None:
-    record = Text(text="word " * 400, source="own", path="a.txt", licence="own")
+    record = Text(text="word " * 400, source="own", path="a.txt", license="own")
     row = cleaning.SuppliedText(part="own text", split="train", record=record)
     config = DataConfig(source="files")
     assert cleaning.own_record(row, "text", config).reason is None
@@ -186,4 +186,4 @@ def test_own_text_keeps_long_lines_but_own_code_does_not() -> None:
 
 def test_half_a_surrogate_pair_never_reaches_a_corpus() -> None:
     with pytest.raises(Dropped, match="encoding"):
-        cleaning.normalise("broken \ud800 text")
+        cleaning.normalize("broken \ud800 text")

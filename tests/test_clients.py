@@ -95,16 +95,16 @@ def test_09_one_seed_gives_one_text(client: openai.OpenAI) -> None:
     )
 
 
-def test_10_a_seeded_text_does_not_depend_on_seven_neighbours(server: Running, client: openai.OpenAI) -> None:
+def test_10_a_seeded_text_does_not_depend_on_seven_neighbors(server: Running, client: openai.OpenAI) -> None:
     alone = chat(client, max_tokens=40).choices[0].message.content
-    neighbours = [  # long enough that the first speaks when the last has begun
+    neighbors = [  # long enough that the first speaks when the last has begun
         chat(client, seed=100 + n, max_tokens=1500, stream=True, extra_body={"ignore_eos": True}) for n in range(7)
     ]
-    for stream in neighbours:
+    for stream in neighbors:
         next(iter(stream))
     assert server.reaches(7)
     assert chat(client, max_tokens=40).choices[0].message.content == alone
-    for stream in neighbours:
+    for stream in neighbors:
         stream.close()
 
 

@@ -64,7 +64,7 @@ def forced(grammars: Grammars, number: int, budget: int, name: str) -> bool:
     fitted = 0
     for grammar in (call, document):
         if len(grammar.plan) > budget:
-            with pytest.raises(SchemaError, match=f"takes {len(grammar.plan)} tokens, the budget is {budget}") as error:
+            with pytest.raises(SchemaError, match=f"{len(grammar.plan)} tokens, but the budget is {budget}") as error:
                 grammar.constraint(budget)
             assert error.value.code == "budget_too_small"
             continue

@@ -52,7 +52,7 @@ def test_what_was_planted_leaves_by_its_reason_and_the_books_balance(machine: Ma
         assert {split: len(entries) for split, entries in read.items()} == books["documents"]
         assert {s: sum(len(r["text"].encode()) for r in entries) for s, entries in read.items()} == books["bytes"]
         everything = [row for entries in read.values() for row in entries]
-        for column, key in (("source", "sources"), ("licence", "licences")):
+        for column, key in (("source", "sources"), ("license", "licenses")):
             counted = {value: entry["files"] for value, entry in books[key].items()}
             assert counted == {v: sum(row[column] == v for row in everything) for v in counted}
             assert sum(counted.values()) == len(everything)
@@ -109,7 +109,7 @@ def dropped(out: Path, part: str = "python", name: str = "code") -> dict[str, in
     return {reason: entry["files"] for reason, entry in manifest(out, name)["parts"][part]["dropped"].items()}
 
 
-def test_documents_leave_by_the_likeness_and_sizes_and_licences_of_the_settings(machine: Machine) -> None:
+def test_documents_leave_by_the_likeness_and_sizes_and_licenses_of_the_settings(machine: Machine) -> None:
     def data(**changes: Any) -> DataConfig:
         return DataConfig(source="machine", **changes)
 
@@ -128,8 +128,8 @@ def test_documents_leave_by_the_likeness_and_sizes_and_licences_of_the_settings(
     assert "size" not in dropped(small) and paths(small) - paths(usual) == {"planted/small.py"}
     large = machine.build("large", data=data(max_bytes=len(source(100)) - 200), **less)
     assert dropped(large)["size"] > 20 and not paths(large) & {f"plain/f{n:02}.py" for n in range(20)}
-    free = machine.build("free", data=data(licences="permissive"), **less)
-    assert dropped(free, "shell") == {"licence": 2} and dropped(free) == REASONS
+    free = machine.build("free", data=data(licenses="permissive"), **less)
+    assert dropped(free, "shell") == {"license": 2} and dropped(free) == REASONS
 
 
 def paths(out: Path) -> set[str]:
@@ -286,7 +286,7 @@ def part(path: Path, documents: list[Text]) -> dict[Path, ingest_selection.Size]
 
 
 def document(number: int, size: int, name: str) -> Text:
-    return Text(text=f"{number} " + "x" * size, source=name, path=f"{name}/{number}", licence="MIT")
+    return Text(text=f"{number} " + "x" * size, source=name, path=f"{name}/{number}", license="MIT")
 
 
 def test_parts_are_spread_evenly_and_lose_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,7 +339,7 @@ def collect(folder: Path, num_bytes: int) -> None:
                 split="val" if number % 50 == 0 else "train",
                 num_bytes=2000,
                 fingerprint=fingerprint(text),
-                record=Text(text=text, source="s", path=str(number), licence="own"),
+                record=Text(text=text, source="s", path=str(number), license="own"),
                 signature=signature(text),
             )
         )

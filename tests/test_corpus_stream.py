@@ -327,8 +327,8 @@ def test_too_few_tokens_for_one_batch_names_what_works(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="too few tokens for one batch: got") as error:
         stream(folder, tokens_per_step=1024)
     text = str(error.value)
-    assert "needed tokens_per_step=1024" in text
-    works = int(text.split("largest tokens_per_step that works is ")[1].split(".")[0])
+    assert "but tokens_per_step=1024" in text
+    works = int(text.split("largest tokens_per_step that works: ")[1].split(".")[0])
     assert stream(folder, tokens_per_step=works).rows_per_epoch * CONTEXT == works
     with pytest.raises(DataError, match="too few"):
         stream(folder, tokens_per_step=works + CONTEXT)

@@ -142,7 +142,7 @@ def test_a_model_with_code_in_its_directory_is_not_deployed(
     base: Path, corpora: dict[str, Path], tmp_path: Path
 ) -> None:
     (base / "modeling.py").write_text("")
-    with pytest.raises(ModelError, match=r"modeling\.py: code"):
+    with pytest.raises(ModelError, match=r"modeling\.py: found code"):
         deployed(TOOLS, base, tmp_path / "out", corpora)
 
 
@@ -151,7 +151,7 @@ def test_onnx_without_its_extra_fails_before_anything_is_written(
 ) -> None:
     monkeypatch.setattr(onnx, "PACKAGES", ("json", "surely_not_installed"))
     with pytest.raises(
-        InputError, match=r"surely_not_installed not found; install them \(pip install 'stagecoach\[onnx\]'"
+        InputError, match=r"are missing: surely_not_installed; install them \(pip install 'stagecoach\[onnx\]'"
     ):
         deployed(deploy.Params(model="tools", onnx="fp32"), base, tmp_path / "out", corpora)
     assert not (tmp_path / "out").exists()
@@ -196,7 +196,7 @@ def test_the_commands_of_the_card_work_in_transformers(
 
 @pytest.mark.parametrize(
     ("kinds", "message"),
-    [(("q4_0",), "expected types of f32, f16, bf16, q8_0, got 'q4_0'"), (("f16", "f16"), "duplicate type in f16, f16")],
+    [(("q4_0",), "types from f32, f16, bf16, q8_0, got 'q4_0'"), (("f16", "f16"), "duplicate type in f16, f16")],
 )
 def test_unknown_types_of_gguf_are_refused(kinds: tuple[str, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -226,5 +226,5 @@ def test_onnx_is_built_and_proved_in_the_kind_that_was_asked_for(
 
 @pytest.mark.parametrize("name", ["", "deploy", "a/b", "..", "."])
 def test_only_a_folder_of_models_can_be_deployed(name: str) -> None:
-    with pytest.raises(ValueError, match=r"expected the name of a folder of models/ such as tools"):
+    with pytest.raises(ValueError, match=r"expected the name of a folder in models/, such as tools"):
         deploy.Params(model=name)

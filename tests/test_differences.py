@@ -61,7 +61,7 @@ def test_other_items_are_refused_by_name_whatever_the_values_are() -> None:
     told = claims.change(BY_KEY["medium"], asked([0] * 100), asked([1] * 100, data_seed=1, hashes="x"))
     assert told is not None and (told.kind, told.low) == ("", None)
     assert told.shown == "measured on different items: data_seed 42 and 1"
-    assert told.apart == "0 of 100 and 100 are the same; only in one: p0, p1, p2, ..."
+    assert told.apart == "0 of 100 and 100 items are the same; only in one run: p0, p1, p2, ..."
     one_seed = Measured(asked([0] * 100).numbers | {"settings": {"seed": 1}}, asked([0] * 100, hashes="x").rows)
     told = claims.change(BY_KEY["medium"], asked([0] * 100), one_seed)
     assert told is not None and told.refused == "measured on different items: data_seed 42 and 1", "a run of one seed"
@@ -77,7 +77,7 @@ def test_a_part_of_the_items_is_compared_over_that_part_alone() -> None:
     crossed = Measured(before.numbers, before.rows[1:])
     told = claims.change(BY_KEY["medium"], crossed, asked([1] * 30, problems=30))
     assert told is not None and told.refused == "measured on different items: evaluate.problems None and 30"
-    assert told.apart == "29 of 99 and 30 are the same; only in one: p30, p31, p32, ..."
+    assert told.apart == "29 of 99 and 30 items are the same; only in one run: p30, p31, p32, ..."
 
 
 def test_under_twenty_items_nothing_is_better_or_worse() -> None:
@@ -154,7 +154,7 @@ def test_a_stage_differs_because_of_a_parameter_or_of_what_it_reads(two: tuple[P
     assert told["tools"].why == ["its inputs from code"] and told["tools"].keys[1] == "follows"
     assert claims.stages(first, first) == []
     without = MetricsRun({k: v for k, v in second.stages.items() if k != "deploy"}, {}, {})
-    assert claims.stages(second, without)[0].why == ["built only before"]
+    assert claims.stages(second, without)[0].why == ["built only in the first run"]
 
 
 def test_the_comparison_names_keys_runs_and_what_moved(two: tuple[Path, Path], tmp_path: Path) -> None:
@@ -233,7 +233,8 @@ def test_a_comparison_of_two_data_seeds_gives_no_verdict_on_their_own_items(two_
     assert "WORSE" in solved_ones and solved_ones.endswith("40 items, paired")
     assert "too few items: 19" in source and "WORSE" not in source
     assert (
-        "  text: 0 of 4 and 4 are the same; only in one: t0, t1, t2, ... (language, code, tools)" in text.splitlines()
+        "  text: 0 of 4 and 4 items are the same; only in one run: t0, t1, t2, ... (language, code, tools)"
+        in text.splitlines()
     )
 
 
@@ -267,8 +268,8 @@ def test_a_claim_holds_by_its_interval_fails_without_one_and_says_when_nothing_w
     assert told["The reward model ranks better than chance"].state == claims.HOLDS
     assert told["Reinforcement learning from the reward model raises the true score"].state == claims.FAILS
     assert told["GRPO raises pass@1 on held-out problems"].state == claims.UNKNOWN
-    assert told["GRPO solves more unseen compositions than its start"].state == claims.HOLDS
-    assert "grpo 100.0%, tools 50.0%" in told["GRPO solves more unseen compositions than its start"].measured
+    assert told["GRPO solves more unseen compositions than its base model"].state == claims.HOLDS
+    assert "grpo 100.0%, tools 50.0%" in told["GRPO solves more unseen compositions than its base model"].measured
     assert told["Every export matches the model that was evaluated"].state == claims.FAILS
     assert claims.alarms(run) == [("rlhf", 40, "entropy")]
     skipped = MetricsRun({}, {}, {"tools": {"problems": {"skipped": "skipped: no sandbox"}}})
@@ -288,7 +289,9 @@ def test_a_claim_holds_by_its_interval_fails_without_one_and_says_when_nothing_w
 )
 def test_a_claim_over_few_or_other_items_has_no_verdict(tools: Measured, grpo: Measured, said: str) -> None:
     run = MetricsRun({}, {}, {"tools": tools.numbers, "grpo": grpo.numbers}, {"tools": tools.rows, "grpo": grpo.rows})
-    (one,) = [one for one in claims.claims(run) if one.title == "GRPO solves more unseen compositions than its start"]
+    (one,) = [
+        one for one in claims.claims(run) if one.title == "GRPO solves more unseen compositions than its base model"
+    ]
     assert one.state == claims.UNDECIDED and said in one.measured
 
 
@@ -335,4 +338,4 @@ def test_packages_that_differ_are_named_with_the_stages_that_they_computed(tmp_p
         runs.append(read(folder))
     assert claims.packages(*runs) == ["requirements.lock: aa → bb (language, code)", "torch: 2.13.0 → 2.14.0 (code)"]
     assert claims.packages(runs[0], runs[0]) == []
-    assert "They used different package versions" in compare.render(*runs, ("a", "b"))
+    assert "The runs used different package versions" in compare.render(*runs, ("a", "b"))

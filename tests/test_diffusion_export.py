@@ -28,7 +28,7 @@ def test_a_masked_diffusion_model_is_proved_without_greedy_text_and_keeps_its_tr
     config = json.loads((tmp_path / "diffusion/config.json").read_text())
     assert (config["model_type"], config["mask_token_id"]) == ("stagecoach_mdm", byte_tokenizer.mask)
     (tmp_path / "diffusion/config.json").write_text(json.dumps(config | {"shift": False}))
-    with pytest.raises(GateError, match=r"read back, its traits are .*shift=False"):
+    with pytest.raises(GateError, match=r"after reading the model back, found traits .*shift=False"):
         huggingface.verify(model, byte_tokenizer, tmp_path / "diffusion")
 
 
@@ -46,7 +46,7 @@ def test_a_masked_diffusion_model_has_the_honest_sentence_and_no_gguf(
     assert told["smoke_calls"] == 6
     assert not {name for name in files_of(tmp_path / "out") if name.startswith(("gguf", "onnx", "ollama"))}
     text = (tmp_path / "out/README.md").read_text()
-    assert "No third-party program runs this architecture. Serve it with `python -m pipeline.serve`." in text
+    assert "No third-party program can run this architecture. Serve it with `python -m pipeline.serve`." in text
     assert "transformers import" not in text and "llama-cli" not in text and "@" not in text
     again, _ = files.load(tmp_path / "out")
     assert again.config == model.config and again.traits == model.traits

@@ -19,7 +19,7 @@ from tests.diffusion_fixture import (
     V,
     masked_sums,
     moved,
-    normalised,
+    normalized,
     order_probability,
     score,
     table,
@@ -60,7 +60,7 @@ def test_the_bound_is_tight_for_a_consistent_joint() -> None:
 
 
 def test_a_context_free_model_has_its_exact_likelihood_in_every_form() -> None:
-    own = normalised(np.random.default_rng(3).standard_normal((L, V)))
+    own = normalized(np.random.default_rng(3).standard_normal((L, V)))
     logprobs = np.broadcast_to(own, (len(STATES), L, V))
     for sequence in SEQUENCES[::9]:
         exact = own[range(L), sequence].sum()

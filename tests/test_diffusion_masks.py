@@ -129,7 +129,7 @@ def test_a_canvas_holds_the_answer_and_its_end_and_takes_every_size() -> None:
     found = {masks.canvas(masks.key(0, "canvas", str(n), 0), 31, 100, 32) for n in range(200)}
     assert found == {32, 64, 96}
     assert {masks.canvas(masks.key(0, "canvas", str(n), 0), 32, 100, 32) for n in range(200)} == {64, 96}
-    with pytest.raises(ValueError, match="96 tokens and its end do not fit 96"):
+    with pytest.raises(ValueError, match="96 tokens and its end of turn exceed the maximum of 96"):
         masks.canvas(0, 96, 100, 32)
 
 

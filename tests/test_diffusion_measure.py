@@ -86,7 +86,7 @@ def test_a_context_that_cannot_be_is_refused(denoiser: Denoiser, byte_tokenizer:
 
 
 def test_documents_give_bits_per_byte_with_an_interval(subject: CanvasSubject) -> None:
-    texts = [Text(text=f"x = {n}\n" * 3, source="s", path=str(n), licence="") for n in range(6)]
+    texts = [Text(text=f"x = {n}\n" * 3, source="s", path=str(n), license="") for n in range(6)]
     numbers = measure.documents(subject, texts).numbers
     assert numbers["documents"] == 6 and numbers["bpb_bound_low"] <= numbers["bpb_bound"] <= numbers["bpb_bound_high"]
 
@@ -218,7 +218,7 @@ def test_how_it_decodes_and_what_an_answer_costs_stand_beside_the_problems(
 def test_settings_that_cannot_be_are_refused() -> None:
     both: list[dict[str, Any]] = [{"canvas": 20, "canvas_block": 8}, {"elbo_draws": 0}]
     for wrong in both:
-        with pytest.raises(ValueError, match="canvas_block a divisor of canvas"):
+        with pytest.raises(ValueError, match="`canvas_block` a divisor of `canvas`"):
             CanvasSettings(**wrong)
     with pytest.raises(ValueError, match="canvas_threshold: expected more than 0 and at most 1, or none, got 0"):
         CanvasSettings(canvas_threshold=0)

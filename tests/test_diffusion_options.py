@@ -148,7 +148,7 @@ def test_completions_are_sampled_as_the_block_says(
 @pytest.mark.parametrize(
     ("key", "value", "path", "expected"),
     [
-        ("advantage", "mean", "advantage", "centred"),
+        ("advantage", "mean", "advantage", "centered"),
         ("clip_low", 0.1, "clip.low", 0.1),
         ("clip_high", 0.3, "clip.high", 0.3),
         ("beta", 0.2, "beta", 0.2),
@@ -161,7 +161,7 @@ def test_the_loss_is_formed_as_the_block_says(
     for name in path.split("."):
         found = getattr(found, name)
     assert found == expected
-    assert params().method.normaliser == "tokens" and params().method.advantage == "others"
+    assert params().method.normalizer == "tokens" and params().method.advantage == "others"
 
 
 @pytest.mark.parametrize(
@@ -234,9 +234,9 @@ def test_what_four_samples_decide_is_asked_no_further_and_left_out(tmp_path: Pat
 def test_other_difficulties_are_all_or_a_group(tmp_path: Path, verdicts: Any) -> None:
     assert len(solving.chosen(prompts(5), "all", 1, None, None, tmp_path)) == 5
     assert [p.id for p in solving.chosen(prompts(5), "easy", 1, None, None, tmp_path)] == ["1", "3"]
-    with pytest.raises(DataError, match="frontier needs the sandbox"):
+    with pytest.raises(DataError, match="`frontier` needs the sandbox"):
         solving.chosen(prompts(5), "frontier", 1, None, None, tmp_path)
-    with pytest.raises(DataError, match="0 of 2 problems are solved by 20% to 80% of 8 samples, none to learn from"):
+    with pytest.raises(DataError, match="0 of 2 problems are solved by 20% to 80% of 8 samples"):
         solving.chosen(prompts(2), "frontier", 10, Solves(), verdicts, tmp_path)
 
 
@@ -349,7 +349,7 @@ TABLE: dict[tuple[str, str], dict[str, Any]] = {
         "top_p": 0.95,
         "ref_sync": 64,
         "passes": 1.0,
-        "estimator": "normalised",
+        "estimator": "normalized",
     },
 }
 

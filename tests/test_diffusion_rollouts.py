@@ -64,19 +64,19 @@ def batch(first: list[list[bool]], times: list[float], *, counted: list[list[boo
 
 
 @pytest.mark.parametrize(
-    ("in_first", "log", "released", "normalised"), [(True, -0.5, -1.125, -0.75), (False, -0.5, -0.916667, -0.611111)]
+    ("in_first", "log", "released", "normalized"), [(True, -0.5, -1.125, -0.75), (False, -0.5, -0.916667, -0.611111)]
 )
-def test_the_estimate_of_a_token_by_hand(in_first: bool, log: float, released: float, normalised: float) -> None:
+def test_the_estimate_of_a_token_by_hand(in_first: bool, log: float, released: float, normalized: float) -> None:
     """t = .4, l^a = -1, and the half that hides the token says -.5."""
     logs = torch.full((3, 1, 2), log, dtype=torch.float64)
     logs[0] = -1.0
     given = batch([[in_first]], [0.4])
     assert round(float(coupled_logprobs(Known(logs), given, released=True)), 6) == released  # type: ignore[arg-type]
-    assert round(float(coupled_logprobs(Known(logs), given)), 6) == normalised  # type: ignore[arg-type]
+    assert round(float(coupled_logprobs(Known(logs), given)), 6) == normalized  # type: ignore[arg-type]
 
 
 def test_a_context_free_model_is_estimated_without_bias() -> None:
-    """Mean over keys: log p where normalised, 1.5 log p as released."""
+    """Mean over keys: log p where normalized, 1.5 log p as released."""
     log, found = -0.7, {True: [], False: []}
     logs = torch.full((3, 1, 9), log, dtype=torch.float64)
     coupling = Coupling(seed=0, inner=1, fill=2)

@@ -231,14 +231,14 @@ def test_a_place_that_was_taken_back_counts_when_it_came_for_good() -> None:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"steps": 0}, "steps: expected 1 to the canvas of 8 tokens, got 0"),
+        ({"steps": 0}, "steps: expected 1 to 8, the length of the canvas, got 0"),
         ({"steps": 9}, "steps: expected 1 to"),
-        ({"block": 3}, "block: expected a divisor of the canvas of 8 tokens, got 3"),
+        ({"block": 3}, "block: expected a divisor of 8, the length of the canvas, got 3"),
         ({"block": 2, "steps": 3}, "at least one for each of the 4 blocks"),
         ({"order": "left"}, "order: expected one of low_confidence, margin"),
         ({"cache": "all"}, "cache: expected one of"),
-        ({"remask": "p2", "cache": "dual"}, "which is incompatible with threshold and cache"),
-        ({"remask": "p2", "threshold": 0.9}, "which is incompatible with threshold and cache"),
+        ({"remask": "p2", "cache": "dual"}, "which is incompatible with `threshold` and `cache`"),
+        ({"remask": "p2", "threshold": 0.9}, "which is incompatible with `threshold` and `cache`"),
         ({"threshold": -0.1}, "threshold"),
         ({"top_p": 0.0}, "top_p"),
         ({"temperature": -1.0}, "temperature"),

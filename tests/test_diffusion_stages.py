@@ -240,25 +240,21 @@ def test_a_masked_model_is_refused_where_a_causal_one_is_needed(masked: Workspac
         ("diffusion_dpo", {"kinds": ["poems"]}, "expected pairs of the kinds poems, found story"),
         ("diffusion_dpo", {"adapter": {"rank": 2, "alpha": 4, "dropout": 0.1}}, "adapter.dropout: expected 0"),
         ("diffusion_dpo", {"max_length": 300}, "max_length: expected at most 256, the model's context, got 300"),
-        ("diffusion_grpo", {"denoising_steps": 0}, "steps: expected 1 to the canvas of 24 tokens, got 0"),
-        ("diffusion_grpo", {"denoising_steps": 25}, "steps: expected 1 to the canvas of 24 tokens, got 25"),
+        ("diffusion_grpo", {"denoising_steps": 0}, "steps: expected 1 to 24, the length of the canvas, got 0"),
+        ("diffusion_grpo", {"denoising_steps": 25}, "steps: expected 1 to 24, the length of the canvas, got 25"),
         ("diffusion_grpo", {"max_new_tokens": 200}, "the model's context, got 260"),
-        (
-            "diffusion_grpo",
-            {"samples": 1},
-            "samples: completions of a problem are compared; expected at least 2, got 1",
-        ),
-        ("diffusion_grpo", {"estimator": "best"}, "estimator: expected one of normalised, released"),
+        ("diffusion_grpo", {"samples": 1}, "samples: expected at least 2, got 1; a problem's completions are compared"),
+        ("diffusion_grpo", {"estimator": "best"}, "estimator: expected one of normalized, released"),
         ("diffusion_grpo", {"advantage": "best"}, "advantage: expected one of loo, mean"),
         ("diffusion_grpo", {"t_scope": "row"}, "t_scope: expected one of sample, batch"),
         (
             "diffusion_grpo",
             {"difficulty": "odd"},
-            "difficulty: expected frontier, all, or a problem group (easy), got 'odd'",
+            "difficulty: expected `frontier`, `all` or a problem group (easy), got 'odd'",
         ),
         ("diffusion_grpo", {"ref_sync": 2, "beta": 0.0}, "ref_sync: expected 0 with an adapter"),
         ("diffusion", {"init": "model"}, "init: expected one of base, scratch"),
-        ("diffusion", {"block_size": 32}, "block_size: expected 0 with init base"),
+        ("diffusion", {"block_size": 32}, "block_size: expected 0 with init: base"),
         (
             "diffusion",
             {"init": "scratch", "block_size": 36},
@@ -330,9 +326,9 @@ def test_a_directory_says_which_ids_are_what_and_comes_back(masked: Workspace) -
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"mask_token_id": None}, "mask_token_id missing"),
+        ({"mask_token_id": None}, "missing keys: mask_token_id"),
         ({"mask_token_id": 400}, "expected ids below 320"),
-        ({"mask_token_id": 40}, "mask_token_id 40 is not a special token of its tokenizer"),
+        ({"mask_token_id": 40}, "mask_token_id 40 is not a special token of the tokenizer"),
         ({"banned_ids": [900]}, "expected ids below 320"),
     ],
 )

@@ -97,7 +97,7 @@ def test_a_limit_on_the_cores_time_is_found_wherever_above_it_stands(
     group(tmp_path, "slice", cpu_max="250000 100000")
     group(tmp_path, "slice/job")
     found = summary(doctor.cores(tmp_path)).splitlines()[0]
-    assert found.startswith("note: 8 of") and "time for 2.5 ->" in found
+    assert found.startswith("note: 8 of") and "CPU quota 2.5 ->" in found
     assert "export OMP_NUM_THREADS=2" in found and "runtime.workers: 2" in found
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     assert summary(doctor.cores(tmp_path)).startswith("ok: 8 of ")
@@ -139,7 +139,7 @@ def test_gpus_have_their_memory_and_a_driver_that_torch_does_not_see_is_a_note(
     monkeypatch.setattr(device, "num_gpus", lambda: 2)
     assert summary(doctor.gpus(tmp_path)) == "ok: 2: Some card (cuda), bf16; memory: 80.0 GB, 80.0 GB"
     monkeypatch.setattr(device, "num_gpus", lambda: 0)
-    assert summary(doctor.gpus(tmp_path)).startswith("ok: none for CUDA")
+    assert summary(doctor.gpus(tmp_path)).startswith("ok: no CUDA GPU")
     (tmp_path / "proc/driver/nvidia").mkdir(parents=True)
     (tmp_path / "proc/driver/nvidia/version").write_text("NVRM version")
     assert summary(doctor.gpus(tmp_path)).startswith(
@@ -200,7 +200,7 @@ def test_links_that_cannot_be_had_are_a_problem(scratch: Path, monkeypatch: pyte
 
 def test_an_rwlock_of_a_dead_process_is_a_note_and_of_a_reused_pid_a_problem(scratch: Path, dead: int) -> None:
     path, own = scratch / ".dvc/tmp/rwlock", os.getpid()
-    assert summary(doctor.rwlock(scratch)) == "ok: processes named as holders: 0"
+    assert summary(doctor.rwlock(scratch)) == "ok: processes that hold locks: 0"
     path.write_text(f'{{"write": {{"/a/models": {{"pid": {dead}, "cmd": "dvc repro"}}}}}}')
     found = summary(doctor.rwlock(scratch)).splitlines()[1]
     assert found == f"note: left by process {dead}, which is gone: dvc repro -> if no dvc command is running: rm {path}"
@@ -219,7 +219,7 @@ def test_an_rwlock_is_its_processs_unless_that_began_after_it_was_written(scratc
         assert named.endswith(": 1") and holder == f"ok: process {os.getpid()} runs: {command}"
         os.utime(folder / "rwlock", (1, 1))
         assert "problem: left by" in summary(doctor.rwlock(scratch))
-    assert summary(doctor.rwlock(scratch)) == "ok: processes named as holders: 0"
+    assert summary(doctor.rwlock(scratch)) == "ok: processes that hold locks: 0"
 
 
 def test_an_rwlock_that_was_cut_off_is_a_problem(scratch: Path) -> None:
@@ -242,7 +242,7 @@ def test_dvcs_lock_is_held_only_while_a_process_holds_it(scratch: Path, dead: in
     with path.open() as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         found = summary(doctor.dvc_lock(scratch))
-    assert found.startswith(f"problem: process {dead} took it") and f"fuser -v {path}" in found
+    assert found.startswith(f"problem: process {dead} took the lock") and f"fuser -v {path}" in found
 
 
 def test_unfinished_keys_are_counted_and_those_that_run_are_not(scratch: Path) -> None:
@@ -276,7 +276,7 @@ def test_parts_of_dead_processes_are_found_and_those_of_living_ones_left(scratch
     (scratch / "models" / f".my model.{dead}.old.part").mkdir()
     (scratch / "work" / f".digests.json.{dead}.1234.part").touch()
     found = summary(doctor.leftovers(scratch))
-    assert found.startswith("note: 2 parts of dead processes -> rm -r ")
+    assert found.startswith("note: 2 .part files of dead processes -> rm -r ")
     assert f"'{scratch}/models/.my model.{dead}.old.part'" in found and f"{scratch}/work/.digests.json" in found
 
 
@@ -320,8 +320,8 @@ def test_packages_outside_their_ranges_are_problems_with_the_command_that_mends_
     torch, version = importlib.metadata.version("torch"), importlib.metadata.version("dvc")
     assert found[0].startswith("problem: Python is 3.") and "requires >=99" in found[0] and "make PYTHON=" in found[0]
     assert found[1:4] == [
-        f"problem: torch is {torch}, pyproject.toml requires ==9.9.9 -> python -m pip install 'torch==9.9.9'",
-        f"problem: dvc is {version}, pyproject.toml requires >=99 -> python -m pip install 'dvc>=99'",
+        f"problem: torch is {torch}, but pyproject.toml requires ==9.9.9 -> python -m pip install 'torch==9.9.9'",
+        f"problem: dvc is {version}, but pyproject.toml requires >=99 -> python -m pip install 'dvc>=99'",
         "problem: no-such-package is not installed -> python -m pip install 'no-such-package>=1'",
     ]
     assert "1 of 4 packages" in found[4]

@@ -102,9 +102,9 @@ def test_a_band_that_everyone_shares_fills_no_endless_chain() -> None:
     near = NearDuplicates(0.7)
     for number in range(300):
         sketch = bytearray(np.random.default_rng(number).bytes(256))
-        sketch[:8] = b"licence!"
+        sketch[:8] = b"license!"
         near.add(bytes(sketch))
-    key = np.frombuffer(b"licence!", np.uint64)
+    key = np.frombuffer(b"license!", np.uint64)
     holders = [n for n in near._table[near._table != duplicates.EMPTY] if near._words[n, 0] == key]
     assert len(holders) < 300 * 32
     assert near.find(bytes(sketch)) == 299

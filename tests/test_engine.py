@@ -61,7 +61,7 @@ def test_logprobs_are_the_model_s_own(engine: Engine, tiny_model: Transformer) -
             assert [value for _, value in said.top] == pytest.approx(row.topk(5).values.tolist(), abs=1e-5)
 
 
-def test_a_long_prompt_stops_no_neighbour(tiny_model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_prompt_stops_no_neighbor(tiny_model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipeline.serve.engine.CHUNK", 16)
     engine = Engine(tiny_model, rows=2)
     first = ask(engine, prompt(1, 5))[0]
@@ -489,7 +489,7 @@ def test_a_fault_of_the_loop_ends_all_and_is_told_and_a_restart_serves_again(
 ) -> None:
     with Engine(tiny_model, rows=1) as engine:
         in_time(ask(engine, prompt(1, 30))[0])
-        with pytest.raises(RuntimeError, match="only a dead one is restarted"):
+        with pytest.raises(RuntimeError, match="only a dead engine can be restarted"):
             engine.restart()
         asked = threading.Event()
 

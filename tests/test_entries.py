@@ -88,10 +88,10 @@ def test_encoding_shape_and_text_field_of_an_entry_go_before_the_keys_for_all(ow
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        (FileEntry(files="a.txt", columns={"body": "text"}), r"text: a.txt: columns: has no effect on a.txt, which"),
-        (FileEntry(files="*", shape="text"), r"text: \*: shape: has no effect on a.txt"),
-        (FileEntry(files="a.txt", text_field=["body"]), r"text_field: has no effect"),
-        (FileEntry(files="*.parquet", encoding="latin-1"), r"encoding: has no effect on parquet"),
+        (FileEntry(files="a.txt", columns={"body": "text"}), r"text: a.txt: `columns` has no effect on a.txt, which"),
+        (FileEntry(files="*", shape="text"), r"text: \*: `shape` has no effect on a.txt"),
+        (FileEntry(files="a.txt", text_field=["body"]), r"`text_field` has no effect"),
+        (FileEntry(files="*.parquet", encoding="latin-1"), r"`encoding` has no effect on parquet"),
     ],
 )
 def test_an_option_that_a_file_cannot_have_is_an_error(own: Path, entry: FileEntry, message: str) -> None:
@@ -139,7 +139,7 @@ def test_entries_that_do_not_go_together_are_refused(entries: list[Any], message
 
 
 def test_a_key_that_the_shapes_of_a_kind_do_not_read_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"problems: a: text_field: is not used for problems"):
+    with pytest.raises(ValueError, match=r"problems: a: `text_field` is not used for problems"):
         DataConfig(source="files", problems=[FileEntry(files="a", text_field=["x"])])
 
 
@@ -150,7 +150,7 @@ def test_a_key_that_the_shapes_of_a_kind_do_not_read_is_refused() -> None:
         (lambda: PackagesEntry(source="packages", weight=-1.0), "weight: expected more than 0, got -1"),
         (lambda: HubEntry(source="hub", id="a/b", weight=float("nan")), "weight: expected more than 0, got nan"),
         (lambda: FileEntry(files="a", columns={"b": "text", "c": "text"}), "two columns cannot both become 'text'"),
-        (lambda: FileEntry(files="a", columns={"text": "text"}), "'text' already has this name"),
+        (lambda: FileEntry(files="a", columns={"text": "text"}), "columns: 'text' is mapped to itself"),
         (lambda: FileEntry(files="packages"), "packages is not a glob"),
     ],
 )

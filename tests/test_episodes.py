@@ -30,6 +30,7 @@ from pipeline.text import chat
 from pipeline.text.tokenizer import Tokenizer
 from tests import rollouts
 from tests.conftest import ROOT
+from tests.server import serving
 from tests.stopping import Stopped, hooked, stop
 from tests.workspace import Workspace
 
@@ -391,7 +392,7 @@ def test_tasks_are_a_function_of_split_number_and_seed(name: str, judge: Judge) 
     ("source", "message"),
     [
         ("def task(: pass", "not Python"),
-        (LOOK.replace("def score", "def rate"), "it has no score"),
+        (LOOK.replace("def score", "def rate"), "found no score"),
         (LOOK.replace("tools = ", "tools = nobody"), r"task\(\.\.\.\) failed: NameError"),
         (LOOK.replace('"goal": 1', '"aim": 1'), "expected question, tools, state and goal"),
         (LOOK.replace('"looks": 0', '"looks": {1}'), "not JSON serializable"),
@@ -455,9 +456,28 @@ def test_a_policy_learns_from_tasks_and_resumes_to_the_bit(calling: Workspace) -
 
 
 @pytest.mark.slow
+@pytest.mark.full
+def test_an_engine_samples_each_turn_of_an_answer(calling: Workspace) -> None:
+    """The same turns, and weights that differ by rounding."""
+    folder = calling.folder
+    (folder / ".work").mkdir()
+    changes = SETTINGS | {"iterations": 4, "eps": 1e-2, "runtime.save_steps": 1000}
+    assert calling.command("grpo", **changes).code == 0
+    start, alone, curve = calling.weights("tools"), calling.weights("grpo"), calling.curve("grpo")
+    with serving([folder / "models/tools"], "--rollouts", str(folder / ".work"), log=folder / "server.log") as server:
+        ended = calling.command("grpo", **changes, sampler="server", **{"runtime.sampler.url": server.url})
+    assert ended.code == 0, ended.said
+    served = calling.weights("grpo")
+    assert max(float((start[name] - alone[name]).abs().max()) for name in start) > 1e-3
+    assert max(float((served[name] - alone[name]).abs().max()) for name in start) < 1e-5
+    for measure in ("completions/mean_length", "rewards/task/mean"):
+        assert [row[measure] for row in calling.curve("grpo")] == [row[measure] for row in curve]
+
+
+@pytest.mark.slow
 def test_keys_that_do_not_go_together_are_refused(calling: Workspace) -> None:
     for changes, message in (
-        ({"rewards": {"code": 1.0}}, "rewards: code needs problems with tests; with environment: look, use task"),
+        ({"rewards": {"code": 1.0}}, "rewards: `code` needs tests; with environment: look, use `task` instead"),
         ({"max_turns": 0}, "tasks, max_turns: expected at least 1"),
         ({"environment": "nobody"}, "conf/environment/nobody.py does not exist"),
         ({"max_prompt": 20}, "have prompts of more than max_prompt = 20 tokens"),

@@ -68,7 +68,7 @@ def test_fresh_items_are_as_many_others_with_tools_that_no_other_test_has() -> N
 
 def test_texts_are_prose_known_families_and_unseen_families() -> None:
     texts = [
-        Text(text="", source=s, path=s, licence="") for s in ("docs", "gift", stories.HELD_OUT[0], "readme", "trade")
+        Text(text="", source=s, path=s, license="") for s in ("docs", "gift", stories.HELD_OUT[0], "readme", "trade")
     ]
     assert [[t.source for t in part] for part in evaluate.split_texts(texts)] == [
         ["docs", "readme"],
@@ -105,7 +105,7 @@ def test_without_a_sandbox_problems_say_so(
         (["HumanEval.jsonl.gz"], "expected files in data/benchmarks, which DVC tracks, got 'HumanEval.jsonl.gz'"),
         (["data/benchmarks/../own/a.jsonl"], "expected files in data/benchmarks"),
         (["/data/benchmarks/a.jsonl"], "python -m pipeline.evaluation.benchmarks MODEL_DIR FILE"),
-        (["data/benchmarks/a.jsonl", "data/benchmarks/x/a.jsonl.gz"], "expected files of different names, got a, a"),
+        (["data/benchmarks/a.jsonl", "data/benchmarks/x/a.jsonl.gz"], "expected files with different names, got a, a"),
     ],
 )
 def test_test_sets_that_nobody_watches_or_that_share_a_name_are_refused(names: list[str], message: str) -> None:

@@ -71,7 +71,7 @@ def test_what_cannot_be_read_is_refused_by_name(byte_tokenizer: Tokenizer, tmp_p
     with pytest.raises(DataError, match=r"train\.jsonl: expected facts here"):
         FactStream(tmp_path, byte_tokenizer, **sizes)
     long = Fact(id="x", service="s", attribute="port", question="why " * 30, answer="1")
-    with pytest.raises(DataError, match=r"fact x has \d+ tokens, more than context \(64\)"):
+    with pytest.raises(DataError, match=r"fact x has \d+ tokens, more than `context` \(64\)"):
         FactStream(written(tmp_path, train=[long], val=[]), byte_tokenizer, **sizes)
     with pytest.raises(DataError, match="its question or answer is empty"):
         encoded(Fact(id="x", service="s", attribute="a", question="why?", answer=" "), byte_tokenizer)

@@ -188,7 +188,7 @@ def test_a_full_file_is_413(file: Path, monkeypatch: pytest.MonkeyPatch) -> None
     feedback = Feedback(file)
     feedback.add(body(0), "")
     feedback.add(body(1), "")
-    with pytest.raises(ApiFault, match=r"is full .*start a new one") as caught:
+    with pytest.raises(ApiFault, match=r"is full .*start a new file") as caught:
         feedback.add(body(2), "")
     assert caught.value.status == 413
 
@@ -237,7 +237,7 @@ def test_labels_are_as_safe_on_a_full_disk_as_preferences(tmp_path: Path, monkey
 
 
 def test_preferences_and_labels_are_two_files(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"labels are stored under this name; name it preferences\.jsonl"):
+    with pytest.raises(ConfigError, match=r"this name is reserved for labels; use preferences\.jsonl"):
         labels_beside(tmp_path / "labels.jsonl")
 
 

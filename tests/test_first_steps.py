@@ -37,7 +37,7 @@ def ppo(values: dict[str, float], precision: str = "fp32") -> None:
 @pytest.mark.parametrize(("found", "shown"), [(0.69326, "0.69326"), (math.nan, "nan"), (None, "nothing")])
 def test_a_value_off_its_place_names_gate_expectation_finding_and_cause(found: float | None, shown: str) -> None:
     values = {} if found is None else {"loss": found}
-    message = rf"^gate loss: expected 0\.69314\d+ within 0\.0001, found {shown}\. Likely cause: stale sums$"
+    message = rf"^gate loss: expected 0\.69314\d+ to within 0\.0001, found {shown}\. Likely cause: stale sums$"
     with pytest.raises(GateError, match=message) as raised:
         gates.value(values, "loss", math.log(2), 1e-4, "stale sums")
     assert raised.value.exit_code == 3
@@ -46,10 +46,10 @@ def test_a_value_off_its_place_names_gate_expectation_finding_and_cause(found: f
 
 @pytest.mark.parametrize("name", ["ranking", "loss"])
 def test_a_reward_model_starts_at_ln_2_or_what_the_margins_make_of_it(name: str) -> None:
-    """The centring term has its own name, so the ranking alone is looked at where both are there."""
+    """The centering term has its own name, so the ranking alone is looked at where both are there."""
     first_reward(0.9)({name: 0.900009} | ({"loss": 7.0} if name == "ranking" else {}))
     with pytest.raises(
-        GateError, match=rf"gate {name}: expected 0\.9 within 1e-05, found 0\.90002\. .* head does not start"
+        GateError, match=rf"gate {name}: expected 0\.9 to within 1e-05, found 0\.90002\. .* head does not start"
     ):
         first_reward(0.9)({name: 0.90002} | ({"loss": 0.9} if name == "ranking" else {}))
 
@@ -59,10 +59,10 @@ def test_a_reward_model_starts_at_ln_2_or_what_the_margins_make_of_it(name: str)
     [
         (
             {"preference": 0.6933},
-            r"gate preference: expected 0\.6931\d+ within 0\.0001, found 0\.6933\. .* stale precomputed",
+            r"gate preference: expected 0\.6931\d+ to within 0\.0001, found 0\.6933\. .* stale precomputed",
         ),
-        ({"rewards/chosen": -2e-4}, "gate rewards/chosen: expected 0 within 0.0001, found -0.0002"),
-        ({"rewards/rejected": 2e-4}, "gate rewards/rejected: expected 0 within 0.0001, found 0.0002"),
+        ({"rewards/chosen": -2e-4}, "gate rewards/chosen: expected 0 to within 0.0001, found -0.0002"),
+        ({"rewards/rejected": 2e-4}, "gate rewards/rejected: expected 0 to within 0.0001, found 0.0002"),
     ],
 )
 def test_a_policy_of_dpo_starts_as_its_reference(changes: dict[str, float], message: str) -> None:
@@ -78,11 +78,11 @@ def test_in_half_precision_the_gate_of_dpo_is_as_wide_as_its_rounding() -> None:
     """0.0219 at beta 0.5 was rounding (a run of demo); another model is off by nats an answer."""
     values = {"preference": math.log(2) - 7e-4, "rewards/chosen": 5e-3, "rewards/rejected": -0.021920085}
     first_dpo(math.log(2), "bf16", 0.5)(values)
-    with pytest.raises(GateError, match=r"rewards/chosen: expected 0 within 0\.1, found 0\.5"):
+    with pytest.raises(GateError, match=r"rewards/chosen: expected 0 to within 0\.1, found 0\.5"):
         first_dpo(math.log(2), "bf16", 0.5)(values | {"rewards/chosen": 0.5})
-    with pytest.raises(GateError, match=r"rewards/rejected: expected 0 within 0\.02, found -0\.0219"):
+    with pytest.raises(GateError, match=r"rewards/rejected: expected 0 to within 0\.02, found -0\.0219"):
         first_dpo(math.log(2), "bf16", 0.1)(values)
-    with pytest.raises(GateError, match=r"preference: expected 0\.693147\d* within 0\.134657, found 0\.9"):
+    with pytest.raises(GateError, match=r"preference: expected 0\.693147\d* to within 0\.134657, found 0\.9"):
         first_dpo(math.log(2), "bf16", 0.5)(values | {"preference": 0.9})
     ipo = {"loss": 25.4, "rewards/chosen": 0.0, "rewards/rejected": 0.0}
     first_dpo(25.0, "bf16", 0.1)(ipo)
@@ -99,14 +99,14 @@ def test_a_loss_whose_start_depends_on_the_data_is_let_through() -> None:
     [
         (
             {"sampling__sampling_logp_difference__max": 1.1e-4},
-            "logp_difference/max: expected 0 within 0.0001, .*: temperature",
+            "logp_difference/max: expected 0 to within 0.0001, .*: temperature",
         ),
-        ({"val__ratio": 1.0002}, "val/ratio: expected 1 within 0.0001, found 1.0002"),
+        ({"val__ratio": 1.0002}, "val/ratio: expected 1 to within 0.0001, found 1.0002"),
         ({"val__ratio": 0.9998}, "val/ratio"),
-        ({"policy__approxkl_avg": 2e-6}, "policy/approxkl_avg: expected 0 within 1e-06"),
-        ({"policy__clipfrac_avg": 1e-3}, "policy/clipfrac_avg: expected 0 within 0, found 0.001"),
-        ({"objective__kl": 2e-3}, "objective/kl: expected 0 within 0.001, found 0.002. .* is not the initial policy"),
-        ({"kl__rollout": -2e-3}, "kl/rollout: expected 0 within 0.001, found -0.002"),
+        ({"policy__approxkl_avg": 2e-6}, "policy/approxkl_avg: expected 0 to within 1e-06"),
+        ({"policy__clipfrac_avg": 1e-3}, "policy/clipfrac_avg: expected 0 to within 0, found 0.001"),
+        ({"objective__kl": 2e-3}, "objective/kl: expected 0 to within 0.001, found 0.002. .*not the initial policy"),
+        ({"kl__rollout": -2e-3}, "kl/rollout: expected 0 to within 0.001, found -0.002"),
         ({"val__ratio": math.nan}, "val/ratio: .* found nan"),
     ],
 )
@@ -140,7 +140,7 @@ def test_in_half_precision_the_mean_counts_and_the_bounds_are_wider() -> None:
         "objective__kl": 0.2,
     }
     ppo(healthy(**rough), "bf16")
-    with pytest.raises(GateError, match=r"logp_difference/mean: expected 0 within 0\.02"):
+    with pytest.raises(GateError, match=r"logp_difference/mean: expected 0 to within 0\.02"):
         ppo(healthy(**rough | {"sampling__sampling_logp_difference__mean": 0.021}), "bf16")
 
 

@@ -178,7 +178,7 @@ def test_a_state_of_other_data_is_refused(tmp_path: Path) -> None:
         ({"tokens_per_step": 50}, "not a multiple of context 8; try 48"),
         ({"tokens": 100}, "exactly one of steps, tokens, epochs; got steps, tokens"),
         ({"steps": None}, "got none"),
-        ({"warmup_ratio": 0.1}, "at most one of warmup"),
+        ({"warmup_ratio": 0.1}, "at most one of `warmup"),
         ({"optimizer": "sgd"}, "expected one of adamw, muon"),
     ],
 )

@@ -303,7 +303,7 @@ def test_the_rule_compiles_long_runs_alone() -> None:
 def test_compile_without_a_compiler_is_an_error_only_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native.shutil, "which", lambda name: None)
     assert not performance.wanted("auto", flops=1e20, device=torch.device("cpu"))
-    with pytest.raises(ConfigError, match=r"runtime.compile: true needs a C\+\+ compiler"):
+    with pytest.raises(ConfigError, match=r"runtime.compile=true needs a C\+\+ compiler"):
         performance.wanted(True, flops=0, device=torch.device("cpu"))
 
 

@@ -83,7 +83,7 @@ def test_the_first_loss_from_scratch_is_that_of_a_uniform_guess(
     gates.first_loss(0.1, tiny_model, from_scratch=False)
     assert capsys.readouterr().err == ""
     gates.first_loss(6.0, tiny_model, from_scratch=False)
-    assert "does the base model fit this tokenizer?" in capsys.readouterr().err
+    assert "does the base model use this tokenizer?" in capsys.readouterr().err
 
 
 def test_an_untrained_model_of_ours_passes_the_first_loss() -> None:

@@ -232,14 +232,14 @@ def test_a_file_is_the_model_rounded(kind: str, d_ff: int, byte_tokenizer: Token
 
 @pytest.mark.parametrize("kind", ["f32", "q8_0"])
 def test_a_permuted_weight_fails_the_proof(kind: str, byte_tokenizer: Tokenizer, tmp_path: Path) -> None:
-    """As a converter would leave it that takes the rotation for one of neighbours."""
+    """As a converter would leave it that takes the rotation for one of neighbors."""
     model, other = fresh(), fresh()
     with torch.no_grad():
         weight = other.model.layers[1].self_attn.q_proj.weight
         weight.copy_(weight.view(4, 2, 8, 64).transpose(1, 2).reshape(64, 64))
     path = written(byte_tokenizer, tmp_path / "a.gguf", other, kind)
     serialized = (tmp_path / "tokenizer/tokenizer.json").read_text(encoding="utf-8")
-    with pytest.raises(GateError, match=rf"layers\.1\.self_attn\.q_proj\.weight is not the model's, rounded to {kind}"):
+    with pytest.raises(GateError, match=rf"1\.self_attn\.q_proj\.weight is not the model's weight rounded to {kind}"):
         export_gguf.verify(path, model, byte_tokenizer, serialized, kind=kind)
     assert export_gguf.verify(path, other, byte_tokenizer, serialized, kind=kind)["probe_tokens"] > 1000
 
@@ -289,7 +289,7 @@ def test_another_shape_in_the_file_fails_the_proof(
     other = fresh(replace(SHAPES["tied"], **changed))
     path = written(byte_tokenizer, tmp_path / "a.gguf", other, "q8_0")
     serialized = (tmp_path / "tokenizer/tokenizer.json").read_text(encoding="utf-8")
-    with pytest.raises(GateError, match="read back, the model is ModelConfig"):
+    with pytest.raises(GateError, match="in the file, the model is ModelConfig"):
         export_gguf.verify(path, model, byte_tokenizer, serialized, kind="q8_0")
 
 

@@ -61,7 +61,7 @@ def test_guesses_are_held_against_what_the_policy_says_of_each_token(tiny_model:
     """Both rows are zero, so the error of a token is its own log-probability, from -5 on."""
     policy = Transformer(tiny_model.config, torch.Generator().manual_seed(7)).requires_grad_(False)
     rows, learner = batch(), GuessingModel(RewardModel(tiny_model))
-    found = reward.loss(learner.train(True), rows, policy=policy, centring=0.0, likelihood_weight=0.25)
+    found = reward.loss(learner.train(True), rows, policy=policy, centering=0.0, likelihood_weight=0.25)
     terms = {term.name: term for term in found.terms}
     assert set(terms) == {"ranking", "likelihood"}
     assert float(terms["ranking"].sum.detach()) == pytest.approx(2 * math.log(2))
@@ -79,12 +79,12 @@ def test_guesses_are_held_against_what_the_policy_says_of_each_token(tiny_model:
     assert rows.counts["tokens"] == 10
     assert [
         t.name
-        for t in reward.loss(learner.train(False), rows, policy=policy, centring=0.1, likelihood_weight=0.25).terms
+        for t in reward.loss(learner.train(False), rows, policy=policy, centering=0.1, likelihood_weight=0.25).terms
     ] == ["ranking"]
 
 
 def test_a_surprise_counts_five_nats_and_no_more() -> None:
-    base = pair_losses.bradley_terry(torch.tensor([1.0]), torch.tensor([0.0]), centring=0.0)
+    base = pair_losses.bradley_terry(torch.tensor([1.0]), torch.tensor([0.0]), centering=0.0)
     found = pair_losses.with_likelihood(base, torch.tensor([-1.0, -4.0]), torch.tensor([-0.5, -40.0]), weight=2.0)
     assert [term.name for term in found.terms] == ["ranking", "likelihood"]
     assert float(found.terms[1].sum) == pytest.approx(0.25 + 1.0)
@@ -100,14 +100,14 @@ def test_guesses_can_be_learnt_and_are_not_published(
     model = RewardModel(tiny_model)
     learner, rows = GuessingModel(model).train(True), batch()
     told, _ = losses.token_logprobs(policy, rows)
-    optimiser = torch.optim.Adam(learner.parameters(), lr=3e-3)
+    optimizer = torch.optim.Adam(learner.parameters(), lr=3e-3)
     errors = []
     for _ in range(300):
-        found = reward.loss(learner, rows, policy=policy, centring=0.0, likelihood_weight=1.0)
+        found = reward.loss(learner, rows, policy=policy, centering=0.0, likelihood_weight=1.0)
         errors.append(float(found.terms[-1].sum.detach()))
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         sum((term.sum for term in found.terms), torch.zeros(())).backward()
-        optimiser.step()
+        optimizer.step()
     variance = float((told - told.mean()).square().sum())
     assert errors[-1] < 0.1 * variance < errors[0]
     checkpoint.save_reward(tmp_path / "reward", model, byte_tokenizer, {})

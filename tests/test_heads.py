@@ -147,8 +147,8 @@ def test_training_flops_count_one_row_in_place_of_the_vocabulary() -> None:
     assert model.flops_per_token(10) == 6 * (body + 32) + 12 * 2 * 4 * 16 * 10
 
 
-def test_normalised_by_hand() -> None:
-    assert rewarding().normalised(torch.tensor([0.625, 2.125, -2.375])).tolist() == [0.0, 1.0, -2.0]
+def test_normalized_by_hand() -> None:
+    assert rewarding().normalized(torch.tensor([0.625, 2.125, -2.375])).tolist() == [0.0, 1.0, -2.0]
 
 
 @pytest.mark.parametrize("change", ["bidirectional", "dropout"])
@@ -160,11 +160,11 @@ def test_a_trunk_whose_scores_depend_on_more_than_the_text_is_refused(change: st
         RewardModel(trunk)
     trunk = Transformer(config)
     trunk.dropout = 0.1
-    with pytest.raises(ValueError, match=r"an actor must have no dropout, found 0.1"):
+    with pytest.raises(ValueError, match=r"expected an actor without dropout, found dropout 0.1"):
         ActorCritic(trunk, rewarding())
 
 
-def test_actor_and_critic_give_logits_and_normalised_values_of_the_same_places() -> None:
+def test_actor_and_critic_give_logits_and_normalized_values_of_the_same_places() -> None:
     actor, critic = Transformer(CONFIGS["qwen3-untied"], torch.Generator().manual_seed(3)), rewarding()
     both = ActorCritic(actor, critic)
     ids, documents = padded(0)
@@ -253,7 +253,7 @@ def test_a_reward_model_is_not_taken_for_a_language_model(folder: Path) -> None:
     [
         (
             {"reward_mean": None},
-            "expected numbers reward_mean and reward_std > 0, found None and 1.5; for a reward model from",
+            "expected numbers `reward_mean` and `reward_std` > 0, found None and 1.5; for a reward model from",
         ),
         ({"reward_std": 0}, "found 0.625 and 0"),
         ({"reward_mean": math.nan}, "found nan and 1.5"),
@@ -368,5 +368,5 @@ def test_no_more_layers_than_there_are_to_copy() -> None:
     trunk = Transformer(CONFIGS["llama"], torch.Generator().manual_seed(0))
     assert deepened(trunk, 0) is trunk
     for count in (-1, 3):
-        with pytest.raises(ConfigError, match=f"extra_layers: expected 0 to 2, .*got {count}"):
+        with pytest.raises(ConfigError, match=f"extra_layers: expected 0 to 2 .*got {count}"):
             deepened(trunk, count)

@@ -112,13 +112,13 @@ def test_gated_sets_are_off(tmp_path: Path) -> None:
     assert list(hub.read_hub(config("text", entry), "text", tmp_path)) == []
 
 
-def test_splits_licences_and_ids_come_from_the_entry(tmp_path: Path) -> None:
-    entry = HubSet(id="a/b", train="tr", val="va", text_field="content", licence_field="license", licence="unknown")
+def test_splits_licenses_and_ids_come_from_the_entry(tmp_path: Path) -> None:
+    entry = HubSet(id="a/b", train="tr", val="va", text_field="content", license_field="license", license="unknown")
     lay(tmp_path, "code", entry, tr=[{"content": "x", "license": "MIT", "id": 1}], va=[{"content": "y"}])
     found = pairs_of(hub.read_hub(config("code", entry), "code", tmp_path))
     assert found == [
-        ("train", Text(text="x", source="a/b", path="a/b/1", licence="MIT")),
-        ("val", Text(text="y", source="a/b", path="a/b/va/part-0", licence="unknown")),
+        ("train", Text(text="x", source="a/b", path="a/b/1", license="MIT")),
+        ("val", Text(text="y", source="a/b", path="a/b/va/part-0", license="unknown")),
     ]
 
 

@@ -161,9 +161,9 @@ def test_all_globs_without_a_match_are_named_at_once(own: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"source": "machine", "dialogues": ["d/*"]}, "dialogues: is only used with source: files"),
-        ({"source": "hub", "text_field": ["a"]}, "text_field: is only used with source: files"),
-        ({"source": "files", "hub": {"text": []}}, "hub: is only used with source: hub"),
+        ({"source": "machine", "dialogues": ["d/*"]}, "`dialogues` is used only with source: files, but"),
+        ({"source": "hub", "text_field": ["a"]}, "`text_field` is used only with source: files, but source is hub"),
+        ({"source": "files", "hub": {"text": []}}, "`hub` is used only with source: hub, but source is files"),
         ({"source": "files", "val_share": 0.5, "test_share": 0.5}, "val_share, test_share: expected"),
     ],
 )
@@ -191,7 +191,7 @@ def test_pieces_join_to_the_text_and_none_is_over_the_limit(
     parts: list[str], limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(intake, "TEXT_BYTES", limit)
-    document = Text(text="".join(parts), source="s", path="p", licence="l")
+    document = Text(text="".join(parts), source="s", path="p", license="l")
     pieces = cut(document)
     assert "".join(piece.text for piece in pieces) == document.text
     if len(pieces) > 1:
@@ -201,7 +201,7 @@ def test_pieces_join_to_the_text_and_none_is_over_the_limit(
 
 def test_a_long_text_is_cut_at_blank_lines_where_it_has_them() -> None:
     paragraph = "word " * 60_000 + "\n\n"  # 300,002 bytes
-    pieces = cut(Text(text=paragraph * 5, source="s", path="p", licence="l"))
+    pieces = cut(Text(text=paragraph * 5, source="s", path="p", license="l"))
     assert [piece.text.count("\n\n") for piece in pieces] == [3, 2]
 
 

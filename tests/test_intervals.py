@@ -97,7 +97,7 @@ def test_what_has_no_interval_is_refused() -> None:
             wilson(successes, n)
     with pytest.raises(ValueError, match="at least one item"):
         ratio([], generator=seeded())
-    with pytest.raises(ValueError, match="one each per item"):
+    with pytest.raises(ValueError, match="one of each per item"):
         ratio([1.0], [1.0, 2.0], generator=seeded())
     with pytest.raises(ValueError, match="the same items"):
         paired_difference(([1.0], None), ([1.0, 2.0], None), generator=seeded())

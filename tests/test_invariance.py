@@ -100,7 +100,7 @@ def train_pairs(folder: Path, method: str, **runtime: Any) -> nn.Module:
         if method == "dpo"
         else (
             GuessingModel(RewardModel(model)),
-            partial(reward.loss, policy=frozen, centring=0.1, likelihood_weight=0.5),
+            partial(reward.loss, policy=frozen, centering=0.1, likelihood_weight=0.5),
         )
     )
     settings = flat(PairConfig, steps=2, pairs=8, max_prompt=64, max_length=128, eval_steps=1, publish="last", **SMOOTH)

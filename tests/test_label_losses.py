@@ -232,7 +232,7 @@ def test_unequal_numbers_of_answers_are_advised_on_and_the_advice_is_good() -> N
     assert LabelLoss().unbalanced(100, 100) == LabelLoss().unbalanced(120, 100) == ""
     advice = LabelLoss().unbalanced(300, 100)
     assert "300 good and 100 bad answers weigh 3.00 to 1" in advice
-    assert "desirable_weight from 0.33 to 0.44, or undesirable_weight from 2.25 to 3.00" in advice
+    assert "desirable_weight between 0.33 and 0.44, or undesirable_weight between 2.25 and 3.00" in advice
     assert LabelLoss(desirable_weight=0.4).unbalanced(300, 100) == ""
     assert LabelLoss(undesirable_weight=2.6).unbalanced(300, 100) == ""
     assert LabelLoss(desirable_weight=0.5).unbalanced(300, 100)

@@ -131,7 +131,7 @@ def test_one_kind_of_answers_alone_is_refused(byte_tokenizer: Tokenizer, tmp_pat
 @pytest.mark.parametrize(
     ("labels", "message"),
     [
-        ([], r"0 of 0 labels cannot be used \(it is empty\)"),
+        ([], r"0 of 0 labels cannot be used \(the file is empty\)"),
         (
             [label(n, answer=[{"role": "assistant", "content": " "}]) for n in range(2)],
             r"2 of 2 labels .*2 empty answer",

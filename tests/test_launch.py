@@ -106,8 +106,8 @@ def test_deploy_goes_before_all_else_and_its_end_is_told(
     assert Launcher(build_of(waits, jobs=1, reward=99.0), "make").run() == 0
     assert repros.started == ["tools", "stage_deploy", "reward", "rlhf"]
     said = capsys.readouterr().err
-    assert said.count("you can talk to it now: make chat") == 1
-    assert said.index("talk to it now") < said.index("launch: reward starts")
+    assert said.count("you can talk to the model now: make chat") == 1
+    assert said.index("talk to the model now") < said.index("launch: reward starts")
 
 
 def test_a_failure_takes_with_it_only_what_needs_it_and_its_own_code_is_ours(

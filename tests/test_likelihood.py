@@ -121,7 +121,7 @@ def test_the_batch_changes_nothing(tokenizer: Tokenizer, monkeypatch: pytest.Mon
 
 
 class Lowering:
-    """A tokenizer with a normaliser: it lowers its input."""
+    """A tokenizer with a normalizer: it lowers its input."""
 
     def __init__(self, inner: Tokenizer) -> None:
         self.inner, self.end_of_text, self.token_bytes = inner, inner.end_of_text, inner.token_bytes
@@ -141,7 +141,7 @@ def test_texts_that_the_tokenizer_changes_are_left_out_and_counted(tokenizer: To
 def test_wrong_bytes_of_a_token_are_an_error(tokenizer: Tokenizer) -> None:
     wrong = Lowering(tokenizer)
     wrong.token_bytes = [b"?" for _ in tokenizer.token_bytes]
-    with pytest.raises(ModelError, match="do not spell it"):
+    with pytest.raises(ModelError, match="bits per byte would be wrong"):
         likelihood(sharp(384), wrong, ["plain"], context=8)  # type: ignore[arg-type]
 
 

@@ -108,7 +108,7 @@ def test_the_template_in_the_file_gives_our_conversations(program: LlamaCpp) -> 
 
 
 def test_llama_cpp_s_own_reading_of_the_template_gives_plain_conversations(program: LlamaCpp) -> None:
-    """`llama_chat_apply_template` runs no Jinja: it recognises ChatML and knows no tools."""
+    """`llama_chat_apply_template` runs no Jinja: it recognizes ChatML and knows no tools."""
     template = program.model.metadata["tokenizer.chat_template"].encode()
     plain = [messages for messages, tools in probes.CONVERSATIONS if not tools]
     assert len(plain) == 2

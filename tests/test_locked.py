@@ -74,8 +74,8 @@ def test_what_does_not_fit_the_lock_is_named(name: str, message: str, lock: Path
         sources.packages([name], lock)
 
 
-def test_a_licence_that_is_not_permissive_is_refused(lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = Package(name="six", version="9.9", licence="GPL-3.0", base=Path(), files=(), requirements=())
+def test_a_license_that_is_not_permissive_is_refused(lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Package(name="six", version="9.9", license="GPL-3.0", base=Path(), files=(), requirements=())
     monkeypatch.setattr(sources, "package_of", lambda name: made)
     with pytest.raises(DataError, match=r"six: expected a permissive license, found GPL-3\.0"):
         sources.packages(["six"], lock)
@@ -103,18 +103,18 @@ def test_a_changed_file_and_one_that_is_gone_stop_the_harvest(tmp_path: Path) ->
         (changed, "expected sha256 .*the file was modified.*--force-reinstall"),
         (tmp_path / "no.py", "cannot be read"),
     ):
-        entry = Found(file=file, package="jinja2", path=real.path, licence="BSD License", sha256=real.sha256)
+        entry = Found(file=file, package="jinja2", path=real.path, license="BSD License", sha256=real.sha256)
         with pytest.raises(DataError, match=message):
             cleaning.python_file(entry, config, code=True, prose=False)
     with pytest.raises(DataError, match=r"jinja2: RECORD has no sha256 for jinja2/new\.py"):
-        sources.checked([Found(file=changed, package="jinja2", path="jinja2/new.py", licence="BSD License")])
+        sources.checked([Found(file=changed, package="jinja2", path="jinja2/new.py", license="BSD License")])
     with pytest.raises(PackageNotFoundError):
         sources.package_of("no-such-package")
 
 
 def test_packages_are_named_with_their_source_alone() -> None:
     for wrong in ({"source": "packages"}, {"source": "machine", "packages": ["six"]}):
-        with pytest.raises(ValueError, match="packages: expected package names with source: packages"):
+        with pytest.raises(ValueError, match="packages: required if source is packages, not allowed otherwise"):
             DataConfig(**wrong)  # type: ignore[arg-type]
 
 

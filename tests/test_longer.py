@@ -121,7 +121,7 @@ def test_a_named_state_gives_the_bytes_of_the_run_that_stopped_there(workspace: 
     assert tools(steps=20, save_steps=5, keep=9).code == 0
     whole = published()
     listed = tools("--resume", "10", steps=20)
-    assert listed.code == 2 and "--resume 10: this run has no such state" in listed.said and "16" in listed.said
+    assert listed.code == 2 and "--resume 10: this run has no such checkpoint" in listed.said and "16" in listed.said
     resumed = tools("--resume", "16", steps=20)
     assert resumed.code == 0 and "resumed at step 16 of 20" in resumed.said
     assert published() == whole
@@ -162,7 +162,7 @@ def test_models_that_cannot_be_kept_are_named_and_end_no_run(workspace: Workspac
     ended = workspace.command("reward", **{"runtime.keep_models": [2]})
     assert ended.code == 0 and "is ignored because stage_reward writes a model only at the end" in ended.said
     ended = tools(steps=4, keep_models=[9])
-    assert ended.code == 0 and "stage_tools has 4 steps, so 9 is never reached" in ended.said
+    assert ended.code == 0 and "stage_tools has 4 steps, so step 9 is never reached" in ended.said
     ended = tools(steps=4, keep_models=[2])
     assert ended.code == 0 and "the model of step 2 was not kept: retrain with runtime.fresh=true" in ended.said
 
@@ -173,4 +173,4 @@ def test_a_run_that_another_process_trains_is_left_alone(workspace: Workspace) -
     with workdir.held(key) as is_held:
         assert is_held
         longer = tools(steps=30)
-    assert longer.code == 0 and "starts at 0: its states are gone, or in use by another process" in longer.said
+    assert longer.code == 0 and "starts at step 0: its states are gone, or in use by another process" in longer.said

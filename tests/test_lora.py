@@ -94,7 +94,7 @@ IDS = torch.randint(0, 97, (64, 20), generator=torch.Generator().manual_seed(2))
     [
         ({"rank": 0}, "adapter.rank: expected at least 1, found 0"),
         ({"alpha": 0.0}, "adapter.alpha: expected a positive number"),
-        ({"dropout": 1.0}, "adapter.dropout: expected at least 0 and below 1, found 1.0"),
+        ({"dropout": 1.0}, r"adapter.dropout: expected a number in \[0, 1\), found 1.0"),
         ({"dropout": -0.1}, "adapter.dropout"),
         ({"targets": ("q_proj", "lm_head")}, "some of q_proj, k_proj, .*found .*lm_head"),
         ({"targets": ("q_proj", "all-linear")}, "only all-linear"),
@@ -298,7 +298,7 @@ def test_a_bf16_base_keeps_its_dtype_and_its_adapter_float32() -> None:
 def test_the_merge_gate_stops_what_float32_would_have_kept() -> None:
     model = stirred(adapted("lora").to(torch.bfloat16))
     with pytest.raises(
-        GateError, match=r"expected the logits of 64 rows within 0.0001 .*found .*torch.bfloat16 instead"
+        GateError, match=r"change the logits of 64 rows by at most 0.0001, found .*torch.bfloat16 instead"
     ):
         lora.merged_with_gate(model, IDS)
 
@@ -332,7 +332,7 @@ def test_a_state_that_does_not_fit_is_refused_by_name() -> None:
     first = next(iter(state))
     with pytest.raises(ModelError, match=f"found 1 missing .{first}"):
         lora.load_adapter_state(model, {key: tensor for key, tensor in state.items() if key != first})
-    with pytest.raises(ModelError, match=rf"{first} has shape \[4, 24\], expected \[3, 24\]: different rank"):
+    with pytest.raises(ModelError, match=rf"{first} has shape \[4, 24\], expected \[3, 24\]; the rank"):
         lora.load_adapter_state(model, state | {first: torch.zeros(4, 24)})
 
 

@@ -145,8 +145,8 @@ def test_a_fence_of_each_language_keeps_its_text(name: str) -> None:
 def test_a_long_fence_is_plain_and_too_long_a_text_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "COLOUR_SECONDS", 60.0)
     line = "x = 1\n"
-    coloured, plain = (render(f"```python\n{line * num}```") for num in (MOST_COLOURED // 6, MOST_COLOURED // 6 + 1))
-    assert "<span" in coloured and "<span" not in plain and plain.count("x = 1") == MOST_COLOURED // 6 + 1
+    colored, plain = (render(f"```python\n{line * num}```") for num in (MOST_COLOURED // 6, MOST_COLOURED // 6 + 1))
+    assert "<span" in colored and "<span" not in plain and plain.count("x = 1") == MOST_COLOURED // 6 + 1
     assert render("a" * MOST_CHARACTERS)
     with pytest.raises(
         InputError, match=f"at most {MOST_CHARACTERS} characters of Markdown, found {MOST_CHARACTERS + 1}"

@@ -48,8 +48,8 @@ def test_a_row_that_was_not_told_or_told_twice_failed() -> None:
     )
     assert report.heard(output, [1, 2, 3]) == {
         1: Outcome("pass"),
-        2: Outcome("FAIL", "told 2 times"),
-        3: Outcome("FAIL", "told 0 times"),
+        2: Outcome("FAIL", "reported 2 times"),
+        3: Outcome("FAIL", "reported 0 times"),
     }
 
 
@@ -79,7 +79,7 @@ def test_the_table_shows_every_outcome_and_says_each_reason_once() -> None:
         "| | version | left 1.0 | right 2.0 | third 3.0 |\n"
         "| 1 | one | pass | pass (1) | pass |\n"
         "| 2 | two | not offered (2) | not offered (2) | FAIL |\n"
-        "| | **passed of 2** | 1 | 1 | 1 |\n"
+        "| | **passed, out of 2** | 1 | 1 | 1 |\n"
         "\n"
         "1. in part\n"
         "2. no way\n"

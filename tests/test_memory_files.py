@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pipeline.memory import files
 from pipeline.memory.config import MemoryConfig
-from pipeline.memory.files import QuantisedBank, WiderConfig, dequantise, quantise, quantised
+from pipeline.memory.files import QuantisedBank, WiderConfig, dequantize, quantize, quantized
 from pipeline.memory.model import Bank, Memory
 from pipeline.model import checkpoint
 from pipeline.model.transformer import Transformer
@@ -42,7 +42,7 @@ def ids_of(model: Transformer) -> Tensor:
     [
         memory(),
         memory(share="each", layers="all", storage="reduced", bank_rank=16, centered=True),
-        memory(rank=4, storage="factorised", bank_rank=8),
+        memory(rank=4, storage="factorized", bank_rank=8),
         WiderConfig(width=24, layers=(0, 1)),
     ],
 )
@@ -110,9 +110,9 @@ def test_files_that_are_not_whole_are_refused(
 def test_rows_in_few_bits_are_off_by_half_a_step_at_most(bits: int, most: int) -> None:
     rows = torch.randn(64, 10, generator=torch.Generator().manual_seed(0)) * torch.logspace(-6, 3, 64)[:, None]
     rows[5] = 0
-    numbers, scales = quantise(rows, bits)
+    numbers, scales = quantize(rows, bits)
     torch.testing.assert_close(scales[:, 0], rows.abs().amax(1) / most)
-    found = dequantise(numbers, scales, bits)
+    found = dequantize(numbers, scales, bits)
     assert ((found - rows).abs() <= scales / 2 * (1 + 1e-5)).all() and not found[5].any()
     assert numbers.element_size() * numbers.shape[1] * 8 == bits * 10
     assert (found.abs().amax(1) <= rows.abs().amax(1) * (1 + 1e-5)).all()
@@ -120,14 +120,14 @@ def test_rows_in_few_bits_are_off_by_half_a_step_at_most(bits: int, most: int) -
 
 def test_numbers_by_hand() -> None:
     """max 12.7 gives s = 0.1: -12.7, 0.04, 0.06, 3.14 are -127, 0, 1, 31; in 4 bits of max 7, s = 1."""
-    numbers, scales = quantise(torch.tensor([[-12.7, 0.04, 0.06, 3.14]]), 8)
+    numbers, scales = quantize(torch.tensor([[-12.7, 0.04, 0.06, 3.14]]), 8)
     assert numbers.tolist() == [[-127, 0, 1, 31]] and scales.item() == pytest.approx(0.1)
-    packed, scales = quantise(torch.tensor([[-7.0, 7.0, 0.4, -2.6]]), 4)
+    packed, scales = quantize(torch.tensor([[-7.0, 7.0, 0.4, -2.6]]), 4)
     assert packed.tolist() == [[1 | 15 << 4, 8 | 5 << 4]] and scales.item() == 1.0
-    assert dequantise(packed, scales, 4).tolist() == [[-7.0, 7.0, 0.0, -3.0]]
+    assert dequantize(packed, scales, 4).tolist() == [[-7.0, 7.0, 0.0, -3.0]]
 
 
-@pytest.mark.parametrize("storage", [{"storage": "full"}, {"storage": "factorised", "bank_rank": 16}])
+@pytest.mark.parametrize("storage", [{"storage": "full"}, {"storage": "factorized", "bank_rank": 16}])
 @pytest.mark.parametrize("bits", [8, 4])
 def test_a_bank_in_few_bits_reads_and_keeps(
     storage: dict[str, Any], bits: int, tiny_model: Transformer, byte_tokenizer: Tokenizer, tmp_path: Path
@@ -138,10 +138,10 @@ def test_a_bank_in_few_bits_reads_and_keeps(
     (bank,) = model.hook.bank
     assert isinstance(bank, Bank)
     which = torch.tensor([[3, 0], [7, 7]])
-    quantised(model.hook, bits)
+    quantized(model.hook, bits)
     (narrow,) = model.hook.bank
     assert isinstance(narrow, QuantisedBank) and not any("rows" in name for name, _ in model.named_parameters())
-    rows = dequantise(*quantise(bank.rows.detach(), bits), bits)
+    rows = dequantize(*quantize(bank.rows.detach(), bits), bits)
     expected = rows if bank.factor is None else rows @ bank.factor.T
     torch.testing.assert_close(narrow(which), expected[which])
     torch.testing.assert_close(narrow(), expected)
@@ -156,8 +156,8 @@ def test_what_cannot_be_put_into_few_bits_is_refused() -> None:
     model = opened(memory(storage="reduced", bank_rank=16))
     assert isinstance(model.hook, Memory)
     with pytest.raises(ValueError, match="expected 8 or 4 bits, got 3"):
-        quantised(model.hook, 3)
-    odd = Bank(memory(storage="factorised", bank_rank=15), 32)
+        quantized(model.hook, 3)
+    odd = Bank(memory(storage="factorized", bank_rank=15), 32)
     with pytest.raises(ValueError, match="rows of even length, got 15"):
         QuantisedBank(odd, 4)
 

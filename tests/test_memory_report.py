@@ -84,7 +84,7 @@ def test_cells_darken_with_the_share_and_a_part_is_numbered_by_its_heaviest_chap
 def test_the_page_has_tables_maps_and_charts_of_a_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STAGECOACH_WORK", str(tmp_path / ".work"))
     metrics = results.write(tmp_path / "metrics")
-    assert "What chooses what" not in card.render(metrics)
+    assert "Which texts choose" not in card.render(metrics)
     (metrics / "memory.json").write_text(json.dumps({"layers": [3], "lineage": {"key": "k"}}))
     lines = [",".join(ROWS[0]), *(",".join(row.values()) for row in ROWS)]
     (metrics / "memory.csv").write_text("\n".join(lines) + "\n")
@@ -92,8 +92,8 @@ def test_the_page_has_tables_maps_and_charts_of_a_memory(tmp_path: Path, monkeyp
     (metrics / "routing/memory.json").write_text(json.dumps(TOLD))
     page = card.render(metrics)
     for text in (
-        "What chooses what from the memory",
-        "Chapters against sources, layer 3",
+        "Which texts choose which chapters of the memory",
+        "Chapters by source, layer 3",
         "&lt;b&gt;who&lt;/b&gt;<sub>2</sub>",
         "Each text chooses 2 of 4 chapters, by prompt",
         "Evenness of chapter usage",

@@ -73,7 +73,7 @@ def test_it_publishes_a_memory_and_a_wider_model_of_its_size_on_the_untouched_ba
     [
         {"routing": "chunk", "centered": False},
         {"routing": "token"},
-        {"storage": "factorised", "bank_rank": 4, "rank": 2, "share": "each", "layers": "all"},
+        {"storage": "factorized", "bank_rank": 4, "rank": 2, "share": "each", "layers": "all"},
         {"storage": "reduced", "bank_rank": 16},
     ],
 )
@@ -143,13 +143,13 @@ def test_routing_by_sequence_is_refused_unless_asked_for_and_said_to_leak(coded:
         ({"top_k": 6}, "expected at most 5"),
         ({"top_k": 1}, "learn nothing"),
         ({"layers": "last_9"}, "expected last_1 to last_2"),
-        ({"quantise": "int2"}, "expected one of none, int8, int4"),
-        ({"baseline_learning_rate": 0.0}, "baseline_learning_rate: expected above 0"),
+        ({"quantize": "int2"}, "expected one of none, int8, int4"),
+        ({"baseline_learning_rate": 0.0}, "baseline_learning_rate: expected more than 0"),
         ({"questions": 0}, "expected at least 1"),
         ({"load_balance": -1.0}, "expected at least 0"),
         ({"storage": "reduced", "bank_rank": 15}, "expected a multiple of"),
         ({"train_base": True, "adapter": {"rank": 1, "alpha": 1}}, "expected one of them"),
-        ({"context": 8, "tokens_per_step": 512}, "tokens, more than context"),
+        ({"context": 8, "tokens_per_step": 512}, "tokens, more than `context`"),
         ({"context": 100000, "tokens_per_step": 100000}, "the model's context"),
     ],
 )
@@ -162,10 +162,10 @@ def test_what_cannot_be_is_refused_by_name(coded: Workspace, changes: dict[str, 
 
 @pytest.mark.full
 def test_a_bank_in_few_bits_is_published(coded: Workspace) -> None:
-    finished(coded, quantise="int8")
+    finished(coded, quantize="int8")
     (bank,) = loaded("memory").hook.bank
     assert isinstance(bank, QuantisedBank) and bank.bits == 8
-    told = coded.numbers("memory")["quantised"]
+    told = coded.numbers("memory")["quantized"]
     assert 0 < told["bpb_after"] <= told["bpb_before"] * 1.005
 
 

@@ -113,7 +113,7 @@ def test_where_not_even_a_row_fits_the_run_is_refused_or_warned_of(
     in_repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fitting, model = FitConfig(steps=1, tokens_per_step=4 * 512, context=512, learning_rate=1e-3), Transformer(nano())
-    with pytest.raises(InputError, match=r"needs an estimated 0\.1 GB, .* or force it with runtime\.micro_batch=1"):
+    with pytest.raises(InputError, match=r"needs an estimated 0\.1 GB, .* or try anyway with runtime\.micro_batch=1"):
         planned(model, fitting, 10**7, monkeypatch)
     needs = next(size for size in range(10**7, 10**9, 10**6) if fits(model, fitting, size, monkeypatch))
     capsys.readouterr()

@@ -190,7 +190,7 @@ def test_functions_are_sorted_with_the_reason_of_the_others() -> None:
     assert tasks[0].signature == "clip(value, low=0)" and tasks[0].docstring == "Within limits."
     assert tasks[2].source.startswith("def count(text: str)")
     assert list(source().broken) == ["old/broken.py"]
-    assert source().broken["old/broken.py"].startswith("no Python of this version: Missing parentheses")
+    assert source().broken["old/broken.py"].startswith("is not valid Python for this version: Missing parentheses")
 
 
 def test_a_context_has_what_the_function_needs_and_not_its_body(judge: Judge) -> None:
@@ -256,7 +256,7 @@ def test_slices_of_many_kinds_compute_what_the_module_does(files: dict[str, str]
 
 def test_what_does_not_parse_cannot_be_needed() -> None:
     files = {"a.py": "from b import h\ndef f(x):\n    return h(x)\n", "b.py": "print 2\n"}
-    with pytest.raises(Unsliceable, match=r"needs b\.py, which no Python of this version"):
+    with pytest.raises(Unsliceable, match=r"needs b\.py, which is not valid Python for this version"):
         ParsedFiles(files, "r").context("a.py", "f")
     star = {"a.py": "from b import *\ndef f(x):\n    return h(x)\n", "b.py": "print 2\n"}
     assert "raise NotImplementedError" in ParsedFiles(star, "r").context(
@@ -296,7 +296,7 @@ def test_functions_with_tests_become_tasks_and_the_others_say_why(mined: mining.
     assert reasons["constant"] == "a stub passes its tests"
     assert reasons["untested"] == reasons["filled"] == "fewer than 2 calls with plain values"
     assert reasons["changing"].startswith("fewer than 2 calls")  # equal arguments gave other results
-    assert reasons["old/broken.py"].startswith("no Python of this version")
+    assert reasons["old/broken.py"].startswith("is not valid Python for this version")
     total = by_name["total"]
     assert total.question.startswith(
         "Write the Python function `total(prices, kind='low')` of the file shop/prices.py."

@@ -301,7 +301,7 @@ def test_config_json_serves_both_generations_of_transformers() -> None:
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"use_sliding_window": True}, "use_sliding_window"),
         ({"attention_bias": True}, "attention_bias"),
-        ({"rope_theta": 3.0}, "which one is right"),
+        ({"rope_theta": 3.0}, "correct one of them"),
         ({"num_key_value_heads": 5}, "kv_heads"),
     ],
 )

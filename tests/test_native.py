@@ -164,7 +164,7 @@ def test_threads_share_the_rows_and_change_rounding_of_sums_over_rows_alone(fold
 
 def test_wrong_input_is_refused_before_memory_is_touched(folder: Path) -> None:
     native.load(folder)
-    with pytest.raises(IndexError, match="expected targets within 0 to 39, got 3 to 40"):
+    with pytest.raises(IndexError, match="expected targets from 0 to 39, got 3 to 40"):
         primitives.exponentials(drawn(0, 2, 40).to(BF16), torch.tensor([3, 40]))
     with pytest.raises(ValueError, match="expected contiguous tensors"):
         primitives.gated(drawn(0, 8, 4).to(BF16).t())

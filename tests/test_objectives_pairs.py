@@ -29,7 +29,7 @@ def test_bradley_terry_is_trl_s(name: str, dtype: torch.dtype) -> None:
 
     def loss(part: slice) -> Loss:
         gap = None if margin is None else margin[part]
-        return bradley_terry(chosen[part], rejected[part], margin=gap, centring=case["inputs"]["centring"])
+        return bradley_terry(chosen[part], rejected[part], margin=gap, centering=case["inputs"]["centering"])
 
     whole = objective(loss(slice(None)), {"pairs": 5})
     whole.backward()

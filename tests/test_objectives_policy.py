@@ -160,12 +160,12 @@ def test_group_losses_are_trl_s(name: str, dtype: torch.dtype) -> None:
     assert shown["entropy"] == pytest.approx(0.5)
 
 
-def test_trl_has_a_case_for_every_normaliser() -> None:
-    found = {method_of(case["name"], case["inputs"]).normaliser for case in LOSSES.values()}
+def test_trl_has_a_case_for_every_normalizer() -> None:
+    found = {method_of(case["name"], case["inputs"]).normalizer for case in LOSSES.values()}
     assert (
         found
         == {"sequences", "max_tokens", "tokens", "ratio", "mean_ratio"}
-        == {m.normaliser for m in METHODS.values()}
+        == {m.normalizer for m in METHODS.values()}
     )
 
 

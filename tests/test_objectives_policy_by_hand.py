@@ -37,7 +37,7 @@ def test_one_token_alone_is_not_whitened() -> None:
     assert whiten(values, torch.zeros(1, 2, dtype=torch.bool)).tolist() == [[0.0, 0.0]]
 
 
-def test_values_that_hardly_differ_are_only_centred() -> None:
+def test_values_that_hardly_differ_are_only_centered() -> None:
     values, mask = (
         torch.tensor([[2.0, 2.00001, 2.00002, 50.0]], dtype=torch.float64),
         torch.tensor([[True] * 3 + [False]]),
@@ -298,15 +298,15 @@ def test_the_numbers_of_a_step_by_hand() -> None:
 
 
 def test_the_methods_are_the_spec_s_table() -> None:
-    """Advantage, normaliser, lo/hi, beta, where the divergence stands, dynamic sampling (alignment, 6)."""
+    """Advantage, normalizer, lo/hi, beta, where the divergence stands, dynamic sampling (alignment, 6)."""
     found = {
-        name: (m.advantage, m.normaliser, m.clip.low, m.clip.high, m.beta, m.kl_in if m.beta else "", m.dynamic)
+        name: (m.advantage, m.normalizer, m.clip.low, m.clip.high, m.beta, m.kl_in if m.beta else "", m.dynamic)
         for name, m in METHODS.items()
         if name != "gspo"
     }
     assert found == {
         "grpo": ("scaled", "sequences", 0.2, 0.2, 0.01, "loss", False),
-        "dr_grpo": ("centred", "max_tokens", 0.2, 0.2, 0.0, "", False),
+        "dr_grpo": ("centered", "max_tokens", 0.2, 0.2, 0.0, "", False),
         "dapo": ("scaled", "tokens", 0.2, 0.28, 0.0, "", True),
         "rloo": ("others", "ratio", 0.2, 0.2, 0.05, "reward", False),
         "reinforce_pp": ("to_go", "tokens", 0.2, 0.2, 0.01, "reward", False),

@@ -41,7 +41,7 @@ def test_the_missing_packages_of_the_extra_are_named(monkeypatch: pytest.MonkeyP
         lambda: onnx.build(tmp_path, tmp_path / "onnx", kind="fp32"),
         lambda: onnx.Genai(tmp_path),
     ):
-        with pytest.raises(InputError, match="extra onnx, surely_not_installed, nor_this not found; install them"):
+        with pytest.raises(InputError, match="are missing: surely_not_installed, nor_this; install them"):
             needs()
     assert not (tmp_path / "onnx").exists()
 

@@ -253,7 +253,7 @@ def test_a_decayed_layer_moves_less_by_its_factor(optimizer: str) -> None:
 
 def test_a_layer_decay_outside_its_range_is_an_error() -> None:
     for gamma in (0.0, 1.1):
-        with pytest.raises(ValueError, match="layer_decay: expected more than 0 and at most 1"):
+        with pytest.raises(ValueError, match=r"layer_decay: expected a number in \(0, 1\]"):
             OptimizerConfig(
                 optimizer="adamw", learning_rate=1.0, weight_decay=0.0, betas=(0.9, 0.95), eps=1e-8, layer_decay=gamma
             ).check_groups()

@@ -37,10 +37,10 @@ def joined(moments: dict[str, torch.Tensor], kind: str) -> torch.Tensor:
     return torch.cat([moments[name].flatten() for name in sorted(moments) if name.endswith(f"/{kind}")])
 
 
-# -- optimiser and schedule --------------------------------------------------------------------------------------------
+# -- optimizer and schedule --------------------------------------------------------------------------------------------
 
 
-def test_gradients_reach_the_optimiser_no_longer_than_max_grad_norm(tmp_path: Path) -> None:
+def test_gradients_reach_the_optimizer_no_longer_than_max_grad_norm(tmp_path: Path) -> None:
     lengths, said = {}, set()
     for limit in (0.0, 0.01, 100.0):
         moments, norm = first_step(tmp_path / str(limit), max_grad_norm=limit)

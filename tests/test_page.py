@@ -24,7 +24,7 @@ def test_the_page_is_small() -> None:
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: path.name)
-def test_a_module_says_what_it_is_and_imports_its_neighbours_alone(path: Path) -> None:
+def test_a_module_says_what_it_is_and_imports_its_neighbors_alone(path: Path) -> None:
     text = read(path)
     assert text.startswith("// ") and len(text.splitlines()) <= 400
     names = re.findall(r"""(?:\bfrom|\bimport) *\(?["']([^"']+)["']""", text)

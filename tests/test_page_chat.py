@@ -290,7 +290,7 @@ def test_a_file_that_is_no_conversation_is_refused(page: Any, tmp_path: Path, te
     assert re.search(f"wrong.json: .*({message})", alert.inner_text()) and page.locator("article").count() == 0
 
 
-def test_code_is_coloured_and_copied_without_the_colours(page: Any) -> None:
+def test_code_is_colored_and_copied_without_the_colours(page: Any) -> None:
     answered(page, "Here:\n\n```python\nx = 1 < 2\n```\n\nDone.")
     say(page, "Code")
     page.locator("pre code.language-python .mi").first.wait_for()

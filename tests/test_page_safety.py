@@ -220,7 +220,7 @@ def filled(page: Any) -> None:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 375])
-def test_every_panel_is_labelled_readable_and_fits(browser: Any, server: Running, scheme: str, width: int) -> None:
+def test_every_panel_is_labeled_readable_and_fits(browser: Any, server: Running, scheme: str, width: int) -> None:
     with opened(browser, server.url, color_scheme=scheme, viewport={"width": width, "height": 800}) as page:
         if width < 1200:
             page.get_by_role("button", name="Settings").click()

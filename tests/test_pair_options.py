@@ -12,7 +12,7 @@ from stages import dpo, reward
 from tests.loop import job
 from tests.workspace import Workspace
 
-REWARD = {"centring": 0.0, "label_flip": 0.0, "own_prompts": 0, "calibration_answers": 4, "answer_tokens": 24}
+REWARD = {"centering": 0.0, "label_flip": 0.0, "own_prompts": 0, "calibration_answers": 4, "answer_tokens": 24}
 
 
 class StreamAskedError(Exception):

@@ -182,7 +182,7 @@ def test_the_loss_clips_and_holds_back_as_the_block_says(workspace: Workspace, m
         assert found.seen == pytest.approx(expected, rel=1e-5), changes
 
 
-def test_advantages_and_their_normaliser_are_those_of_the_method(
+def test_advantages_and_their_normalizer_are_those_of_the_method(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def look(given: Handed) -> Any:

@@ -124,7 +124,7 @@ def test_one_process_is_launched_by_nobody(asked: str, monkeypatch: pytest.Monke
 
 def test_one_process_that_shall_shard_or_offload_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match="fsdp2:1 asks for one process, which has nothing to shard: expected at least 2"
+        ConfigError, match="fsdp2:1 requests one process, which has nothing to shard; request at least 2"
     ):
         planned("fsdp2:1", monkeypatch)
     text = (ROOT / "conf/launch/fsdp2.yaml").read_text()
@@ -219,9 +219,9 @@ GOOD = "distributed_type: FSDP\nnum_processes: 2\nfsdp_config:\n  fsdp_version: 
         (GOOD + "  fsdp_transformer_layer_cls_to_wrap: GPT2Block", "expected Block, got GPT2Block"),
         (GOOD.replace("version: 2", "version: 1"), "fsdp_version: expected 2, got 1"),
         ("distributed_type: FSDP\nnum_processes: 2", "fsdp_version: expected 2, got None"),
-        (GOOD + "mixed_precision: bf16", "mixed_precision: expected no, got bf16 .precision is runtime.precision"),
-        (GOOD + "dynamo_config:\n  dynamo_backend: INDUCTOR", "dynamo_config changes nothing here"),
-        (GOOD.replace("FSDP", "MEGATRON_LM"), "fsdp_config changes nothing here"),
+        (GOOD + "mixed_precision: bf16", "mixed_precision: expected no, got bf16 .set runtime.precision instead"),
+        (GOOD + "dynamo_config:\n  dynamo_backend: INDUCTOR", "dynamo_config has no effect here"),
+        (GOOD.replace("FSDP", "MEGATRON_LM"), "fsdp_config has no effect here"),
         (
             "distributed_type: XLA\nnum_processes: 2",
             "distributed_type: expected MULTI_GPU or MULTI_CPU or FSDP, got XLA",
@@ -281,7 +281,7 @@ def test_a_file_may_name_machines_and_the_variable_says_which_one_this_is(
         (
             {0: 1, 1: -9},
             137,
-            "process 1 was killed by SIGKILL (the kernel does so when memory runs out); the others were stopped",
+            "process 1 was killed by SIGKILL (the kernel does this when memory runs out); the others were stopped",
         ),
         ({0: -11, 1: 1}, 139, "process 0 was killed by SIGSEGV; the others"),
     ],
@@ -299,7 +299,7 @@ def test_a_group_that_accelerate_did_not_start_is_refused_where_nobody_says_how_
 ) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
-    with pytest.raises(ConfigError, match=r"started one process of several.*STAGECOACH_LAUNCH=2"):
+    with pytest.raises(ConfigError, match=r"started only one of several processes.*STAGECOACH_LAUNCH=2"):
         planned("", monkeypatch)
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")  # mpirun started this one
     assert planned("", monkeypatch) is None

@@ -1,4 +1,4 @@
-"""Generated problems: answers pass, neighbours fail, splits are apart, bytes are the same everywhere."""
+"""Generated problems: answers pass, neighbors fail, splits are apart, bytes are the same everywhere."""
 
 import ast
 import hashlib
@@ -60,14 +60,14 @@ def test_every_answer_passes_every_test() -> None:
         assert share_passed(source, problem) == 1.0, problem.id
 
 
-def test_neighbours_that_differ_fail_a_test() -> None:
+def test_neighbors_that_differ_fail_a_test() -> None:
     failed = passed = 0
     for problem in every()[::5]:
         program = parse(problem.id.rpartition("-")[2])
         if program.second is not None:
             continue
         probe = [(value,) for value in operations.probes(program.takes)]
-        # Not the neighbours that the tests were made against: other ones, drawn anew.
+        # Not the neighbors that the tests were made against: other ones, drawn anew.
         for wrong in islice(chains.neighbors(program, Draw("other", problem.id)), 16):
             if any(repr(wrong.run(one)) != repr(program.run(one)) for one in probe):
                 missed = share_passed(wrong.source(problem.entry_point), problem) == 1.0
@@ -206,7 +206,7 @@ def test_generated_sources_hold_true_asserts_and_only_training_keys() -> None:
     assert 30_000 <= size < 33_000
     assert len({text.path for text in texts}) == len(texts)
     for text in texts:
-        assert (text.source, text.licence) == ("generated", "CC0-1.0")
+        assert (text.source, text.license) == ("generated", "CC0-1.0")
         exec(text.text, {})
         assert len([node for node in ast.parse(text.text).body if isinstance(node, ast.FunctionDef)]) == 3
     for number in range(150):

@@ -375,11 +375,11 @@ def emptied(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (emptied, "missing config.json, tokenizer.json, lineage.json, README.md, SHA256SUMS, *.safetensors"),
-        (drop("SHA256SUMS"), "expected a model from stage deploy, missing SHA256SUMS"),
+        (emptied, "config.json, tokenizer.json, lineage.json, README.md, SHA256SUMS, *.safetensors is missing"),
+        (drop("SHA256SUMS"), "expected a deployed model, but SHA256SUMS is missing"),
         (drop("gguf/a.gguf"), "found nothing"),
         (alter("model.safetensors"), "expected sha256"),
-        (lambda folder: (folder / ".env").write_text("KEY=1"), "SHA256SUMS does not list .env"),
+        (lambda folder: (folder / ".env").write_text("KEY=1"), "not listed in SHA256SUMS: .env"),
         (lambda folder: (folder / "run.py").write_text(""), "code; expected only safetensors and JSON"),
         (other_tokenizer, "parts of two different models; deploy tools again"),
         (other_lineage, "expected model, inputs and tokenizer"),

@@ -79,7 +79,7 @@ def test_every_headline_of_a_causal_model_is_measured_of_some_model() -> None:
 
 def test_lines_across_files_are_measured_where_the_corpus_has_repositories(plan: Any, tmp_path: Path) -> None:
     assert "cross_file" not in plan("code")
-    row = {"text": "x = 1\n", "source": "mine", "path": "a.py", "licence": "own"}
+    row = {"text": "x = 1\n", "source": "mine", "path": "a.py", "license": "own"}
     context = Context("mine", (), "a.py").to_json()
     pq.write_table(pa.Table.from_pylist([row | {"context": context}]), tmp_path / "val-00000.parquet")
     assert "cross_file" in plan("code") and "cross_file" in plan("tools", every_suite=True)

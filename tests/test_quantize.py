@@ -1,4 +1,4 @@
-"""int8: levels and scales by hand, products against the dequantised weights in float64, and what it does to a model."""
+"""int8: levels and scales by hand, products against the dequantized weights in float64, and what it does to a model."""
 
 from dataclasses import replace
 
@@ -35,7 +35,7 @@ def test_no_weight_is_further_from_its_level_than_half_a_step() -> None:
 
 @pytest.mark.parametrize("rows", [1, 2, 5, NARROW])
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_product_of_few_rows_is_that_of_the_dequantised_weights_and_the_digits(rows: int, bias: bool) -> None:
+def test_a_product_of_few_rows_is_that_of_the_dequantized_weights_and_the_digits(rows: int, bias: bool) -> None:
     """Against the digits' own sum, worked out in float64; and against the activations', from which a digit is half a
     step away.
     """
@@ -57,7 +57,7 @@ def test_a_product_of_few_rows_is_that_of_the_dequantised_weights_and_the_digits
 
 @pytest.mark.parametrize("rows", [NARROW + 1, 200])
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_product_of_many_rows_is_that_of_the_dequantised_weights_to_bf16(rows: int, bias: bool) -> None:
+def test_a_product_of_many_rows_is_that_of_the_dequantized_weights_to_bf16(rows: int, bias: bool) -> None:
     layer, x = drawn(rows, bias)
     small = Int8Linear(layer)
     found = small(x)
@@ -79,7 +79,7 @@ def drawn(rows: int, bias: bool) -> tuple[Linear, torch.Tensor]:
     return layer, torch.randn(rows, 96, generator=generator)
 
 
-def test_a_row_is_multiplied_alike_whoever_its_neighbours_are() -> None:
+def test_a_row_is_multiplied_alike_whoever_its_neighbors_are() -> None:
     """To the bit: sums of whole numbers have no order, and no row's digits depend on another row."""
     layer, x = drawn(NARROW, bias=True)
     x *= torch.logspace(-6, 6, NARROW)[:, None]
@@ -96,7 +96,7 @@ def test_a_product_has_the_dtype_of_what_it_multiplies(rows: int) -> None:
         assert found.dtype == dtype and found.shape == (rows, 80) and found.isfinite().all()
 
 
-def test_what_is_no_number_stays_in_its_row_and_the_engine_of_quantised_products_as_it_was() -> None:
+def test_what_is_no_number_stays_in_its_row_and_the_engine_of_quantized_products_as_it_was() -> None:
     layer, x = drawn(3, bias=False)
     before = torch.backends.quantized.engine
     small = Int8Linear(layer)
@@ -121,8 +121,8 @@ def test_the_largest_weights_and_activations_do_not_overflow() -> None:
 
 
 @pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES)
-def test_a_quantised_model_is_the_model_with_rounded_weights(config: ModelConfig) -> None:
-    """Against a float32 model that holds the dequantised weights: what differs is the rounding of activations."""
+def test_a_quantized_model_is_the_model_with_rounded_weights(config: ModelConfig) -> None:
+    """Against a float32 model that holds the dequantized weights: what differs is the rounding of activations."""
     model = made(config)
     small = inference.quantize(model)
     assert not [layer for layer in small.modules() if isinstance(layer, nn.Linear)]  # the head with them

@@ -175,7 +175,7 @@ def test_a_glob_without_a_match_is_an_error(own: Path) -> None:
 
 def test_an_empty_file_is_warned_of_and_alone_leaves_nothing(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (own / "a.jsonl").touch()
-    with pytest.raises(DataError, match=r"none of [0-9]+ rows are left"):
+    with pytest.raises(DataError, match=r"no row was accepted \([0-9]+ read"):
         read(own)
     assert "a.jsonl: warning: the file is empty" in capsys.readouterr().err
     (own / "b.txt").write_text("b")
@@ -196,12 +196,12 @@ def test_a_folder_of_sources_gives_each_text_file_and_no_hidden_or_binary_one(
         (own / name).parent.mkdir(parents=True, exist_ok=True)
         (own / name).write_bytes(content)
     books = read(own, "code", ["code/*"])
-    assert [(r.source, r.path, r.text, r.licence) for _, r in books.records] == [
+    assert [(r.source, r.path, r.text, r.license) for _, r in books.records] == [
         ("code/app", "code/app/main.py", "x = 1\n", "own"),
         ("code/app", "code/app/pkg/data.json", '{"a": 1}', "own"),
         ("code/tool.sh", "code/tool.sh", "ls\n", "own"),
     ]
-    assert "1 binary files are skipped, the first code/app/logo.png" in capsys.readouterr().err
+    assert "1 binary files were skipped; the first: code/app/logo.png" in capsys.readouterr().err
 
 
 def test_a_file_matched_twice_is_read_once(own: Path) -> None:
@@ -213,7 +213,7 @@ def test_a_file_matched_twice_is_read_once(own: Path) -> None:
 
 def test_text_files_are_no_dialogues(own: Path) -> None:
     (own / "a.txt").write_text("hello")
-    with pytest.raises(DataError, match=r"none of [0-9]+ rows are left"):
+    with pytest.raises(DataError, match=r"no row was accepted \([0-9]+ read"):
         read(own, "dialogues")
 
 

@@ -125,7 +125,7 @@ def test_a_new_field_makes_a_new_row_and_changes_no_other() -> None:
 
 def test_a_field_without_a_meaning_is_refused_by_name() -> None:
     with pytest.raises(
-        InputError, match=r"test_reference_keys\.Silent\.depth has no meaning.*docstring under the field"
+        InputError, match=r"test_reference_keys\.Silent\.depth has no documented meaning.*docstring under the field"
     ):
         section(KeyBlock(name="x", kind=Silent), [{}])
 

@@ -77,7 +77,7 @@ def test_dialogues_that_are_no_utf8_end_a_training_stage_with_one_line(workspace
 def test_a_model_beyond_the_memory_of_the_machine_is_refused() -> None:
     device.need_memory(1_000_000, "a small one")
     with pytest.raises(
-        ConfigError, match=r"a wide one: 1,000,000,000\.0 GB needed, this machine has .* GB; use a smaller"
+        ConfigError, match=r"a wide one: needs 1,000,000,000\.0 GB, but this machine has .* GB; use a smaller"
     ):
         device.need_memory(10**18, "a wide one")
 
@@ -88,7 +88,7 @@ def test_a_fresh_model_is_weighed_before_it_is_built(monkeypatch: pytest.MonkeyP
 
     params = stage_params("language", Settings(ROOT, ["model.width=1000000000"]))
     monkeypatch.setattr(language, "Transformer", lambda *_: pytest.fail("it was built"))
-    with pytest.raises(ConfigError, match=r"a model of [\d,]+ weights in float32: [\d,.]+ GB needed"):
+    with pytest.raises(ConfigError, match=r"a model of [\d,]+ weights in float32: needs [\d,.]+ GB"):
         language.fresh(params, None, 1)  # type: ignore[arg-type]
 
 

@@ -75,4 +75,4 @@ def test_samples_and_prices_of_the_block_reach_the_page_and_a_baseline_is_read_f
     asked: list[str] = []
     monkeypatch.setattr(baseline, "at", lambda revision: asked.append(revision) or read(other))
     text = page("compared", baseline="0123456789" * 4)
-    assert asked == ["0123456789" * 4] and "Against 0123456789" in text and "oldkey" in text and "Against" not in plain
+    assert asked == ["0123456789" * 4] and "Compared with 0123" in text and "oldkey" in text and "Compared" not in plain

@@ -53,7 +53,7 @@ def found_of(files: dict[str, str]) -> Repository:
 
 
 def texts_of(files: dict[str, str]) -> dict[str, Text]:
-    return {path: Text(text=text, source="mine", path=path, licence="own") for path, text in files.items() if text}
+    return {path: Text(text=text, source="mine", path=path, license="own") for path, text in files.items() if text}
 
 
 def library(files: dict[str, str]) -> Library:
@@ -320,5 +320,5 @@ def test_near_duplicates_across_repositories_leave_and_weights_draw_documents(ma
 def test_without_a_repository_a_corpus_has_no_column_of_contexts(machine: Machine) -> None:
     write(machine.tmp / "own" / "code", {f"f{n}.py": source(n) for n in range(3)})
     out = machine.build("out", data=config("code/*"))
-    assert all(set(row) == {"text", "source", "path", "licence"} for row in rows(out / "code"))
+    assert all(set(row) == {"text", "source", "path", "license"} for row in rows(out / "code"))
     assert not (encoded(out, Tokenizer.train(iter([source(1)]), 320)) / "train.ctx").exists()

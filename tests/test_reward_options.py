@@ -37,7 +37,7 @@ def trained(workspace: Workspace, monkeypatch: pytest.MonkeyPatch, **changes: An
     found = handed(reward, monkeypatch, opinion)
     sandboxes = without_judge(monkeypatch, reward)
     values: dict[str, Any] = {
-        "centring": 0.01,
+        "centering": 0.01,
         "label_flip": 0.0,
         "own_prompts": 0,
         "calibration_answers": 4,
@@ -184,21 +184,21 @@ def test_answers_are_no_longer_than_they_may_be_and_prompts_without_room_are_pas
     assert len(asked[0]) < len(asked[2]) == 20
 
 
-# centring, likelihood_weight, sandbox
+# centering, likelihood_weight, sandbox
 
 
-@pytest.mark.parametrize("centring", [0.0, 0.5])
+@pytest.mark.parametrize("centering", [0.0, 0.5])
 @pytest.mark.parametrize("likelihood", [0.0, 0.25])
 def test_the_loss_has_the_weights_of_the_block_and_guesses_only_where_they_weigh(
-    centring: float, likelihood: float, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+    centering: float, likelihood: float, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = trained(workspace, monkeypatch, centring=centring, likelihood_weight=likelihood)
+    found = trained(workspace, monkeypatch, centering=centering, likelihood_weight=likelihood)
     assert type(found.model) is (GuessingModel if likelihood else RewardModel)
     first = found.stream.batch(0, 240, found.stream.rows(0, 240))
     terms = {term.name: term.coefficient for term in found.loss(found.model.train(), first).terms}
     assert terms == {
         "ranking": 1.0,
-        **({"centring": centring} if centring else {}),
+        **({"centering": centering} if centering else {}),
         **({"likelihood": likelihood} if likelihood else {}),
     }
 

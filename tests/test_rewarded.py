@@ -75,7 +75,7 @@ def test_rows_and_numbers_say_the_same(model: Path) -> None:
     assert same == [True] * 23 + [False], "another answer makes another item of the same id"
 
 
-def test_margins_are_differences_of_the_normalised_rewards_of_one_answer_at_a_time(
+def test_margins_are_differences_of_the_normalized_rewards_of_one_answer_at_a_time(
     model: Path, byte_tokenizer: Tokenizer
 ) -> None:
     result = told(model, PAIRS)

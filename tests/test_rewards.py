@@ -104,10 +104,10 @@ def test_a_part_that_is_not_known_makes_the_whole_unknown(lost: float | None, mo
             {"length": 1.0, "style": 1.0},
             "unknown reward 'style'; valid names: code_format, code, tool_call, length, learned, preferred",
         ),
-        ({"code": 1.0}, "code needs the sandbox"),
-        ({"learned": 1.0}, "learned needs a reward model"),
-        ({"preferred": 1.0}, "preferred needs a reward model"),
-        ({"tool_call": 1.0}, "tool_call needs prompts"),
+        ({"code": 1.0}, "`code` needs the sandbox"),
+        ({"learned": 1.0}, "`learned` needs a reward model"),
+        ({"preferred": 1.0}, "`preferred` needs a reward model"),
+        ({"tool_call": 1.0}, "`tool_call` needs prompts"),
     ],
 )
 def test_a_scorer_that_cannot_score_is_refused(weights: dict[str, float], message: str) -> None:
@@ -115,13 +115,13 @@ def test_a_scorer_that_cannot_score_is_refused(weights: dict[str, float], messag
         Scorer(weights, PLAIN)
 
 
-def test_the_learned_part_is_the_reward_model_s_normalised(tiny_model: Transformer) -> None:
+def test_the_learned_part_is_the_reward_model_s_normalized(tiny_model: Transformer) -> None:
     model = RewardModel(tiny_model)
     with torch.no_grad():
         model.score.weight.normal_(generator=torch.Generator().manual_seed(1))
     model.reward_mean, model.reward_std = 2.0, 0.25
     given = [rollouts.answer(prompt, 0, [9] * (1 + n)) for n, prompt in enumerate(prompts())]
-    resources = replace(PLAIN, learned=lambda given: model.normalised(answers.raw_rewards(model, given, 0)).numpy())
+    resources = replace(PLAIN, learned=lambda given: model.normalized(answers.raw_rewards(model, given, 0)).numpy())
     found = Scorer({"learned": 1.0}, resources)(given)
     raw = answers.raw_rewards(model, given, 0)
     for one, value in zip(found, raw.tolist(), strict=True):

@@ -35,8 +35,8 @@ def test_rows_and_steps_of_a_run() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"iterations": None}, "exactly one of iterations and passes"),
-        ({"passes": 1.0}, "exactly one of iterations and passes"),
+        ({"iterations": None}, "exactly one of `iterations` and `passes`"),
+        ({"passes": 1.0}, "exactly one of `iterations` and `passes`"),
         ({"prompts": 0}, "expected > 0"),
         ({"samples": 0}, "expected > 0"),
         ({"iterations": 0}, "expected > 0"),
@@ -104,7 +104,7 @@ def test_each_pass_goes_once_through_all_prompts_in_an_order_of_its_own() -> Non
     assert names(filled(seed=1).rollouts) != names(filled(seed=2).rollouts)
 
 
-def test_samples_of_a_prompt_are_neighbours_and_all_are_annotated_and_estimated() -> None:
+def test_samples_of_a_prompt_are_neighbors_and_all_are_annotated_and_estimated() -> None:
     one = stream()
     numbers = one.fill(0)
     found = one.rollouts

@@ -321,7 +321,9 @@ def test_a_signal_before_or_after_the_loop_ends_a_training_stage_at_once(
     for hook in (before, after):
         stage.HOOK = hook  # type: ignore[attr-defined]
         assert main(stage, trains=True) == 128 + number
-        assert capsys.readouterr().err == (f"stage_toy: stopped by {number.name} outside the loop; rerun to resume\n")
+        assert capsys.readouterr().err == (
+            f"stage_toy: stopped by {number.name} outside the training loop; rerun to resume\n"
+        )
     assert told == ["KILLED", "KILLED"] and not Path("data/toy").exists()
 
 

@@ -84,7 +84,7 @@ def test_the_reward_stage_judges_where_the_address_says(workspace: Workspace, mo
     judges = Judges()
     monkeypatch.setattr(models, "RememberingJudge", judges)
     params = reward.Params(
-        centring=0.0,
+        centering=0.0,
         label_flip=0.0,
         own_prompts=0,
         calibration_answers=4,

@@ -69,7 +69,7 @@ def test_log_probabilities_have_a_gradient_and_entropies_none() -> None:
     torch.testing.assert_close(logits.grad, expected / 2)
 
 
-def test_half_precision_logits_are_normalised_in_float32() -> None:
+def test_half_precision_logits_are_normalized_in_float32() -> None:
     logits = torch.zeros(1, 1, 4096, dtype=torch.bfloat16)
     logprobs, entropies = token_logprobs(Given(logits), rows_of(torch.tensor([[7]]), torch.tensor([[True]])), 1.0)
     assert logprobs.dtype == torch.float32

@@ -92,7 +92,7 @@ def test_a_share_of_nothing_in_every_run_is_not_sure_to_be_nothing() -> None:
 
 def test_a_number_that_is_no_sum_has_the_mean_of_the_runs_own_intervals() -> None:
     found = seeds.measured(NAMES, [made(seed, [1, 0]) for seed in (1, 2, 6)])
-    one = row(found, "tools", "Tool calls right (AST)")
+    one = row(found, "tools", "Correct tool calls (AST)")
     assert one.values == pytest.approx([0.1, 0.2, 0.6]) and not one.pooled and one.n == 0
     assert one.items == pytest.approx([0.25, 0.35])  # means of 0.05, 0.15, 0.55 and of 0.15, 0.25, 0.65
     assert one.seeds[0] == 0.0, "a share is not below 0"

@@ -200,7 +200,7 @@ def test_a_character_is_shown_when_its_last_byte_comes_and_a_cut_one_as_a_mark(b
 def test_what_no_longer_fits_the_context_is_said_and_not_added(scripted: Any) -> None:
     conversation, script = scripted("ok", "ok")
     text = typed(conversation, "x " * 130, "Hi")
-    assert "the conversation has " in text and " tokens, the context 256: /new" in text
+    assert "the conversation has " in text and " tokens, too many for a context of 256; start over with /new" in text
     assert [m["content"] for m in conversation.messages] == ["Hi", "ok"]
     assert len(script.prompts) == 1
 

@@ -50,7 +50,7 @@ def test_bad_starts_say_what_is_wrong(tmp_path: Path, byte_tokenizer: Tokenizer)
             ((str(tmp_path / "empty"),), "config.json"),
             ((nano, "--host", "here"), "--host"),
             ((nano, "--port", str(taken.getsockname()[1])), "--port"),
-            ((nano, "--port", "80000"), "--port: expected 0 (a free one) to 65535, got 80000"),
+            ((nano, "--port", "80000"), "--port: expected 0 (a free port) to 65535, got 80000"),
             ((nano, "--api-key-file", str(tmp_path / "none")), "none"),
             ((nano, nano, "--port", "0"), "two models are called 'nano'"),
         ]

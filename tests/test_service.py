@@ -137,7 +137,7 @@ def test_a_token_is_needed_where_one_is_set(monkeypatch):
                 httpx.post(f"{address}/run_batch", json={"jobs": []}, headers=headers, trust_env=False),
             ):
                 assert answer.status_code == 401
-        with pytest.raises(ConfigError, match=r"refuses the token.*STAGECOACH_SANDBOX_TOKEN"):
+        with pytest.raises(ConfigError, match=r"rejected the token.*STAGECOACH_SANDBOX_TOKEN"):
             outcomes(address, PROGRAMS[:1])
         monkeypatch.setenv(remote.TOKEN, TOKEN)
         assert outcomes(address, PROGRAMS[:1])[0][0] == "passed"
@@ -190,9 +190,9 @@ def asked() -> Iterator[tuple[TestClient, service.SandboxService]]:
         ({"nonce": "0"}, "nonce: 32 hexadecimal digits"),
         ({"extra": 1}, "the keys"),
         ({"tests": []}, "tests: 1 to 1024"),
-        ({"tests": [{"args": 1, "kwargs": "{}"}]}, "texts named args, kwargs"),
+        ({"tests": [{"args": 1, "kwargs": "{}"}]}, "strings named args, kwargs"),
         ({"tests": [{"args": "[" * (2 << 20), "kwargs": "{}"}]}, "arguments of at most"),
-        ({"entry": None}, "texts named stdin"),
+        ({"entry": None}, "strings named stdin"),
         ({"limits": {"cpu": 1}}, "limits: positive numbers"),
         ({"limits": dict.fromkeys(service.LIMITS, -1)}, "limits: positive numbers"),
     ],

@@ -30,7 +30,7 @@ def config(**changes: Any) -> FitConfig:
         ({"tokens_per_step": 1500}, r"try 1024"),
         ({"tokens_per_step": 0}, r"try 512"),
         ({"tokens_per_step": 100}, r"try 512"),
-        ({"warmup_steps": 3, "warmup_ratio": 0.1}, r"at most one of warmup_steps and warmup_ratio"),
+        ({"warmup_steps": 3, "warmup_ratio": 0.1}, r"at most one of `warmup_steps` and `warmup_ratio`"),
         ({"optimizer": "sgd"}, r"optimizer: expected one of adamw, muon, got 'sgd'"),
         (
             {"schedule": "cos"},
@@ -40,7 +40,7 @@ def config(**changes: Any) -> FitConfig:
         ({"on_nonfinite": "go"}, r"on_nonfinite: expected one of skip, stop"),
         ({"context": 1, "tokens_per_step": 4}, r"context >= 2"),
         ({"eval_steps": 0}, r"eval_steps: expected at least 1, got 0"),
-        ({"betas": (0.9,)}, r"betas: expected two numbers from 0 to below 1, got \[0.9\]"),
+        ({"betas": (0.9,)}, r"betas: expected two numbers in \[0, 1\), got \[0.9\]"),
         ({"betas": (1.5, 0.9)}, r"betas: expected two numbers"),
         ({"weight_decay": -1.0}, r"weight_decay: expected at least 0, got -1.0"),
         ({"learning_rate": -1e-3}, r"learning_rate: expected at least 0"),

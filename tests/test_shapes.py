@@ -31,9 +31,9 @@ def tool(name: str, **properties: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "description": "", "parameters": parameters}}
 
 
-def test_text_keeps_its_licence_and_id() -> None:
+def test_text_keeps_its_license_and_id() -> None:
     found = read({"text": "a b", "license": "MIT", "id": 3}, "text")
-    assert found == Text(text="a b", source="", path="3", licence="MIT")
+    assert found == Text(text="a b", source="", path="3", license="MIT")
 
 
 def test_named_columns_join_the_filled_ones_by_blank_lines_and_answer_with_the_last() -> None:
@@ -304,7 +304,7 @@ def test_a_question_has_the_names_of_any_trainer(row: dict[str, Any]) -> None:
     ],
 )
 def test_a_row_with_a_label_is_no_dialogue_to_learn_from(row: dict[str, Any]) -> None:
-    with pytest.raises(RowError, match=r"a row with a label is feedback.*list its file under `labels`"):
+    with pytest.raises(RowError, match=r"a row with a label is feedback.*list the file under `labels`"):
         read(row, "dialogues")
 
 

@@ -104,9 +104,9 @@ def test_shards_are_fetched_by_their_index_and_serve_without_a_network(server: H
     [
         (
             "me/pickles",
-            "has neither model.safetensors nor model.safetensors.index.json; pickles (.bin) are not fetched",
+            "found neither model.safetensors nor model.safetensors.index.json; pickles (.bin) are not fetched",
         ),
-        ("me/elsewhere", "names '../../model.safetensors'; expected safetensors of the same folder"),
+        ("me/elsewhere", "names '../../model.safetensors'; expected safetensors files in the same folder"),
         ("me/nothing", "the hub has no such model, or HF_TOKEN lacks access"),
         ("me/whole@no-branch", "the hub has no revision no-branch"),
     ],

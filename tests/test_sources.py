@@ -13,7 +13,7 @@ PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
 
 
 def found(package: str, path: str) -> Found:
-    return Found(file=Path("/") / path, package=package, path=path, licence="MIT")
+    return Found(file=Path("/") / path, package=package, path=path, license="MIT")
 
 
 def test_the_closure_holds_indirect_requirements_and_neither_extras_nor_the_project() -> None:
@@ -22,7 +22,7 @@ def test_the_closure_holds_indirect_requirements_and_neither_extras_nor_the_proj
     assert {"numpy", "torch", "dvc", "pyyaml", "fsspec"} <= set(names)
     assert not {"stagecoach", "pytest", "ruff", "pyright", "hypothesis", "peft"} & set(names)
     assert names == sorted(set(names))
-    assert all(package.version and package.licence for package in packages)
+    assert all(package.version and package.license for package in packages)
 
 
 def test_markers_and_extras_are_followed_as_pip_does(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_shell_scripts_are_found_by_suffix_or_first_line_and_never_in_the_projec
 
 
 @pytest.mark.parametrize(
-    ("licence", "permissive"),
+    ("license", "permissive"),
     [
         ("MIT", True),
         ("MIT License", True),
@@ -142,11 +142,11 @@ def test_shell_scripts_are_found_by_suffix_or_first_line_and_never_in_the_projec
         ("Permitted by nobody", False),
     ],
 )
-def test_permissive_licences_are_told_from_the_others(licence: str, permissive: bool) -> None:
-    assert sources.is_permissive(licence) == permissive
+def test_permissive_licenses_are_told_from_the_others(license: str, permissive: bool) -> None:
+    assert sources.is_permissive(license) == permissive
 
 
-def test_debian_copyright_files_give_the_first_licence_or_the_common_ones() -> None:
+def test_debian_copyright_files_give_the_first_license_or_the_common_ones() -> None:
     assert sources.of_debian("Format: x\n\nFiles: *\nLicense: GPL-2+\n text\n\nLicense: MIT\n") == "GPL-2+"
     text = "See `/usr/share/common-licenses/GPL-3'. Also /usr/share/common-licenses/Artistic."
     assert sources.of_debian(text) == "Artistic AND GPL-3"
@@ -157,7 +157,7 @@ def test_debian_copyright_files_give_the_first_licence_or_the_common_ones() -> N
     ("change", "message"),
     [
         ({"source": "web"}, "source: expected"),
-        ({"licences": "some"}, "licences: expected"),
+        ({"licenses": "some"}, "licenses: expected"),
         ({"min_bytes": 9, "max_bytes": 9}, "min_bytes"),
         ({"max_rejected": 2.0}, "max_rejected"),
         ({"hub": {"images": []}}, "hub: expected the kinds"),

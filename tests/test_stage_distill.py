@@ -127,9 +127,9 @@ def refused(workspace: Workspace, message: str, **changes: Any) -> None:
 
 def test_wrong_teachers_and_keys_are_refused(workspace: Workspace) -> None:
     refused(workspace, "distill.teacher: models/tools did not write data/taught", teacher="tools")
-    refused(workspace, "distill.temperature: expected 1.0, used to create data/taught", temperature=0.5)
+    refused(workspace, "distill.temperature: expected 1.0, as used to create data/taught", temperature=0.5)
     refused(workspace, "loss: expected one of jsd, minillm, got 'kl'", loss="kl")
-    refused(workspace, "expected on_policy 1 and beta 1, got 0.5 and 0.3", loss="minillm")
+    refused(workspace, "expected on_policy: 1 and beta: 1, got 0.5 and 0.3", loss="minillm")
     refused(workspace, "beta: expected 0 to 1, got 1.5", beta=1.5)
     refused(workspace, "every answer is longer than 1 tokens", max_new_tokens=1, on_policy=0.0)
     refused(workspace, "models/nobody does not exist", teacher="nobody")
@@ -138,7 +138,7 @@ def test_wrong_teachers_and_keys_are_refused(workspace: Workspace) -> None:
 def test_a_teacher_with_another_tokenizer_is_refused(workspace: Workspace) -> None:
     path = workspace.folder / "data/taught/meta.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer": "another"}))
-    refused(workspace, "the teacher has another tokenizer than the student")
+    refused(workspace, "the teacher's tokenizer differs from the student's")
 
 
 def test_a_cut_file_is_refused(workspace: Workspace) -> None:
@@ -160,4 +160,4 @@ def test_answers_that_fail_can_be_left_out(workspace: Workspace) -> None:
     """The tiny teacher solves nothing."""
     argv = [f"teach.{key}={json.dumps(value)}" for key, value in (TEACH | {"keep": "passed"}).items()]
     ended = builder.command("teach", [*argv, "runtime.precision=fp32"])
-    assert ended.code != 0 and "passes its tests; set teach.keep=all" in ended.said, ended.said
+    assert ended.code != 0 and "passes the tests; set teach.keep=all" in ended.said, ended.said

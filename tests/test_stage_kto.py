@@ -53,6 +53,6 @@ def test_a_divergence_that_is_not_0_at_the_start_stops(
     monkeypatch.setattr(label_losses, "mismatched_ratios", lambda *given: original(*given) + shift)
     ended = workspace.command("kto")
     if shift > 0:
-        assert ended.code != 0 and "gate kl: expected 0 within 0.001, found 1" in ended.said, ended.said
+        assert ended.code != 0 and "gate kl: expected 0 to within 0.001, found 1" in ended.said, ended.said
     else:
         assert ended.code == 0, ended.said  # a mean below 0 counts as 0

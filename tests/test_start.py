@@ -57,7 +57,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
                 "text": texts,
                 "source": ["s"] * len(texts),
                 "path": [f"{split}/{n}" for n in range(len(texts))],
-                "licence": ["MIT"] * len(texts),
+                "license": ["MIT"] * len(texts),
             }
             pq.write_table(pa.table(columns), home / f"data/raw/{corpus}/{split}-0.parquet")
     monkeypatch.chdir(home)

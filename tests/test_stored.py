@@ -49,14 +49,14 @@ def rewrite(folder: Path, **changes: Any) -> None:
         (
             {"hidden_size": HUGE},
             (
-                rf"model\.embed_tokens\.weight has shape \[320, 32\], config\.json requires \[320, {HUGE}\]"
+                rf"model\.embed_tokens\.weight has shape \[320, 32\], but config\.json requires \[320, {HUGE}\]"
                 r" \(vocab_size, hidden_size\)"
             ),
         ),
         (
             {"vocab_size": HUGE},
             (
-                rf"model\.embed_tokens\.weight has shape \[320, 32\], config\.json requires \[{HUGE}, 32\]"
+                rf"model\.embed_tokens\.weight has shape \[320, 32\], but config\.json requires \[{HUGE}, 32\]"
                 r" \(vocab_size, hidden_size\)"
             ),
         ),
@@ -173,7 +173,7 @@ def test_an_index_names_safetensors_of_its_own_folder_alone(folder: Path, name: 
     (folder / "model.safetensors").rename(folder.parent / "model.safetensors")
     names = dict.fromkeys(load_file(folder.parent / "model.safetensors"), name)
     (folder / checkpoint.INDEX).write_text(json.dumps({"weight_map": names}))
-    with pytest.raises(ModelError, match=r"index\.json names .*; expected safetensors of the same folder"):
+    with pytest.raises(ModelError, match=r"index\.json names .*; expected safetensors files in the same folder"):
         checkpoint.load(folder)
 
 

@@ -235,7 +235,7 @@ def test_training_records_hold_nothing_held_out_and_fill_the_bytes() -> None:
     assert all(is_held_out(record.path) for record in records(FAMILIES, 30_000, held_out=True))
     filled = sum(len(record.text.encode()) for record in found)
     assert 60_000 <= filled < 60_000 + len(found[-1].text.encode())
-    assert found[0].source in FAMILIES and found[0].licence == "CC0-1.0" and found[0].text == story(found[0].path)
+    assert found[0].source in FAMILIES and found[0].license == "CC0-1.0" and found[0].text == story(found[0].path)
 
 
 @pytest.mark.parametrize(

@@ -168,7 +168,7 @@ def corpus(folder: Path, rows: list[tuple[str, str]]) -> Path:
         "text": [f"{n}. " * 9 for n in range(len(rows))],
         "source": [s for s, _ in rows],
         "path": [p for _, p in rows],
-        "licence": ["MIT"] * len(rows),
+        "license": ["MIT"] * len(rows),
     }
     pyarrow.parquet.write_table(pyarrow.table(columns), folder / "val-0.parquet")
     return folder

@@ -13,9 +13,9 @@ def test_columns_are_models_and_line_up(metrics: Path) -> None:
     assert head.split() == ["held-out", "result", "language", "code", "tools"]
     starts = [head.index(model) for model in results.MODELS]
     assert all(rule[start - 1] == " " and rule[start] == "-" for start in starts)
-    (ast,) = [row for row in rows if row.startswith("Tool calls right")]
+    (ast,) = [row for row in rows if row.startswith("Correct tool calls (AST)")]
     assert [ast[start:].split("  ")[0].strip() for start in starts] == ["0.0%", "0.0%", "58.0% [51.0% to 65.0%]"]
-    (unseen,) = [row for row in rows if row.startswith("Calls of unseen tools")]
+    (unseen,) = [row for row in rows if row.startswith("Correct calls of unseen tools")]
     assert [unseen[start:].split("  ")[0].strip() for start in starts] == ["–", "–", "31.0%"]
 
 

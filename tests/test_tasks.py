@@ -379,7 +379,7 @@ def test_wrong_problems_of_the_hub_leave_up_to_max_rejected_and_are_written_down
 
 @pytest.mark.parametrize("change", [{"pairs": 0}, {"label_noise": 0.5}, {"label_noise": -0.1}, {"test_items": 0}])
 def test_counts_and_shares_out_of_range_are_refused(change: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"expected (at least 1|a share in \[0, 0\.5\))"):
+    with pytest.raises(ValueError, match=r"expected (at least 1|a fraction in \[0, 0\.5\))"):
         replace(TASKS, **change)
 
 
@@ -449,4 +449,4 @@ def test_our_own_programs_run_where_there_is_no_sandbox(
     monkeypatch.setattr(servers, "JAIL", jail)
     assert made(tmp_path / "without", FEW)["preferences"] == with_one
     assert any(pair.kind == "code" for pair in with_one["train"])
-    assert "no sandbox here: programs run with resource limits only" in caplog.text
+    assert "there is no sandbox here: programs run with resource limits only" in caplog.text

@@ -140,7 +140,7 @@ def test_a_missing_or_foreign_tokenizer_is_refused_with_what_to_do(tmp_path: Pat
     state = json.loads((tmp_path / "tokenizer.json").read_text())
     state["added_tokens"] = state["added_tokens"][:8]
     (tmp_path / "tokenizer.json").write_text(json.dumps(state))
-    with pytest.raises(ModelError, match=r"<\|mask\|> \(mask\); import it as `base`"):
+    with pytest.raises(ModelError, match=r"<\|mask\|> \(mask\); import the model as `base`"):
         Tokenizer.load(tmp_path)
 
 

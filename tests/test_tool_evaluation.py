@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pipeline.evaluation import bfcl
-from pipeline.evaluation.tools import score, summarise
+from pipeline.evaluation.tools import score, summarize
 from pipeline.ingest.records import Dialogue
 from pipeline.synthetic import toolbox
 from pipeline.synthetic.tool_dialogues import Script
@@ -271,6 +271,6 @@ def test_multi_turn_needs_every_turn_and_is_judged_by_the_final_world(test_set: 
 
 def test_a_summary_of_all_rows_is_the_summary(test_set: list[Dialogue]) -> None:
     rows, summary = score([(d, turn, "Which one?") for d in test_set for turn in turns(d)])
-    assert summarise(rows) == summary
+    assert summarize(rows) == summary
     assert summary["ask_back_rate"] == 1.0
-    assert summarise([]) == {"greedy_disagreements": 0.0, "n": 0.0}
+    assert summarize([]) == {"greedy_disagreements": 0.0, "n": 0.0}

@@ -15,7 +15,7 @@ def test_a_transcript_is_a_function_of_its_seed_and_number() -> None:
     assert len(set(TEXTS)) == 150
     assert tools.record(4, 0).text != TEXTS[0]
     made = tools.record(3, 7)
-    assert (made.source, made.path, made.licence) == ("transcripts", "transcripts/3/7", "CC0-1.0")
+    assert (made.source, made.path, made.license) == ("transcripts", "transcripts/3/7", "CC0-1.0")
 
 
 def test_a_transcript_says_what_the_conversation_says_in_its_order() -> None:

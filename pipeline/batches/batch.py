@@ -1,11 +1,11 @@
-"""Training batches, and the only place where targets are shifted against inputs.
+"""Training batches. This is the only module that shifts targets relative to inputs.
 
 A packed row contains several pieces (documents, dialogues) side by side:
 
     tokens     E a b E  E d E  P        E: end of text, which also precedes each text document; P: padding
     input_ids  E a b E  E d E  P
     targets    a b E -  d E -  -        -: -100, not trained: no target crosses a document boundary
-    documents  0 0 0 0  1 1 1 -1        attention stays within equal numbers
+    documents  0 0 0 0  1 1 1 -1        tokens attend only to tokens with the same index
     positions  0 1 2 3  0 1 2  0
 
 Length curriculum: rows are shifted first and then split into windows, so a window's last target is not lost.
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 IGNORED = -100  # torch's ignore_index
-PADDING = -1  # the document number of padding
+PADDING = -1  # the document index of padding
 
 
 @dataclass(frozen=True)
@@ -34,16 +34,16 @@ class TokenBatch:
     targets: Tensor  # (B, T) int64, -100 where nothing is trained (next document, prompt, padding)
     documents: Tensor  # (B, T) int32, attention segment within the row; padding is its own segment (-1)
     positions: Tensor  # (B, T) int64, from 0 in each segment
-    num_bytes: int  # UTF-8 bytes of the trained targets (specials 0)
+    num_bytes: int  # UTF-8 bytes of the trained targets; special tokens count as 0
 
     @cached_property
     def num_targets(self) -> int:
-        """Number of positions with a target; counted on the CPU, before the batch moves."""
+        """The number of positions with a target, counted on the CPU before the batch moves to a device."""
         return int((self.targets >= 0).sum())
 
     @property
     def counts(self) -> dict[str, int]:
-        """The denominators for sums."""
+        """The counts by which sums over the batch are divided."""
         return {"tokens": self.num_targets, "bytes": self.num_bytes, "positions": self.input_ids.numel()}
 
     def to(self, device: torch.device | str) -> "TokenBatch":
@@ -56,7 +56,7 @@ class TokenBatch:
 
 
 class Tokens(Protocol):
-    """The tensors of a batch needed by a model and a scorer."""
+    """The tensors of a batch that models and scorers need."""
 
     @property
     def input_ids(self) -> Tensor: ...  # (B, T)
@@ -81,16 +81,16 @@ def concatenate(batches: Sequence[TokenBatch], order: np.ndarray) -> TokenBatch:
 class TokenStream(Protocol):
     """The training data interface of `fit`: batches as a pure function of (seed, step)."""
 
-    fingerprint: str  # of the data, the seed and the row shape; resuming with a different one is refused
+    fingerprint: str  # of the data, the seed and the row shape; a run cannot resume with a different one
     rows_per_epoch: int  # packed rows
-    tokens_per_epoch: int  # their positions, including padding: rows_per_epoch * packed length
+    tokens_per_epoch: int  # positions, including padding: rows_per_epoch * packed length
 
     def rows(self, step: int, context: int) -> np.ndarray:
         """Ids of the rows of this step's global batch, (R,) int64; R * context is constant."""
         ...
 
     def batch(self, step: int, context: int, rows: np.ndarray) -> TokenBatch:
-        """The rows with these ids, in any subset (per rank, per micro-batch): a function of the ids alone."""
+        """The rows with these ids, for example those of one rank or micro-batch. Depends only on the ids."""
         ...
 
     def evaluation(self, tokens: int) -> Iterator[TokenBatch]:
@@ -99,7 +99,7 @@ class TokenStream(Protocol):
 
 
 class Piece(NamedTuple):
-    """Consecutive tokens of one document in a row; one more token than fits the row if that token is still a target."""
+    """Consecutive tokens of a document in a row. May be one token longer than the row, for a last target."""
 
     ids: np.ndarray  # (n,)
     trained: np.ndarray | bool  # (n,) bool: which ids may be targets
@@ -115,12 +115,12 @@ def token_batch(
     byte_lengths: np.ndarray,
     document_mask: bool = True,
 ) -> TokenBatch:
-    """Lay out pieces in rows of `packed` tokens, shift, split into windows of `context`, and select `windows`.
+    """Lay out pieces in rows of `packed` tokens, shift targets, split into windows of `context`, and select `windows`.
 
-    `windows` (n,) numbers windows across all rows: row * (packed / context) + window. `byte_lengths` (V,): bytes of
-    each id. `document_mask` false makes a row one segment (an ablation); targets still stay within documents.
+    `windows` (n,) are window indices across all rows: row * (packed / context) + window. `byte_lengths` (V,): number of
+    bytes of each id. If `document_mask` is false, a row is one segment (an ablation); targets stay within documents.
     """
-    tokens = np.full((len(rows), packed + 1), pad, dtype=np.int64)  # (R, packed + 1): a last column for targets only
+    tokens = np.full((len(rows), packed + 1), pad, dtype=np.int64)  # (R, packed + 1): last column only for targets
     documents = np.full((len(rows), packed + 1), PADDING, dtype=np.int32)
     trained = np.zeros((len(rows), packed + 1), dtype=bool)
     for row, pieces in enumerate(rows):
@@ -157,10 +157,10 @@ class Answered(NamedTuple):
 
 
 def answered(rows: Sequence[Piece], pad: int) -> Answered:
-    """Put one piece into each row and shift. Padding is determined by lengths alone, so `pad` may be any id."""
+    """Put one piece into each row and shift targets. Only lengths determine what is padding, so `pad` may be any id."""
     lengths = np.array([len(row.ids) for row in rows], dtype=np.int64)
     longest = int(lengths.max(initial=1))
-    tokens = np.full((len(rows), longest + 1), pad, dtype=np.int64)  # a last column for targets only
+    tokens = np.full((len(rows), longest + 1), pad, dtype=np.int64)  # last column only for targets
     trained = np.zeros((len(rows), longest + 1), dtype=bool)
     for number, row in enumerate(rows):
         tokens[number, : len(row.ids)] = row.ids
@@ -176,7 +176,7 @@ def answered(rows: Sequence[Piece], pad: int) -> Answered:
 
 
 def _positions(segments: np.ndarray) -> np.ndarray:
-    """Distance of each position from the start of its run of equal numbers, (B, T) -> (B, T) int64."""
+    """Distance of each position from the start of its run of equal indices, (B, T) -> (B, T) int64."""
     column = np.arange(segments.shape[1], dtype=np.int64)
     starts = np.ones_like(segments, dtype=bool)
     np.not_equal(segments[:, 1:], segments[:, :-1], out=starts[:, 1:])
@@ -184,5 +184,5 @@ def _positions(segments: np.ndarray) -> np.ndarray:
 
 
 def fingerprint_of(parts: Sequence[object]) -> str:
-    """16 hex digits of the sha256 of `parts`, serialized as a JSON list."""
+    """The first 16 hex digits of the sha256 of `parts`, serialized as a JSON list."""
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]

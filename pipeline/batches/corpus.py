@@ -4,23 +4,23 @@
 
 Memory does not grow with the corpus: the token file is memory-mapped, and so is the packing index, cached on disk.
 
-Fill-in-the-middle reorders a document so that a causal model learns to insert (Bavarian et al. 2022, arXiv:2207.14255,
-sections 3-4). The choice of documents depends on the seed, the cuts on (seed, epoch): a second epoch cuts elsewhere.
+Fill-in-the-middle reorders a document so that a causal model learns to insert text (Bavarian et al. 2022,
+arXiv:2207.14255, sections 3-4). The seed determines which documents are cut, (seed, epoch) determines where.
 
     prefix p, middle m, suffix s, END = end of text
-    PSM   PRE p SUF s MID m END        SPM   PRE SUF s MID p m END        half each
+    PSM   PRE p SUF s MID m END        SPM   PRE SUF s MID p m END        each half of the time
 
-The two cuts are uniform over the document's characters; only cut tokens are re-encoded. If that takes more than RESERVE
-tokens, the cuts move to token boundaries. Put back in order, the bytes are the document's.
+The two cuts are uniform over the document's characters; only tokens that are cut are re-encoded. If this adds more than
+RESERVE tokens, the cuts move to token boundaries. Put back in order, the parts give exactly the document's bytes.
 
-A share of the middles may be syntactic units instead, as requested by editors: a function body, a statement, or one to
-four whole lines, a third each of the kinds present. The context of a repository document (`text/repositories.py`) stays
-before the prefix and gets no loss; a row includes as much of it as fits.
+Some middles may instead be syntactic units, like those that editors request: a function body, a statement, or one to
+four whole lines, with equal probability for each kind present. The context of a repository document
+(`text/repositories.py`) stays before the prefix and has no loss; a row includes as much of the context as fits.
 
-Not guaranteed: that a piece of a document longer than a row sees the preceding text; canonical encoding around a cut,
-which is intended: at inference, the cursor cuts tokens too.
+Not guaranteed: that each piece of a document longer than a row sees the preceding text; that the encoding around a cut
+is canonical (this is intended: at inference, the cursor cuts tokens too).
 
-**A mixture** combines several streams row by row in fixed proportion, with integer weights.
+**A mixture** combines several streams row by row in fixed proportions, given as integer weights.
 
     [(2, CorpusStream(text)), (1, CorpusStream(code))]  ->  MixtureStream: text, text, code, text, text, code, ...
 
@@ -29,8 +29,8 @@ decays (Hu et al. 2024, MiniCPM, arXiv:2404.06395, section 4).
 
     AnnealedStream(dialogues, MixtureStream(dialogues, text, code), at=1700)
 
-Not guaranteed: that an epoch of the mixture reads each member once. A member is read as often as its weight requires;
-compare its `rows_per_epoch` with its share to see how often.
+Not guaranteed: that an epoch of the mixture reads each stream once. A stream is read as often as its weight requires;
+to see how often, compare its `rows_per_epoch` with its share.
 """
 
 import ast
@@ -49,16 +49,16 @@ from pipeline.run.types import JsonObject
 from pipeline.text import chat
 from pipeline.text.tokenizer import Tokenizer
 
-MOST_LINES = 4  # in a middle of whole lines
+MOST_LINES = 4  # in a middle that consists of whole lines
 SYNTAX = 0.5  # share of infilled repository documents whose middle is a syntactic unit
 RESERVE = 8  # tokens reserved in a row for an infilled document: 3 control tokens, and 5 for cut tokens
 
 
 class FillInMiddle(NamedTuple):
-    """Which documents to infill, in [0, 1]."""
+    """How many documents to infill, as shares in [0, 1]."""
 
-    rate: float = 0.0  # share of the documents that have room for it
-    syntax: float | None = None  # share of those whose middle is a syntactic unit; None: SYNTAX in repositories, else 0
+    rate: float = 0.0  # share of the documents with enough room for infilling
+    syntax: float | None = None  # share of these with a syntactic unit as middle; None: SYNTAX for repositories, else 0
 
 
 WHOLE = FillInMiddle()
@@ -70,7 +70,7 @@ class TokenShard:
     def __init__(
         self, folder: Path, split: str, tokenizer: Tokenizer, *, context: int, seed: int, fim: FillInMiddle, cache: Path
     ) -> None:
-        """Map the tokens; load or build the packing index in `cache`. Raises DataError if sizes do not match."""
+        """Map the tokens; load or build the packing index in `cache`. Raises DataError for a file of the wrong size."""
         meta = read_meta(folder)
         expected = int(meta["splits"][split]["tokens"])
         path = folder / f"{split}.bin"
@@ -88,7 +88,7 @@ class TokenShard:
             pieces = cut(offsets, context, leads, RESERVE if fim.rate else 0)
             chance = mix(np.arange(len(pieces.starts)), stable_hash("infill", seed)) / 2.0**64
             room = pieces.whole & (pieces.lengths + RESERVE <= context)
-            infilled = (chance < fim.rate) & room & (pieces.starts > 0)  # the first document has no lead
+            infilled = (chance < fim.rate) & room & (pieces.starts > 0)  # nothing precedes the first document
             return packing_of(pieces, infilled, RESERVE, context)
 
         checksum = meta["splits"][split]["sha256"]
@@ -108,7 +108,7 @@ class TokenShard:
         ):
             # The token after a piece that continues is a target, never an input.
             ids = self._tokens[start : start + length + continued]
-            if is_infilled:  # the preceding end of text and the context stay first
+            if is_infilled:  # the preceding end of text and the context stay in front
                 key = stable_hash("cuts", self._seed, epoch, start)
                 syntax = self._fim.syntax if self._fim.syntax is not None else SYNTAX * (lead > 1)
                 own = infill(ids[lead:].astype(np.int64), key, self._tokenizer, syntax)
@@ -118,7 +118,7 @@ class TokenShard:
 
 
 def read_meta(folder: Path) -> JsonObject:
-    """`meta.json` of a token folder. Raises DataError if there is none."""
+    """`meta.json` of a token folder. Raises DataError if the file is missing."""
     path = folder / "meta.json"
     if not path.is_file():
         raise DataError(f"{path}: expected encoded tokens here, found none; run dvc repro stage_encode")
@@ -145,10 +145,10 @@ class CorpusStream(PackedStream):
         cache: Path,
         document_mask: bool = True,
     ) -> None:
-        """Without `document_mask`, the documents of a row see each other.
+        """Without `document_mask`, the documents of a row attend to each other.
 
         Raises ModelError if the tokens were encoded with a different tokenizer, DataError if they do not fill one
-        batch, ValueError if a share is not in [0, 1] or `tokens_per_step` is not a multiple of `context`.
+        batch, and ValueError if a share is not in [0, 1] or `tokens_per_step` is not a multiple of `context`.
         """
         for name, share in (("fim.rate", fim.rate), ("fim.syntax", fim.syntax or 0.0)):
             if not 0 <= share <= 1:
@@ -156,7 +156,7 @@ class CorpusStream(PackedStream):
         meta = read_meta(folder)
         if meta["tokenizer"] != tokenizer.hash:
             raise ModelError(
-                f"tokenizers disagree: {folder / 'meta.json'} was encoded with {meta['tokenizer'][:16]}, but "
+                f"tokenizers differ: {folder / 'meta.json'} was encoded with {meta['tokenizer'][:16]}, but "
                 f"{tokenizer.source} is {tokenizer.hash[:16]}; rerun dvc repro stage_encode and the stages that built "
                 "the model, so that both use data/tokenizer (for your own checkpoint: language.base=base)"
             )
@@ -181,7 +181,7 @@ class CorpusStream(PackedStream):
 
 
 def infill(ids: np.ndarray, key: int, tokenizer: Tokenizer, syntax: float = 0.0) -> np.ndarray:
-    """Reorder a whole document (n,), including end of text, to PSM or SPM: at most n + RESERVE ids, cut by `key`.
+    """Reorder a complete document (n,), with its end of text, into PSM or SPM: at most n + RESERVE ids, cut by `key`.
 
     syntax: the probability that the middle is a syntactic unit, if the document has one.
     """
@@ -207,16 +207,16 @@ def infill(ids: np.ndarray, key: int, tokenizer: Tokenizer, syntax: float = 0.0)
 
 
 def syntax_units(raw: bytes) -> list[list[tuple[int, int]]]:
-    """Byte spans as requested by editors, grouped by kind: function bodies, statements, whole lines.
+    """Byte spans like those that editors request, grouped by kind: function bodies, statements, whole lines.
 
-    Kinds without spans are left out. Part of a file may be indented throughout, like methods.
+    Kinds without spans are left out. `raw` may be part of a file and indented throughout, such as a method.
     """
     text = raw.decode("utf-8", "replace")
     if len(text.encode()) != len(raw):  # partial character: spans would be wrong
         return []
     first = next((line for line in text.split("\n") if line.strip()), "")
     head = "if True:\n" if first[:1].isspace() else ""
-    starts = [0, *(index + 1 for index, byte in enumerate(raw) if byte == 10)]  # of each line
+    starts = [0, *(index + 1 for index, byte in enumerate(raw) if byte == 10)]  # offset of each line
     parsed = chat.tree(head + text)
     bodies, statements = [], []
     for node in ast.walk(parsed) if parsed is not None else ():
@@ -235,7 +235,7 @@ def syntax_units(raw: bytes) -> list[list[tuple[int, int]]]:
 
 
 def _line_spans(raw: bytes, starts: Sequence[int]) -> list[tuple[int, int]]:
-    """One to MOST_LINES whole lines, from the first line's text to the last line's end; neither is blank."""
+    """Spans of 1 to MOST_LINES whole lines without outer whitespace; neither the first nor the last line is blank."""
     lines = [
         (start + len(line) - len(line.lstrip()), start + len(line.rstrip()))
         for start, line in zip(starts, raw.split(b"\n"), strict=True)
@@ -288,24 +288,24 @@ def _encode_fragment(fragment: bytes, tokenizer: Tokenizer) -> list[int]:
 
 
 class MixtureStream:
-    """Rows of several streams in fixed proportion: one period of smooth weighted round-robin, repeated.
+    """Rows of several streams in fixed proportions: one period of smooth weighted round-robin, repeated.
 
-    A row id is `member's row id * number of members + member`. After any number of rows, each member has its share to
-    within one row; each member goes through its own epochs. An epoch of the mixture has as many rows as all members
-    together.
+    A row id is `the stream's row id * number of streams + index of the stream`. After any number of rows, each stream
+    has its share to within one row. Each stream runs through its own epochs; an epoch of the mixture has as many rows
+    as all streams together.
     """
 
     def __init__(self, members: Sequence[tuple[int, "PackedStream | MixtureStream"]]) -> None:
-        """`members`: (weight, stream) with positive integer weights. Raises ValueError if shapes differ."""
+        """`members`: (weight, stream) pairs with positive integer weights. Raises ValueError if the shapes differ."""
         weights = [weight for weight, _ in members]
         self._members = [stream for _, stream in members]
         if not members or any(int(weight) != weight or weight < 1 for weight in weights):
             raise ValueError(f"mixture: expected integer weights of at least 1, found {weights}")
         if len({(stream.context, stream.tokens_per_step) for stream in self._members}) > 1:
-            raise ValueError("mixture: members must have the same context and tokens_per_step")
+            raise ValueError("mixture: all streams must have the same `context` and `tokens_per_step`")
         self._weights = np.array(weights, dtype=np.int64)
-        self._period = round_robin(weights)  # (sum of weights,) member of each slot
-        self._nth = np.zeros_like(self._period)  # number of the member's earlier slots in the period
+        self._period = round_robin(weights)  # (sum of weights,) index of the stream in each slot
+        self._nth = np.zeros_like(self._period)  # number of the stream's earlier slots in the period
         for member in range(len(members)):
             slots = self._period == member
             self._nth[slots] = np.arange(slots.sum())
@@ -320,11 +320,11 @@ class MixtureStream:
         """Row ids at positions of the mixed sequence, (n,) -> (n * windows,) int64."""
         periods, slots = np.divmod(positions, len(self._period))
         owner = self._period[slots]
-        index = periods * self._weights[owner] + self._nth[slots]  # position in the member's own sequence
+        index = periods * self._weights[owner] + self._nth[slots]  # position in the stream's own sequence
         ids = np.empty((len(positions), self.context // context), dtype=np.int64)
         for member, stream in enumerate(self._members):
             owned = owner == member
-            member_ids = stream.at(index[owned], context)  # even if empty: it checks the context
+            member_ids = stream.at(index[owned], context)  # called even if empty, to check the context
             ids[owned] = member_ids.reshape(-1, ids.shape[1]) * len(self._members) + member
         return ids.reshape(-1)
 
@@ -342,15 +342,15 @@ class MixtureStream:
         return concatenate(batches, np.argsort(batch_rows))
 
     def evaluation(self, tokens: int) -> Iterator[TokenBatch]:
-        """Each member's val split in turn, its share of `tokens` by weight; members without one are skipped.
+        """Each stream's val split in turn, with its share of `tokens` by weight. Streams without one are skipped.
 
-        Raises DataError if no member has a val split.
+        Raises DataError if no stream has a val split.
         """
         present = [
             (w, stream) for w, stream in zip(self._weights.tolist(), self._members, strict=True) if stream.has_val
         ]
         if not present:
-            raise DataError("mixture: the val splits of all members are empty; add documents to one of them")
+            raise DataError("mixture: the val splits of all streams are empty; add documents to one of them")
         total = sum(weight for weight, _ in present)
         for weight, stream in present:
             yield from stream.evaluation(-(-tokens * weight // total))
@@ -359,17 +359,17 @@ class MixtureStream:
 class AnnealedStream:
     """The rows of one stream before step `at`, then those of another, which is also used for evaluation.
 
-    A row id is the stream's row id * 2, + 1 for the second stream. An epoch is an epoch of the first stream.
+    A row id is twice the stream's row id, plus 1 for the second stream. An epoch is an epoch of the first stream.
     """
 
     def __init__(self, first: "PackedStream | MixtureStream", last: "PackedStream | MixtureStream", *, at: int) -> None:
-        """Raises ValueError if shapes differ."""
+        """Raises ValueError if the shapes differ."""
         if (first.context, first.tokens_per_step) != (last.context, last.tokens_per_step):
-            raise ValueError("annealing: both streams must have the same context and tokens_per_step")
+            raise ValueError("annealing: both streams must have the same `context` and `tokens_per_step`")
         self._first, self._last, self._at = first, last, at
         self.context, self.tokens_per_step, self.has_val = last.context, last.tokens_per_step, last.has_val
         self.rows_per_epoch, self.tokens_per_epoch = first.rows_per_epoch, first.tokens_per_epoch
-        self.fingerprint = fingerprint_of([first.fingerprint, last.fingerprint])  # a longer run has a different `at`
+        self.fingerprint = fingerprint_of([first.fingerprint, last.fingerprint])  # not `at`: it varies with run length
 
     def rows(self, step: int, context: int) -> np.ndarray:
         """Ids of the rows of this step's global batch, (tokens_per_step / context,) int64."""
@@ -377,22 +377,23 @@ class AnnealedStream:
         return (self._last if is_last else self._first).rows(step, context) * 2 + is_last
 
     def batch(self, step: int, context: int, rows: np.ndarray) -> TokenBatch:
-        """The rows with these ids, (B, context), in this order; all of one stream."""
+        """The rows with these ids, (B, context), in this order; all from one stream."""
         inner, is_last = np.divmod(rows, 2)
         assert (is_last == is_last[0]).all(), "rows of both streams in one batch"
         return (self._last if is_last[0] else self._first).batch(step, context, inner)
 
     def evaluation(self, tokens: int) -> Iterator[TokenBatch]:
-        """The val split of the second stream. Raises the same errors."""
+        """The val split of the second stream. Raises the errors of its `evaluation`."""
         yield from self._last.evaluation(tokens)
 
 
 def round_robin(weights: Sequence[int]) -> np.ndarray:
-    """One period of smooth weighted round-robin, (sum of weights,): every prefix is within 1 of the shares.
+    """One period of smooth weighted round-robin, (sum of weights,): in every prefix, counts are within 1 of the shares.
 
-    Share c of a member with weight w of W may start in slot floor(cW/w) and must come before ceil((c+1)W/w); the
-    earliest deadline goes first, which is always feasible (Baruah et al. 1996, "Proportionate progress"). Giving each
-    slot to the member with the most credit, as nginx does, can be off by more than 1.
+    If the weights sum to W, turn c (from 0) of a stream with weight w may not come before slot floor(cW/w) and must
+    come before slot ceil((c+1)W/w). The turn with the earliest deadline goes first, which is always feasible (Baruah et
+    al. 1996, "Proportionate progress"). Giving each slot to the stream with the most credit, as nginx does, can be off
+    by more than 1.
     """
     total = sum(weights)
     counts = [0] * len(weights)

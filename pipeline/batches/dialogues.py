@@ -4,11 +4,11 @@
     data/facts/{train,val}.jsonl (records.Fact)  ->  E question \\n | answer E, packed in rows      ->  FactStream
 
 In dialogues, only assistant turns have a loss. A dialogue that does not fit a row is split at user turns: each segment
-takes as many groups (user to next user) as fit, plus the system turn and the tools, so each assistant turn is trained
-once and no answer is cut. Groups that cannot fit are listed in `too_long`, segments that train nothing in `untrained`;
-nothing else is left out.
+takes as many groups (from one user turn to the next) as fit, plus the system turn and the tools, so each assistant turn
+is trained once and no answer is cut. Groups that cannot fit are listed in `too_long`, segments that train nothing in
+`untrained`; nothing else is left out.
 
-In facts, the answer and its end of text (E) have a loss. Their text is plain, because a base model has never seen chat
+In facts, the answer and its end of text (E) have a loss. Facts are plain text, because a base model has never seen chat
 turns. Nothing is left out: a fact that does not fit a row is an error.
 
 `rehearsing` mixes dialogues with text and code of earlier stages, to avoid forgetting.
@@ -43,7 +43,7 @@ class Segments:
 
     rendered: list[Rendered]
     too_long: list[str] = field(default_factory=list)  # "<dialogue>#<group>" of groups that cannot fit
-    untrained: list[str] = field(default_factory=list)  # "<dialogue>#<last group>" without an assistant turn
+    untrained: list[str] = field(default_factory=list)  # "<dialogue>#<last group>" of segments without assistant turns
 
     def add(self, rendered: Rendered, name: str) -> None:
         """Add a segment if it has an assistant turn."""
@@ -79,7 +79,7 @@ def segments(tokenizer: Tokenizer, dialogue: Dialogue, context: int) -> Segments
 
 
 def split_groups(messages: Sequence[Message]) -> tuple[list[Message], list[list[Message]]]:
-    """The opening system turn, if any, and the groups: each from one user message to the next."""
+    """The opening system turn, if any, and the groups, each of which runs from one user message to the next."""
     has_system = bool(messages) and messages[0].get("role") in ("system", "developer")
     groups: list[list[Message]] = []
     for message in messages[has_system:]:
@@ -117,7 +117,7 @@ class DialogueSplit(PackedPieces):
     """One split of the dialogues, rendered and packed."""
 
     def __init__(self, path: Path, tokenizer: Tokenizer, *, context: int) -> None:
-        """Read and render the dialogues. Raises DataError with the file and the problem."""
+        """Read and render the dialogues. Raises DataError naming the file and the problem."""
         if not path.is_file():
             raise DataError(f"{path}: expected dialogues here, found none; run dvc repro stage_tasks")
         pieces: list[Piece] = []
@@ -151,8 +151,8 @@ class DialogueStream(PackedStream):
     def __init__(self, folder: Path, tokenizer: Tokenizer, *, context: int, tokens_per_step: int, seed: int) -> None:
         """`too_long` and `untrained` list the parts of the train split that are left out.
 
-        Raises DataError if a file or dialogue is invalid or the split does not fill one batch, ValueError if sizes do
-        not divide evenly.
+        Raises DataError if a file or dialogue is invalid or the train split does not fill one batch, and ValueError if
+        `tokens_per_step` is not a multiple of `context`.
         """
         train = DialogueSplit(folder / "train.jsonl", tokenizer, context=context)
         val = DialogueSplit(folder / "val.jsonl", tokenizer, context=context)
@@ -191,14 +191,14 @@ class Shares:
 def rehearsing(
     dialogues: DialogueStream, shares: Shares, job: Job, tokenizer: Tokenizer, *, text: Path, code: Path, base: str
 ) -> MixtureStream | None:
-    """Mix the dialogues with the corpora of earlier stages that exist and fill a batch; None if there are none.
+    """Mix the dialogues with the earlier stages' corpora that exist and fill a batch. None if there are none.
 
-    Raises ModelError if they were encoded with a tokenizer other than that of the model `base`.
+    Raises ModelError if a corpus was encoded with a tokenizer other than that of the model `base`.
     """
     members: list[tuple[int, PackedStream | MixtureStream]] = []
     for folder, weight in ((text, shares.text_weight), (code, shares.code_weight)):
         if not weight or not (folder / "meta.json").is_file():
-            continue  # data/none has none
+            continue  # data/none contains no tokens
         meta = read_meta(folder)
         tokens = int(meta["splits"]["train"]["tokens"])
         if tokens < dialogues.tokens_per_step:
@@ -236,7 +236,7 @@ class FactQuestion:
 def encoded(fact: Fact, tokenizer: Tokenizer) -> FactQuestion:
     """Encode a fact. Raises DataError for an empty question or answer."""
     if not fact.question.strip() or not fact.answer.strip():
-        raise DataError(f"fact {fact.id}: its question or answer is empty; fix or remove it")
+        raise DataError(f"fact {fact.id}: its question or answer is empty; fix or remove the fact")
     prompt = [tokenizer.end_of_text, *tokenizer.encode(fact.question + "\n")]
     return FactQuestion(fact, prompt, [*tokenizer.encode(fact.answer), tokenizer.end_of_text])
 
@@ -253,8 +253,8 @@ class FactSplit(PackedPieces):
         longest = max(range(len(pieces)), key=lambda index: len(pieces[index].ids), default=None)
         if longest is not None and len(pieces[longest].ids) > context:
             raise DataError(
-                f"{path}: fact {self._facts[longest].fact.id} has {len(pieces[longest].ids)} tokens, more than context"
-                f" ({context}); shorten it or raise context"
+                f"{path}: fact {self._facts[longest].fact.id} has {len(pieces[longest].ids)} tokens, more than"
+                f" `context` ({context}); shorten the fact or raise `context`"
             )
         super().__init__(pieces, context)
 

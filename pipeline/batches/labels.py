@@ -4,8 +4,9 @@
 
 Labels are rendered and filtered like pairs (`batches/pairs.py`). Each batch also contains mismatched answers, from
 which the loss estimates the policy's distance from its reference: each prompt is combined with the preceding answer in
-the batch of the whole step, the first with the last (as in TRL: (x_1, y_n), (x_2, y_1), ...). So the set of answers is
-the same, and the matching does not depend on how the batch is split. Mismatched rows are truncated to `max_length`.
+the step's global batch, and the first prompt with the last answer (as in TRL: (x_1, y_n), (x_2, y_1), ...). The set of
+answers thus stays the same, and the matching does not depend on how the batch is split. Mismatched rows are truncated
+to `max_length`.
 
 Not guaranteed: that a mismatched answer is wrong; two answers to the same prompt may be consecutive.
 """
@@ -38,7 +39,7 @@ class LabelBatch:
     mismatched: Answered  # (B, S)
     desirable: Tensor  # (B,) bool
     counts: dict[str, int]  # answers, tokens (of the answers), positions
-    divergence: float | None = None  # z0 of the whole step in nats; None: estimate it from this batch
+    divergence: float | None = None  # z0 of the entire step in nats; None: estimate z0 from this batch
 
     def to(self, device: torch.device | str) -> "LabelBatch":
         """The same batch on another device."""
@@ -55,11 +56,11 @@ class EncodedLabel:
 
     label: Label
     piece: Piece  # prompt and answer
-    num_prompt: int  # tokens
+    num_prompt: int  # tokens of the prompt
 
 
 def encode(tokenizer: Tokenizer, label: Label, max_prompt: int, max_length: int) -> EncodedLabel | str:
-    """The label as ids, or the reason it is left out. Raises DataError naming the label."""
+    """The label as ids, or the reason why it is left out. Raises DataError naming the label."""
     if pairs.is_empty(label.answer):
         return "empty answer"
     prompt, [piece] = pairs.pieces(tokenizer, label, [label.answer])
@@ -70,7 +71,7 @@ class LabelSplit:
     """One encoded split, in memory."""
 
     def __init__(self, path: Path, tokenizer: Tokenizer, max_prompt: int, max_length: int) -> None:
-        """Raises DataError for a missing file, an invalid record, or more than a tenth left out."""
+        """Raises DataError for a missing file or an invalid record, or if more than a tenth is left out."""
         self.labels, self.dropped = pairs.usable(
             path, Label, partial(encode, tokenizer), max_prompt=max_prompt, max_length=max_length
         )
@@ -115,19 +116,19 @@ def _mismatch(prompt_of: EncodedLabel, answer_of: EncodedLabel, max_length: int)
 
 
 class LabelStream:
-    """Batches of labels, reshuffled each epoch; the val split in one fixed shuffled order."""
+    """Batches of labels, reshuffled each epoch. The val split has one fixed, shuffled order."""
 
     def __init__(
         self, folder: Path, tokenizer: Tokenizer, *, max_prompt: int, max_length: int, answers: int, seed: int
     ) -> None:
-        """`answers`: per step. Raises DataError like LabelSplit, and if the train split is all good or all bad."""
+        """`answers`: number per step. Raises DataError like LabelSplit, or if training answers are all good or bad."""
         path = folder / "train.jsonl"
         self.train = LabelSplit(path, tokenizer, max_prompt, max_length)
         good, total = self.train.num_good, len(self.train.labels)
         if good in (0, total):
             raise DataError(
                 f"{path}: expected both good and bad answers, found {good} good and {total - good} bad; add some of the"
-                " other kind (`labels` in conf/data, or thumbs on the web page), or train on good ones as dialogues"
+                " other kind (`labels` in conf/data, or ratings on the web page), or train on good answers as dialogues"
             )
         self.val = LabelSplit(folder / "val.jsonl", tokenizer, max_prompt, max_length)
         self._pad, self._answers, self._max_length, self._seed = tokenizer.pad, answers, max_length, seed
@@ -140,7 +141,7 @@ class LabelStream:
         return np.arange(step * self._answers, (step + 1) * self._answers)
 
     def batch(self, step: int, context: int, rows: np.ndarray) -> LabelBatch:
-        """The labels at these positions of the step's batch, mismatched within the whole batch."""
+        """The labels at these positions of the step's batch, with mismatched answers from all of it."""
         first = step * self._answers
         before = first + (rows - first - 1) % self._answers
         return batch_of(self._labels_at(rows), self._labels_at(before), self._pad, self._max_length)
@@ -155,7 +156,7 @@ class LabelStream:
         return self._order[1]
 
     def evaluation(self, tokens: int) -> Iterator[LabelBatch]:
-        """The val split, up to `tokens` answer tokens. Shuffled, because labels of the same prompt may be adjacent."""
+        """The val split, up to `tokens` answer tokens. Shuffled, because labels for the same prompt may be adjacent."""
         shuffled = [self.val.labels[index] for index in _shuffled(len(self.val.labels), "held-out labels")]
         num_tokens = 0
         for first in range(0, len(shuffled), EVALUATION_ANSWERS):

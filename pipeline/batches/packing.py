@@ -2,23 +2,23 @@
 
     documents -> cut -> pack -> a split of packed rows  +  RowOrder (which row when)  ->  PackedStream -> TokenBatch
 
-Packing. Documents longer than a row are cut into row-length pieces, then packed by best-fit decreasing (Ding et al.
-2024, arXiv:2404.10830, "Fewer truncations improve language modeling") over windows of 65,536 pieces, carrying open rows
-from window to window. Concatenating and cutting instead would cut about half of all Python files. No document that fits
-a row is cut. Each document follows the preceding end of text, so every token of a file but the very first is predicted
-exactly once; nothing is dropped.
+Packing. Documents longer than a row are cut into row-length pieces. All pieces are packed by best-fit decreasing (Ding
+et al. 2024, arXiv:2404.10830, "Fewer truncations improve language modeling") over windows of 65,536 pieces, carrying
+open rows from window to window. Concatenating and cutting instead would cut about half of all Python files. A document
+that fits in a row is never cut. Each document follows the preceding document's end of text, so every token of a file
+except the very first is predicted exactly once; nothing is dropped.
 
-Order. Each epoch has a keyed permutation of the row numbers, computed on demand: step -> positions -> a 4-round Feistel
+Order. Each epoch has a keyed permutation of the row indices, computed on demand: step -> positions -> a 4-round Feistel
 network keyed by (seed, epoch), with cycle walking (Black and Rogaway 2002, "Ciphers with arbitrary finite domains") ->
 row ids. Nothing is stored or shuffled, so the state of a run is one integer and any rank can compute any row. A row id
-is `(epoch * num_rows + row) * windows + window`, so ids alone determine the content of a batch; `windows` is the packed
-length over the current context (length curriculum: rows are split, not skipped).
+is `(epoch * num_rows + row) * windows + window`, so the ids determine the content of a batch; `windows` is the packed
+length divided by the current context (length curriculum: rows are split, not skipped).
 
 Stream. A batch is a pure function of (seed, step). The val split has its own rows and one fixed order for all seeds, so
 that different runs are evaluated on the same tokens.
 
 Not guaranteed: optimal packing; cryptographic quality of the order (for fewer than about 16 rows, few of the possible
-orders occur); full val batches: the last one may be smaller.
+orders occur); that all val batches are full (the last one may be smaller).
 """
 
 import os
@@ -36,7 +36,7 @@ from pipeline.run.errors import DataError
 from pipeline.text.tokenizer import Tokenizer
 
 WINDOW = 65_536
-FORMAT = 4  # of the index on disk; raise it when the packing changes
+FORMAT = 4  # of the index on disk; increase it when the packing changes
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Pieces:
 
     starts: np.ndarray  # (P,) int64, first token in the .bin file
     lengths: np.ndarray  # (P,) int64, tokens that are inputs
-    whole: np.ndarray  # (P,) bool: the piece is a whole document
+    whole: np.ndarray  # (P,) bool: the piece is a complete document
     continues: np.ndarray  # (P,) bool: the token after the piece is a target; the piece fills its row
     leads: np.ndarray  # (P,) int64, leading tokens that are not targets: context, or the token before the document
 
@@ -58,12 +58,12 @@ def cut(offsets: np.ndarray, context: int, leads: np.ndarray | None = None, rese
     has no such token. A document's last token is a target but need not be an input, so a document of up to `context`
     tokens is never cut.
 
-    leads: (n,) number of leading context tokens in each document. They are dropped from the start as needed for the
-    document to fit a row with `reserve` tokens free.
+    leads: (n,) number of leading context tokens in each document. As many of them as necessary are dropped from the
+    start, so that the document fits in a row with `reserve` tokens free.
     """
     offsets = offsets.astype(np.int64)
     begins = np.maximum(offsets[:-1] - 1, 0)  # (n,)
-    num_targets = np.maximum(offsets[1:] - begins - 1, 0)  # (n,): all but the token it begins with
+    num_targets = np.maximum(offsets[1:] - begins - 1, 0)  # (n,): all tokens but the leading one
     own = offsets[:-1]  # (n,): the first non-context token
     if leads is not None:
         own = own + leads.astype(np.int64)
@@ -71,7 +71,7 @@ def cut(offsets: np.ndarray, context: int, leads: np.ndarray | None = None, rese
         begins, num_targets = begins + left_out, num_targets - left_out
     counts = -(-num_targets // context)  # pieces of each document; 0 where there is nothing to predict
     document = np.repeat(np.arange(len(counts)), counts)  # (P,)
-    number = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)  # of the piece in its document
+    number = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)  # index within its document
     starts = begins[document] + number * context
     ends = offsets[document + 1]
     return Pieces(
@@ -86,7 +86,7 @@ def cut(offsets: np.ndarray, context: int, leads: np.ndarray | None = None, rese
 def pack(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
     """Best-fit decreasing: assign pieces to rows.
 
-    `lengths` (P,) in 1..capacity. Returns `members` (P,), the piece numbers row by row and ascending within a row, and
+    `lengths` (P,) in 1..capacity. Returns `members` (P,), the piece indices row by row and ascending within a row, and
     `row_starts` (R + 1,), the start of each row in `members`. Raises ValueError if a piece cannot fit.
     """
     if len(lengths) and not 0 < lengths.min() <= lengths.max() <= capacity:
@@ -129,7 +129,7 @@ class Packing:
     continues: np.ndarray  # (P,) bool
     infilled: np.ndarray  # (P,) bool: fill-in-the-middle, with reserved room
     leads: np.ndarray  # (P,) int64: tokens of each piece before the first target
-    row_starts: np.ndarray  # (R + 1,) int64, into the arrays above
+    row_starts: np.ndarray  # (R + 1,) int64, start of each row in the arrays above
 
     @property
     def num_rows(self) -> int:
@@ -138,7 +138,7 @@ class Packing:
 
 
 def packing_of(pieces: Pieces, infilled: np.ndarray, reserve: int, context: int) -> Packing:
-    """Pack pieces into rows of `context`; infilled ones take `reserve` extra tokens."""
+    """Pack pieces into rows of `context` tokens; infilled pieces take `reserve` extra tokens."""
     members, row_starts = pack(pieces.lengths + reserve * infilled, context)
     return Packing(
         starts=pieces.starts[members],
@@ -151,7 +151,7 @@ def packing_of(pieces: Pieces, infilled: np.ndarray, reserve: int, context: int)
 
 
 def cached(cache: Path, parts: list[str | int | float], build: Callable[[], Packing]) -> Packing:
-    """The packing for the key `parts` from `cache`, memory-mapped; if missing, built and published by rename."""
+    """The packing for the key `parts`, memory-mapped from `cache`. If missing, it is built and renamed into place."""
     key = fingerprint_of([FORMAT, *parts])
     folder = cache / f"packing-{key}"
     if not folder.is_dir():
@@ -182,7 +182,7 @@ def mix(values: np.ndarray, key: int) -> np.ndarray:
 
 
 def permute(index: np.ndarray, size: int, key: int) -> np.ndarray:
-    """The image of each index of range(size) under the key's permutation, (n,) int64 -> (n,) int64."""
+    """The image of each index of range(size) under the permutation given by `key`, (n,) int64 -> (n,) int64."""
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     shift, mask = np.uint64(half), np.uint64((1 << half) - 1)
     keys = [stable_hash(key, round_) for round_ in range(ROUNDS)]
@@ -222,13 +222,13 @@ class RowOrder:
         return np.arange(step * self.rows_per_step, (step + 1) * self.rows_per_step, dtype=np.int64)
 
     def num_windows(self, context: int) -> int:
-        """Number of windows per packed row at this context. Raises ValueError if it does not divide the row."""
+        """Number of windows per packed row at this context. Raises ValueError if that is not a whole number."""
         if context <= 0 or self.context % context:
             raise ValueError(f"context: expected a divisor of the packed length {self.context}, found {context}")
         return self.context // context
 
     def at(self, positions: np.ndarray, context: int) -> np.ndarray:
-        """Row ids at the positions, windows of a packed row adjacent: (n,) -> (n * windows,) int64."""
+        """Row ids at the positions, with the windows of a packed row adjacent: (n,) -> (n * windows,) int64."""
         windows = self.num_windows(context)
         epochs, index = np.divmod(positions, self.num_rows)
         rows = np.empty_like(index)
@@ -239,7 +239,7 @@ class RowOrder:
         return ids.reshape(-1)
 
     def locate(self, ids: np.ndarray, context: int) -> tuple[np.ndarray, np.ndarray]:
-        """Split row ids into packed rows with their epoch (`epoch * num_rows + row`) and windows."""
+        """Split row ids into packed rows, including the epoch (`epoch * num_rows + row`), and window indices."""
         return np.divmod(ids, self.num_windows(context))
 
 
@@ -266,7 +266,7 @@ class PackedSplit(Protocol):
 
 @dataclass(frozen=True)
 class Splits:
-    """Two packed splits; `name` and `left_out`, a sentence about unusable data, are for error messages."""
+    """Two packed splits. `name` and `left_out` (a sentence about unusable data) appear in error messages."""
 
     name: str
     train: PackedSplit
@@ -301,11 +301,11 @@ class PackedStream:
         self._train, self._val, self._tokenizer, self._document_mask = train, val, tokenizer, document_mask
         self._order = RowOrder(num_rows=train.num_rows, context=context, tokens_per_step=tokens_per_step, seed=seed)
         if self.tokens_per_epoch < tokens_per_step:
-            best = f"{self.tokens_per_epoch}" if train.num_rows else f"none at context {context}: there are no rows"
+            best = f"{self.tokens_per_epoch}" if train.num_rows else f"none (no rows at context {context})"
             raise DataError(
                 f"{self.name}: too few tokens for one batch: got {train.num_tokens} tokens in {train.num_rows} packed "
-                f"rows of {context}, needed tokens_per_step={tokens_per_step}; the largest tokens_per_step that works "
-                f"is {best}. Set it, change the context, or add data. {splits.left_out}".rstrip()
+                f"rows of {context}, but tokens_per_step={tokens_per_step}; largest tokens_per_step that works: "
+                f"{best}. Lower tokens_per_step, change the context, or add data. {splits.left_out}".rstrip()
             )
 
     def at(self, positions: np.ndarray, context: int) -> np.ndarray:

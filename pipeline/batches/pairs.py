@@ -2,9 +2,9 @@
 
     data/preferences/{train,val,test}.jsonl (records.Pair)  --chat.render-->  PairBatch, a pure function of (seed, step)
 
-`text/chat.py` renders prompt and answers; its prompts are prefixes of whole conversations. The answer is the assistant
-text after the prompt, including end of turn. Left out and counted: equal answers, empty answers, and pairs over the
-length limits (a truncated answer would lose its end). The stage stops if more than a tenth is left out.
+`text/chat.py` renders prompts and answers; a rendered prompt is a prefix of the rendered conversation. The answer is
+the assistant text after the prompt, including end of turn. Pairs with equal or empty answers or over the length limits
+are left out and counted (a truncated answer would lose its end). The stage stops if more than a tenth is left out.
 """
 
 import hashlib
@@ -48,13 +48,13 @@ class PairBatch:
 
     @property
     def ends(self) -> Tensor:
-        """True at the last token of each row, (2P, T): where the reward is read out."""
+        """True at the last token of each row, (2P, T): where the reward is read."""
         last = (self.documents >= 0).sum(1) - 1
         return torch.arange(self.documents.shape[1], device=last.device) == last[:, None]
 
     @property
     def said(self) -> Tensor:
-        """True where the answers' tokens are inputs, (2P, T); in order, these are the targets other than -100."""
+        """True where the input is an answer token, (2P, T). In order, these tokens are the targets other than -100."""
         return functional.pad(self.targets >= 0, (1, -1))  # shifted right by one
 
     def to(self, device: torch.device | str) -> "PairBatch":
@@ -79,7 +79,7 @@ class Encoded:
 
 
 def encode(tokenizer: Tokenizer, pair: Pair, max_prompt: int, max_length: int) -> Encoded | str:
-    """The pair as ids, or the reason it is left out. Raises DataError naming the pair."""
+    """The pair as ids, or the reason why it is left out. Raises DataError naming the pair."""
     if pair.chosen == pair.rejected:
         return "chosen equals rejected"
     if any(is_empty(answer) for answer in (pair.chosen, pair.rejected)):
@@ -94,7 +94,7 @@ def is_empty(answer: Sequence[Message]) -> bool:
 
 
 def too_long(num_prompt: int, answers: Sequence[Piece], max_prompt: int, max_length: int) -> str:
-    """Why a record with these lengths is left out; empty if it is kept."""
+    """The reason why a record with these lengths is left out; empty if it is kept."""
     if num_prompt > max_prompt:
         return "prompt too long"
     return "answer too long" if max(len(piece.ids) for piece in answers) > max_length else ""
@@ -125,7 +125,7 @@ def usable(
 ) -> tuple[list[E], Counter[str]]:
     """The encoded records of a split, and the number left out for each reason.
 
-    Raises DataError for a missing file, an invalid record, or more than a tenth left out.
+    Raises DataError for a missing file or an invalid record, or if more than a tenth is left out.
     """
     what = {Pair: "preference pairs", Label: "labels"}[kind]
     if not path.is_file():
@@ -142,8 +142,8 @@ def usable(
     if not kept or dropped.total() > MOST_DROPPED * total:
         drops = ", ".join(f"{number} {reason}" for reason, number in dropped.most_common())
         raise DataError(
-            f"{path}: {dropped.total()} of {total} {what.split()[-1]} cannot be used ({drops or 'it is empty'}); at"
-            f" most a tenth may be left out. Fix the file, or raise max_prompt ({max_prompt}) and max_length"
+            f"{path}: {dropped.total()} of {total} {what.split()[-1]} cannot be used ({drops or 'the file is empty'});"
+            f" at most a tenth may be left out. Fix the file, or raise max_prompt ({max_prompt}) and max_length"
             f" ({max_length})"
         )
     return kept, dropped
@@ -153,7 +153,7 @@ class PairSplit:
     """One encoded split, in memory."""
 
     def __init__(self, path: Path, tokenizer: Tokenizer, max_prompt: int, max_length: int) -> None:
-        """Raises DataError for a missing file, an invalid record, or more than a tenth left out."""
+        """Raises DataError for a missing file or an invalid record, or if more than a tenth is left out."""
         self.pairs, self.dropped = usable(
             path, Pair, partial(encode, tokenizer), max_prompt=max_prompt, max_length=max_length
         )
@@ -185,7 +185,7 @@ def batch_of(pairs: Sequence[Encoded], pad: int, reference: np.ndarray | None = 
 
 
 class PairStream:
-    """Batches of pairs, reshuffled each epoch; the val split in file order."""
+    """Batches of pairs, reshuffled each epoch. The val split stays in file order."""
 
     def __init__(
         self,
@@ -199,8 +199,8 @@ class PairStream:
         label_flip: float = 0.0,
         more: Sequence[Encoded] = (),
     ) -> None:
-        """`pairs`: per step. `more`: additional training pairs. `label_flip`: share of training pairs whose answers are
-        swapped, chosen by a hash of their ids.
+        """`pairs`: pairs per step. `more`: additional training pairs. `label_flip`: share of training pairs whose
+        answers are swapped, chosen by a hash of the pair's id.
         """
         self.train = PairSplit(folder / "train.jsonl", tokenizer, max_prompt, max_length)
         self.val = PairSplit(folder / "val.jsonl", tokenizer, max_prompt, max_length)
@@ -234,7 +234,7 @@ class PairStream:
         return batch_of([split.pairs[int(row)] for row in rows], self._pad, sums)
 
     def batches(self, name: str) -> Iterator[PairBatch]:
-        """A whole split ("train" or "val") in file order."""
+        """All batches of a split ("train" or "val") in file order."""
         split = self.train if name == "train" else self.val
         for first in range(0, len(split.pairs), EVALUATION_PAIRS):
             yield self._batch(name, split, np.arange(first, min(first + EVALUATION_PAIRS, len(split.pairs))))

@@ -7,17 +7,17 @@
 Batches are a pure function of (seed, step). The masks (`diffusion/masks.py`) depend only on (seed, sample, pass).
 
 A row's loss is the sum over its masked tokens of -log p / p_mask (LLaDA, arXiv:2502.09992, eq. 3 and 5), so its mean
-over a validation set is the negative ELBO per token. Validation uses the k form, which has lower variance and never an
-empty mask.
+over a validation set is the negative ELBO per token. Validation uses the k form, which has lower variance and never
+draws an empty mask.
 
 **Pairs** (data/preferences/{train,val}.jsonl). Each answer is drawn n times, each time with k of its tokens masked. The
-masks depend on (seed, pair, side, pass); policy and reference score the same batch, so they share them. An answer ends
-with its end of turn; unlike in fine-tuning, no fill follows it.
+masks depend on (seed, pair, side, pass); policy and reference score the same batch, so they share its masks. An answer
+ends with its end of turn; unlike in fine-tuning, no fill follows it.
 
 **Problems** (data/problems/{train,val}.jsonl). A diffusion model writes on a canvas of fixed length, so it must learn
-to stop: after the answer and its end the canvas is filled, and the fill is noised and predicted like the rest (LLaDA,
-arXiv:2502.09992, appendix B.1). The length of a canvas depends on the example and the pass, never on the rest of the
-batch. The prompt stays clean. The causal control gets the same examples in the same order, without the fill.
+to stop: the canvas is filled after the answer and its end of turn, and the fill is noised and predicted like any other
+token (LLaDA, arXiv:2502.09992, appendix B.1). The length of a canvas depends on the example and the pass, never on the
+rest of the batch. The prompt stays clean. The causal control gets the same examples in the same order, without fill.
 """
 
 import hashlib
@@ -50,7 +50,7 @@ class Noise:
     """How training noise is drawn and weighted; `batch` means an optimizer step's batch, not a micro-batch."""
 
     t_scope: str = "sample"
-    """sample: a time per row; batch: one time for the step's whole batch."""
+    """sample: one time per row; batch: one time for the step's entire batch."""
     token_weight: str = "elbo"
     """Loss weighting: elbo (1 / p), or cart (by the nearby clean tokens)."""
     cart_p: float = 0.3
@@ -74,7 +74,7 @@ class NoisedBatch:
 
     noised: Noised
     weights: Tensor  # (n,) float32, of the predicted tokens, row by row
-    counts: dict[str, int]  # tokens that may be masked, rows, positions; bytes if known
+    counts: dict[str, int]  # maskable tokens, rows, positions; bytes if known
 
     def to(self, device: torch.device | str) -> "NoisedBatch":
         """The same batch on another device."""
@@ -83,11 +83,11 @@ class NoisedBatch:
 
 @dataclass(frozen=True)
 class MaskableRow:
-    """A row before noising: the positions that may be masked, and their uniform numbers."""
+    """A row before noising: the positions that may be masked, and uniform random numbers for them."""
 
     places: np.ndarray  # (L,) int64, positions in the row
-    blocks: np.ndarray  # (L,) int64, the block of each, from 0; all 0 without blocks
-    numbers: np.ndarray  # (number of blocks - 1 + L,) uniform: times of further blocks, then one per token
+    blocks: np.ndarray  # (L,) int64, the index of each position's block; all 0 without blocks
+    numbers: np.ndarray  # (blocks - 1 + L,) uniform: times of the blocks after the first, then one per token
 
 
 def noised_row(row: MaskableRow, t: float, noise: Noise) -> tuple[np.ndarray, np.ndarray]:
@@ -101,7 +101,7 @@ def noised_row(row: MaskableRow, t: float, noise: Noise) -> tuple[np.ndarray, np
 
 
 def evaluated_row(row: MaskableRow, u: float) -> tuple[np.ndarray, np.ndarray]:
-    """Masks (L,) and weights (L,) of the k form: in each block, k tokens are masked, weighted by its length / k."""
+    """Masks (L,) and weights (L,) of the k form: in each block, k tokens are masked, weighted by block length / k."""
     num_further = int(row.blocks[-1]) if len(row.blocks) else 0
     masks, weights = np.zeros(len(row.places), dtype=bool), np.zeros(len(row.places))
     for block, time in enumerate((u, *row.numbers[:num_further]) if len(row.places) else ()):
@@ -123,7 +123,7 @@ def _build_input(
 ) -> tuple[Noised, Tensor]:
     """The input and the weights of its masked tokens; with `blocks` (B, T), the input includes the clean tokens.
 
-    `drawn` are the masks and weights of each of the `rows`.
+    `drawn` contains the masks and weights of each row.
     """
     masks, weights = np.zeros(tokens.shape, dtype=bool), np.zeros(tokens.shape, dtype=np.float32)
     for number, (row, (row_masks, row_weights)) in enumerate(zip(rows, drawn, strict=True)):
@@ -138,7 +138,7 @@ def _build_input(
 
 
 class _Passes:
-    """Infinite passes over `count` items, each in its own random order. Indices count across passes."""
+    """Infinite passes over `count` items, each in its own random order. Indices continue from pass to pass."""
 
     def __init__(self, name: str, seed: int, count: int) -> None:
         self._name, self._seed, self._count = name, seed, count
@@ -150,7 +150,7 @@ class _Passes:
         return [(int(self.order(turn)[index]), turn) for turn, index in pairs]
 
     def order(self, turn: int) -> np.ndarray:
-        """The items of a pass, (count,), in its order."""
+        """The items of a pass, (count,), in the order of that pass."""
         if self._order[0] != turn:
             generator = np.random.default_rng(stable_hash(self._name, self._seed, turn) % 2**63)
             self._order = (turn, generator.permutation(self._count))
@@ -158,7 +158,7 @@ class _Passes:
 
 
 class WindowStream:
-    """Masked windows of a corpus: a `fit.Stream`. The first token of a document stays clean: no state precedes
+    """Masked windows of a corpus: a `fit.Stream`. The first token of a document stays clean, because no state precedes
     it.
     """
 
@@ -180,7 +180,7 @@ class WindowStream:
         self.tokens_per_epoch = corpus.tokens_per_epoch
 
     def rows(self, step: int, context: int) -> np.ndarray:
-        """Row ids of the step, as the corpus numbers them: an id encodes its pass."""
+        """The step's row ids in the corpus; a row id also encodes the pass."""
         return self._corpus.rows(step, context)
 
     def batch(self, step: int, context: int, rows: np.ndarray) -> NoisedBatch:
@@ -250,7 +250,7 @@ class WindowStream:
 
 
 def _number_blocks(documents: np.ndarray, blocks: np.ndarray) -> np.ndarray:
-    """The blocks of a row's documents numbered from 0, (L,) -> (L,); without blocks all are 0."""
+    """Number the blocks of a row's documents from 0, (L,) -> (L,); without blocks, all are 0."""
     if not len(blocks) or not blocks.any():
         return np.zeros(len(blocks), dtype=np.int64)
     changes = (np.diff(documents, prepend=documents[:1]) != 0) | (np.diff(blocks, prepend=blocks[:1]) != 0)
@@ -258,7 +258,7 @@ def _number_blocks(documents: np.ndarray, blocks: np.ndarray) -> np.ndarray:
 
 
 def masking_fingerprint(data: str, noise: Noise, anneal_steps: int = 0) -> str:
-    """Identifies the data and its masking when a run resumes."""
+    """A string that identifies the data and its masking when a run resumes."""
     return f"{data}-{diffusion_masks.key(0, 'fingerprint', repr(noise), anneal_steps):032x}"[:33]
 
 
@@ -269,7 +269,7 @@ SIDES = ("chosen", "rejected")
 
 
 def of_kinds(split: PairSplit, kinds: Collection[str], name: str) -> PairSplit:
-    """The split with only pairs of these kinds; empty `kinds`: all. Raises DataError if no pair is left."""
+    """The split with only the pairs of these kinds; all if `kinds` is empty. Raises DataError if no pair is left."""
     if kinds:
         existing = sorted({encoded.pair.kind for encoded in split.pairs})
         split.pairs = [encoded for encoded in split.pairs if encoded.pair.kind in kinds]
@@ -301,7 +301,7 @@ class NoisedPairs:
         stratified: bool,
         seed: int,
     ) -> None:
-        """`pairs` per step, `draws` masks of each answer."""
+        """A step has `pairs` pairs, with `draws` masks for each answer."""
         self.train, self.val = train, val
         self._pad, self._pairs, self._draws, self._stratified, self._seed = pad, pairs, draws, stratified, seed
         identity = [train.digest(), val.digest(), pairs, draws, stratified, seed]
@@ -316,7 +316,7 @@ class NoisedPairs:
         return np.arange(step * self._pairs, (step + 1) * self._pairs)
 
     def _chosen(self, rows: np.ndarray) -> list[tuple[int, int]]:
-        """(number of the pair, pass) of each row."""
+        """(index of the pair, pass) of each row."""
         return self._passes.items(rows)
 
     def batch(self, step: int, context: int, rows: np.ndarray) -> Drawn:
@@ -324,14 +324,14 @@ class NoisedPairs:
         return self._batch("train", self.train, self._chosen(rows))
 
     def read(self, name: str, turn: int, places: int) -> np.ndarray:
-        """The pairs of a split that a run over `places` pairs uses in a pass; sorted."""
+        """The sorted indices of a split's pairs that a run over `places` pairs uses in a pass."""
         if name == "val":
             return np.arange(len(self.val.pairs))
         count = len(self.train.pairs)
         return np.sort(self._passes.order(turn)[: max(0, min(count, places - turn * count))])
 
     def some(self, name: str, turn: int, numbers: np.ndarray) -> Iterator[Drawn]:
-        """Pairs of a split ("train" or "val") by number, under the masks of a pass."""
+        """Pairs of a split ("train" or "val") by index, under the masks of a pass."""
         split = self.train if name == "train" else self.val
         for first in range(0, len(numbers), EVALUATION_PAIRS):
             yield self._batch(name, split, [(int(n), turn) for n in numbers[first : first + EVALUATION_PAIRS]])
@@ -375,7 +375,7 @@ def drawn_pairs(
     stratified: bool,
     reference: torch.Tensor | None = None,
 ) -> Drawn:
-    """Pairs as 2P rows under `draws` masks each; `keys` are for the chosen answers, then the rejected ones."""
+    """Pairs as 2P rows under `draws` masks each; `keys` has those of the chosen answers, then of the rejected ones."""
     pieces = [encoded.chosen for encoded in pairs] + [encoded.rejected for encoded in pairs]
     rows = answered(pieces, pad)
     masks = np.zeros((draws, *rows.input_ids.shape), dtype=bool)
@@ -392,15 +392,15 @@ def drawn_pairs(
 # -- problems on canvases ----------------------------------------------------------------------------------------------
 
 
-UNIT = 32  # canvases are multiples of it, in tokens
-MOST_DROPPED = 0.1  # share of the problems
+UNIT = 32  # tokens; canvas lengths are multiples of this
+MOST_DROPPED = 0.1  # fraction of the problems
 EVALUATION_ROWS = 32
 NORMS = ("answer", "tokens", "batch")
 
 
 @dataclass(frozen=True)
 class Example:
-    """A problem as ids."""
+    """A problem and its answer as token ids."""
 
     id: str
     prompt: list[int]
@@ -411,7 +411,7 @@ class ExampleSplit:
     """An encoded split in memory."""
 
     def __init__(self, path: Path, tokenizer: Tokenizer, traits: Traits, *, max_prompt: int, max_new: int) -> None:
-        """Raises DataError for a missing file, text with the mask token, or more than a tenth dropped as too long."""
+        """Raises DataError if the file is missing, a text has the mask token, or more than a tenth is too long."""
         if not path.is_file():
             raise DataError(f"{path}: expected programming problems here, found none; run dvc repro stage_tasks")
         self.max_prompt, self.max_new = max_prompt, max_new
@@ -439,7 +439,7 @@ class ExampleSplit:
 
 
 def encoded(problem: Problem, tokenizer: Tokenizer) -> Example:
-    """Prompt and answer of a problem with an answer. Raises DataError for an empty answer."""
+    """The prompt and the answer of a problem. Raises DataError if the answer is empty."""
     if not (problem.answer or "").strip():
         raise DataError(f"problem {problem.id}: its answer is empty; fix it, or omit `answer`")
     question = [{"role": "user", "content": problem.question}]
@@ -455,7 +455,7 @@ class ExampleStream:
     def __init__(
         self, train: ExampleSplit, val: ExampleSplit, traits: Traits, noise: Noise, *, rows: int, norm: str, seed: int
     ) -> None:
-        """`norm` divides a row's loss by its canvas (answer), by all canvases (tokens), or by nothing (batch)."""
+        """`norm` divides a row's loss by the size of its canvas (answer), of all canvases (tokens), or by 1 (batch)."""
         self.train, self.val = train, val
         max_prompt, max_new = train.max_prompt, train.max_new
         self._traits, self._noise, self._rows, self._max_new = traits, noise, rows, max_new
@@ -511,7 +511,7 @@ class ExampleStream:
     def _batch(
         self, rows: list[tuple[Example, int, MaskableRow]], drawn: list[tuple[np.ndarray, np.ndarray]]
     ) -> NoisedBatch:
-        """Examples, with their canvas lengths and rows, under the `drawn` masks and weights."""
+        """A batch of examples, with their canvas lengths and rows, under the `drawn` masks and weights."""
         longest = max(len(example.prompt) + canvas for example, canvas, _ in rows)
         tokens = np.full((len(rows), longest), self._traits.fill, dtype=np.int64)
         documents = np.full((len(rows), longest), PADDING, dtype=np.int32)
@@ -555,7 +555,7 @@ class PlainExamples:
         return self._noised.rows(step, context)
 
     def batch(self, step: int, context: int, rows: np.ndarray) -> TokenBatch:
-        """These examples; the targets are the answers and their ends."""
+        """These examples; the targets are the answers, including the ends of turn."""
         return self._batch([example for example, _ in self._noised.chosen(rows)])
 
     def evaluation(self, tokens: int) -> Iterator[TokenBatch]:

@@ -1,9 +1,9 @@
-"""Directories of masked-diffusion models: as in `model/checkpoint.py`, with the model's traits in config.json.
+"""Directories of masked-diffusion models: as in `model/checkpoint.py`, plus the model's traits in config.json.
 
     config.json: "model_type": "stagecoach_mdm", "shift", "mask_token_id", "fill_token_id", "banned_ids", "block_size",
     "end_ids"
 
-Tensors use Qwen3's names; the model_type makes causal engines refuse the directory instead of generating nonsense.
+Tensors use Qwen3's names; the `model_type` makes causal engines refuse the directory instead of generating nonsense.
 There is no generation_config.json, because these models do not decode left to right.
 """
 
@@ -34,7 +34,7 @@ KEYS = {
     "ends": "end_ids",
 }
 WHAT: str = "A masked-diffusion code model"  # in the model card of an export
-REMEDY = "make one with dvc repro stage_diffusion"
+REMEDY = "run dvc repro stage_diffusion to make a masked-diffusion model"
 
 
 def traits(tokenizer: Tokenizer, *, shift: bool, block_size: int = 0) -> Traits:
@@ -61,7 +61,7 @@ def save(folder: Path, model: Denoiser, tokenizer: Tokenizer, lineage: JsonObjec
 
 
 def opens(folder: Path) -> bool:
-    """Whether a directory contains a masked-diffusion model. Raises ModelError without a valid config.json."""
+    """Whether a directory contains a masked-diffusion model. Raises ModelError if config.json is invalid."""
     return read_config(folder).attention != "causal"
 
 
@@ -88,16 +88,16 @@ def _traits(folder: Path, tokenizer: Tokenizer) -> Traits:
     values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     missing = sorted(key for key in KEYS.values() if key not in values)
     if missing:
-        raise ModelError(f"{folder}/config.json: {', '.join(missing)} missing: which id is the mask? {REMEDY}")
+        raise ModelError(f"{folder}/config.json: missing keys: {', '.join(missing)}; {REMEDY}")
     ids = [values["mask_token_id"], values["fill_token_id"], *values["banned_ids"], *values["end_ids"]]
     if not all(isinstance(id_, int) and 0 <= id_ < tokenizer.vocab_size for id_ in ids):
         raise ModelError(
-            f"{folder}/config.json: expected ids below {tokenizer.vocab_size}, the tokenizer's size, for mask_token_id,"
-            f" fill_token_id and banned_ids; found {ids}"
+            f"{folder}/config.json: expected ids below {tokenizer.vocab_size}, the size of the tokenizer, for the mask,"
+            f" the fill, the banned ids and the end ids; found {ids}"
         )
     if values["mask_token_id"] not in tokenizer.special_ids:
         raise ModelError(
-            f"{folder}: mask_token_id {values['mask_token_id']} is not a special token of its tokenizer, so texts may"
+            f"{folder}: mask_token_id {values['mask_token_id']} is not a special token of the tokenizer, so texts may"
             " contain it; use the tokenizer that the model was trained with"
         )
     return Traits(
@@ -123,7 +123,7 @@ def take_in(folder: Path, out: Path, lineage: JsonObject, precision: str) -> Non
 
 @torch.no_grad()
 def from_causal(model: Transformer, tokenizer: Tokenizer, *, block_size: int = 0) -> Denoiser:
-    """A bidirectional copy of a causal model that keeps its shift; the mask starts as the mean embedding.
+    """A bidirectional copy of a causal model, with the same shift; the mask's embedding starts as the mean embedding.
 
     Gong et al. 2024 (DiffuLLaMA, arXiv:2410.17891), section 3. No weights are shared. Raises ModelError for a model
     with a memory.
@@ -138,7 +138,7 @@ def from_causal(model: Transformer, tokenizer: Tokenizer, *, block_size: int = 0
 def from_scratch(
     shape: Transformer, tokenizer: Tokenizer, generator: torch.Generator, *, block_size: int = 0
 ) -> Denoiser:
-    """A model with fresh weights and the same shape, without a shift. Raises ModelError for a model with a memory."""
+    """A model of the same shape with fresh weights, without a shift. Raises ModelError if `shape` has a memory."""
     trunk = Transformer(_bidirectional(shape), generator)
     return Denoiser(trunk, traits(tokenizer, shift=False, block_size=block_size))
 
@@ -146,8 +146,8 @@ def from_scratch(
 def _bidirectional(model: Transformer) -> ModelConfig:
     if model.hook is not None:
         raise ModelError(
-            "a masked-diffusion model cannot start from a model with a memory, because its routing is left to right;"
-            " expected one without, such as model: nano"
+            "a masked-diffusion model cannot start from a model with a memory, because a memory routes left to right;"
+            " use a model without a memory, such as model: nano"
         )
     return replace(model.config, attention="bidirectional")
 
@@ -163,7 +163,7 @@ def owns(model: object) -> bool:
 def check_same(model: Denoiser, exported: Denoiser, out: Path) -> None:
     """Raise GateError if the traits of two models differ."""
     if exported.traits != model.traits:
-        raise GateError(f"{out}: read back, its traits are {exported.traits}, expected {model.traits}")
+        raise GateError(f"{out}: after reading the model back, found traits {exported.traits}, expected {model.traits}")
 
 
 def smoke_calls(server: "ServedModel", model: Denoiser) -> int:
@@ -188,4 +188,4 @@ def _check_denoising(server: "ServedModel") -> None:
     events = server.events({"stream_options": {"include_denoising": True}})[:-1]
     steps = [chunk["denoising"] for chunk in map(json.loads, events) if "denoising" in chunk]
     masks = [step["tokens"].count(None) for step in steps if step["offset"] == 0]
-    expect(bool(masks) and masks == sorted(set(masks), reverse=True), path, "canvases with fewer masks each", masks)
+    expect(bool(masks) and masks == sorted(set(masks), reverse=True), path, "fewer masks after each step", masks)

@@ -1,16 +1,16 @@
 """Masks as data: which tokens of a text are masked is a pure function of (seed, stream, sample, iteration).
 
     key  --Philox-->  uniforms  --p | subset | coupled-->  masks  (L,) bool, True for masked tokens
-    Drawn, CoupledBatch: rows under n masks each, or under three coupled ones, the input of the losses
+    Drawn, CoupledBatch: rows under n masks each, or under three coupled masks: the input of the losses
 
-A sample draws one number u for its time t, or for the number k of masks, then L numbers per draw, counted from the
-first maskable token. So masks do not depend on padding, micro-batches, process count or resuming, and policy, old
-policy and reference use the same ones.
+A sample draws one number u for its time t, or for the number k of masked tokens, then L numbers per draw, counted from
+the first maskable token. So masks do not depend on padding, micro-batches, process count or resuming, and policy, old
+policy and reference use the same masks.
 
 Streams and their samples: `mdm` windows `<corpus>:<window>`; `sft`, `canvas` examples; `elbo` `<pair>/chosen`;
 `coupled`, `rollout` `<problem>/<g>`; `time`, `anneal` the step; `trim` windows; `eval` anything that is evaluated. The
-iteration is the pass over the data; in reinforcement learning, rollout * inner iterations + inner. No global
-generator is used.
+iteration is the index of the pass over the data; in reinforcement learning, it is rollout * inner iterations + inner.
+No global generator is used.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from pipeline.diffusion.model import Noised
 
-LEAST = 1e-3  # masking probability in training: p = (1 - LEAST) t + LEAST
+LEAST = 1e-3  # minimum masking probability in training: p = (1 - LEAST) t + LEAST
 COUPLED = (0.2, 0.8)  # range of the time of a coupled pair
 WORDS = 2.0**-53
 
@@ -46,9 +46,9 @@ def uniforms(key: int, count: int) -> np.ndarray:
 
 
 def times(seed: int, step: int, count: int, *, shared: bool = False, stream: str = "mdm") -> np.ndarray:
-    """The times t of an optimizer step's `count` rows, (count,) in [0, 1): t_i = (u + i / count) mod 1, or one for all.
+    """The times t of an optimizer step's `count` rows, (count,) in [0, 1): t_i = (u + i / count) mod 1, or u for all.
 
-    Spread evenly, each is uniform and their mean varies less (Kingma et al. 2021, arXiv:2107.00630, appendix I.1).
+    Each evenly spread time is uniform, and the mean varies less (Kingma et al. 2021, arXiv:2107.00630, appendix I.1).
     """
     sample = step if stream == "mdm" else f"{stream}:{step}"
     u = float(uniforms(key(seed, "time", sample, 0), 1)[0])
@@ -89,10 +89,10 @@ class Draws(NamedTuple):
 
 
 def elbo_draws(key: int, length: int, draws: int, *, stratified: bool = True) -> Draws:
-    """n masks for the ELBO of `length` tokens: k ~ U{1..L}, then a uniform subset of that size. Raises ValueError
-    below 1.
+    """n masks for the ELBO of `length` tokens: k ~ U{1..L}, then a uniform subset of that size. Raises ValueError if
+    `length` or `draws` is below 1.
 
-    Stratified: a single number spreads the k of all draws; independent: each draw has its own. Both are unbiased.
+    If `stratified`, one random number spreads k over all draws; else each draw has its own. Both are unbiased.
     """
     if length < 1 or draws < 1:
         raise ValueError(f"expected at least one token and one draw, found {length} and {draws}")
@@ -154,11 +154,11 @@ def trim(key: int, length: int) -> Trim:
 def canvas(key: int, tokens: int, longest: int, unit: int) -> int:
     """The length of an answer including its fill: `unit` * U{ceil((tokens + 1) / unit) .. floor(longest / unit)}.
 
-    `tokens` is the answer's length without its end. Raises ValueError if the range is empty.
+    `tokens` is the answer's length without its end of turn. Raises ValueError if the range is empty.
     """
     least, most = -(-(tokens + 1) // unit), longest // unit
     if least > most:
-        raise ValueError(f"an answer of {tokens} tokens and its end do not fit {most * unit}")
+        raise ValueError(f"an answer of {tokens} tokens and its end of turn exceed the maximum of {most * unit}")
     return unit * (least + int(float(uniforms(key, 1)[0]) * (most - least + 1)))
 
 
@@ -173,7 +173,7 @@ def anneal(seed: int, step: int, length: int, steps: int) -> np.ndarray | None:
 
 
 def sight(numbers: np.ndarray, length: int, ratio: float) -> np.ndarray:
-    """(L, L) bool: the past, and a fraction `ratio` of the future. 0 is causal attention, 1 is full attention."""
+    """A mask (L, L) bool of the past and a fraction `ratio` of the future: 0 is causal, 1 is full attention."""
     return np.tri(length, dtype=bool) | (numbers.reshape(length, length) < ratio)
 
 
@@ -199,13 +199,13 @@ def cart_weights(masked: np.ndarray, p: float) -> np.ndarray:
 
 
 def balanced(masks: int, steps: int) -> np.ndarray:
-    """The number of masks removed at each step, (steps,): masks // steps, the remainder first."""
+    """The number of masks removed at each step, (steps,): masks // steps, plus the remainder in the first steps."""
     return masks // steps + (np.arange(steps) < masks % steps)
 
 
 def by_times(masks: int, steps: int) -> np.ndarray:
     """Dream's counts, (steps,): int(masks left * (1 - s / t)) along linspace(1, 1e-3, steps + 1) in float32; the last
-    step removes all.
+    step removes all remaining masks.
     """
     line = np.linspace(1, 1e-3, steps + 1, dtype=np.float32)
     remaining, counts = masks, []
@@ -218,7 +218,7 @@ def by_times(masks: int, steps: int) -> np.ndarray:
 
 
 def schedule(name: str, masks: int, steps: int) -> Sequence[int]:
-    """The counts of `balanced` or `dream`."""
+    """The counts of the schedule `balanced` or `dream`."""
     return (balanced(masks, steps) if name == "balanced" else by_times(masks, steps)).tolist()
 
 
@@ -229,7 +229,7 @@ def schedule(name: str, masks: int, steps: int) -> Sequence[int]:
 class Drawn:
     """Rows under n masks each, for estimating ELBOs."""
 
-    inputs: list[Noised]  # n, of the same rows
+    inputs: list[Noised]  # n inputs with the same rows
     scales: Tensor  # (n, B) float32: L / k
     lengths: Tensor  # (B,) int64: L
     counts: dict[str, int]
@@ -249,7 +249,7 @@ class Drawn:
 
 @dataclass(frozen=True)
 class CoupledBatch:
-    """Completions under three masks: the whole canvas, and two that partition it."""
+    """Completions under three masks: one of the entire canvas, and two that partition it."""
 
     tokens: Tensor  # (B, T) int64: prompt and canvas
     documents: Tensor  # (B, T) int32

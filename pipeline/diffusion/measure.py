@@ -2,20 +2,20 @@
 
     problems   pass@k of programs written on a canvas, by group                `suites.solved` with a `CanvasSubject`
     code       an upper bound of bits per byte of held-out sources             `documents`
-    quality    pass@1 against forward passes: tokens per step, thresholds, caches
+    quality    pass@1 vs. forward passes: tokens per step, thresholds, caches
     order      how autoregressive the decoding is                              `with_orders`
     pairs      the effect of preference learning on held-out pairs             `measure`
 
 Canvases are denoised by threshold, block by block with a cache (`canvas_threshold`, `canvas_block`, `canvas_cache`).
-This takes a ninth of the forward passes of one token per pass, without a measurable loss on 256 problems (docs/LOG.md,
-2026-11-23); `quality` measures both. A completion costs forward passes over prompt and canvas; `flops_per_answer`
-counts their operations, so that a model that decodes token by token can be given the same compute (`suites.solved`
-gives the control's pass@k).
+This takes a ninth of the forward passes needed with one token per pass, without a measurable loss on 256 problems
+(docs/LOG.md, 2026-11-23); `quality` measures both ways. A completion costs forward passes over prompt and canvas;
+`flops_per_answer` counts their operations, so that a model that decodes token by token can be given the same compute
+(`suites.solved` gives the control's pass@k).
 
-**Bits per byte** of documents are an upper bound, from the k form of the ELBO. The windows are those of
+**Bits per byte** of documents are an upper bound, computed from the k form of the ELBO. The windows are those of
 `evaluation/likelihood.py`: each token is scored once, within at most `context` tokens, after at least half as many
-clean ones (except in a document's first window). Tokens after a window are not visible, so the bound is for generating
-a document left to right in windows. It bounds the likelihood of random-order decoding (diffusion/training.py).
+clean ones (except in a document's first window). Tokens after a window are not visible, so the bound applies to
+generating a document window by window. It bounds the likelihood of random-order decoding (diffusion/training.py).
 
 **Pairs** are measured as in `evaluation/preferences.py`, with estimated likelihoods. Both models are scored under the
 same masks, `draws` per answer, spread evenly, so only the model differs.
@@ -56,8 +56,8 @@ ROWS = 16  # per batch
 
 @torch.no_grad()
 def bounds(model: Denoiser, tokenizer: Tokenizer, texts: Sequence[str], *, context: int, draws: int) -> Likelihood:
-    """Estimated upper bounds of the documents' nats, from `draws` masks of each window. Raises ValueError for an
-    invalid `context`.
+    """Estimated upper bounds on the documents' nats, from `draws` masks per window. Raises ValueError for an invalid
+    `context`.
     """
     if context < 2 or context % 2 or context > model.config.max_context:
         raise ValueError(f"context: expected an even number from 2 to {model.config.max_context}, found {context}")
@@ -118,16 +118,16 @@ AR_WITHIN = (1, 2, 4)
 
 @dataclass(frozen=True, kw_only=True)
 class CanvasSettings:
-    """The keys of the block `evaluate` for masked-diffusion models."""
+    """The keys of the `evaluate` block for masked-diffusion models."""
 
     canvas: int = 96
     """Canvas length in tokens."""
     canvas_block: int = 32
-    """Block size in tokens, with a threshold or a cache."""
+    """Block size in tokens, used with a threshold or a cache."""
     canvas_threshold: float | None = 0.99
     """Commit all tokens with at least this probability in each forward pass; none: one token per pass."""
     canvas_cache: str = "dual"
-    """Keys and values reused between passes over a block, with a threshold: none, prefix or dual."""
+    """Which keys and values passes over a block reuse, if there is a threshold: none, prefix or dual."""
     canvas_problems: int = 100
     """Number of problems to answer, starting with the first."""
     canvas_samples: int = 1
@@ -142,7 +142,7 @@ class CanvasSettings:
         if min(numbers) < 1 or self.canvas % self.canvas_block:
             raise ValueError(
                 "canvas, canvas_block, canvas_problems, canvas_samples, elbo_draws: expected at least 1, and"
-                " canvas_block a divisor of canvas"
+                " `canvas_block` a divisor of `canvas`"
             )
         if self.canvas_threshold is not None and not 0 < self.canvas_threshold <= 1:
             raise ValueError(
@@ -158,14 +158,14 @@ class CanvasSubject(Subject):
 
     denoiser: Denoiser
     canvas: CanvasSettings
-    generations: list[Generation] = field(default_factory=list)  # the result of the last `complete`
-    # greedy completions, which need no random numbers
+    generations: list[Generation] = field(default_factory=list)  # the result of the last call of `complete`
+    # cached greedy completions, which need no random numbers
     known: dict[tuple[str, Denoising], Generation] = field(default_factory=dict)
 
     def complete(
         self, suite: str, prompts: dict[str, list[int]], *, tokens: int, temperature: float, sample: int = 0
     ) -> dict[str, Completion]:
-        """One completion per prompt, on a canvas of the configured length; `tokens` is for causal models."""
+        """One completion per prompt, on a canvas of the configured length; `tokens` applies only to causal models."""
         top_p = self.settings.top_p if temperature else 1.0
         generations = self.generate(suite, prompts, replace(self.way, temperature=temperature, top_p=top_p), sample)
         self.generations[:] = generations.values()
@@ -173,7 +173,7 @@ class CanvasSubject(Subject):
 
     @property
     def way(self) -> Denoising:
-        """The settings for problems, at temperature 0."""
+        """The denoising settings for problems, at temperature 0."""
         canvas, trained_block = self.canvas, self.denoiser.traits.block_size
         if canvas.canvas_threshold is None:
             return Denoising(length=canvas.canvas, steps=canvas.canvas, block=trained_block or None)
@@ -231,7 +231,7 @@ def plan(
 
 
 def curve_rows(numbers: JsonObject) -> list[dict[str, Number]]:
-    """pass@1 vs. forward passes."""
+    """The rows of the curve of pass@1 vs. forward passes."""
     return [
         {
             "step": values["forwards"],
@@ -246,7 +246,7 @@ def curve_rows(numbers: JsonObject) -> list[dict[str, Number]]:
 
 
 def documents(subject: CanvasSubject, texts: Sequence[Text]) -> SuiteResult:
-    """An upper bound of bits per byte over whole documents."""
+    """An upper bound on bits per byte over complete documents."""
     result = SuiteResult()
     scored = bounds(
         subject.denoiser,
@@ -279,8 +279,8 @@ def ways(canvas: int, block: int) -> dict[str, Denoising]:
 def quality(
     subject: CanvasSubject, problems: Sequence[Problem], judge: Judge, only: Collection[str] | None = None
 ) -> SuiteResult:
-    """Greedy pass@1 vs. forward passes; each of the settings (or `only` some) is compared with the first one, problem
-    by problem.
+    """Greedy pass@1 vs. forward passes for each setting (or for those in `only`), compared with the first setting
+    problem by problem.
     """
     result, canvas = SuiteResult(), subject.canvas
     if subject.denoiser.traits.block_size:
@@ -313,7 +313,7 @@ def quality(
 
 
 def with_orders(result: SuiteResult, subject: CanvasSubject, problems: Sequence[Problem]) -> SuiteResult:
-    """The problem results, plus AR-ness of the last completions, how they ended, and the cost of one."""
+    """The problem results, plus the last completions' AR-ness, the share without an end, and the cost of an answer."""
     generations = [generation for generation in subject.generations if generation.steps]
     if generations:
         metrics: dict[str, float] = {
@@ -373,7 +373,7 @@ def elbos(model: Denoiser, split: PairSplit, pad: int, draws: int, hardware: dev
 
 
 def measure(split: PairSplit, before: np.ndarray, after: np.ndarray, seed: int, *, beta: float) -> JsonObject:
-    """`preferences.measure_pairs`, where `likelihood` is the raw pair accuracy; and the quantiles of beta s."""
+    """The metrics of `preferences.measure_pairs`, with `likelihood` as raw pair accuracy, and quantiles of beta * s."""
     margins = beta * ((after - before)[:, 0] - (after - before)[:, 1])
     quantiles = {f"q{100 * q:.0f}": float(np.quantile(margins, q)) for q in QUANTILES}
     return preferences.measure_pairs(split, before, after, seed) | {"margin": quantiles}

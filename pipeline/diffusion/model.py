@@ -2,7 +2,7 @@
 
     tokens with some replaced by the mask  ->  logits (n, V) of the n predicted positions
 
-A model adapted from a causal one keeps its shift: the state at position i - 1 predicts token i (DiffuLLaMA,
+A model adapted from a causal model keeps that shift: the state at position i - 1 predicts token i (DiffuLLaMA,
 arXiv:2410.17891), so the first token of a text is always clean. Ids that are not allowed in texts (the mask itself,
 padding) have probability 0.
 
@@ -13,10 +13,10 @@ the inputs one by one, so a loss over n draws needs the memory of one.
 **Published checkpoints** (`load_published`): Dream and DiffuCoder (`model_type` Dream), LLaDA (llada), from a local
 directory, with an adapted tokenizer (text/tokenizer.py). Sizes and ids come from config.json and the tokenizer, never
 from constants. Dream has Qwen2's names and biases and the shift of the causal model it was adapted from; LLaDA has its
-own tensor names and no shift. If the two files disagree about an id, the tokenizer wins (DiffuCoder's config.json has
-a different padding id).
+own tensor names and no shift. If config.json and the tokenizer disagree about an id, the tokenizer wins (DiffuCoder's
+config.json has a different padding id).
 
-Not guaranteed: the chat templates of published checkpoints: prompts are rendered in our format, so fine-tune before
+Not supported: the chat templates of published checkpoints. Prompts are rendered in our format, so fine-tune before
 chatting. Code in a checkpoint is never run.
 """
 
@@ -44,21 +44,21 @@ from pipeline.run.errors import ModelError
 from pipeline.run.types import JsonObject
 from pipeline.text.tokenizer import Tokenizer, adopt
 
-MOST_LOGITS = 2**26  # maximum computed at once without checkpointing
-# Without checkpointing: tokens * layers * (width + d_ff) of several inputs, each about 12 bytes in bf16 on a CPU.
+MOST_LOGITS = 2**26  # maximum number computed at once without checkpointing
+# Maximum tokens * layers * (width + d_ff) of several inputs without checkpointing; about 12 bytes each (bf16, CPU).
 MOST_ACTIVATIONS = 2**27
 
 
 @dataclass(frozen=True)
 class Traits:
-    """The properties of a masked-diffusion model that a causal one of its shape lacks; stored in config.json."""
+    """The properties of a masked-diffusion model that a causal one of the same shape lacks; stored in config.json."""
 
     mask: int  # id of the mask
     fill: int  # id that fills a canvas after the answer
     banned: tuple[int, ...]  # ids that are never predicted, including the mask
     shift: bool  # the state at position i - 1 predicts token i
     block_size: int = 0  # tokens denoised together, block by block from the left; 0: all
-    ends: tuple[int, ...] = ()  # ids that end an answer besides the fill: the end of a turn, if it is not the fill
+    ends: tuple[int, ...] = ()  # ids other than the fill that end an answer: the end of turn, if it is not the fill
 
     def __post_init__(self) -> None:
         assert self.mask in self.banned and not {self.fill, *self.ends} & set(self.banned), self
@@ -72,7 +72,7 @@ class Noised:
     masks: Tensor  # (B, T) bool, True where the mask replaces the token
     documents: Tensor  # (B, T) int32, -1 for padding
     positions: Tensor  # (B, T) int64
-    # bool, which tokens attend to which within a document: (T, T), with clean tokens (B, 1, 2T, 2T); None: all
+    # bool, which tokens attend to which within a document: (T, T), or (B, 1, 2T, 2T) with clean tokens; None: all
     sight: Tensor | None = None
     clean: Tensor | None = None  # (B, T) int64, the clean tokens, for block diffusion
     asked: Tensor | None = None  # (B, T) bool, positions to predict; None: the masked ones
@@ -105,8 +105,8 @@ class Denoiser(TrunkModel):
     def forward(self, inputs: Sequence[Noised]) -> list[Tensor]:
         """log p (n,) of the tokens at each input's predicted positions, row by row, in nats.
 
-        All inputs have the same shape. Rows that occur in several of them (fully masked answers to the same prompt, for
-        example) are computed once.
+        All inputs have the same shape. Rows that occur in several inputs (for example, fully masked answers to the same
+        prompt) are computed once.
         """
         config = self.config
         numbers = sum(noised.tokens.numel() for noised in inputs) * config.layers * (config.width + config.d_ff)
@@ -177,7 +177,7 @@ class Denoiser(TrunkModel):
         return functional.pad(predicted, (-1, 1)) if self.traits.shift else predicted
 
     def logits(self, noised: Noised) -> Tensor:
-        """Allowed logits (n, V), at least float32, of the predicted positions, row by row."""
+        """Logits (n, V), at least float32, of the predicted positions, row by row; -inf for the banned ids."""
         states, index = self._predicting([noised])
         return allowed_logits(states, self.trunk.table, self.traits.banned)[index]
 
@@ -192,7 +192,7 @@ def _replayed(
 
 
 def _different_rows(*tensors: Tensor) -> tuple[Tensor, Tensor]:
-    """The first row of each group of rows equal in all the tensors (B, T), (m,), and each row's group, (B,)."""
+    """Groups of rows equal in all tensors (B, T): the first row of each group, (m,), and each row's group, (B,)."""
     rows = torch.cat(tensors, 1).cpu().numpy()
     sets: dict[bytes, int] = {}
     set_of = [sets.setdefault(row.tobytes(), len(sets)) for row in rows]
@@ -216,7 +216,7 @@ def logprobs(states: Tensor, index: Tensor, table: Tensor, targets: Tensor, bann
     """log p (n,) of the targets (n,) in nats, each from the row of states (u, D) given by `index` (n,), over all ids
     except the banned ones.
 
-    Above MOST_LOGITS logits, computed in parts, with checkpointing.
+    More than MOST_LOGITS logits are computed in parts, with checkpointing.
     """
     allowed = torch.ones(len(table), dtype=torch.bool, device=table.device)
     allowed[torch.tensor(sorted(banned), device=table.device)] = False
@@ -245,7 +245,7 @@ class _LogprobsContext(Protocol):
 
 
 class _Logprobs(Function):
-    """With e = exp(z - max z) and s its sum: l = z_t - max z - log s; for G the sum of dl over a state's targets,
+    """With e = exp(z - max z) and s its sum: l = z_t - max z - log s. With G the sum of dl over a state's targets:
     dh = sum dl W_t - (G / s) e W and dW = sum dl h at t - e^T ((G / s) h).
 
     The products run in autocast precision, everything else in at least float32.
@@ -320,7 +320,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class PublishedConfig:
-    """A published checkpoint's config.json: the shape, whether it is shifted, and the ids."""
+    """A published checkpoint's config.json: the shape, whether the model is shifted, and the ids."""
 
     shape: ModelConfig
     shift: bool
@@ -330,7 +330,7 @@ class PublishedConfig:
 def load_published(folder: Path) -> tuple[Denoiser, Tokenizer]:
     """The model in float32 and its tokenizer, with rows for added control tokens.
 
-    Raises ModelError for another family, a missing or unknown tensor, or ids the tokenizer does not have.
+    Raises ModelError for another family, a missing or unknown tensor, or ids that the tokenizer lacks.
     """
     config = read(folder)
     headers, keys = model_checkpoint.headers(folder), model_checkpoint.KEYS
@@ -420,7 +420,7 @@ def original(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _traits(folder: Path, config: PublishedConfig, tokenizer: Tokenizer, fresh: tuple[int, ...]) -> Traits:
     """Mask, fill, ends and banned ids, from the tokenizer's tokens first, then from config.json. Raises ModelError
-    without a mask.
+    if there is no mask.
     """
     own = {text: id_ for text, id_ in tokenizer.control_ids.items() if id_ not in fresh}
 
@@ -431,8 +431,8 @@ def _traits(folder: Path, config: PublishedConfig, tokenizer: Tokenizer, fresh: 
     mask = config.ids["mask"] if mask is None else mask
     if mask is None or mask not in own.values():
         raise ModelError(
-            f"{folder}: expected a mask token in the tokenizer ({' or '.join(MASKS)}), found none; config.json names "
-            f"{config.ids['mask']}"
+            f"{folder}: expected a mask token in the tokenizer ({' or '.join(MASKS)}), found none; config.json has"
+            f" mask_token_id {config.ids['mask']}"
         )
     fill = config.ids["eos"] if config.ids["eos"] in own.values() else own.get(END_OF_TEXT, tokenizer.turn_end)
     assert fill is not None

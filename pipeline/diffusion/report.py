@@ -20,8 +20,8 @@ ABOVE: tuple[tuple[str, str, tuple[str, ...], float], ...] = (
 FOLDER: str = "traces"
 TEMPLATE: str = (
     '{% if traces %}<h2 id="denoising">How the diffusion models write</h2>\n'
-    "<p>A canvas of masks, from which a token is uncovered at each step, the surest first. The darker, "
-    "the earlier; the number is the step. Each answer at temperature 0.</p>\n"
+    "<p>At each step, the most confident masked token of a canvas is uncovered. Darker tokens were uncovered "
+    "earlier; the number is the step. All answers are at temperature 0.</p>\n"
     "{% for trace in traces %}<h3>{{ trace.model }}</h3>\n"
     '{% for canvas in trace.prompts %}<div class="answers"><details><summary><code>{{ canvas.id }}</code>'
     "</summary><pre>{{ canvas.prompt }}</pre></details>\n"
@@ -46,7 +46,7 @@ def values(files: dict[str, JsonObject]) -> JsonObject:
 
 
 def canvas(prompt: JsonObject) -> JsonObject:
-    """One prompt: its tokens with their steps, up to the end of the answer, and snapshots of the whole canvas."""
+    """One prompt: its tokens with their steps, up to the end of the answer, and snapshots of the entire canvas."""
     commits: dict[int, tuple[int, float]] = {}  # position -> step, probability
     for number, step in enumerate(prompt["steps"], start=1):
         commits |= {position: (number, probability) for position, _, _, probability in step["committed"]}

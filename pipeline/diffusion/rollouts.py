@@ -2,13 +2,13 @@
 
     prompts --denoise--> CanvasAnswer --three masks per inner iteration--> old and reference scores --> CoupledBatch
 
-A completion is a whole canvas; tokens after its first end of turn stay in the input but are excluded from the loss.
+A completion is an entire canvas; tokens after its first end of turn stay in the input but are excluded from the loss.
 Each inner iteration over a rollout has its own masks, keyed by (seed, problem, sample, rollout * inner iterations +
-inner), and the old and reference scores for all of them are computed before the first update (coupled-GRPO; Gong et al.
-2025, arXiv:2506.20639, section 4). If the first inner iteration is a single update, its old scores are those of the
-training pass itself: a separate pass would compute the same.
+inner), and the old and reference scores under all these masks are computed before the first update (coupled-GRPO; Gong
+et al. 2025, arXiv:2506.20639, section 4). If the first inner iteration is a single update, its old scores are those of
+the training pass itself: a separate pass would compute the same values.
 
-`CanvasSetting` has a run's models on their device, and samples, scores and measures completions, as
+`CanvasSetting` holds a run's models on their device, and samples, scores and measures completions, as
 `rl.models.CausalSetting` does for causal models. Its divergences are estimates from the coupled scores of policy and
 reference under the same masks.
 """
@@ -40,12 +40,12 @@ from pipeline.run.workdir import Job
 from pipeline.text.tokenizer import Tokenizer
 
 ROWS = 16  # per scoring pass
-COMPARED, DRAWS = 32, 8  # completions, and masks of each, for `CanvasSetting.variances`
+COMPARED, DRAWS = 32, 8  # completions, and masks per completion, for `CanvasSetting.variances`
 
 
 @dataclass(frozen=True)
 class CanvasAnswer(Answer):
-    """A completion with its canvas; `ids` end with its first end of turn."""
+    """A completion with its canvas; `ids` end with the first end of turn."""
 
     canvas: tuple[int, ...] = ()
     forwards: int = 0
@@ -54,13 +54,13 @@ class CanvasAnswer(Answer):
 def sample(
     model: Denoiser, requests: Sequence[tuple[Prompt, int]], tokenizer: Tokenizer, settings: Denoising, seed: int
 ) -> list[CanvasAnswer]:
-    """A completion for each (prompt, sample number); its noise depends only on (seed, prompt, number)."""
+    """A completion for each (prompt, sample index); its noise depends only on (seed, prompt, sample index)."""
     seeds = [diffusion_masks.key(seed, "rollout", f"{prompt.id}/{number}", 0) for prompt, number in requests]
     generations = denoise(model, [prompt.ids for prompt, _ in requests], settings, seeds)
     answers = []
     for (prompt, number), generation in zip(requests, generations, strict=True):
         finished = generation.stop == "stop"
-        ids = list(generation.canvas[: len(generation.ids) + finished])  # including its end of turn
+        ids = list(generation.canvas[: len(generation.ids) + finished])  # including the end of turn
         text, canvas = tokenizer.decode(generation.ids), tuple(generation.canvas)
         answers.append(CanvasAnswer(prompt, number, ids, [0.0] * len(ids), finished, text, canvas, generation.forwards))
     return answers
@@ -94,8 +94,8 @@ class Coupling:
         arrays: dict[str, list[np.ndarray]] | None = None,
         fresh: bool = False,
     ) -> CoupledBatch:
-        """Completions under the masks of an iteration, padded to `rows` rows. `old` None: use the training pass's own
-        scores.
+        """Completions under the masks of an iteration, padded to `rows` rows. If `old` is None, the training pass's
+        own scores are used.
         """
         count = max(rows, len(answers))
         width = max((len(answer.prompt.ids) + len(answer.canvas) for answer in answers), default=2)
@@ -163,10 +163,10 @@ def annotate(
     reference: Score | None,
     own_first: bool = False,
 ) -> None:
-    """Old and reference scores for every inner iteration of a rollout, before its first update.
+    """Add the old and reference scores for every inner iteration of a rollout, before its first update.
 
     `own_first`: the first inner iteration is a single update that computes its old scores itself. The first rollout is
-    scored anyway: the first step's gate compares these scores with the training pass.
+    still scored, because the first step's gate compares these scores with the training pass.
     """
     answers = _canvas_answers([entry.answer for entry in rollouts])
     for number in range(inner):
@@ -213,7 +213,7 @@ class CanvasRollouts(RolloutStream):
         )
 
     def state(self) -> JsonObject:
-        """State for resuming, apart from the weights; includes that of a following reference."""
+        """State for resuming, apart from the weights; includes the state of a following reference."""
         return super().state() | ({"following": self.following.state()} if self.following else {})
 
     def load_state(self, state: JsonObject) -> None:
@@ -290,7 +290,7 @@ class CanvasSetting(Setting):
 
     def variances(self, given: Sequence[Answer]) -> dict[str, dict[str, float]]:
         """The variance of a completion's summed estimate over coupled and over independent masks, averaged over the
-        first completions.
+        first COMPARED completions.
         """
         variances, answers = dict[str, float](), _canvas_answers(given[:COMPARED])
         for name, coupling in (

@@ -2,18 +2,18 @@
 
     forward -> a token for each masked position -> commit the most confident ones -> forward ...
 
-`order` ranks them by confidence, `schedule` sets how many each step commits, `threshold` instead commits all that are
-confident enough (Fast-dLLM, arXiv:2505.22618), `block` processes the canvas in blocks from the left, `remask: p2` masks
-committed tokens again (Peng et al. 2025, arXiv:2502.03540), and `cache` reuses keys and values between the steps of a
-block.
+`order` ranks the tokens by confidence, `schedule` sets how many each step commits, `threshold` instead commits all that
+are confident enough (Fast-dLLM, arXiv:2505.22618), `block` processes the canvas in blocks from the left, `remask: p2`
+masks committed tokens again (Peng et al. 2025, arXiv:2502.03540), and `cache` reuses keys and values between the steps
+of a block.
 
 Tokens are drawn by inverse-CDF sampling (`generation.sampling.choose`), which has the same distribution as the Gumbel
-trick without its float64. Each row draws from its own Philox stream, keyed by its seed: a completion depends neither on
-its batch nor on the row order. At temperature 0 nothing is drawn, except with order `random`.
+trick but does not need float64. Each row draws from its own Philox stream, keyed by its seed: a completion depends
+neither on its batch nor on the row order. At temperature 0, nothing is drawn, except with order `random`.
 
-**The cache** (Wu et al. 2025, Fast-dLLM, arXiv:2505.22618) stores keys and values of whole canvases. Tokens of a
-masked-diffusion model attend to both sides, so the cache is exact only until a token changes: at a block's first step,
-if there is nothing outside the window, and in a block-diffusion model, where earlier tokens never attend to later ones.
+**The cache** (Wu et al. 2025, Fast-dLLM, arXiv:2505.22618) stores keys and values of complete canvases. Tokens of a
+masked-diffusion model attend to both sides, so the cache is exact only until a token changes. It is exact at a block's
+first step, if nothing is outside the window, and in block diffusion, where earlier tokens never attend to later ones.
 
 **AR-ness** (`local_ar`, `global_ar`) measures how closely decoding followed left-to-right order (DiffuCoder,
 arXiv:2506.20639, section 3.1).
@@ -21,8 +21,8 @@ arXiv:2506.20639, section 3.1).
 **Traces** (`write`) show how a model generates: the tokens committed at each step for a few held-out prompts, and their
 probabilities. They use temperature 0, so a trace is a function of the weights. The report and the web page show them.
 
-    models/<stage>/trace.json     settings, and each prompt's canvas and steps: [position, id, text,
-                                  probability] each
+    models/<stage>/trace.json     settings, and each prompt's canvas and steps, with [position, id, text,
+                                  probability] for each committed token
 """
 
 import itertools
@@ -51,7 +51,7 @@ CACHES = ("none", "prefix", "dual")
 
 @dataclass(frozen=True, kw_only=True)
 class Denoising:
-    """How a canvas is denoised. Raises ValueError."""
+    """How a canvas is denoised. Raises ValueError for invalid settings."""
 
     length: int  # tokens of the canvas
     steps: int  # forward passes, unless all rows finish earlier; at most `length`
@@ -63,14 +63,14 @@ class Denoising:
     schedule: str = "balanced"  # tokens per step: balanced, or dream
     confidence: str = "raw"  # the model's probabilities, or tempered: after temperature and top_p
     threshold: float | None = None  # commit all tokens with at least this probability, and the most likely one
-    block: int | None = None  # tokens denoised together, block by block from the left; None: the whole canvas
+    block: int | None = None  # tokens denoised together, block by block from the left; None: the entire canvas
     remask: str = "none"  # p2: remask committed tokens that have become unlikely
     early_stop: bool = False  # stop when everything up to the first end of turn is committed
     cache: str = "none"  # prefix, dual: reuse keys and values between the steps of a block
 
     def __post_init__(self) -> None:
         if self.length < 1 or not 1 <= self.steps <= self.length:
-            raise ValueError(f"steps: expected 1 to the canvas of {self.length} tokens, got {self.steps}")
+            raise ValueError(f"steps: expected 1 to {self.length}, the length of the canvas, got {self.steps}")
         if self.temperature < 0 or not 0 < self.top_p <= 1:
             raise ValueError(f"expected temperature >= 0 and 0 < top_p <= 1, got {self.temperature} and {self.top_p}")
         options = {
@@ -84,14 +84,15 @@ class Denoising:
             if getattr(self, name) not in values:
                 raise ValueError(f"{name}: expected one of {', '.join(values)}, got {getattr(self, name)!r}")
         if self.block is not None and (self.block < 1 or self.length % self.block):
-            raise ValueError(f"block: expected a divisor of the canvas of {self.length} tokens, got {self.block}")
+            raise ValueError(f"block: expected a divisor of {self.length}, the length of the canvas, got {self.block}")
         if self.steps < self.blocks and self.threshold is None:
             raise ValueError(f"steps: expected at least one for each of the {self.blocks} blocks, got {self.steps}")
         if self.threshold is not None and self.threshold < 0:
             raise ValueError(f"threshold: expected at least 0, got {self.threshold}")
         if self.remask == "p2" and (self.threshold is not None or self.cache != "none"):
             raise ValueError(
-                "remask: p2 remasks committed tokens, which is incompatible with threshold and cache; set them to none"
+                "remask: `p2` remasks committed tokens, which is incompatible with `threshold` and `cache`; set both to"
+                " none"
             )
 
     @property
@@ -107,7 +108,7 @@ class Denoising:
 
 @dataclass(frozen=True)
 class CanvasStep:
-    """The changes of one step to a canvas; positions count from its beginning."""
+    """The changes that one step makes to a canvas; positions count from the start of the canvas."""
 
     committed: list[tuple[int, int, float]]  # position, id, probability
     remasked: list[int]  # positions
@@ -118,7 +119,7 @@ class Generation:
     """One denoised canvas."""
 
     ids: list[int]  # up to the first end of turn, exclusive
-    canvas: list[int]  # the whole canvas; fill after an early end
+    canvas: list[int]  # the entire canvas, filled after an early end
     stop: Literal["stop", "length"]  # whether there is an end of turn
     forwards: int
     steps: list[CanvasStep]
@@ -186,7 +187,7 @@ def stepwise(model: Denoiser, prompt: Sequence[int], settings: Denoising, seed: 
 def _check(model: Denoiser, prompts: Sequence[Sequence[int]], settings: Denoising, seeds: Sequence[int]) -> None:
     if not isinstance(model, Denoiser):
         raise ValueError(
-            "a causal model decodes left to right (generation/sampling.py); expected a masked-diffusion one"
+            "a causal model decodes left to right (generation/sampling.py); expected a masked-diffusion model"
         )
     if len(seeds) != len(prompts):
         raise ValueError(f"expected a seed for each of the {len(prompts)} prompts, found {len(seeds)}")
@@ -257,7 +258,7 @@ class CanvasCache:
 
 
 class _Window:
-    """A layout of the model: updated positions of some rows attend to all positions of their rows."""
+    """A layout of the model: updated positions of some rows attend to all positions of the same row."""
 
     def __init__(self, cache: CanvasCache, rows: Tensor, positions: Tensor) -> None:
         self.cache, self.rows, self.positions = cache, rows, positions
@@ -297,7 +298,7 @@ class _Batch:
             self.cache = CanvasCache(model.trunk, len(rows), self.length, mask)
 
     def _block_mask(self) -> Tensor:
-        """For a block-diffusion model: the prompt is a block, and no block attends to a later one."""
+        """For a block-diffusion model: the prompt is one block, and no block attends to a later one."""
         size, blocks = self.settings.size, []
         for row in self.rows:
             canvas = 1 + np.arange(self.length - len(row.prompt)) // size
@@ -329,7 +330,7 @@ class _Batch:
                 yield
 
     def _counts(self, steps: int) -> Iterator[int]:
-        """Tokens to commit at each step; with p2, the number committed after the step; -1: all above the threshold."""
+        """Tokens to commit at each step (with p2, in total after each step); -1: all that reach the threshold."""
         settings = self.settings
         if settings.threshold is not None:
             return itertools.repeat(-1)
@@ -338,7 +339,7 @@ class _Batch:
         return iter(masks.schedule(settings.schedule, settings.size, steps))
 
     def _candidates(self, rows: list[_Canvas], begin: int, end: int) -> list[np.ndarray]:
-        """The positions considered in a step, per canvas: the masked ones of the block; with p2, the whole block."""
+        """The positions considered in a step, per canvas: the masked ones of the block; with p2, the entire block."""
         whole = self.settings.remask == "p2"
         return [begin + (np.arange(end - begin) if whole else np.flatnonzero(row.masked[begin:end])) for row in rows]
 
@@ -380,7 +381,7 @@ class _Batch:
         refresh: bool,
     ) -> Tensor:
         """Logits from the block's window, or from all positions at the start of a block; a shifted model also needs the
-        position before it.
+        position before the window.
         """
         starts = torch.tensor([len(row.prompt) + begin - 1 for row in rows], device=self.device)
         if refresh:
@@ -408,7 +409,7 @@ class _Batch:
             chosen = choose(logits, torch.from_numpy(for_tokens), sampling)[0].cpu().numpy()
         masked = np.concatenate([row.masked[part] for row, part in zip(rows, positions)])
         current = np.concatenate([row.tokens[part] for row, part in zip(rows, positions)])
-        tokens = np.where(masked, chosen, current)  # p2 also considers committed ones
+        tokens = np.where(masked, chosen, current)  # p2 also considers committed tokens
         probabilities, scores = self._confidence(logits, torch.from_numpy(tokens).to(logits.device), for_order)
         cuts = np.cumsum([len(part) for part in positions])[:-1]
         by_row = (np.split(array, cuts) for array in (tokens, probabilities, scores))
@@ -423,7 +424,7 @@ class _Batch:
     def _commit(
         self, row: _Canvas, positions: np.ndarray, tokens: np.ndarray, probabilities: np.ndarray, chosen: np.ndarray
     ) -> None:
-        """Commit the `chosen` candidates, and remask committed ones that are not chosen."""
+        """Commit the `chosen` candidates, and remask committed tokens that are not chosen."""
         new = [n for n in chosen.tolist() if row.masked[positions[n]]]
         chosen_set = set(chosen.tolist())
         remasked = [n for n in range(len(positions)) if n not in chosen_set and not row.masked[positions[n]]]
@@ -435,7 +436,7 @@ class _Batch:
         row.steps.append(CanvasStep(committed, [int(positions[n]) for n in remasked]))
 
     def _confidence(self, logits: Tensor, tokens: Tensor, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens' probabilities (N,) and scores (N,): the highest is committed first."""
+        """The tokens' probabilities (N,) and scores (N,); the token with the highest score is committed first."""
         settings, wide = self.settings, logits if logits.dtype == torch.float64 else logits.float()
         if settings.confidence == "tempered" and settings.temperature:
             wide = self._temper(wide)

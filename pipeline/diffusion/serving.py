@@ -64,7 +64,7 @@ class CanvasRow:
     owner: str = ""
     prompt: list[int] = field(default_factory=list)
     answer: list[int] = field(default_factory=list)
-    offset: int = 0  # start of the canvas in the answer
+    offset: int = 0  # where the canvas starts in the answer
     budget: int = 0
     work: Iterator[CanvasState] | None = None  # the canvas's denoising steps
 
@@ -75,12 +75,12 @@ class CanvasRow:
 
 
 class CanvasEngine(Loop):
-    """Denoises many requests in turn. `with` runs its thread; without it only `step` makes progress."""
+    """Denoises many requests in turn. A `with` block runs its thread; otherwise, only `step` makes progress."""
 
     slots: list[CanvasRow]
 
     def __init__(self, model: Denoiser, *, rows: int = 8, queue: int = 32, canvas: int = CANVAS) -> None:
-        """`canvas`: length in tokens; rounded down to whole blocks, at least one, for a block-diffusion model."""
+        """`canvas`: length in tokens; for block diffusion, rounded down to full blocks, at least one."""
         super().__init__(rows=rows, queue=queue, context=model.config.max_context, vocabulary=model.config.vocab_size)
         self.model = model.train(False)
         self.block_size = model.traits.block_size or 1
@@ -127,7 +127,7 @@ class CanvasEngine(Loop):
             slot.work = None  # full, with no end of turn: the next step starts a new canvas
 
     def _start_canvas(self, row: int, length: int) -> Iterator[CanvasState]:
-        """An empty canvas after the answer so far; the first one uses the seed itself."""
+        """Start an empty canvas after the answer so far; the first canvas uses the request's own seed."""
         slot, request = self.slots[row], self._request(row)
         settings = Denoising(
             length=length,

@@ -4,7 +4,7 @@
     masked_logprobs     log p of the tokens under one mask                          training
     elbo                mean over a sample's draws of (L / k) sum of log p          evaluation, Diffusion-DPO
     coupled_logprobs    log p of each token from two complementary masks            coupled-GRPO
-    enumerated          the ELBO over all masks, in three equivalent forms           short texts: tests of the others
+    enumerated          the ELBO over all masks, in three equivalent forms           short texts, to test the others
 
 For prompt x, response y of L tokens and l_i = log p(y_i | x, y under mask M), in nats, over the ids allowed in
 texts:
@@ -13,8 +13,8 @@ texts:
          = E_{k ~ U{1..L}} E_{|M| = k} [(L/k) sum l_i]
          = mean over all orders of the chain-rule sum
 
--ELBO bounds the negative log-likelihood of decoding in random order, one token per step (Ou et al. 2024,
-arXiv:2406.03736). The batch contains the masks (diffusion/masks.py), so all models scoring a batch use the same ones.
+-ELBO is an upper bound on the negative log-likelihood of decoding in random order, one token per step (Ou et al. 2024,
+arXiv:2406.03736). The batch contains the masks (diffusion/masks.py), so all models score it under the same masks.
 
 For DPO, s = [B(w) - B_ref(w)] - [B(l) - B_ref(l)], with B the ELBO of an answer, w the chosen and l the rejected
 answer of a pair. Coupled-GRPO has no separate loss: its estimates serve as the log-probabilities in
@@ -28,11 +28,11 @@ TrainingConfig (learning/settings.py)
 └── (PairConfig)        diffusion_dpo
 
 `first_policy` and `first_scratch` check the first step's metrics before its update, like learning/gates.py for causal
-models. `begin` loads the model to train and the frozen one it starts from, like `reference.begin` there.
+models. `begin` loads the model to train and its frozen starting point, as `learning/reference.py` does for causal ones.
 
-A `Following` reference moves towards the policy at regular step intervals (TR-DPO, Gorbatovski et al. 2024,
-arXiv:2404.09656, eq. 6). Its weights are then part of a run's state: they are stored next to the states, and a resumed
-run loads the weights named in its state.
+A `Following` reference moves toward the policy at regular step intervals (TR-DPO, Gorbatovski et al. 2024,
+arXiv:2404.09656, eq. 6). Its weights are then part of a run's state: they are stored next to the saved states, and a
+resumed run loads the weights named in its state.
 """
 
 import itertools
@@ -69,7 +69,7 @@ REDUCTIONS = ("sum", "mean")
 
 
 def masked_cross_entropy(logprobs: Tensor, weights: Tensor, *, per: str) -> Loss:
-    """-sum of weight * l over masked tokens (n,), over the step's `per` count (LLaDA, arXiv:2502.09992, eq. 3)."""
+    """-sum of weight * l over masked tokens (n,) / the step's `per` count (LLaDA, arXiv:2502.09992, eq. 3)."""
     num = len(logprobs)
     return Loss([Term("loss", -(logprobs * weights).sum(), per)], {"masked/nll": (-logprobs.detach().sum(), num)})
 
@@ -80,7 +80,7 @@ def diffusion_dpo(
     """-log sigmoid(beta s) - (sft_weight / |w|) B(w) of each pair (LLaDA 1.5, arXiv:2505.19223, eq. 4).
 
     With `reduction` mean, each B is divided by its answer's token count. Metrics have TRL's names; the extremes are the
-    smallest and the largest beta s.
+    smallest and the largest beta * s.
     """
     assert reduction in REDUCTIONS, reduction
     ones = torch.ones_like(policy.chosen)
@@ -131,7 +131,7 @@ def elbo(model: nn.Module, batch: Drawn) -> Tensor:
 
 
 def pair_elbos(model: nn.Module, batch: Drawn) -> PairLogprobs:
-    """ELBOs of P pairs; the rows are the P chosen, then the P rejected ones; the metrics are variances over draws."""
+    """ELBOs of P pairs; the rows are P chosen answers, then P rejected ones; the metrics are variances over draws."""
     by_draw = draw_sums(model, batch.inputs) * batch.scales  # (n, 2P)
     pairs = pairs_of(by_draw.mean(0), batch.lengths)
     if len(by_draw) == 1:
@@ -142,7 +142,7 @@ def pair_elbos(model: nn.Module, batch: Drawn) -> PairLogprobs:
 
 
 def pairs_of(sums: Tensor, lengths: Tensor) -> PairLogprobs:
-    """Sums (2P,) as pairs; `lengths` (2P,) count their tokens."""
+    """Sums (2P,) as pairs; `lengths` (2P,) are the answers' token counts."""
     (chosen, rejected), (num_chosen, num_rejected) = sums.chunk(2), lengths.chunk(2)
     return PairLogprobs(chosen, rejected, num_chosen, num_rejected)
 
@@ -151,8 +151,8 @@ def coupled_logprobs(model: nn.Module, batch: CoupledBatch, *, released: bool = 
     """An estimate (N,) of log p of each counted token, row by row (DiffuCoder, arXiv:2506.20639, eq. 6).
 
     1/2 [l^a + 1(first) l^b / t + 1(second) l^c / (1 - t)]: under the full mask, and under whichever of the two halves
-    masks it. `released`: as published, with mean 1.5 log p for a model without context; otherwise times 2/3, so that a
-    ratio of two estimates is a ratio of probabilities.
+    masks the token. `released`: as published, with mean 1.5 log p for a model without context; otherwise multiplied by
+    2/3, so that a ratio of two estimates is a ratio of probabilities.
     """
     inputs = batch.inputs
     whole, first, second = (
@@ -167,7 +167,7 @@ def coupled_logprobs(model: nn.Module, batch: CoupledBatch, *, released: bool = 
 def reference_elbos(
     model: nn.Module, stream: NoisedPairs, name: str, turn: int, numbers: np.ndarray, where: torch.device
 ) -> np.ndarray:
-    """ELBOs (n, 2) of the chosen and rejected answers of a split under the masks of a pass; NaN except for `numbers`.
+    """ELBOs (n, 2) of a split's chosen and rejected answers under the masks of a pass; NaN if not in `numbers`.
 
     Uses the training operations, so that a policy equal to its reference gets bit-identical results.
     """
@@ -229,7 +229,7 @@ def _chain_rule_sum(scores: dict[tuple[bool, ...], Sequence[float]], order: Sequ
 # -- training ----------------------------------------------------------------------------------------------------------
 
 
-CAUSE = "old scores and training differ: different masks or precision, dropout, or a policy that moved"
+CAUSE = "old scores and training differ: different masks or precision, dropout, or a policy that changed"
 SHARE = 0.6  # weight of the policy in the following reference
 
 
@@ -252,7 +252,7 @@ class ExampleConfig(TrainingConfig):
 
     @property
     def row_length(self) -> int:
-        """Prompt and canvas."""
+        """Tokens of the prompt and canvas."""
         return self.max_prompt + self.max_new_tokens
 
     @property
@@ -274,7 +274,7 @@ class DiffusionConfig(TrainingConfig):
     """Two runs, one after the other: adaptation (or pretraining) on windows of code, then fine-tuning on problems with
     answers.
 
-    Keys without sft_ apply to both, unless there is a corresponding sft_ key.
+    Keys without sft_ apply to both runs, unless a corresponding sft_ key is set.
     """
 
     adapt_steps: int
@@ -292,7 +292,7 @@ class DiffusionConfig(TrainingConfig):
     sft_learning_rate: float | None = None
     """Learning rate for fine-tuning; none: same as learning_rate."""
     sft_learning_rates: dict[str, float] | None = None
-    """Learning rates of its parameter groups; none: same as learning_rates."""
+    """Learning rates of parameter groups for fine-tuning; none: same as learning_rates."""
     sft_warmup_steps: int | None = None
     """Warmup steps for fine-tuning; none: same as warmup_steps."""
     sft_norm: str = "answer"
@@ -318,7 +318,7 @@ class DiffusionConfig(TrainingConfig):
             raise ValueError(f"sft_norm: expected one of {', '.join(NORMS)}, got {self.sft_norm!r}")
         if self.sft_examples < 1 or self.max_prompt < 2 or self.max_new_tokens < UNIT:
             raise ValueError(
-                f"expected sft_examples >= 1, max_prompt >= 2, max_new_tokens >= {UNIT}, the unit of canvases"
+                f"expected sft_examples >= 1, max_prompt >= 2, max_new_tokens >= {UNIT}, the unit of canvas lengths"
             )
         if self.sft_learning_rate is not None and self.sft_learning_rate < 0:
             raise ValueError(f"sft_learning_rate: expected at least 0, got {self.sft_learning_rate}")
@@ -348,14 +348,14 @@ class DiffusionConfig(TrainingConfig):
 
     @property
     def adapting(self) -> FitConfig:
-        """The run on windows. Raises ValueError."""
+        """The configuration of the run on windows. Raises ValueError."""
         return FitConfig(
             **self._common(), steps=max(1, self.adapt_steps), context=self.context, tokens_per_step=self.tokens_per_step
         )
 
     @property
     def tuning(self) -> ExampleConfig:
-        """The run on problems."""
+        """The configuration of the run on problems."""
         overrides = {
             "learning_rate": self.sft_learning_rate,
             "learning_rates": self.sft_learning_rates,
@@ -371,7 +371,7 @@ class DiffusionConfig(TrainingConfig):
 
     @property
     def control_adapting(self) -> FitConfig:
-        """The control's run on windows, with a schedule over its own steps."""
+        """The configuration of the control's run on windows, with a schedule over its own steps."""
         config = self.adapting
         if self.control_steps is None:
             return config
@@ -379,14 +379,14 @@ class DiffusionConfig(TrainingConfig):
 
     @property
     def control_tuning(self) -> ExampleConfig:
-        """The control's run on problems."""
+        """The configuration of the control's run on problems."""
         config = self.tuning
         if self.control_steps is None:
             return config
         return replace(config, most_steps=self.control_steps, **self._shorter_warmup(config))
 
     def _shorter_warmup(self, config: TrainingConfig) -> dict[str, int]:
-        """A warmup for 100,000 steps would be longer than the control's whole run."""
+        """A warmup that fits the control's run, which may be shorter than the masked model's warmup."""
         assert self.control_steps is not None
         return {"warmup_steps": min(config.warmup_steps, self.control_steps // 2)}
 
@@ -399,7 +399,7 @@ class DiffusionConfig(TrainingConfig):
 
 
 def first_policy(precision: str) -> Callable[[dict[str, float]], None]:
-    """Check that the policy has not moved since the old scores: ratio 1, no clipping, no KL from the reference."""
+    """Check that the policy has not changed since the old scores: ratio 1, no clipping, no KL from the reference."""
     exact = precision == "fp32"
 
     def check(values: dict[str, float]) -> None:
@@ -413,8 +413,8 @@ def first_policy(precision: str) -> Callable[[dict[str, float]], None]:
 
 
 def first_scratch(vocab_size: int) -> Callable[[dict[str, float]], None]:
-    """Check that an untrained model predicts all tokens equally: -log p of a masked one is ln V. (The loss is
-    weighted and noisy.)
+    """Check that an untrained model predicts all tokens equally: -log p of a masked token is ln V. (The loss
+    is weighted and noisy.)
     """
 
     def check(values: dict[str, float]) -> None:
@@ -427,9 +427,9 @@ def first_scratch(vocab_size: int) -> Callable[[dict[str, float]], None]:
 
 
 def begin(base: Path, adapter: AdapterConfig | None, seed: int, hardware: device.Hardware) -> tuple[Denoiser, Start]:
-    """The model, and its start: its trunk as policy, with an adapter if configured; the reference is a `Denoiser`.
+    """The model, and its `Start`: the policy is the trunk, with an adapter if configured; the reference, a `Denoiser`.
 
-    Raises ModelError for a causal model; ConfigError for an adapter with dropout, or a block-diffusion model.
+    Raises ModelError for a causal model, and ConfigError for an adapter with dropout or a block-diffusion model.
     """
     if adapter is not None and adapter.dropout:
         raise ConfigError(
@@ -439,8 +439,8 @@ def begin(base: Path, adapter: AdapterConfig | None, seed: int, hardware: device
     if model.traits.block_size:
         raise ConfigError(
             f"{base} is a block-diffusion model (block_size {model.traits.block_size}); its likelihood needs clean"
-            " tokens next to the noised ones, which preference and reinforcement learning do not support here: expected"
-            " block_size 0"
+            " tokens next to the noised ones, which preference and reinforcement learning do not support; use a model"
+            " with block_size 0"
         )
     if adapter is not None:
         lora.attach(model.trunk, adapter, device.generator("adapter", seed))
@@ -453,7 +453,7 @@ class Following:
     """A reference mixed with the policy every `every` steps: 0.6 policy, 0.4 reference."""
 
     def __init__(self, reference: Denoiser, policy: Denoiser, *, every: int, folder: Path) -> None:
-        """`folder` is the job's folder, where its states are."""
+        """`folder` is the job's folder, which contains its states."""
         self.model, self.policy, self.every, self.folder = reference, policy, every, folder
         self.moved_at = 0  # the step of the last update; 0: never
 
@@ -469,7 +469,7 @@ class Following:
             self._write()
 
     def state(self) -> JsonObject:
-        """The step that identifies its weights."""
+        """The step that identifies the reference's weights."""
         return {"moved_at": self.moved_at}
 
     def load(self, state: JsonObject) -> None:
@@ -484,7 +484,7 @@ class Following:
             self.model.get_parameter(name).data.copy_(tensor)
 
     def _write(self) -> None:
-        """Write its weights atomically, and delete files that no state can refer to anymore."""
+        """Write the weights atomically, and delete files that no state can refer to anymore."""
         path = self._path(self.moved_at)
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(".part")

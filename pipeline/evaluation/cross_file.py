@@ -1,19 +1,19 @@
 """Cross-file completion: held-out lines and functions of repositories, completed with and without other files.
 
-    data/raw/code (val, with contexts) -> Item, ... -> the same items twice: exact match, edit similarity, difference
+    data/raw/code (val, with contexts) -> Item, ... -> both ways: exact match, edit similarity, and their differences
 
 A line is chosen where a file first uses a name defined in another file of the repository, as in CrossCodeEval (Ding et
-al. 2023, arXiv:2310.11248) and RepoBench (Liu et al. 2023, arXiv:2306.03091): never an import, whether or not the
-model's context includes the definition. The cursor is placed before the name, and before any space or bracket merged
-into the name's first token; the model completes the rest of the line. A function is chosen if its body, of at most
-MOST_LINES lines, uses such a name; the model writes the body. Items are sampled by a hash of their location.
+al. 2023, arXiv:2310.11248) and RepoBench (Liu et al. 2023, arXiv:2306.03091). Imports are never chosen; the model's
+context may or may not include the definition. The cursor is placed before the name, and before any space or bracket
+merged into the name's first token; the model completes the rest of the line. A function is chosen if its body, of at
+most MOST_LINES lines, uses such a name; the model writes the body. Items are sampled by a hash of their location.
 
-Both prompts have the same token limit. Without other files the window is filled with the file's own text before the
-cursor. With them it contains the context chosen by `ingest/repository_documents.py` without looking at the answer; the
-file's own text gets the rest, at least a third. Decoding is greedy, to the end of the line or body.
+Both prompts have the same token limit. Without other files, the window is filled with the file's own text before the
+cursor. With other files, it contains the context that `ingest/repository_documents.py` chose without looking at the
+answer; the file's own text gets the rest, at least a third. Decoding is greedy, up to the end of the line or body.
 
-Edit similarity is 1 - Levenshtein / the longer length. Intervals resample files, not lines, since lines of a file are
-correlated. Not guaranteed: that the reference line is the only correct one.
+Edit similarity is 1 - Levenshtein distance / the longer length. Intervals resample files, not lines, since the lines of
+a file are correlated. Not guaranteed: that the reference line is the only correct one.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from pipeline.run.device import generator, stable_hash
 from pipeline.text import chat, repositories
 from pipeline.text.repositories import Context
 
-MOST_LINES = 12  # of a function's body
-MOST_CHARACTERS = 400  # of an answer to compare
+MOST_LINES = 12  # in a function's body
+MOST_CHARACTERS = 400  # compared in an answer
 LINE_TOKENS, FUNCTION_TOKENS = 48, 160
 OWN = 1 / 3  # minimum share of a prompt for its own file's text
 IDENTIFIER = re.compile(r"[A-Za-z_]\w*", re.ASCII)
@@ -49,7 +49,7 @@ class Item:
     place: int  # character offset in the file
     context: Context  # `before` is all of the file's text before the cursor
     reference: str
-    name: str  # defined in another file; the first one in a function's body
+    name: str  # defined in another file; for a function, the first such name in its body
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,11 @@ class HeldOut:
 
     name: str  # repository and path
     text: str
-    contexts: tuple[Context, ...]  # of its parts
+    contexts: tuple[Context, ...]  # one for each part of the file
     ends: tuple[int, ...]  # character offset of the end of each part
 
     def item(self, place: int, end: int, name: str) -> Item:
-        """The text from `place` to `end`, with the context of its part."""
+        """The item for the text from `place` to `end`, with the context of the part it is in."""
         number = next(n for n, border in enumerate(self.ends) if place < border)
         context = replace(self.contexts[number], before=self.text[:place], names=())
         return Item(self.name, place, context, self.text[place:end], name)
@@ -93,7 +93,7 @@ def items(files: Iterable[HeldOut]) -> tuple[list[Item], list[Item]]:
         tree = chat.tree(file.text)
         if tree is None:
             continue
-        starts = [0, *itertools.accumulate(len(line) + 1 for line in file.text.split("\n"))]  # in characters
+        starts = [0, *itertools.accumulate(len(line) + 1 for line in file.text.split("\n"))]  # of lines, in characters
         names = frozenset(name for context in file.contexts for name in context.names)
         uses = sorted(_uses(tree, names, file.text, starts))
         first = {name: place for place, name in reversed(uses)}
@@ -110,7 +110,7 @@ def items(files: Iterable[HeldOut]) -> tuple[list[Item], list[Item]]:
 
 
 def _uses(tree: ast.Module, names: frozenset[str], text: str, starts: Sequence[int]) -> Iterable[tuple[int, str]]:
-    """(character, name) of each use of the names; for `module.name`, where `name` begins."""
+    """(character offset, name) of each use of the names; for `module.name`, the offset of `name`."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load):
             written = ast.unparse(node)
@@ -121,7 +121,7 @@ def _uses(tree: ast.Module, names: frozenset[str], text: str, starts: Sequence[i
 
 
 def _bodies(tree: ast.Module, starts: Sequence[int]) -> list[tuple[int, int]]:
-    """(first, last) character of each sufficiently short function body, from the body's first line."""
+    """(begin, end) character offsets of each function body that is short enough, from its first line."""
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -136,10 +136,10 @@ def _bodies(tree: ast.Module, starts: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def measured(subject: Subject, files: Sequence[HeldOut]) -> SuiteResult:
-    """Lines, and half as many functions, each with and without other files.
+    """Complete lines, and half as many functions, each with and without other files.
 
-    Metrics: `<kind>_exact_with`, `_without`, `_difference`, and the same for `similarity` and, for lines, `name`: the
-    first name written.
+    Metrics: `<kind>_exact_with`, `_without`, `_difference`, and the same for `similarity` and, for lines, `name`
+    (whether the first name written is correct).
     """
     result = SuiteResult()
     most = subject.settings.cross_file
@@ -164,7 +164,7 @@ def _id(item: Item) -> str:
 def _answers(
     subject: Subject, chosen: Sequence[Item], kind: str, tokens: int
 ) -> dict[str, dict[str, tuple[Completion, str]]]:
-    """with, without -> id -> the completion and its text, truncated at the end of the line or body."""
+    """For "with" and "without", by item id: the completion and its text, truncated at the end of the line or body."""
     room = min(subject.settings.context, subject.model.config.max_context - 8) - tokens
     found: dict[str, dict[str, tuple[Completion, str]]] = {}
     for arm in ("with", "without"):
@@ -180,9 +180,9 @@ def _answers(
 
 
 def prompts_of(subject: Subject, contexts: Sequence[Context], room: int) -> list[list[int]]:
-    """At most `room` tokens each: an end-of-text token, other files, and the file's own text before the cursor.
+    """Prompts of at most `room` tokens: an end-of-text token, other files, and the file's own text before the cursor.
 
-    Both texts are truncated at the beginning if there is no room; the end-of-text token is then dropped too, as in
+    If there is not enough room, both texts are truncated at the beginning and the end-of-text token is dropped, as in
     training.
     """
     tokenizer = subject.tokenizer
@@ -198,7 +198,7 @@ def prompts_of(subject: Subject, contexts: Sequence[Context], room: int) -> list
 
 
 def _cut(text: str, item: Item, kind: str) -> str:
-    """The answer: up to the end of the line, or as long as lines are indented like the reference."""
+    """The answer up to the end of the line, or up to the first line that is indented less than the reference."""
     if kind == "line":
         return text.partition("\n")[0]
     indent = len(item.reference) - len(item.reference.lstrip())
@@ -217,7 +217,7 @@ def _measure(
     kept: Sequence[Item],
     answers: dict[str, dict[str, tuple[Completion, str]]],
 ) -> None:
-    """Add the metrics and rows of one kind."""
+    """Add the metrics and rows of one kind of item."""
     scores: dict[str, dict[str, list[float]]] = {}
     for arm, of_arm in answers.items():
         for item in kept:
@@ -250,7 +250,7 @@ def _measure(
 
 
 def score(text: str, item: Item, kind: str) -> dict[str, float]:
-    """Whether an answer is exact, how similar it is and, for lines, whether it begins with the name."""
+    """Whether an answer is exact, how similar it is and, for lines, whether its first name is the expected one."""
     one, two = (" ".join(side.split()) if kind == "line" else side.strip() for side in (text, item.reference))
     scores = {"exact": float(one == two), "similarity": similarity(one, two)}
     if kind == "line":
@@ -260,7 +260,7 @@ def score(text: str, item: Item, kind: str) -> dict[str, float]:
 
 
 def similarity(one: str, two: str) -> float:
-    """1 - Levenshtein distance / the longer length, over the first MOST_CHARACTERS; 1 for two empty texts."""
+    """1 - Levenshtein distance / the longer length, over the first MOST_CHARACTERS; 1 for two empty strings."""
     one, two = one[:MOST_CHARACTERS], two[:MOST_CHARACTERS]
     row = list(range(len(two) + 1))
     for number, character in enumerate(one, start=1):
@@ -282,5 +282,5 @@ def by_file(files: Sequence[str], values: Sequence[float]) -> tuple[list[float],
 
 
 def _mean(pair: tuple[list[float], list[float]]) -> Interval:
-    """The mean; with a single file, the interval is the whole range."""
+    """The mean of a single file, with the full range from 0 to 1 as its interval."""
     return Interval(sum(pair[0]) / sum(pair[1]), 0.0, 1.0, int(sum(pair[1])))

@@ -1,12 +1,12 @@
 """95% confidence intervals: Wilson's for a proportion, the jackknife for a ratio of sums, the percentile bootstrap for
-the rest.
+everything else.
 
-Intervals reflect the choice of items (problems, dialogues, documents), not the training seed. Each resample draws whole
-items and recomputes the ratio of sums; two models are compared on the same resampled items.
+Intervals reflect the random choice of items (problems, dialogues, documents), not the training seed. Each resample
+draws items as units and recomputes the ratio of sums; two models are compared on the same resampled items.
 
-With 13 items that vary in size like source files, percentile intervals cover 78 to 87% of true ratios and BCa 77 to
-84%: a few large items dominate. The jackknife with Student's t and the effective number of items covers 94 to 96%
-(docs/LOG.md).
+With 13 items whose sizes vary like those of source files, percentile intervals contain the true ratio in 78% to 87% of
+cases and BCa intervals in 77% to 84%, because a few large items dominate. The jackknife with Student's t and the
+effective number of items reaches 94% to 96% (docs/LOG.md).
 
 Sources: Wilson 1927; Efron & Tibshirani 1993, chapters 11 and 13; Kish 1965 (effective number). Not guaranteed: nominal
 coverage for a mean of fewer than about 20 items.
@@ -33,7 +33,7 @@ class Interval:
     n: int
 
     def exp(self) -> "Interval":
-        """The interval of exp(value): bounds carry over to any increasing function."""
+        """The interval of exp(value): the exponentials of the bounds, since exp is increasing."""
         value, low, high = (float(np.exp(bound)) for bound in (self.value, self.low, self.high))  # inf on overflow
         return Interval(value, low, high, self.n)
 
@@ -43,14 +43,14 @@ class Interval:
 
 
 def wilson(successes: int, n: int) -> Interval:
-    """The proportion of successes among `n` independent items. Raises ValueError without items."""
+    """The proportion of successes among `n` independent items. Raises ValueError if there are no items."""
     if n < 1 or not 0 <= successes <= n:
         raise ValueError(f"wilson: expected 0 <= successes <= n and n >= 1, found {successes} of {n}")
     share = successes / n
     scale = 1 + Z * Z / n
     center = (share + Z * Z / (2 * n)) / scale
     half_width = Z / scale * math.sqrt(share * (1 - share) / n + Z * Z / (4 * n * n))
-    # at 0 and n successes the bound is exactly 0 or 1; rounding would miss it
+    # at 0 and n successes the bound is exactly 0 or 1, which rounding could miss
     low, high = 0.0 if successes == 0 else center - half_width, 1.0 if successes == n else center + half_width
     return Interval(share, low, high, n)
 
@@ -62,13 +62,13 @@ def ratio(
     generator: torch.Generator,
     resamples: int = 2000,
 ) -> Interval:
-    """`sum(numerators) / sum(denominators)` over items, by the jackknife; without denominators the mean, by percentile
-    bootstrap.
+    """`sum(numerators) / sum(denominators)` over items, with a jackknife interval; without denominators, the mean, with
+    a percentile-bootstrap interval.
 
-    A proportion that is 0 (or 1) for every item has no spread to resample; its interval is Wilson's.
+    If the values are all 0 or all 1, there is no spread to resample, so the interval is Wilson's.
 
-    Bits per byte: bits and bytes per document. pass@k: each problem's estimate. Raises ValueError without items or with
-    a denominator of 0.
+    For bits per byte, pass the bits and bytes of each document; for pass@k, each problem's estimate. Raises ValueError
+    if there are no items or the denominators sum to 0.
     """
     top, bottom = _columns(numerators, denominators)
     if not len(top) or not bottom.sum():
@@ -90,7 +90,7 @@ def effective_n(sizes: Sequence[float] | np.ndarray) -> float:
 
 
 def _jackknife(top: np.ndarray, bottom: np.ndarray) -> float:
-    """Half-width of the interval of the ratio of sums; infinite if only one item has a denominator."""
+    """Half-width of the interval of the ratio of sums; infinite if only one item has a nonzero denominator."""
     from scipy.stats import t  # 0.3 s
 
     remaining = bottom.sum() - bottom
@@ -109,9 +109,10 @@ def paired_difference(
     generator: torch.Generator,
     resamples: int = 10_000,
 ) -> Interval:
-    """`second`'s ratio minus `first`'s, each (numerators, denominators) over the *same* items in the same order.
+    """The ratio of `second` minus that of `first`, each (numerators, denominators) for the *same* items in one order.
 
-    Every resample draws the same items for both. Raises ValueError if the item counts differ or are 0.
+    Every resample draws the same items for both. Raises ValueError if the item counts differ or are 0, or if a sum of
+    denominators is 0.
     """
     columns = [*_columns(*first), *_columns(*second)]
     lengths = {len(column) for column in columns}
@@ -131,7 +132,7 @@ def _columns(numerators: Sequence[float], denominators: Sequence[float] | None) 
     top = np.asarray(numerators, dtype=np.float64)
     bottom = np.ones_like(top) if denominators is None else np.asarray(denominators, dtype=np.float64)
     if len(top) != len(bottom):
-        raise ValueError(f"bootstrap: {len(top)} numerators, {len(bottom)} denominators; expected one each per item")
+        raise ValueError(f"bootstrap: {len(top)} numerators, {len(bottom)} denominators; expected one of each per item")
     return top, bottom
 
 

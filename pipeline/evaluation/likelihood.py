@@ -1,19 +1,20 @@
 """Bits per byte and perplexity of held-out documents under autoregressive models; similarity of answers to references.
 
-    texts -> a `Scored` each (nats, tokens, bytes) -> bits_per_byte, perplexity
+    texts -> a `Scored` per text (nats, tokens, bytes) -> bits_per_byte, perplexity
     answers, references -> BLEU, chrF, ROUGE, BERTScore, exact match
 
-All text tokens are scored; the separator before the first is context only. Long documents are split into windows of L
-tokens: the first scores all of its tokens, each later one advances by L/2 and scores its second half, so every token is
-scored once, with at least L/2 tokens of context. Windows are packed into rows as long as the model's context. Byte
-counts come from the tokens' own bytes, never from decoding tokens one by one (half a character would give three bytes).
-Sums are in float64, so a uniform model gets exactly log2(V) * tokens / bytes; under autocast the softmax is float32.
+All text tokens are scored; the separator before the first token is only context. Long documents are split into windows
+of L tokens: the first window scores all of its tokens; each later window advances by L/2 and scores its second half, so
+every token is scored once, with at least L/2 tokens of context. Windows are packed into rows as long as the model's
+context. Byte counts come from the tokens' own bytes, never from decoding tokens one by one (half a character would
+decode to three bytes). Sums are in float64, so a uniform model gets exactly log2(V) * tokens / bytes; under autocast,
+the softmax is in float32.
 
 BLEU and chrF are sacrebleu's corpus scores (Post 2018, arXiv:1804.08771) with their signatures; ROUGE is rouge-score's
 F1 (Lin 2004) with its stemmer, one sentence per line. `repeat_4` measures repetition within a text.
 
 Not guaranteed: that overlap with a single reference measures quality; it is a weak signal, for comparing models on the
-same items. The masked-diffusion bound is elsewhere.
+same items. The bound for masked-diffusion models is in `diffusion/measure.py`.
 """
 
 import importlib.util
@@ -37,15 +38,15 @@ from pipeline.run.errors import ConfigError, ModelError
 from pipeline.text.tokenizer import Tokenizer
 
 BATCH_TOKENS = 8192  # tokens in one forward pass
-HEAD_ROWS = 512  # positions with logits in memory at a time
+HEAD_ROWS = 512  # positions whose logits are in memory at a time
 PADDING = -1
 
 
 @dataclass(frozen=True)
 class Scored:
-    nats: float  # sum of -ln p over its tokens
+    nats: float  # sum of -ln p over the tokens
     tokens: int
-    bytes: int  # UTF-8
+    bytes: int  # of the text in UTF-8
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Likelihood:
 
 @dataclass(frozen=True)
 class Window:
-    """One document in a forward pass: `ids[i]` at position i predicts `targets[i]`, scored from position `scored`."""
+    """A window of a document: `ids[i]`, at position i, predicts `targets[i]`; scored from position `scored` onward."""
 
     document: int
     ids: list[int]
@@ -80,7 +81,7 @@ class Window:
 def likelihood(model: Transformer, tokenizer: Tokenizer, texts: Iterable[str], *, context: int) -> Likelihood:
     """Score documents with windows of `context` tokens.
 
-    Empty texts are skipped and not counted. Raises ValueError for a context that is odd, below 2 or above the model's,
+    Empty texts are skipped and not counted. Raises ValueError if `context` is odd, below 2 or above the model's, and
     ModelError if the tokens' bytes differ from the bytes of the decoded text.
     """
     if context < 2 or context % 2 or context > model.config.max_context:
@@ -99,13 +100,13 @@ def likelihood(model: Transformer, tokenizer: Tokenizer, texts: Iterable[str], *
 
 
 def _has_same_bytes(tokenizer: Tokenizer, text: str, ids: list[int]) -> bool:
-    """Whether the tokens' bytes match the text; False if a normalizer changed it. Raises ModelError for wrong bytes."""
+    """Whether the tokens spell the text; False if a normalizer changed it. Raises ModelError if the bytes differ."""
     spelling = b"".join(tokenizer.token_bytes[i] for i in ids)
     if spelling == text.encode():
         return True
     if tokenizer.decode(ids, skip_special=False) == text:
         raise ModelError(
-            f"the tokenizer's bytes for {text[:40]!r} do not spell it: {spelling[:40]!r}; bpb would be wrong"
+            f"the tokenizer's bytes for {text[:40]!r} are {spelling[:40]!r}, so bits per byte would be wrong"
         )
     return False
 
@@ -129,7 +130,7 @@ def token_nats(model: Transformer, documents: Sequence[list[int]], *, start: int
 
 
 def windows(document: int, ids: list[int], start: int, context: int) -> Iterator[Window]:
-    """The windows of one document; their scored parts cover it without gap or overlap."""
+    """The windows of one document, whose scored parts cover the document without gaps or overlaps."""
     inputs = [start, *ids]  # inputs[i] predicts ids[i]
     half = context // 2
     if ids:
@@ -196,7 +197,7 @@ ROUGE = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 
 
 class _Chrf(sacrebleu.CHRF):
-    """chrF whose scores all have the same type: sacrebleu's own bootstrap fails where some resamples match nothing."""
+    """chrF whose scores are always floats: sacrebleu's own bootstrap fails if some resamples match nothing."""
 
     def _compute_score_from_stats(self, statistics: list[int]) -> CHRFScore:
         found = super()._compute_score_from_stats(statistics)
@@ -205,12 +206,12 @@ class _Chrf(sacrebleu.CHRF):
 
 
 def text_scores(answers: Sequence[str], references: Sequence[str], *, resamples: int) -> dict[str, float | str]:
-    """`bleu`, `chrf` (0 to 100, as printed by sacrebleu) with sacrebleu's bootstrap intervals, and signatures.
+    """`bleu` and `chrf` (0 to 100, as printed by sacrebleu) with sacrebleu's bootstrap intervals, and their signatures.
 
-    One reference per answer, in the same order. Raises ValueError if empty or unequal in number.
+    One reference per answer, in the same order. Raises ValueError if there are no answers or the numbers differ.
     """
     if not answers or len(answers) != len(references):
-        raise ValueError(f"expected an answer for each reference, found {len(answers)} and {len(references)}")
+        raise ValueError(f"expected one answer per reference, found {len(answers)} and {len(references)}")
     bleu, chrf = sacrebleu.BLEU(), _Chrf()
     scores: dict[str, float | str] = {}
     for name, metric in (("bleu", bleu), ("chrf", chrf)):
@@ -226,25 +227,25 @@ def bertscore(answers: Sequence[str], references: Sequence[str], folder: str, la
     """BERTScore F1 (Zhang et al. 2020, arXiv:1904.09675) of each answer, using the bert-score package with the BERT
     model in `folder`.
 
-    Comparable only for the same weights and layer. Raises ConfigError for a folder without a model, or if the package
-    is missing.
+    Scores are comparable only for the same weights and layer. Raises ConfigError if the folder has no model or the
+    package is missing.
     """
     path = Path(folder)
     if not (path / "config.json").is_file():
         raise ConfigError(
-            f"evaluate.bertscore: expected a directory with config.json, weights and tokenizer of a BERT, found {path}"
+            f"evaluate.bertscore: expected a BERT model directory (config.json, weights, tokenizer), found {path}"
         )
     try:
         from bert_score import BERTScorer  # pyright: ignore[reportMissingImports]
     except ModuleNotFoundError as error:
         raise ConfigError(
-            "evaluate.bertscore needs the package bert-score: pip install '.[bertscore]', or set it to none"
+            "evaluate.bertscore needs the package bert-score; run pip install '.[bertscore]', or set the key to none"
         ) from error
     config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     scorer = BERTScorer(model_type=str(path), num_layers=layer or int(config["num_hidden_layers"]))
     tokenizer = scorer._tokenizer
     limit = int(config.get("max_position_embeddings", 514)) - 2  # RoBERTa's positions begin at 2
-    # a tokenizer saved without this limit has 10^30, which never truncates
+    # a tokenizer saved without a limit gets 10^30, so it would never truncate
     tokenizer.model_max_length = min(tokenizer.model_max_length, limit)
     *_, f1 = scorer.score(list(answers), list(references))  # precision, recall, F1 of each answer
     assert isinstance(f1, Tensor)
@@ -252,7 +253,7 @@ def bertscore(answers: Sequence[str], references: Sequence[str], folder: str, la
 
 
 def rouge_rows(answers: Sequence[str], references: Sequence[str]) -> list[dict[str, float]]:
-    """ROUGE F1 of each answer, 0 to 1."""
+    """ROUGE F1 of each answer, from 0 to 1."""
     with _parts_of_nltk():
         from rouge_score import rouge_scorer
     scorer = rouge_scorer.RougeScorer(list(ROUGE), use_stemmer=True)
@@ -281,7 +282,7 @@ def _parts_of_nltk() -> Iterator[None]:
         sys.modules[name] = package
     try:
         yield
-    finally:  # a later `import nltk` gets the whole package
+    finally:  # a later `import nltk` gets the complete package
         for name in [name for name in sys.modules if name.partition(".")[0] == "nltk"]:
             del sys.modules[name]
 
@@ -296,6 +297,6 @@ def _normalize(text: str) -> str:
 
 
 def repeat_4(ids: Sequence[int]) -> float:
-    """1 - distinct / total 4-grams of tokens: 0 without repetition, near 1 in a loop; 0 below four tokens."""
+    """1 - distinct / total 4-grams of tokens: 0 without repetition, near 1 in a loop; 0 for fewer than four tokens."""
     runs = [tuple(ids[i : i + 4]) for i in range(len(ids) - 3)]
     return 1 - len(set(runs)) / len(runs) if runs else 0.0

@@ -1,15 +1,15 @@
 """Mine a repository's tests for programming problems with hidden tests.
 
-    data/own/<repository> --its tests, recorded--> calls of its functions --judged--> Problem, ...
+    data/own/<repository> --record its tests--> calls to its functions --judge--> Problem, ...
 
-A task is the signature and docstring of a function, with the surrounding module but without the body. Its hidden tests
+A task consists of a function's signature and docstring and the surrounding module, without the body. Its hidden tests
 are calls made by the repository's own tests, with the returned values (`sandbox/recording.py`). The expected values
 stay with the judge, so a candidate can neither read nor forge them, and neither the body nor any file of the repository
 is present where a candidate runs (`ingest/functions.py`).
 
 A function is kept if its own body passes in the sandbox (tests it fails there are dropped; LEAST_TESTS must remain), if
 none of three stubs passes (raise, return None, return the most frequent result), and if at least half of its mutants
-(LEAST_MUTANTS or more) fail: that fraction is the strength of its tests. All others are counted with the reason.
+fail (of at least LEAST_MUTANTS): that fraction is the strength of its tests. All other functions are counted by reason.
 
 Not guaranteed: that the docstring specifies everything the tests require. Not supported: functions with objects as
 arguments or results, methods, coroutines, generators, decorated functions.
@@ -41,10 +41,10 @@ STUB = "raise NotImplementedError"
 
 @dataclass(frozen=True)
 class Mined:
-    """The tasks of a repository, and why the other functions were dropped."""
+    """The tasks of a repository, and the reasons why the other functions were dropped."""
 
     name: str
-    problems: list[Problem]  # with the function's own source as answer
+    problems: list[Problem]  # with the function's own source as the answer
     strengths: dict[str, float]  # id -> fraction of mutants caught by its tests
     dropped: dict[str, str]  # file::function -> reason
     tests: dict[str, int]  # counts of the repository's tests: passed, failed, ...
@@ -64,33 +64,33 @@ class Mined:
         }
 
     def reasons(self) -> str:
-        """Why functions were dropped, most frequent reason first, and the test results."""
+        """The reasons why functions were dropped, most frequent first, and the test results."""
         reasons = ", ".join(f"{count} {reason}" for reason, count in self.summary()["dropped"].items())
         tests = ", ".join(f"{count} {outcome}" for outcome, count in self.tests.items()) or f"none ran: {self.said}"
         late = f"; stopped after {TEST_SECONDS:g} seconds" if self.timed_out else ""
         return f"functions: {reasons or 'none'}; tests: {tests}{late}"
 
     def shown(self, name: str) -> str:
-        """A human-readable line."""
+        """A human-readable summary in one line."""
         return f"{name}: {len(self.problems)} tasks; skipped: {self.reasons()}"
 
 
 @dataclass(frozen=True)
 class _Trial:
-    """A function with its tests, a candidate task."""
+    """A candidate task: a function with its tests."""
 
     task: MinedTask
     context: str
     tests: list[JsonObject]
-    mutants: list[str]  # sources
+    mutants: list[str]  # their sources
 
     def candidate(self, source: str) -> Candidate:
-        """A version of the function, to be judged by its tests."""
+        """A version of the function, to be judged by the task's tests."""
         return Candidate(source=self.context + source, entry_point=self.task.name, tests=self.tests)
 
 
 def mine(repository: Repository, judge: Judge, seconds: float = TEST_SECONDS) -> Mined:
-    """Mine the tasks of a repository; its tests may run for `seconds`. Raises like `recording.record`."""
+    """Mine the tasks of a repository; its tests may run for `seconds`. Same errors as `recording.record`."""
     texts = {file.path: file.text for file in repository.files}
     source = ParsedFiles(texts, repository.name)
     tasks: dict[str, MinedTask] = {}
@@ -164,7 +164,7 @@ def _own_body_passes(trials: dict[str, _Trial], judge: Judge, dropped: dict[str,
     kept: dict[str, _Trial] = {}
     verdicts = judge.judge([trial.candidate(trial.task.source) for trial in trials.values()])
     for (key, trial), verdict in zip(trials.items(), verdicts, strict=True):
-        if verdict.total < len(trial.tests):  # an assert on more than values, so results and tests do not pair up
+        if verdict.total < len(trial.tests):  # an assert that needs more than values was skipped: no 1:1 match
             dropped[key] = "a test cannot be judged"
             continue
         pairs = zip(trial.tests, verdict.results, strict=True)
@@ -196,7 +196,7 @@ def _stubs_fail(trials: dict[str, _Trial], judge: Judge, dropped: dict[str, str]
 
 
 def stubs(signature: str, tests: Sequence[JsonObject]) -> list[str]:
-    """Three trivial bodies: raise, None, the most frequent result."""
+    """Three trivial versions of the function: raise, return None, return the most frequent result."""
     results = [test["expected"] if "expected" in test else test["assert"].rpartition(" == ")[2] for test in tests]
     ((common, _),) = Counter(results).most_common(1)
     return [f"def {signature}:\n    {body}\n" for body in (STUB, "return None", f"return {common}")]
@@ -249,14 +249,14 @@ def _question(task: MinedTask, examples: Sequence[str]) -> str:
     return "\n\n".join([head, *about, *code])
 
 
-# --- what a stage does with them --------------------------------------------------------------------------------------
+# --- splits and tables ------------------------------------------------------------------------------------------------
 
 
 def apart(problems: Sequence[Problem], split_of: Mapping[str, str], share: float) -> dict[str, list[Problem]]:
-    """The problems by split: their file's `split_of`, train or val; a hash of the file divides val into val and test.
+    """The problems by split. `split_of` maps files to train or val; a hash of the file divides val into val and test.
 
-    If that leaves val or test empty (a repository without folders), single tasks move there, half of `share` each.
-    Training problems have no answer: they are for RL.
+    If that leaves val or test empty (as for a repository without folders), `share` / 2 of all tasks are moved there.
+    Training problems have no answer, since they are for RL.
     """
     splits: dict[str, list[Problem]] = {"train": [], "val": [], "test": []}
     for problem in problems:
@@ -273,7 +273,7 @@ def apart(problems: Sequence[Problem], split_of: Mapping[str, str], share: float
 
 
 def table(mined: Iterable[Mined]) -> str:
-    """CSV: every function, whether it is a task, the number and strength of its tests, or the reason it was dropped."""
+    """A CSV row for each function: whether it is a task, and the number and strength of its tests, or why it is not."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(["function", "kept", "tests", "strength", "reason"])

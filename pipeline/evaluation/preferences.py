@@ -1,38 +1,39 @@
-"""Preference metrics: held-out pairs, and a model's own answers scored against ground truth.
+"""Preference metrics on held-out pairs, and on a model's own answers scored against ground truth.
 
-How well a reward model ranks held-out pairs, and what preference learning changed:
+They show how well a reward model ranks held-out pairs, and what preference learning changed:
 
-    a reward model and pairs -> accuracy, also by kind of pair; calibration_error; length_correlation
-                                as a suite also margin_mean, margin_std, ties, and a row per pair with its margin
-    log-probabilities before and after training -> accuracy, likelihood, gain, chosen_nats; also by kind of pair
-                                for labels -> accuracy, desirable_nats; also for good answers, bad ones, by kind
+    a reward model and pairs -> accuracy, overall and by kind of pair; calibration_error; length_correlation
+                                a suite adds margin_mean, margin_std, ties, and a row per pair with its margin
+    log-probabilities before and after training -> accuracy, likelihood, gain, overall and by kind of pair; chosen_nats
+                                for labels -> accuracy, overall, for good and bad answers, and by kind; desirable_nats
 
-    accuracy       the log-ratio of the policy to the initial model is larger for the better answer (DPO's implicit
-                   reward); for labels: it is above 0 for a good answer, below 0 for a bad one
-    likelihood     the log-probability itself is larger for the better answer, before and after: needs no reference
-    kl             divergence of whole answers from the initial model, on held-out prompts, in nats
+    accuracy       fraction of pairs where the log-ratio of the policy to the initial model is larger for the better
+                   answer (DPO's implicit reward); for labels: where it is above 0 for a good, below 0 for a bad answer
+    likelihood     fraction of pairs where the better answer is more likely, before and after: needs no reference
+    kl             divergence from the initial model per complete answer, on held-out prompts, in nats
     win_rate       fraction of held-out prompts where the policy's own answer has the higher true score
     chosen_nats    change in the better answers' log-probability per token: a large drop means that the policy unlearned
                    both answers
 
-The truth is the pair's true scores if the data has them (a flipped label is then ignored), else its label. Proportions
-have Wilson's intervals; the gain in `likelihood` has a paired bootstrap over pairs.
+The better answer has the higher true score if the data has true scores (a flipped label is then ignored); otherwise the
+label decides. Proportions have Wilson intervals; the gain in `likelihood` has a paired bootstrap over pairs.
 
-Gold is the true score of a model's own answer in [0, 1], from the functions that ranked the preference pairs. It is
+Gold is the true score, in [0, 1], of a model's own answer, from the functions that ranked the preference pairs. It is
 never used in training.
 
-    code half for the hidden tests passed, half for style    tools `synthetic.tools.gold`    story the checker's clauses
+    code: half hidden tests passed, half style    tools: `synthetic.tools.gold`    story: the checker's clauses
 
-`own_pairs` builds pairs from a model's own answers, ranked by gold: the kind a reward model must rank when a policy is
-trained against it. A model trained only on synthetic mistakes is blind to those of the policy, and a policy finds such
-blind spots within a few hundred answers (docs/LOG.md). So the policy answers some prompts several times, and a prompt's
-best and worst answers form a pair if they differ enough, as do the second best and second worst.
+`own_pairs` builds pairs from a model's own answers, ranked by gold: the kind of pair that a reward model must rank when
+a policy is trained against it. A reward model trained only on synthetic mistakes is blind to the policy's own mistakes,
+and a policy finds such blind spots within a few hundred answers (docs/LOG.md). So the policy answers some prompts
+several times, and a prompt's best and worst answers form a pair if they differ enough, as do the second best and second
+worst.
 
 `HeldOutPrompts` measures overoptimization (Gao et al. 2022, arXiv:2210.10760): whether a higher reward still means a
 better answer, and up to what divergence. Every evaluation answers the same held-out prompts with the same seeds. A row
 of the curve has the proxy, gold with its interval, the divergence from the reference (k1 and k3, nats per answer) and
-the length. At the end the policy is compared with its reference answer by answer (paired bootstrap). `best_of_n` is the
-baseline curve: the best of n reference answers by the proxy, at KL = ln n - (n - 1) / n nats.
+the length. At the end, the policy is compared with its reference answer by answer (paired bootstrap). `best_of_n` is
+the baseline curve: the best of n reference answers according to the proxy, at KL = ln n - (n - 1) / n nats.
 
 Answers to prompts without ground truth are excluded. Not guaranteed: that equal accuracy on two kinds of pairs means
 equal usefulness in reinforcement learning.
@@ -75,9 +76,9 @@ from pipeline.text import chat
 from pipeline.text.tokenizer import Tokenizer
 
 PAIRS = 32  # in one forward pass
-BINS = 10  # of the calibration error
+BINS = 10  # for the calibration error
 COMPARED, COMPARED_TOKENS = 64, 128  # prompts and answer tokens in `compare_answers`
-JUDGED = 240  # prompts if the truth is known
+JUDGED = 240  # prompts in `compare_answers` if the truth is known
 
 
 @torch.no_grad()
@@ -88,12 +89,12 @@ def rewards_of(model: RewardModel, pairs: Sequence[Encoded], pad: int) -> np.nda
     for first in range(0, len(pairs), PAIRS):
         batch = batch_of(pairs[first : first + PAIRS], pad).to(device)
         rewards = model(batch.input_ids, positions=batch.positions, documents=batch.documents, select=batch.ends)
-        parts.append(model.normalised(rewards).float().cpu().numpy().reshape(2, -1).T)
+        parts.append(model.normalized(rewards).float().cpu().numpy().reshape(2, -1).T)
     return np.concatenate(parts)
 
 
 def measure_ranking(model: RewardModel, pairs: Sequence[Encoded], pad: int) -> JsonObject:
-    """The metrics of `ranking`, from a model."""
+    """The metrics of `ranking`, computed with a model."""
     return ranking(rewards_of(model, pairs, pad), model.reward_std, pairs)
 
 
@@ -118,7 +119,7 @@ def ranking(rewards: np.ndarray, std: float, pairs: Sequence[Encoded]) -> JsonOb
 
 def by_kind(pairs: Sequence[Encoded]) -> dict[str, np.ndarray]:
     """A mask (n,) of the pairs of each kind; "" is all pairs, and "code style" and "code tests" are generated code
-    pairs whose answers differ in style or tests.
+    pairs whose answers differ in style or in tests passed.
     """
     names = [("", encoded.pair.kind, _told_by(encoded.pair)) for encoded in pairs]
     found = sorted({name for of_pair in names for name in of_pair})
@@ -156,7 +157,7 @@ def correlation(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def pairs_told(folder: Path, pairs: Path, where: torch.device) -> SuiteResult:
-    """Evaluate the reward model in `folder` on the file `pairs`. Raises ModelError or DataError if malformed."""
+    """Evaluate the reward model in `folder` on the file `pairs`. Raises ModelError or DataError if one is invalid."""
     model, tokenizer = checkpoint.load_reward(folder)
     model.to(where)
     longest = model.trunk.config.max_context
@@ -237,10 +238,10 @@ def measure_pairs(split: PairSplit, before: np.ndarray, after: np.ndarray, seed:
 def compare_answers(
     start: Start, base: Path, split: PairSplit, hardware: Hardware, judge: Judge | None, seed: int
 ) -> JsonObject:
-    """Compare the policy's answers with its reference's: `divergence`, and `wins` if the truth is known.
+    """Compare the policy's answers with those of its reference: `divergence`, and `wins` if the truth is known.
 
     Uses COMPARED prompts (JUDGED if the truth is known), sampled at temperature 1 and truncated at COMPARED_TOKENS.
-    `kl` is KL(policy || reference) of a whole answer in nats, the mean of log pi(y | x) - log ref(y | x) over the
+    `kl` is KL(policy || reference) per complete answer, in nats: the mean of log pi(y | x) - log ref(y | x) over the
     policy's answers (k1 of Schulman 2020, "Approximating KL divergence"). `win_rate` is the fraction of prompts where
     the policy's answer has the higher true score, ties counting half. A released reference is reloaded from `base`.
     Call this before merging an adapter.
@@ -322,7 +323,7 @@ def is_known(record: Pair | Problem | Task) -> bool:
 
 
 def gold(answers: Sequence[Answer], judge: Judge | None) -> list[float | None]:
-    """True scores in [0, 1]; None without a known truth, or for code without a sandbox."""
+    """True scores in [0, 1]; None if the truth is unknown, or for code if there is no sandbox."""
     scores: list[float | None] = [None] * len(answers)
     code: list[int] = []
     for index, answer in enumerate(answers):
@@ -379,7 +380,7 @@ def mean(values: Sequence[float | None]) -> float:
 def best_of_n(proxies: np.ndarray, scores: np.ndarray) -> list[dict[str, float]]:
     """For n = 1, 2, 4, ...: KL, mean proxy and mean gold of the answer with the highest proxy among n.
 
-    `proxies` and `scores` are (P, N), for N answers per prompt. The mean is over all choices of n of the N answers
+    `proxies` and `scores` are (P, N), for N answers per prompt. The means are over all choices of n of the N answers
     (Nakano et al. 2021, arXiv:2112.09332, appendix I): the i-th worst is the best of n with probability
     C(i - 1, n - 1) / C(N, n).
     """
@@ -409,7 +410,7 @@ OWN_PROMPTS = 128  # prompts sampled at a time
 
 
 def own_prompts(split: PairSplit, answer_tokens: int, most: int) -> list[Prompt]:
-    """At most `most` prompts in shuffled order, with known truth and a better answer of at most `answer_tokens`."""
+    """At most `most` prompts in shuffled order, with a known truth and a better answer of at most `answer_tokens`."""
     if not most:
         return []
     known = [prompt for prompt in rl_answers.pair_prompts(split, answer_tokens) if is_known(prompt.record)]
@@ -436,7 +437,7 @@ def own_pairs(
 
 
 def _extreme_pairs(scored: Sequence[tuple[float | None, Answer]]) -> list[Encoded]:
-    """A prompt's best and worst answers, and second best and second worst, if they differ enough."""
+    """Pairs of a prompt's best and worst answers, and of its second best and second worst, if they differ enough."""
     known = [(score, answer) for score, answer in scored if score is not None]
     ranked = sorted(known, key=lambda entry: entry[0], reverse=True)  # stable: earlier answers first among ties
     ends = zip(ranked[: len(ranked) // 2], reversed(ranked), strict=False)
@@ -468,7 +469,7 @@ SHOWN = 16  # prompts in the samples file
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOutConfig:
-    """Evaluation settings, during training and at the end."""
+    """Settings for evaluation during training and at the end."""
 
     eval_prompts: int = 200
     """Held-out prompts per evaluation."""
@@ -496,7 +497,7 @@ class HeldOutPrompts:
         self.setting, self.judge, self.scorer, self.config = setting, judge, scorer, config
 
     def row(self, step: int) -> dict[str, float]:
-        """A point of the curve."""
+        """The metrics at one point of the curve."""
         return self._row(self.setting.held_out([(prompt, 0) for prompt in self.prompts]))
 
     def report(self) -> JsonObject:
@@ -568,5 +569,5 @@ class HeldOutPrompts:
 
 
 def _mean_by_prompt(scores: list[float | None], samples: int) -> np.ndarray:
-    """The mean score of each prompt's answers; NaN if any is unknown."""
+    """The mean score of each prompt's answers; NaN if any score is unknown."""
     return np.array([np.nan if score is None else score for score in scores]).reshape(-1, samples).mean(1)

@@ -1,17 +1,17 @@
-"""Evaluation for reinforcement learning from code execution: held-out problems, training problems by difficulty, exact
-answers.
+"""Evaluation for reinforcement learning from code execution: held-out problems, selection of training problems by
+difficulty, and exact answers.
 
 `HeldOutProblems` measures pass@1 and the divergence from the reference on problems used in neither training nor test
-(`data/problems/val.jsonl`). Every evaluation answers the same problems with the same seeds. At the end policy and
-reference are compared problem by problem (paired bootstrap).
+(`data/problems/val.jsonl`). Every evaluation answers the same problems with the same seeds. At the end, the policy and
+its reference are compared problem by problem (paired bootstrap).
 
-`chosen` selects training problems by difficulty. A policy learns most from the problems it solves sometimes: a group
-whose completions all pass, or all fail, has no advantages. `frontier` measures how often the policy solves each problem
-before training and selects those with 20 to 80% of 8 samples passing. If a problem's first 4 samples all pass, or all
-fail, it gets no more samples and counts as always, or never, solved. This misses 3 to 21% of the problems that 8
-samples would select (those solved 4 times, and 2 or 6 times), and saves half the samples for problems that are too easy
-or too hard. It never selects a problem that 8 samples would not. The rates are stored in the work folder, so a resumed
-run does not measure them again.
+`chosen` selects training problems by difficulty. A policy learns most from the problems it solves sometimes: if the
+completions of a group all pass, or all fail, their advantages are 0. `frontier` measures how often the policy solves
+each problem before training and selects those where 20% to 80% of 8 samples pass. If a problem's first 4 samples all
+pass, or all fail, it gets no more samples and counts as always, or never, solved. Of the problems that 8 samples would
+select, this misses 3% (of those solved 4 times) to 21% (2 or 6 times), but it saves half the samples for problems that
+are too easy or too hard. It never selects a problem that 8 samples would not. The rates are stored in the work folder,
+so a resumed run does not measure them again.
 
 `ExactAnswers` measures a skill with a single correct answer per request.
 """
@@ -50,7 +50,7 @@ SHOWN = 16  # problems in the samples file
 
 @dataclass(frozen=True, kw_only=True)
 class SolvingConfig:
-    """Evaluation settings, during training and at the end."""
+    """Settings for evaluation during training and at the end."""
 
     eval_problems: int = 100
     """Held-out problems per evaluation."""
@@ -73,7 +73,7 @@ class HeldOutProblems:
         config: SolvingConfig,
         more: More | None = None,
     ) -> None:
-        """`verdicts` returns for each answer whether it `passed`, or why not; None if it cannot be judged.
+        """`verdicts` returns "passed" or the reason for failure for each answer; None if answers cannot be judged.
 
         `more` evaluates the policy's answers for the final report only, since it is too expensive for the curve.
         """
@@ -82,7 +82,7 @@ class HeldOutProblems:
         self.setting, self.verdicts, self.config = setting, verdicts, config
 
     def row(self, step: int) -> dict[str, float]:
-        """A point of the curve: pass@1 with its interval, divergence from the reference, length."""
+        """The metrics at one point of the curve: pass@1 with its interval, divergence from the reference, length."""
         answers = self._answers()
         row: dict[str, float] = {}
         if self.verdicts is not None:
@@ -93,7 +93,7 @@ class HeldOutProblems:
         return row | {"kl_held_out": kl, "kl_k3": k3, "length": length}
 
     def report(self) -> JsonObject:
-        """The final comparison of policy and reference, by problem group, and `more`."""
+        """The final comparison of policy and reference, overall and by problem group, and the results of `more`."""
         answers = self._answers() if self.verdicts is not None or self.more else []
         further = self.more(answers) if self.more else {}
         if self.verdicts is None:
@@ -144,7 +144,7 @@ def verdicts_of(judge: Judge | None) -> Verdicts | None:
     return lambda answers: ["no_code" if v is None else v.verdict for v in judged(judge, answers)]
 
 
-# -- what is asked -----------------------------------------------------------------------------------------------------
+# -- prompts and verdicts ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +158,7 @@ class Asked:
 
 
 def of_problems(setting: CausalSetting, problems: Path, judge: Judge | None) -> Asked:
-    """Problems with hidden tests."""
+    """The prompts for problems with hidden tests, which the sandbox judges."""
     prompts, held_out = (
         rl_answers.problem_prompts(
             list(records.read(problems / f"{split}.jsonl", Problem)), setting.start.tokenizer, setting.config.max_prompt
@@ -169,7 +169,7 @@ def of_problems(setting: CausalSetting, problems: Path, judge: Judge | None) -> 
 
 
 def of_environment(setting: EpisodeSetting, tasks: int, held_out: int) -> Asked:
-    """The given number of tasks from an environment."""
+    """The prompts for the given numbers of tasks from an environment, which judges the answers."""
     world, tokenizer, longest = setting.environment, setting.start.tokenizer, setting.config.max_prompt
     return Asked(
         prompts=rl_answers.task_prompts(world.tasks("train", tasks, setting.seed), tokenizer, longest),
@@ -192,7 +192,7 @@ def chosen(
 ) -> list[Prompt]:
     """Select prompts by difficulty: all, frontier (from the first `most` by hash), or one of the problem groups.
 
-    Raises DataError if none are left, or if the frontier cannot be measured without a sandbox.
+    Raises DataError if no prompts are left, or if `frontier` is requested without a sandbox.
     """
     if difficulty == "all":
         return list(prompts)
@@ -200,13 +200,13 @@ def chosen(
         groups = {getattr(prompt.record, "group", "") for prompt in prompts}
         if difficulty not in groups:
             raise DataError(
-                f"difficulty: expected frontier, all, or a problem group ({', '.join(sorted(groups))}), got"
+                f"difficulty: expected `frontier`, `all` or a problem group ({', '.join(sorted(groups))}), got"
                 f" {difficulty!r}"
             )
         return [prompt for prompt in prompts if getattr(prompt.record, "group", "") == difficulty]
     if judge is None:
         raise DataError(
-            "difficulty: frontier needs the sandbox to see which problems the policy solves; expected all or a group"
+            "difficulty: `frontier` needs the sandbox to see which problems the policy solves; use `all` or a group"
         )
     candidates = sorted(prompts, key=lambda prompt: stable_hash("frontier", prompt.id))[:most]
     rates = _rates(candidates, setting, judge, folder / "parts" / "frontier.json")
@@ -214,7 +214,7 @@ def chosen(
     text = f"{len(frontier)} of {len(candidates)} problems are solved by {LOW:.0%} to {HIGH:.0%} of {SAMPLES} samples"
     if not frontier:
         raise DataError(
-            f"difficulty: {text}, none to learn from (mean {np.mean(list(rates.values())):.2f}); use easier or harder"
+            f"difficulty: {text} (mean solve rate {np.mean(list(rates.values())):.2f}); use easier or harder"
             " problems, or difficulty=all"
         )
     say(f"frontier: {text}")
@@ -252,7 +252,7 @@ def _rates(prompts: Sequence[Prompt], setting: Setting, judge: Judge, path: Path
 
 
 def _passed(prompts: Sequence[Prompt], numbers: range, setting: Setting, judge: Judge) -> np.ndarray:
-    """Whether the samples with these numbers pass, (P, len(numbers)) bool."""
+    """Whether the samples with these indices pass, (P, len(numbers)) bool."""
     if not prompts:
         return np.zeros((0, len(numbers)), dtype=bool)
     answers = setting.held_out([(prompt, n) for prompt in prompts for n in numbers], purpose="frontier")
@@ -276,7 +276,7 @@ class ExactAnswers:
 
     @classmethod
     def of(cls, path: Path, tokenizer: Tokenizer, hardware: Hardware) -> "ExactAnswers":
-        """The first MOST conversations in a file whose first answer has at most LONGEST tokens."""
+        """From a file, the first MOST conversations whose first answer has at most LONGEST tokens."""
         prompts: list[list[int]] = []
         answers: list[list[int]] = []
         for dialogue in records.read(path, Dialogue):
@@ -290,7 +290,7 @@ class ExactAnswers:
 
     @torch.no_grad()
     def measure(self, model: Transformer) -> JsonObject:
-        """The fraction of exact answers with Wilson's interval; only {"n": 0} without conversations."""
+        """The fraction of exact answers with a Wilson interval; only {"n": 0} if there are no conversations."""
         if not self.prompts:
             return {"n": 0}
         was_training = model.training

@@ -1,30 +1,30 @@
 """Scores for tool conversations: correct calls, no call when none is needed, the state after the calls.
 
     score((dialogue, turn, reply text), ...) -> a row per item, and the summary
-    summarise(rows) -> the summary of any subset of rows (a resample, one quadrant), so intervals can recompute the
+    summarize(rows) -> the summary of any subset of rows, such as a bootstrap resample, so intervals can recompute the
                        ratios
 
-The turns come from `synthetic.tools.turns`; the reply is the text of one assistant turn. Ratios with an empty
-denominator are omitted. The summary:
+The turns come from `synthetic.tools.turns`; the reply is the text of one assistant turn. Ratios with a denominator of 0
+are omitted. The summary:
 
     ast_{simple,multiple,parallel,parallel_multiple}   correct by the rules of `bfcl.py`; ast: their unweighted mean
     ast_unseen_tool, ast_<tool>_<template>             the same mean over a subset of the items
-    greedy_disagreements                               items misjudged by the original's greedy matching (count)
-    irrelevance, relevance                             nothing / something decodes to a call
-    false_call_rate                                    a call although none fits or none is requested
+    greedy_disagreements                               number of items misjudged by BFCL's greedy matching
+    irrelevance, relevance                             the reply has no call / at least one call
+    false_call_rate                                    a call although no tool fits or no call is requested
     ask_back_rate                                      no call but a question when a required value is missing
-    multi_turn                                         dialogues whose replies together match the truth's outcome
+    multi_turn                                         dialogues whose calls together have the outcome of the true calls
     json_valid schema_valid name_accuracy              turns that need calls: every call is valid JSON / matches its
-                                                       schema, the names are correct
-    argument_f1                                        micro, over (call, parameter, value), without defaults
+                                                       schema / the names are correct
+    argument_f1                                        micro-averaged over (call, parameter, value), without defaults
     hallucinated_parameter_rate                        parameters in calls that are not in the schema
-    execution_match                                    results and state equal the truth's; toolbox tools only
+    execution_match                                    results and state match those of the true calls; toolbox tools
 
 `called` is the suite: every scored turn of the test dialogues, given the true conversation so far, answered greedily.
 `ast_constrained` and `schema_valid_constrained` cover the same turns with calls constrained to the tools' schemas
-(generation/constrain.py). Intervals are a bootstrap over whole dialogues.
+(generation/constrain.py). Intervals come from a bootstrap over dialogues.
 
-Not guaranteed: that no other call would have served the request as well.
+Not guaranteed: that no other call would have served the request equally well.
 """
 
 import dataclasses
@@ -59,11 +59,11 @@ def score(items: Sequence[Item]) -> tuple[list[Row], dict[str, float]]:
     """A row per item, in order, and the summary. Raises ValueError for a non-assistant turn."""
     rows = [_row_of_reply(dialogue, turn, chat.parse(text)) for dialogue, turn, text in items]
     _add_multi_turn(items, rows)
-    return rows, summarise(rows)
+    return rows, summarize(rows)
 
 
-def summarise(rows: Sequence[Row]) -> dict[str, float]:
-    """The metrics over some rows."""
+def summarize(rows: Sequence[Row]) -> dict[str, float]:
+    """The metrics over the given rows."""
     summary = {f"ast_{name}": _mean([r["valid"] for r in rows if r["category"] == name and r["needs"]]) for name in AST}
     summary["ast"] = _ast(rows)
     summary["ast_unseen_tool"] = _ast([row for row in rows if row["tool"] == "unseen"])
@@ -133,7 +133,7 @@ def _row_of_reply(dialogue: Dialogue, turn: int, reply: chat.Reply) -> Row:
 def _form_measures(
     functions: list[JsonObject], reply: chat.Reply, right: list[bfcl.Truth], wanted: list[NamedCall]
 ) -> Row:
-    """The metrics for JSON, schema, names and arguments."""
+    """The metrics on JSON, schemas, names and arguments."""
     schemas = {function["name"]: function.get("parameters", {}) for function in functions}
     reply_calls = [(call["name"], call["arguments"]) for call in reply.tool_calls]
     json_valid = bool(reply_calls) and reply.error is None
@@ -168,8 +168,8 @@ def _triples(schemas: dict[str, JsonObject], named_calls: list[NamedCall]) -> Co
 def call_reward(pair: Pair, text: str) -> float:
     """The reward `tool_call`: correctness of an answer to a prompt with a known correct answer.
 
-    1 if BFCL's rules accept it (no call if none is correct), else 0.1 * (calls parse) + 0.4 * (names correct) * F1 of
-    values.
+    1 if BFCL's rules accept it (or if it correctly makes no call), else 0.1 * (calls parse) + 0.4 * (names correct) *
+    F1 of values.
     """
     assert pair.truth is not None
     dialogue = Dialogue(
@@ -188,7 +188,7 @@ def call_reward(pair: Pair, text: str) -> float:
 
 
 def _execution_match(dialogue: Dialogue, turn: int, reply: chat.Reply) -> Row:
-    """Whether the reply has the same outcome as the truth, after the true earlier calls; empty if it cannot be run."""
+    """Whether the reply has the same outcome as the true reply, after the true earlier calls; empty if not runnable."""
     wanted = calls(dialogue.messages[turn])
     if not wanted or not _runnable(dialogue):
         return {}
@@ -217,7 +217,7 @@ def _state(world: ToolWorld) -> JsonObject:
 
 
 def _add_multi_turn(items: Sequence[Item], rows: list[Row]) -> None:
-    """Add `multi_turn` to the last row of each conversation with all its scored turns among the items."""
+    """Add `multi_turn` to the last row of each multi-turn conversation whose scored turns are all among the items."""
     by_id: dict[str, list[int]] = {}
     for i, (dialogue, _, _) in enumerate(items):
         if facets(dialogue).category in MULTI_TURN:
@@ -249,7 +249,7 @@ def _ratio(part: float, whole: float) -> float:
 def called(subject: Subject, dialogues: Sequence[Dialogue]) -> SuiteResult:
     """Score the greedy reply to every scored turn, given the true conversation so far.
 
-    Uses the configured number of `dialogues`, and as many again where no offered tool fits.
+    Uses the configured number of `dialogues`, and as many again in which no offered tool fits.
     """
     result, limit = SuiteResult(), subject.settings.dialogues
     unserved = [d for d in dialogues if is_unserved(d)]
@@ -336,10 +336,10 @@ def _constrained_scores(
 
 
 def _intervals(rows: list[Row], subject: Subject) -> dict[str, tuple[float, float]]:
-    """Intervals by percentile bootstrap over whole dialogues; each resample recomputes every metric.
+    """Intervals by percentile bootstrap over dialogues; each resample recomputes every metric.
 
-    A proportion that is 0 (or 1) in every resample has no spread; its interval is Wilson's over the dialogues with the
-    metric.
+    A proportion that is 0 in every resample, or 1 in every resample, has no spread; its interval is Wilson's, over the
+    dialogues that have the metric.
     """
     by_dialogue: dict[str, list[Row]] = {}
     for row in rows:
@@ -347,11 +347,11 @@ def _intervals(rows: list[Row], subject: Subject) -> dict[str, tuple[float, floa
     groups = list(by_dialogue.values())
     random = np.random.default_rng(stable_hash(subject.seed, "tools bootstrap") % 2**63)
     values_by_name: dict[str, list[float]] = {}
-    for _ in range(min(subject.settings.bootstrap, 500)):  # a summary costs a millisecond; 500 give the 2.5% point
+    for _ in range(min(subject.settings.bootstrap, 500)):  # a summary takes a millisecond; 500 suffice for 2.5%
         resample = [row for index in random.integers(len(groups), size=len(groups)) for row in groups[index]]
-        for name, value in summarise(resample).items():
+        for name, value in summarize(resample).items():
             values_by_name.setdefault(name, []).append(value)
-    num_dialogues = Counter(name for group in groups for name in summarise(group))
+    num_dialogues = Counter(name for group in groups for name in summarize(group))
     return {
         name: _interval(values, num_dialogues[name])
         for name, values in values_by_name.items()

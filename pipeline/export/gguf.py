@@ -1,22 +1,24 @@
-"""GGUF, the file format of llama.cpp, Ollama and related programs: written from a model, and read back to verify it.
+"""GGUF, the file format of llama.cpp, Ollama and related programs: written from a model, then read back for
+verification.
 
     model, tokenizer  --write-->  <name>-<kind>.gguf      kind: f32, f16, bf16 or q8_0
     file  --read-->  Contents: the dequantized weights, the vocabulary, all keys
     GGUF file  --write_modelfile-->  Modelfile            ollama create mine -f models/deploy/ollama/Modelfile
 
 llama.cpp's converter rejects tokenizers that it does not know, so this module writes the file with the `gguf` package.
-Queries and keys are not permuted: Qwen's rotary embedding pairs halves in both implementations. `llama` files, which
-pair neighbors, are rejected. Matrices have the requested type, except that q8_0 leaves those whose rows are not
-divisible by its block size of 32 as f16; vectors stay f32.
+Queries and keys are not permuted: Qwen's rotary embedding pairs halves in both implementations. Models of the `llama`
+family, whose files pair neighbors, are rejected. Matrices get the requested type, except that with q8_0, a matrix whose
+row length is not divisible by the block size of 32 is stored as f16; vectors stay f32.
 
-Ollama's Modelfile has the model's file, its context, the stop text and a template. Ollama has no Jinja: TEMPLATE
-expresses in Go's text/template what `text/tokenizer.py` expresses in Jinja, plus fill-in-the-middle with a prefix and a
-suffix. Ollama's variables are `.System`, the joined system messages; `.Messages`, all messages; `.Tools`; and `.Prompt`
-and `.Suffix` of a completion. A tool's `.Function` prints as JSON, and `json` prints its argument unchanged.
+Ollama's Modelfile contains the path of the GGUF file, the context length, the stop string and a template. Ollama does
+not support Jinja: OLLAMA_TEMPLATE expresses in Go's text/template what `text/tokenizer.py` expresses in Jinja, plus
+fill-in-the-middle with a prefix and a suffix. Ollama's variables are `.System`, the joined system messages;
+`.Messages`, all messages; `.Tools`; and `.Prompt` and `.Suffix` of a completion. A tool's `.Function` prints as JSON,
+and Ollama's `json` function prints its argument unchanged.
 
-Not here: what other programs compute from the file (`benchmarks/exports.py`). Not guaranteed: reading files that were
-not written here; JSON spacing, since Ollama writes no spaces after commas and colons, while the model was trained on
-JSON with them.
+Not here: what other programs compute from the file (`benchmarks/exports.py`). Not guaranteed: reading files written by
+other programs; JSON spacing, since Ollama writes no spaces after commas and colons, while the model was trained on JSON
+with spaces there.
 """
 
 import json
@@ -46,8 +48,8 @@ FILE_TYPES = {
     "q8_0": gguf.LlamaFileType.MOSTLY_Q8_0,
 }
 ARCHITECTURES = {"qwen3": gguf.MODEL_ARCH.QWEN3, "qwen2": gguf.MODEL_ARCH.QWEN2}
-# llama.cpp's name for a split pattern (src/llama-vocab.cpp), by the exact pattern, since a similar one splits some text
-# differently, and by `ignore_merges`, which the name also implies there
+# (split pattern, `ignore_merges`) -> the name that implies both in llama.cpp (src/llama-vocab.cpp). The pattern must be
+# exact, since a similar one splits some text differently
 SPLITS = {(PATTERN, False): "qwen2", (PATTERN.replace(r"\p{N}| ?", r"\p{N}{1,3}| ?"), True): "llama-bpe"}
 FILLER = "<|unused_"
 BLOCK = 32  # numbers per scale in q8_0
@@ -125,7 +127,7 @@ def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Tokenizer, words: "Vocabu
 
 
 def roles(tokenizer: Tokenizer) -> dict[str, int]:
-    """The ids of tokens with a special role in llama.cpp: end-of-turn tokens to stop at, and the fim tokens."""
+    """The ids of tokens with a special role in llama.cpp: end of turn, padding and fill-in-the-middle."""
     ids = {
         "eos": tokenizer.turn_end,
         "eot": tokenizer.turn_end,
@@ -142,8 +144,8 @@ def roles(tokenizer: Tokenizer) -> dict[str, int]:
 class Vocabulary:
     """A tokenizer in llama.cpp's terms."""
 
-    tokens: list[str]  # by id, bytes as GPT-2's characters
-    types: list[int]  # gguf.TokenType of each
+    tokens: list[str]  # by id, with bytes written as GPT-2's characters
+    types: list[int]  # gguf.TokenType of each token
     merges: list[str]  # "a b"
     split: str  # the name of the split pattern
     template: str  # chat template, in Jinja
@@ -161,8 +163,8 @@ def vocabulary(serialized: str, rows: int) -> Vocabulary:
     split = SPLITS.get((splits[0], ignored)) if len(splits) == 1 else None
     if split is None or state["normalizer"] is not None:
         raise ModelError(
-            f"gguf: expected a split pattern that llama.cpp has a name for and no normalizer, found {splits},"
-            f" ignore_merges {ignored} and {state['normalizer']}; add its name to SPLITS in"
+            f"gguf: expected a split pattern that llama.cpp has a name for, and no normalizer; found {splits},"
+            f" ignore_merges {ignored} and normalizer {state['normalizer']}; add the pattern's name to SPLITS in"
             " pipeline/export/gguf.py, or set deploy.gguf to []"
         )
     tokens = [f"{FILLER}{id_}|>" for id_ in range(rows)]
@@ -178,7 +180,7 @@ def vocabulary(serialized: str, rows: int) -> Vocabulary:
 
 
 def tensors(model: Transformer) -> list[tuple[str, Tensor]]:
-    """The GGUF name of each weight, and the weight in float32; without a tied head."""
+    """The GGUF name of each weight, and the weight in float32; a tied head is omitted."""
     config = model.config
     names = gguf.get_tensor_name_map(ARCHITECTURES[config.family], config.layers)
     weights = []
@@ -209,33 +211,33 @@ def _add_tensor(writer: gguf.GGUFWriter, label: str, tensor: Tensor, type_of_mat
 def verify(
     path: Path, model: Transformer, tokenizer: Tokenizer, serialized: str, *, kind: str
 ) -> dict[str, float | int]:
-    """Read a file back and compare its vocabulary, every weight and its outputs with the model. See `parity.Found`.
+    """Read a file back, compare its vocabulary, weights and outputs with the model's, and return the differences.
 
     Raises GateError. The expected weights are rounded by `rounded`, not by the package that wrote the file.
     """
     contents = read(path)
     if contents.vocabulary != vocabulary(serialized, model.config.vocab_size):
-        raise GateError(f"{path}: read back, the vocabulary is not the tokenizer's")
+        raise GateError(f"{path}: in the file, the vocabulary is not the tokenizer's")
     for key, value in {**roles(tokenizer), "tokenizer.ggml.add_bos_token": False}.items():
         if contents.keys.get(key) != value:
-            raise GateError(f"{path}: read back, {key} is {contents.keys.get(key)!r}, expected {value!r}")
+            raise GateError(f"{path}: in the file, {key} is {contents.keys.get(key)!r}, expected {value!r}")
     expected_config = replace(
         model.config,
         norm_eps=float(np.float32(model.config.norm_eps)),
         rope_theta=float(np.float32(model.config.rope_theta)),
     )
     if contents.model.config != expected_config:
-        raise GateError(f"{path}: read back, the model is {contents.model.config}, expected {expected_config}")
+        raise GateError(f"{path}: in the file, the model is {contents.model.config}, expected {expected_config}")
     stored = contents.model.state_dict()
     for name, value in model.state_dict().items():
         if not torch.equal(stored[name], rounded(value.detach().float().cpu(), kind)):
-            raise GateError(f"{path}: read back, {name} is not the model's, rounded to {kind}")
+            raise GateError(f"{path}: in the file, {name} is not the model's weight rounded to {kind}")
     ids = tokenizer.encode(smoke.probe())
     return smoke.check_parity(smoke.compare(model, smoke.Ours(contents.model), ids), kind, path)
 
 
 def rounded(values: Tensor, kind: str) -> Tensor:
-    """A weight as stored in the file. q8_0: blocks of 32 integers up to 127, times an f16 scale (ggml,
+    """A weight with the values it has in the file. q8_0: blocks of 32 integers up to 127, times an f16 scale (ggml,
     quantize_row_q8_0).
     """
     if values.ndim == 1 or kind == "f32":

@@ -4,15 +4,15 @@
     models/deploy --verify--> read back and compared on probe.txt
     model, verification results, lineage, data manifests  --write-->  README.md
 
-`verify` compares log-probabilities and greedy tokens (for a reward model, its rewards) with the original model: the
-difference must be exactly 0.
+`verify` compares log-probabilities and greedy tokens (for a reward model, its rewards) with those of the original
+model: the difference must be exactly 0.
 
 `check` protects users who load a directory from elsewhere. It rejects files that could run code, and files that differ
 from SHA256SUMS. Not guaranteed: that the model's outputs are harmless.
 
-The model card describes the model, how to run it in each program, the distance of each export from its model, and its
-lineage. Every number in it was measured or counted by the run that wrote it. Commands for other programs are marked as
-not tested here.
+The model card describes the model, how to run it in each program, the distance of each export from the model, and the
+model's lineage. Every number in the card was measured or counted by the run that wrote the card. Commands for other
+programs are marked as not tested here.
 """
 
 import json
@@ -41,7 +41,7 @@ CODE = (".py", ".pyc", ".so")
 def check(folder: Path) -> None:
     """Raise ModelError for a model directory with code or pickles, or with files that differ from its SHA256SUMS.
 
-    Call it before loading anything from the folder. Without SHA256SUMS it only looks for code and pickles.
+    Call this before loading anything from the folder. Without SHA256SUMS, it only looks for code and pickles.
     """
     if not folder.is_dir():
         raise ModelError(f"{folder}: expected a model directory, found {'a file' if folder.exists() else 'nothing'}")
@@ -49,17 +49,17 @@ def check(folder: Path) -> None:
         if path.suffix.lower() in CODE + PICKLES:
             what = "code" if path.suffix.lower() in CODE else "a pickle, which may run code"
             raise ModelError(
-                f"{path}: {what}; expected only safetensors and JSON. Convert the model, or delete the file"
+                f"{path}: found {what}; expected only safetensors and JSON. Convert the model, or delete the file"
             )
-    for path in sorted(folder.glob("*config.json")):  # not tokenizer.json, where it could be a token
+    for path in sorted(folder.glob("*config.json")):  # not tokenizer.json, where `auto_map` could be a token
         if _names_code(path):
-            raise ModelError(f"{path}: auto_map would run code from the directory; remove the key if you trust it")
+            raise ModelError(f"{path}: auto_map would run code from the directory; remove the key to load it anyway")
     if (folder / SUMS).is_file():
         _check_sums(folder)
 
 
 def _names_code(path: Path) -> bool:
-    """Whether `auto_map` is a key of a JSON object in the file, at any depth and however it is escaped."""
+    """Whether `auto_map` is a key of a JSON object in the file, at any depth and with any escaping."""
     matches: list[bool] = []
 
     def look(pairs: list[tuple[str, object]]) -> None:
@@ -88,15 +88,15 @@ def _check_sums(folder: Path) -> None:
         if actual != expected:
             raise ModelError(
                 f"{path}: expected sha256 {expected[:12]}... from {SUMS}, found {actual[:12]}; fetch or export the"
-                f" model again, or delete {SUMS} if you changed it on purpose"
+                f" model again, or delete {SUMS} if you changed the file on purpose"
             )
     for path in sorted(folder.iterdir()):
         if path.suffix in (".json", ".safetensors", ".jinja") and path.name not in sums:
-            raise ModelError(f"{path}: {SUMS} does not list it; delete it, or {SUMS} if you added it on purpose")
+            raise ModelError(f"{path}: {SUMS} does not list it; delete it, or delete {SUMS} if you added it on purpose")
 
 
 def load(folder: Path) -> tuple[Exportable, Tokenizer]:
-    """The model in a directory, of any kind, and its tokenizer. Errors as in `check` and `checkpoint.load`."""
+    """The model (of any kind) and the tokenizer in a directory. Raises the errors of `check` and `checkpoint.load`."""
     check(folder)
     try:
         architectures = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures")
@@ -110,7 +110,7 @@ def load(folder: Path) -> tuple[Exportable, Tokenizer]:
 
 
 def export(model: Exportable, tokenizer: Tokenizer, lineage: JsonObject, out: Path) -> None:
-    """Write the directory, without its model card."""
+    """Write the model directory, except for the model card."""
     if isinstance(model, RewardModel):
         checkpoint.save_reward(out, model, tokenizer, lineage)
     elif isinstance(model, Transformer):
@@ -132,7 +132,7 @@ def seal(out: Path) -> None:
 
 
 def verify(model: Exportable, tokenizer: Tokenizer, out: Path) -> dict[str, float | int]:
-    """Read `out` back and compare it with `model`. Raises GateError if anything differs. See `parity.Found`."""
+    """Read `out` back, compare it with `model`, and return the differences. Raises GateError if anything differs."""
     exported, exported_tokenizer = load(out)
     text = smoke.probe()
     ids = tokenizer.encode(text)
@@ -141,7 +141,7 @@ def verify(model: Exportable, tokenizer: Tokenizer, out: Path) -> dict[str, floa
     if isinstance(model, RewardModel) and isinstance(exported, RewardModel):
         return smoke.check_rewards(model, exported, ids, out)
     if type(model) is not type(exported):
-        raise GateError(f"{out}: read back, it is a {type(exported).__name__}, expected a {type(model).__name__}")
+        raise GateError(f"{out}: the export is a {type(exported).__name__}, expected a {type(model).__name__}")
     if own := own_format(model):
         own.check_same(model, exported, out)
     ours, theirs = trunk(model), trunk(exported)
@@ -152,13 +152,13 @@ def verify(model: Exportable, tokenizer: Tokenizer, out: Path) -> dict[str, floa
 # -- model card --------------------------------------------------------------------------------------------------------
 
 
-HERE = Path(__file__).parent  # card.md and its parts for other programs, by kind of export
+HERE = Path(__file__).parent  # contains card.md, and its parts for each kind of export
 Numbers = Mapping[str, float | int]
 
-NOT_RUN_BY_OTHERS = "No third-party program runs this architecture. Serve it with `python -m pipeline.serve`."
+NOT_RUN_BY_OTHERS = "No third-party program can run this architecture. Serve it with `python -m pipeline.serve`."
 SERVE = (
-    "```\npython -m pipeline.serve models/deploy          # our server: http://127.0.0.1:8000, OpenAI's API and a"
-    " page\n```\n"
+    "```\npython -m pipeline.serve models/deploy          # our server at http://127.0.0.1:8000, with OpenAI's API"
+    " and a web page\n```\n"
 )
 GGUF = """\
 llama-cli -m models/deploy/@GGUF@ --jinja            # llama.cpp
@@ -173,11 +173,11 @@ class Exported:
     name: str
     model: Exportable
     tokenizer: Tokenizer
-    parity: Mapping[str, Numbers]  # by kind of export, as returned by `parity.check`
+    parity: Mapping[str, Numbers]  # by kind of export, as returned by `smoke.check_parity`
     lineage: JsonObject  # of this export
-    made_by: JsonObject  # the model's lineage; empty if it is from elsewhere
+    made_by: JsonObject  # the model's lineage; empty if the model is from elsewhere
     data: Mapping[str, JsonObject]  # each corpus's manifest
-    gguf: str | None  # the path of the file in the llama.cpp command, if there is one
+    gguf: str | None  # the path of the GGUF file for the llama.cpp command; None: there is none
     onnx: bool
 
 
@@ -226,19 +226,20 @@ def _reward_programs(model: RewardModel) -> str:
 def _proof_text(reward: bool) -> str:
     if reward:
         return (
-            "The directory was read back and its rewards compared with the model's on a text of prose, code and many"
-            " scripts."
+            "The directory was read back, and its rewards were compared with the model's on a text that contains prose,"
+            " code and many writing systems."
         )
     return (
-        "Every export was read back and compared with the model on a text of prose, code and many scripts, most of it"
-        " unlike anything a small model has seen. The mean divergence, KL(model || export), is the increase in the"
-        " export's log-perplexity on text that the model itself would write; the perplexity is that of the probe."
+        "Every export was read back and compared with the model on a text that contains prose, code and many writing"
+        " systems, most of it unlike anything a small model has seen. The mean divergence, KL(model || export), is the"
+        " increase in the export's log-perplexity on text that the model itself would write; the perplexity column"
+        " shows the relative change on the text used here."
     )
 
 
 def _parity_table(proofs: Mapping[str, Numbers]) -> str:
     head = (
-        "| export | mean divergence (nats) | largest log-probability difference | perplexity | greedy tokens equal"
+        "| export | mean divergence (nats) | largest log-probability difference | perplexity | equal greedy tokens"
         " | fails above |"
     )
     return "\n".join(
@@ -248,7 +249,7 @@ def _parity_table(proofs: Mapping[str, Numbers]) -> str:
 
 def _parity_row(kind: str, result: Numbers) -> str:
     label = {"huggingface": "this directory"}.get(kind, kind.upper() if kind.startswith("onnx") else f"GGUF {kind}")
-    greedy = f"{result['greedy_equal']} of {result['greedy_tokens']}" if result["greedy_tokens"] else "none written"
+    greedy = f"{result['greedy_equal']} of {result['greedy_tokens']}" if result["greedy_tokens"] else "not applicable"
     numbers = f"{result['divergence']:.1e} | {result['max_difference']:.2g} | {result['perplexity']:+.3%}"
     limit = LIMITS[kind]
     bounds = {"divergence": limit.divergence, "difference": limit.max_difference}
@@ -265,12 +266,12 @@ def _reward_table(proofs: Mapping[str, Numbers]) -> str:
 
 
 def _corpus_text(name: str, manifest: JsonObject) -> str:
-    """A corpus according to its manifest: size, parts, and every license with its share of the bytes."""
-    licences: dict[str, int] = {key: entry["bytes"] for key, entry in manifest["licences"].items()}
-    total = max(1, sum(licences.values()))
+    """A description of a corpus, from its manifest: size, parts, and every license with its share of the bytes."""
+    licenses: dict[str, int] = {key: entry["bytes"] for key, entry in manifest["licenses"].items()}
+    total = max(1, sum(licenses.values()))
     shares = [
         f"{_without_markup(key)} {count / total:.2%}"
-        for key, count in sorted(licences.items(), key=lambda kv: (-kv[1], kv[0]))
+        for key, count in sorted(licenses.items(), key=lambda kv: (-kv[1], kv[0]))
     ]
     count, size = sum(manifest["documents"].values()), sum(manifest["bytes"].values())
     parts = ", ".join(sorted(manifest["parts"]))
@@ -284,7 +285,7 @@ def _without_markup(text: str) -> str:
 
 
 def _lineage_table(exported: Exported) -> str:
-    """A table of the hashes in the `lineage.json` of this export and of its model."""
+    """A table of the hashes in the `lineage.json` of this export and of the exported model."""
     rows = ["| what | hash |", "|---|---|"]
     for subject, lineage in ((exported.name, exported.lineage), ("its model", exported.made_by)):
         rows += [
@@ -299,7 +300,7 @@ def _lineage_table(exported: Exported) -> str:
 def _limits_text(reward: bool) -> str:
     if reward:
         return (
-            "It ranks by what it learned from its pairs, surface features included: a policy trained against it long"
-            " enough will exploit that."
+            "The model ranks answers by what it learned from its training pairs, including surface features: a policy"
+            " trained against it for long enough will exploit them."
         )
-    return "It is as small as its training data; it makes up facts, and its code must not be run outside a sandbox."
+    return "The model is small, as is its training data. It makes up facts. Do not run its code outside a sandbox."

@@ -2,37 +2,37 @@
 
     Fused(model)        q, k and v are one matmul, gate and up another; rotary angles come from a table
     quantize(model)     the same, with int8 weights in all matmuls, including the head
-    for_serving(model)  the latter if it pays off, else the former
+    for_serving(model)  `quantize(model)` if that pays off, else `Fused(model)`
     with_adapter(fused, adapted)  a twin that shares the weights of `fused`, with an adapter alongside its matmuls
 
 At batch size 1, launching the operations of a small model's layer takes longer than computing them, so the number of
-operations matters. Sums are computed in a different order, so logits agree up to rounding, not bit for bit. Shapes are
-as in `model/layers.py`.
+operations matters. Sums are computed in a different order than in the original model, so logits agree up to rounding,
+not bit for bit. Shapes are as in `model/layers.py`.
 
-int8 weights are for decoding, which is memory-bound: each token reads half the bytes of bf16, a quarter of those of
-float32.
+int8 weights are for decoding, which is memory-bound: each token reads half as many bytes as with bf16, and a
+quarter as many as with float32.
 
     w[i, :] ~ scale[i] q[i, :],   scale[i] = max |w[i, :]| / 127,   q = round(w / scale)
 
-For few rows, FBGEMM reads q once and multiplies integers. It takes 8-bit activations, which are too coarse, so each row
-x becomes two rows of digits, a coarse one and one for the remainder:
+For a few rows, FBGEMM reads q once and multiplies integers. It takes 8-bit activations, which are too coarse, so each
+row x becomes two rows of digits, a coarse one and one for the remainder:
 
     x ~ peak / D (a + b / 2D),   peak = max |x|,   a = round(D x / peak),   b = round(2D (D x / peak - a)),
     |a|, |b| <= D = 63
 
 so the error of x is at most peak / 15,876, and sums are exact: a row's result does not depend on the other rows. D is
-not 127 because without VNNI the CPU adds two products in 16 bits, where 2 (2D) 127 must fit. This takes 0.5 to 0.8 of
-the time of torch's own matmul of int8 weights and bf16 activations (docs/LOG.md). Above NARROW rows, the work is
-compute-bound, and q is first converted, which is exact, to bf16 if the CPU supports it in hardware. The embedding
-lookup keeps its own weights.
+not 127 because without VNNI the CPU adds two products in 16 bits, where 2 (2D) 127 must fit. This takes 0.5 to 0.8
+times as long as torch's own matmul of int8 weights and bf16 activations (docs/LOG.md). Above NARROW rows, the work is
+compute-bound, so q is first converted (exactly) to bf16 if the CPU supports it in hardware, else to float32. The
+embedding lookup keeps the original weights.
 
-The change in a log-probability depends on how certain the model is. On the probe text: perplexity within 0.5%; for the
-demo's models with 2.4M parameters, 0.2 to 0.6 nats at the worst token and 9e-4 to 3.3e-3 nats of mean divergence
-(docs/LOG.md).
+The change in a log-probability depends on how certain the model is. On the probe text, the perplexity stays within
+0.5%; for the demo's models with 2.4M parameters, the worst token changes by 0.2 to 0.6 nats, and the mean divergence is
+9e-4 to 3.3e-3 nats (docs/LOG.md).
 
-Not supported: training; DoRA with shared weights; torch.compile; identical bits between few and many rows; int8 on
-devices other than x86 CPUs; quantizing in two threads at once. Fused weights are copies, the others are shared: delete
-the original model to free its own.
+Not supported: training; DoRA with shared weights; torch.compile; bit-identical results for few and many rows; int8
+on devices other than x86 CPUs; quantizing in two threads at once. Fused weights are copies; the others are shared with
+the original model. Delete that model to free its copies.
 """
 
 import copy
@@ -92,9 +92,9 @@ class Fused(Transformer):
 
     @torch.no_grad()
     def trace(self) -> "Fused":
-        """Speed up steps with fewer than FEW rows, 1.4x with int8 (docs/LOG.md). Afterwards the model can only be run.
+        """Speed up steps with fewer than FEW rows, 1.4x with int8 (docs/LOG.md). The model cannot change afterwards.
 
-        Does nothing on Python 3.14, which torch cannot trace, or on GPUs, where fused operations round differently.
+        Does nothing on Python 3.14, where torch cannot trace, or on GPUs, where fused operations round differently.
         """
         if sys.version_info < (3, 14) and self.cos.device.type == "cpu":
             x = self.model.embed_tokens(torch.zeros(1, dtype=torch.long, device=self.cos.device))
@@ -113,7 +113,7 @@ class FusedBlock(nn.Module):
 
     def __init__(self, block: nn.Module, config: ModelConfig) -> None:
         super().__init__()
-        assert isinstance(block, Block), "expected a layer as Transformer has them"
+        assert isinstance(block, Block), "expected a layer of a Transformer"
         attention, mlp = block.self_attn, block.mlp
         self.heads, self.kv_heads, self.size = config.heads, config.kv_heads, config.head_dim
         self.qkv: nn.Module = joined(attention.q_proj, attention.k_proj, attention.v_proj)
@@ -122,7 +122,7 @@ class FusedBlock(nn.Module):
         self.down: nn.Module = joined(mlp.down_proj)
         self.before_attention = Norm(block.input_layernorm.weight, config.norm_eps)
         self.before_mlp = Norm(block.post_attention_layernorm.weight, config.norm_eps)
-        # in a tuple, so that it is not registered as a submodule: it shares the weights
+        # a tuple, so that the traced module, which shares the weights, is not registered as a submodule
         self.traced: tuple[torch.jit.ScriptModule, ...] = ()
         self.head_norms = None
         if config.head_norms:  # (H + K, h), for each head of q and k
@@ -154,14 +154,14 @@ class FusedBlock(nn.Module):
         return x + self.down(functional.silu(gate).mul_(up))
 
     def trace(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:
-        """From now on, run fewer than FEW rows without Python overhead between operations. The arguments are one-row
-        examples of those of `forward`.
+        """From now on, run fewer than FEW rows without Python overhead between operations. The arguments are
+        examples of `forward`'s arguments, with one row.
         """
         attended = x.new_zeros(1, self.heads * self.size)
         with warnings.catch_warnings():
-            # deprecated, but torch is pinned, and torch.compile needs a C++ compiler and 30 seconds
+            # torch.jit is deprecated, but torch is pinned, and torch.compile needs a C++ compiler and 30 seconds
             warnings.filterwarnings("ignore", message=".*torch.jit.*deprecated", category=DeprecationWarning)
-            # a branch on the number of rows is traced for one row, and is the same for all below FEW
+            # a branch on the number of rows is traced for one row, and any number below FEW takes the same branch
             warnings.filterwarnings("ignore", category=torch.jit.TracerWarning)
             traced = torch.jit.trace_module(
                 self, {"attention_inputs": (x, cos, sin), "output": (x, attended)}, check_trace=False
@@ -202,8 +202,8 @@ class _FusedBody(Body):
 
 
 class Product(Linear):
-    """A linear layer that, from FEW rows on, multiplies with the weight on the left, which takes 0.6 of the time in
-    float32 on a CPU (docs/LOG.md).
+    """A linear layer that, for FEW to MANY rows in float32 on a CPU, multiplies with the weight on the left, which
+    takes 0.6 times as long (docs/LOG.md).
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -229,7 +229,7 @@ def joined(*layers: nn.Module) -> Product:
 
 
 def _linear_of(weight: Tensor) -> Product:
-    """A linear layer without bias with these weights (out, in); a Parameter is shared."""
+    """A linear layer with these weights (out, in) and no bias; a Parameter is shared, not copied."""
     with torch.device("meta"):
         layer = Product(weight.shape[1], weight.shape[0])
     layer.weight = weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight)
@@ -244,11 +244,11 @@ M = TypeVar("M", bound=nn.Module)
 def with_adapter(fused: Fused, adapted: Transformer) -> Fused:
     """A model that shares the weights of `fused` and adds the adapter of `adapted`, a model of the same shape.
 
-    Raises ConfigError for DoRA and trained tokens, which change the shared weights themselves.
+    Raises ConfigError for DoRA and for trained tokens, because they change the shared weights themselves.
     """
     adapters = lora.adapters(adapted)
     if any(isinstance(adapter, lora.AdaptedEmbedding) or adapter.config.dora for adapter in adapters):
-        raise ConfigError("an adapter with DoRA or trained tokens changes its base's weights: serve the merged model")
+        raise ConfigError("an adapter with DoRA or trained tokens changes the base weights: serve the merged model")
     twin = _twin(fused)
     twin.model = _twin(fused.model)
     pairs = zip(fused.model.layers, adapted.model.layers, strict=True)
@@ -257,7 +257,7 @@ def with_adapter(fused: Fused, adapted: Transformer) -> Fused:
 
 
 def _twin(module: M) -> M:
-    """A module with the same weights, whose submodules can be replaced."""
+    """A shallow copy of a module: the weights are shared, but submodules can be replaced."""
     twin = copy.copy(module)
     twin._modules = dict(module._modules)
     return twin
@@ -276,7 +276,7 @@ def _block_with_adapter(block: nn.Module, layer: nn.Module) -> "FusedBlock":
 
 
 def _beside(product: nn.Module, *layers: nn.Module) -> nn.Module:
-    """A fused matmul with the adapters of its original layers; the matmul itself if none of them has one."""
+    """A fused matmul with the adapters of its original layers; only the matmul if no layer has an adapter."""
     downs: list[Tensor] = []
     ups: list[Tensor] = []
     for layer in layers:
@@ -290,7 +290,7 @@ def _beside(product: nn.Module, *layers: nn.Module) -> nn.Module:
 
 
 class LowRank(nn.Module):
-    """W x + B A x: a shared matmul, A (r, in) of all its adapters, and a block-diagonal B (out, r)."""
+    """W x + B A x: a shared matmul, the A (r, in) of all adapters, and a block-diagonal B (out, r)."""
 
     def __init__(self, product: nn.Module, down: Tensor, up: Tensor) -> None:
         super().__init__()
@@ -325,19 +325,19 @@ def has_fbgemm() -> bool:
 
 
 def for_serving(model: Transformer, weights: Literal["int8", "native"] | None = None) -> Fused:
-    """The model as an engine runs it: in int8 or with its own weights; None: in int8 if that `pays`. Raises like
+    """The model as an engine runs it: in int8 or with its own weights; None: in int8 if `pays`. Raises the errors of
     `quantize`.
     """
     return (quantize(model) if weights == "int8" or (weights is None and pays(model)) else Fused(model)).trace()
 
 
 def quantize(model: Transformer) -> Fused:
-    """The fused model in int8; the argument is unchanged. Raises ConfigError except on x86 CPUs, else as `Fused`."""
+    """The fused model in int8; `model` is unchanged. Raises ConfigError except on x86 CPUs, and `Fused`'s errors."""
     if (where := model.model.embed_tokens.weight.device.type) != "cpu":
         raise ConfigError(f"int8 weights are for CPUs, but this model is on {where}: serve its own weights")
     if not has_fbgemm():
         raise ConfigError(
-            "int8 weights need FBGEMM, which this build of torch lacks (x86 has it): serve the model's own weights"
+            "int8 weights need FBGEMM, which this build of torch lacks (x86 builds have it): serve its own weights"
         )
     fused = Fused(model)
     for owner in list(fused.modules()):
@@ -388,12 +388,12 @@ def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _packed(levels: Tensor, scales: Tensor) -> torch.ScriptObject:
-    """Levels (out, in) int8 and scales (out,), packed for FBGEMM. The zero point of levels is 0, of digits DIGITS."""
+    """Levels (out, in) int8 and scales (out,), packed for FBGEMM. The zero point is 0 for levels, DIGITS for digits."""
     engine, torch.backends.quantized.engine = torch.backends.quantized.engine, FBGEMM
     zeros = torch.zeros(len(levels), dtype=torch.long)
     try:
         with warnings.catch_warnings():
-            # torch is pinned; once it drops this, onednn.qlinear_pointwise takes 1.6 times as long
+            # torch is pinned; should it drop this, onednn.qlinear_pointwise would take 1.6 times as long
             warnings.filterwarnings("ignore", message=".*quantized tensor creation functions", category=UserWarning)
             return torch.ops.quantized.linear_prepack(
                 torch._make_per_channel_quantized_tensor(levels, scales, zeros, 0), None

@@ -2,12 +2,12 @@
 
     models/deploy --build--> models/deploy/onnx: model.onnx, model.onnx.data, genai_config.json, tokenizer
 
-Requires the extra: pip install 'stagecoach[onnx]'. The builder, `python -m onnxruntime_genai.models.builder`, is run
-inside this process, without network access. It imports transformers; our code does not. int4 is the builder's own
+Requires the extra `onnx`: pip install 'stagecoach[onnx]'. The builder, `python -m onnxruntime_genai.models.builder`,
+runs inside this process, without network access. It imports transformers; our code does not. int4 is the builder's own
 rounding, in blocks of 32 with one scale each.
 
-Not here: serving the directory (`serve/`). Not guaranteed: any accuracy for int4, whose distance is only reported;
-identical bytes from another version of the builder.
+Not here: serving the directory (`serve/`). Not guaranteed: any accuracy for int4, whose distance from the model is only
+reported; identical bytes from another version of the builder.
 """
 
 import contextlib
@@ -39,17 +39,17 @@ OURS = ("tokenizer.json", "chat_template.jinja")  # the builder rewrites both, s
 
 
 def need() -> None:
-    """Raise InputError if a package of the extra is missing; call it before any long computation."""
+    """Raise InputError if a package of the extra `onnx` is missing; call this before any long computation."""
     if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
         raise InputError(
-            f"deploy.onnx: expected the packages of the extra onnx, {', '.join(missing)} not found; "
+            f"deploy.onnx: packages of the extra `onnx` are missing: {', '.join(missing)}; "
             "install them (pip install 'stagecoach[onnx]') or set deploy.onnx to none"
         )
 
 
 def build(model: Path, out: Path, *, kind: str) -> None:
-    """Build `out` from the model directory `model`. Raises InputError without the extra, ModelError if the builder
-    fails.
+    """Build `out` from the model directory `model`. Raises InputError without the extra, and ModelError if the
+    builder fails.
     """
     need()
     assert kind in KINDS, kind
@@ -68,7 +68,7 @@ def build(model: Path, out: Path, *, kind: str) -> None:
 
 @contextlib.contextmanager
 def _as_program(arguments: list[str]) -> Iterator[None]:
-    """Run the block like a script: with its arguments and search path, without warnings or network access."""
+    """Run the `with` body like a script: with its arguments and search path, without warnings or network access."""
     import huggingface_hub.constants as hub
 
     argv, path, offline = sys.argv, list(sys.path), hub.HF_HUB_OFFLINE
@@ -82,7 +82,7 @@ def _as_program(arguments: list[str]) -> Iterator[None]:
 
 
 class Genai:
-    """onnxruntime-genai with an export loaded, as a `parity.Program`."""
+    """onnxruntime-genai with an export loaded, as a `smoke.ExportProgram`."""
 
     def __init__(self, folder: Path) -> None:
         """Raises InputError without the extra."""
@@ -105,7 +105,7 @@ class Genai:
         return torch.from_numpy(np.array(self._generator(ids, len(ids)).get_output("logits")))[0]
 
     def greedy(self, prompt: list[int], count: int) -> list[int]:
-        """The greedy ids after the prompt, decoded with its cache. Its own search would stop at a stop token."""
+        """The greedy ids after the prompt, decoded with a cache; the library's own search would end at a stop token."""
         generator = self._generator(prompt, len(prompt) + count)
         tokens: list[int] = []
         for _ in range(count):
@@ -115,12 +115,12 @@ class Genai:
         return tokens
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text by its own implementation of tokenizer.json; control tokens in the text are recognized."""
+        """The ids of a text, by the library's own tokenizer; control tokens in the text are recognized."""
         return [int(id_) for id_ in self.tokenizer.encode(text)]
 
 
 def verify(folder: Path, model: Transformer, tokenizer: Tokenizer, *, kind: str) -> dict[str, float | int]:
-    """Load an export in onnxruntime-genai and compare it with its model. Raises GateError. See `parity.Found`."""
+    """Load an export in onnxruntime-genai, compare it with its model, and return the differences. Raises GateError."""
     program, text = Genai(folder), smoke.probe()
     ids = tokenizer.encode(text)
     if program.encode(text) != ids:

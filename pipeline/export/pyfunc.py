@@ -6,7 +6,7 @@ A prompt is one user message; the result is the text of the assistant's turn, in
 contains a copy of this package and lists its dependencies (torch, tokenizers and a few small packages), so loading it
 does not require a clone of this repository. Raises ModelError for models that do not generate text from left to right.
 
-Not here: conversations, tools, batching across users; use `python -m pipeline.serve` with the same folder.
+Not here: conversations, tools, batching across users; for these, use `python -m pipeline.serve` with the same folder.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Assistant:
         self.model, self.tokenizer = checkpoint.load(folder)
 
     def predict(self, model_input: DataFrame | Iterable[str], params: JsonObject | None = None) -> list[str]:
-        """An answer to each prompt. MLflow passes the prompts as a table with one column."""
+        """One answer per prompt. MLflow passes the prompts as a table with one column."""
         given = params or {}
         table = getattr(model_input, "to_numpy", None)
         prompts = model_input if table is None else table()[:, 0]

@@ -1,15 +1,16 @@
 """Whether an export works: `check_parity` compares it with the model, `check` serves it and makes requests.
 
-**Parity**: both run on the same text, and their outputs may differ only as much as rounding explains.
+**Parity**: the model and its export run on the same text, and their outputs may differ only as far as rounding
+explains.
 
-    model, a program that loads its export  --compare-->  Parity  --check_parity-->  GateError if it is too large
+    model, a program that loads its export  --compare-->  Parity  --check_parity-->  GateError if too large
 
 Without rounding, outputs must be equal. With rounded weights, the change in a log-probability depends on how certain
-the model is: f16 changes the demo model's by up to 0.03 nats on this probe, most of which is unlike its training data,
-and the probe's perplexity goes up or down by a percent at random. So the limit is on the mean divergence
-KL(model || export), the increase in the export's log-perplexity on text that the model itself would write: q8_0 may
-lose 0.5%. `gguf.verify` checks separately that the weights are the model's, rounded. A merged adapter is verified when
-it is merged (`model/lora.py`).
+the model is: f16 changes the demo model's log-probabilities by up to 0.03 nats on this probe text, which is mostly
+unlike the training data, and the perplexity goes up or down by 1% at random. The limit is therefore on the mean
+divergence KL(model || export), the increase in the export's log-perplexity on text that the model itself would write:
+0.5% for q8_0. `gguf.verify` checks separately that the weights are the model's, rounded. A merged adapter is verified
+when it is merged (`model/lora.py`).
 
 `ExportProgram` is the interface to a program that runs an export: our own model here, other programs in `onnx.py` and
 `benchmarks/exports.py`.
@@ -19,9 +20,9 @@ it is merged (`model/lora.py`).
     models/deploy  --python -m pipeline.serve-->  six answers, or GateError with the last lines of the server's log
 
 The server runs in a separate process on a free local port with a temporary API key, and is stopped afterwards. The
-test checks the shape of the answers, not their content, that ids and rewards match the model's, and that asking twice
-gives the same text. A wing with its own kind of model provides what the export needs (its directory, its parts besides
-a `Transformer`, the requests for this test) as an `OwnFormat`.
+test checks the form of the answers (not their content), that ids and rewards match the model's, and that the same
+request gives the same text twice. A wing with its own kind of model provides an `OwnFormat`, which reads and writes the
+model directory, compares the parts outside the `Transformer`, and makes the requests for this test.
 
 Not here: everything else about the server (`tests/test_server.py`), including its speed.
 """
@@ -56,7 +57,7 @@ from pipeline.text.tokenizer import Tokenizer
 
 PROBE = Path(__file__).parent / "probe.txt"
 GREEDY, PROMPT = 64, 32  # tokens
-WINDOW = 256  # tokens of one forward pass
+WINDOW = 256  # tokens per forward pass
 
 
 class ExportProgram(Protocol):
@@ -67,13 +68,13 @@ class ExportProgram(Protocol):
         ...
 
     def greedy(self, prompt: list[int], count: int) -> list[int]:
-        """The `count` greedy ids after the prompt; no stop token ends them."""
+        """The `count` greedy ids after the prompt; stop tokens do not end generation."""
         ...
 
 
 @dataclass(frozen=True)
 class Ours:
-    """Our own model as an `ExportProgram`. Sets it to evaluation mode."""
+    """Our own model as an `ExportProgram`. Sets the model to evaluation mode."""
 
     model: Transformer
 
@@ -91,8 +92,8 @@ class Ours:
 class Limit:
     """The largest allowed distance between an export and its model."""
 
-    max_difference: float = math.inf  # nats, of the log-probability of any token of the probe
-    divergence: float = math.inf  # nats, the mean over the probe
+    max_difference: float = math.inf  # nats, in the log-probability of any token of the probe
+    divergence: float = math.inf  # nats, mean over the probe
     equal_greedy: bool = False
 
 
@@ -103,22 +104,22 @@ LIMITS = {
     "bf16": Limit(divergence=2e-3),
     "q8_0": Limit(divergence=math.log(1.005)),
     "onnx fp32": Limit(max_difference=1e-3, equal_greedy=True),
-    "onnx int4": Limit(),  # only recorded: the loss from 4 bits depends on the model's size
+    "onnx int4": Limit(),  # only recorded: the loss in quality from 4 bits depends on the model's size
 }
 
 
 @dataclass(frozen=True)
 class Parity:
-    max_difference: float  # nats, the largest of the log-probabilities of the probe's tokens
-    divergence: float  # nats, the mean of KL(model || export) over the probe's positions
+    max_difference: float  # nats, largest difference in the log-probability of a token of the probe
+    divergence: float  # nats, mean KL(model || export) over the probe's positions
     perplexity: float  # the export's divided by the model's, minus 1
     probe_tokens: int
-    greedy_equal: int  # of `greedy_tokens`, before the first that differs
+    greedy_equal: int  # how many of `greedy_tokens` come before the first difference
     greedy_tokens: int  # 0 for a bidirectional model, which does not decode from left to right
 
 
 def probe() -> str:
-    """The text used for the comparison, with its carriage return and unusual spaces."""
+    """The text used for the comparison, including its carriage return and unusual spaces."""
     return PROBE.read_bytes().decode("utf-8")
 
 
@@ -157,11 +158,11 @@ def check_parity(result: Parity, kind: str, where: Path) -> dict[str, float | in
     if not result.max_difference <= limit.max_difference:
         faults.append(f"log-probabilities differ by {result.max_difference:.2e} (at most {limit.max_difference:g})")
     if limit.equal_greedy and result.greedy_equal != result.greedy_tokens:
-        faults.append(f"{result.greedy_equal}/{result.greedy_tokens} greedy tokens agree")
+        faults.append(f"only {result.greedy_equal}/{result.greedy_tokens} greedy tokens agree")
     if not result.divergence <= limit.divergence:
         faults.append(f"the divergence is {result.divergence:.2e} nats per token (at most {limit.divergence:.2g})")
     if faults:
-        raise GateError(f"{where}: read back, {' and '.join(faults)}: the export does not match the model")
+        raise GateError(f"{where}: the export does not match the model: {' and '.join(faults)}")
     return asdict(result)
 
 
@@ -174,8 +175,8 @@ def check_rewards(model: RewardModel, other: RewardModel, ids: list[int], where:
     largest = max(float(difference.max()) for difference in differences)
     if largest != 0.0 or (model.reward_mean, model.reward_std) != (other.reward_mean, other.reward_std):
         raise GateError(
-            f"{where}: read back, rewards differ by {largest:.2e}, or their mean and spread do: the export does not"
-            " match the model"
+            f"{where}: the export does not match the model: rewards differ by {largest:.2e}, or the stored means or"
+            " standard deviations differ"
         )
     return {"max_difference": largest, "probe_tokens": len(ids)}
 
@@ -208,7 +209,7 @@ class ServedModel:
     tokenizer: Tokenizer
 
     def ask(self, path: str, body: JsonObject | None = None, *, status: int = 200) -> JsonObject:
-        """The JSON of a response. Raises GateError for another status."""
+        """Send a request and return the JSON of the response. Raises GateError for a status other than `status`."""
         response = self.client.get(path) if body is None else self.client.post(path, json={"model": self.name} | body)
         expect(response.status_code == status, path, f"status {status}", f"{response.status_code} {response.text:.300}")
         return response.json()
@@ -227,7 +228,7 @@ class ServedModel:
 
 
 def check(folder: Path, model: Exportable, tokenizer: Tokenizer) -> int:
-    """Serve a model directory and make six requests; returns their number. Raises GateError."""
+    """Serve a model directory and make six requests; returns the number of requests. Raises GateError."""
     with tempfile.TemporaryDirectory() as scratch:
         log = Path(scratch) / "log"
         try:
@@ -254,7 +255,7 @@ def _serve(folder: Path, tokenizer: Tokenizer, scratch: Path, log: Path) -> Iter
 
 
 def _wait_until_ready(process: processes.Process, log: Path) -> str:
-    """The server's address, once /health returns status 200. Raises GateError if it exits or is not ready in time."""
+    """The server's address, once /health returns status 200. Raises GateError if it exits or takes too long."""
     deadline = time.monotonic() + READY_SECONDS
     while process.poll() is None and time.monotonic() < deadline:
         address = re.match(r"(http://\S+) ", log.read_text(encoding="utf-8", errors="replace"))
@@ -275,7 +276,7 @@ def expect(holds: bool, path: str, expected: str, found: object) -> None:
 
 
 def check_models(server: ServedModel, kind: str, model: Transformer | RewardModel) -> None:
-    """Request the list of models, which must contain only this one."""
+    """Request the list of models, which must contain only the served model."""
     listed = server.ask("/v1/models")["data"]
     meta = {"kind": kind, "context": model.config.max_context, "parameters": model.num_parameters()}
     matches = [entry["id"] for entry in listed] == [server.name] and meta.items() <= listed[0]["meta"].items()
@@ -283,7 +284,7 @@ def check_models(server: ServedModel, kind: str, model: Transformer | RewardMode
 
 
 def check_tokenize(server: ServedModel) -> None:
-    """Request the ids of a text."""
+    """Request the ids of a text, which must be the tokenizer's."""
     ids = server.ask("/tokenize", {"prompt": TEXT})["tokens"]
     expect(ids == server.tokenizer.encode(TEXT), "/tokenize", "the tokenizer's ids", ids)
 
@@ -316,7 +317,7 @@ def answer(server: ServedModel) -> str:
     expect(
         choice["message"]["role"] == "assistant" and choice["finish_reason"] in ("stop", "length", "tool_calls"),
         path,
-        "an assistant's message that ended",
+        "a finished assistant message",
         choice,
     )
     num_prompt_tokens = len(chat.render(server.tokenizer, TALK, generation_prompt=True).ids)
@@ -330,7 +331,7 @@ def answer(server: ServedModel) -> str:
 
 
 def check_stream(server: ServedModel, text: str) -> None:
-    """Request the same answer as a stream."""
+    """Request the same answer as a stream, which must have the same text."""
     path = "/v1/chat/completions"
     events = server.events({})
     expect(events[-1:] == ["[DONE]"], path, "a stream that ends with [DONE]", events[-1:])
@@ -354,7 +355,7 @@ def _check_completion(server: ServedModel) -> None:
 
 
 def _check_tool_call(server: ServedModel) -> None:
-    """Require a tool call: for any weights, the call must be complete and valid, or the budget must be rejected."""
+    """Require a tool call: for any weights, it must be complete and valid, or the server must reject the budget."""
     path = "/v1/chat/completions"
     body = {
         "model": server.name,
@@ -367,7 +368,7 @@ def _check_tool_call(server: ServedModel) -> None:
     answer = response.json()
     if response.status_code == 400:
         code = answer["error"]["code"]
-        expect(code in ("budget_too_small", "context_length_exceeded"), path, "a call, or that it does not fit", answer)
+        expect(code in ("budget_too_small", "context_length_exceeded"), path, "a call, or that no call fits", answer)
         return
     expect(response.status_code == 200, path, "status 200 or 400", f"{response.status_code} {response.text:.300}")
     function = answer["choices"][0]["message"]["tool_calls"][0]["function"]
@@ -402,9 +403,9 @@ def _reward_calls(server: ServedModel, model: RewardModel) -> int:
 
 
 class OwnFormat(Protocol):
-    """What a wing offers as `export`: its own kind of model, which no other program runs."""
+    """What a wing offers as `export`, for its own kind of model, which no other program can run."""
 
-    WHAT: str  # the kind in the model card
+    WHAT: str  # what the model card calls this kind
 
     def opens(self, folder: Path) -> bool:
         """Whether a directory contains this kind of model."""
@@ -427,7 +428,7 @@ class OwnFormat(Protocol):
         ...
 
     def smoke_calls(self, server: ServedModel, model: Any) -> int:
-        """Make requests to a server with the model; returns their number. Raises GateError."""
+        """Make requests to a server with the model; returns the number of requests. Raises GateError."""
         ...
 
 
@@ -437,10 +438,10 @@ def own_formats() -> list[OwnFormat]:
 
 
 def own_format(model: object) -> OwnFormat | None:
-    """The own format of a model; None if it has none."""
+    """The wing's format for a model; None if the model is not of a wing's kind."""
     return next((own for own in own_formats() if own.owns(model)), None)
 
 
 def trunk(model: Exportable) -> Transformer | RewardModel:
-    """A model without what a wing wraps around it."""
+    """A model without the parts that a wing wraps around it."""
     return model if isinstance(model, Transformer | RewardModel) else model.trunk

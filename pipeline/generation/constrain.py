@@ -9,14 +9,14 @@ llguidance computes the tokens allowed by the grammar (`grammars.py`). A closing
 completes the output from the current state, keeps answers within the budget. A sampled token is emitted if some plan
 after it fits the remaining budget; otherwise the current plan's next token is emitted instead. So the invariant holds
 at every token: the rest of the plan fits the rest of the budget. After a matcher error (llguidance's limits on hostile
-patterns), the plan is emitted to its end.
+patterns), the rest of the plan is emitted.
 
-    guided(model, prompts, grammars, drafts) -> a Completion each
+    guided(model, prompts, grammars, drafts) -> a Completion for each prompt
 
 decodes many prompts greedily and in parallel, each under its own grammar, to measure tool calls that are always
-well-formed. A draft is the greedy completion without the grammar: as long as the grammar allows it, it is also the
-constrained one, and only the rest is decoded. The server's engine constrains its answers in the same way. There are no
-log-probabilities: they would be meaningless for a constrained choice.
+well-formed. A draft is the greedy completion without the grammar: up to the first token that the grammar
+forbids, it is also the constrained completion, and only the rest is decoded. The server's engine constrains its answers
+in the same way. There are no log-probabilities: they would be meaningless for a constrained choice.
 
 Not guaranteed: that a number is small enough for a float; that names not listed in the schema occur only once.
 """
@@ -43,15 +43,15 @@ from pipeline.text.tokenizer import Tokenizer
 
 CACHE_BYTES = 64 * 1024 * 1024
 GRAMMAR_BYTES = 48 * 1024  # memory of a compiled grammar, not counting its text
-TEXT_FACTOR = 48  # bytes per byte of its text; both are measured, rounded up generously
+TEXT_FACTOR = 48  # memory per byte of its text; both values are measured and rounded up generously
 
 
 @dataclass(frozen=True)
 class _Masks:
-    """Allowed tokens of free text, (V,) bool each."""
+    """Tokens allowed in free text, (V,) bool each."""
 
     text: Tensor  # no control tokens except the ends of a turn
-    opening: Tensor  # the same plus the opening tag of a call
+    opening: Tensor  # the same tokens plus the opening tag of a call
 
 
 @dataclass(frozen=True)
@@ -62,14 +62,14 @@ class Grammar:
     plan: tuple[int, ...]  # an output; the shortest one found, if there was a search
     closer: Closer
     masks: _Masks
-    free: bool = False  # free text is allowed before or instead of it
+    free: bool = False  # whether free text is allowed before or instead of the constrained output
 
     def constraint(self, budget: int) -> "Constraint":
         """The state of a request with `budget` tokens. Raises SchemaError with code `budget_too_small`."""
         if not self.free and len(self.plan) > budget:
             raise SchemaError(
                 "budget_too_small",
-                f"the shortest output takes {len(self.plan)} tokens, the budget is {budget}; raise it",
+                f"the shortest output takes {len(self.plan)} tokens, but the budget is {budget}; raise the budget",
             )
         return Constraint(self)
 
@@ -86,11 +86,11 @@ class Constraint:
 
     @property
     def complete(self) -> bool:
-        """Whether the output so far may be the whole answer."""
+        """Whether the output so far may be the complete answer."""
         return self._free or not self._plan
 
     def allowed(self, remaining: int) -> Tensor:
-        """(V,) bool, True for tokens allowed next, including the ends of a complete output. Never empty.
+        """(V,) bool, True for tokens allowed next, including end tokens after a complete output. At least one is True.
 
         `remaining` is the rest of the budget, including this token.
         """
@@ -134,10 +134,10 @@ class Grammars:
     """Compiles grammars for one tokenizer and caches the most recently used ones, up to CACHE_BYTES."""
 
     def __init__(self, tokenizer: Tokenizer, rows: int, cache_bytes: int = CACHE_BYTES, *, search: bool = True) -> None:
-        """`rows` of the model's embedding: the length of a mask, at least the number of tokenizer ids.
+        """`rows`: the number of rows of the model's embedding, which is the length of a mask; at least one per id.
 
-        `search` looks for the shortest output of each grammar, which takes 40 ms and allows smaller budgets; otherwise
-        the plan is the first one found.
+        With `search`, looks for the shortest output of each grammar, which takes 40 ms and allows smaller budgets;
+        otherwise, the plan is the first one found.
         """
         self.tokenizer, self._search = tokenizer, search
         self._compiler = Compiler(tokenizer)
@@ -190,7 +190,7 @@ def _num_bytes(text: str) -> int:
 
 
 def reply(tokenizer: Tokenizer, ids: Sequence[int]) -> chat.Reply:
-    """Parse a turn by its control tokens, so that text that spells a tag stays text (`chat.parse` parses the tags)."""
+    """Parse a turn by its control tokens, so that text that spells a tag stays text (`chat.parse` parses text)."""
     content: list[int] = []
     calls: list[JsonObject] = []
     error: str | None = None
@@ -215,7 +215,7 @@ def guided(
     stop: Collection[int],
     drafts: Sequence[Completion] = (),
 ) -> list[Completion]:
-    """Greedy decoding, each prompt under its grammar, until a `stop` token, `max_new_tokens` or the end of the context.
+    """Decode each prompt greedily under its grammar, until a `stop` token, `max_new_tokens` or the end of the context.
 
     `drafts` are the prompts' greedy completions without a grammar and with the same limits, if known. Raises ValueError
     for an empty prompt or one that fills the context, and SchemaError if a grammar's shortest output does not fit.
@@ -261,7 +261,7 @@ class _Row:
         return Completion(self.ids, [], self.stop)
 
     def take(self, sampled: int, ends: frozenset[int]) -> bool:
-        """Emit a sampled token, or the plan's token instead. Returns whether the sampled one was emitted."""
+        """Emit a sampled token, or the plan's token instead. Returns whether the sampled token was emitted."""
         token = self.constraint.take(sampled, self.remaining)
         if token in ends:
             self.stop = "stop"
@@ -281,7 +281,7 @@ class _Row:
 
 
 def _decode(model: Transformer, starts: Sequence[tuple[_Row, list[int]]], ends: frozenset[int]) -> None:
-    """Continue rows to their ends, each from its prompt and its tokens so far."""
+    """Decode each row to its end, from its prompt and its tokens so far."""
     decoder = Decoder(model, len(starts))
     rows = [row for row, _ in starts]
     live = list(range(len(rows)))

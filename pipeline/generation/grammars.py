@@ -1,30 +1,30 @@
-"""Grammars of requests and their compilation; closing plans, which complete a constrained output in a few tokens.
+"""Grammars for requests and their compilation; closing plans, which complete a constrained output in a few tokens.
 
     tool_calls(tokenizer, tools, choice="required") -> Written      or json_schema(schema): a grammar for llguidance
     Compiler(tokenizer).matcher(text) -> LLMatcher                  in its initial state
     Compiler(tokenizer).shortest(matcher) -> ids                    the shortest output found
 
-llguidance (guidance-ai, MIT) computes the tokens that a grammar allows; ours match, byte for byte, how `text/chat.py`
-renders the training data. Everything here raises SchemaError for grammars without guarantees. Nothing here imports
-torch, so a compile-only process starts immediately.
+llguidance (guidance-ai, MIT) computes the tokens that a grammar allows; our grammars match, byte for byte, how
+`text/chat.py` renders the training data. All functions raise SchemaError for a grammar that cannot be guaranteed.
+Nothing here imports torch, so a compile-only process starts fast.
 
-Not guaranteed: that a grammar compiles in time, or in the available memory (`schemas.py` bounds what it can).
+Not guaranteed: that a grammar compiles in time, or in the available memory (`schemas.py` limits what it can).
 
 **A closing plan** is a list of tokens that completes an output from its current state.
 
     Closer(tokenizer).follow(matcher, lexer, plan, token, most)  the plan after a sampled token: the rest, or a new one
     Closer(tokenizer).close(matcher, lexer, most)                a greedy plan, after a token that is not the plan's
-    Closer(tokenizer).shortest(matcher)                          the best a search finds: to see if a request fits
+    Closer(tokenizer).shortest(matcher)                          the best plan that a search finds
 
-Plans come from walking a copy of the matcher byte by byte: forced bytes first; the quotation mark inside a string and
-the closing bracket outside one; otherwise the cheapest value. If none of those is allowed, the longest token that
+A plan comes from walking a copy of the matcher byte by byte: forced bytes first; then the quotation mark inside a
+string, or the closing bracket outside one; then the cheapest value. If none of those is allowed, the longest token that
 starts with the least-used byte is taken, so that `minLength` is met in a few tokens and patterns such as `x*y` end.
-The text is then split into the fewest tokens.
+The text is then split into as few tokens as possible.
 
 `shortest` is a best-first search over bytes: a prefix is scored by its greedy plan, and dropped if covering it already
-takes as many tokens as the best plan. Not guaranteed: the minimum. Prefixes that look like the same state (equal mask,
-equal greedy rest) count as one; if more than FEW next bytes have equal masks and forced bytes, only the first is
-followed; where a string may end, only the quotation mark is; and the search is limited in probes and time.
+takes as many tokens as the best plan. Not guaranteed: the minimum. Prefixes that look like the same state (same mask,
+same greedy rest) count as one; of more than FEW next bytes, only the first of those with the same mask and forced bytes
+is followed, and where a string may end, only the quotation mark; and the search is limited in probes and time.
 """
 
 import heapq
@@ -53,13 +53,13 @@ class Written:
     """A grammar in llguidance's syntax."""
 
     text: str
-    free: bool = False  # free text is allowed before or instead of it
+    free: bool = False  # whether free text is allowed before or instead of the constrained output
 
 
 def tool_calls(
     tokenizer: Tokenizer, tools: Sequence[JsonObject], *, choice: str = "auto", parallel: bool = True
 ) -> Written:
-    """Calls of the tools, in the form rendered by `text/chat.py`.
+    """A grammar for calls of the tools, in the form rendered by `text/chat.py`.
 
     `choice`: "auto" allows free text before or instead of calls, "required" requires a call, a tool's name requires a
     call of that tool. `parallel` allows several calls. Raises SchemaError.
@@ -75,7 +75,7 @@ def tool_calls(
         functions[name] = function.get("parameters") or {}
     if choice not in ("auto", "required"):
         if choice not in functions:
-            raise SchemaError("tool_unknown", f"tool_choice {choice!r}: valid names: {', '.join(functions)}")
+            raise SchemaError("tool_unknown", f"tool_choice {choice!r}: expected one of {', '.join(functions)}")
         functions = {choice: functions[choice]}
     if not functions:
         raise SchemaError("tool_invalid", "expected at least one tool, found none")
@@ -93,7 +93,7 @@ def tool_calls(
 
 
 def json_schema(schema: JsonObject) -> Written:
-    """An instance of the schema and nothing else. Raises SchemaError."""
+    """A grammar for an instance of the schema and nothing else. Raises SchemaError."""
     check(schema)
     return Written(f"start: json\njson: {_json_rule(schema)}")
 
@@ -121,18 +121,18 @@ def _arguments_schema(name: str, parameters: JsonObject) -> JsonObject:
 
 
 def _call_rule(name: str, arguments: JsonObject) -> str:
-    """The rule `{"name": ..., "arguments": ...}`."""
+    """The grammar rule for `{"name": ..., "arguments": ...}`."""
     opening = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": '
     return f'{json.dumps(opening, ensure_ascii=False)} {_json_rule(arguments)} "}}"'
 
 
 def _json_rule(schema: JsonObject) -> str:
-    """The rule of an instance of the schema."""
+    """The grammar rule for an instance of the schema."""
     try:
         closed = strict(schema)
         refuse(schema, closed)
     except RecursionError as error:
-        raise SchemaError("schema_too_large", "the schema's references are nested too deeply; simplify it") from error
+        raise SchemaError("schema_too_large", "references in the schema are nested too deeply; simplify it") from error
     return f"%json {json.dumps({**closed, 'x-guidance': FORM})}"
 
 
@@ -169,7 +169,7 @@ class Compiler:
 
 
 class _Vocabulary:
-    """The tokenizer in llguidance's interface: control tokens are special, so no text can spell them."""
+    """The tokenizer as llguidance expects it: control tokens are special, so no text can spell them."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokens = list(tokenizer.token_bytes)
@@ -189,9 +189,9 @@ class _Vocabulary:
 MAX_STEPS = 2000  # of one walk
 MAX_PROBES = 2000  # states that `shortest` visits
 MAX_SECONDS = 1.5  # of thread time, independent of machine load; only a hostile grammar needs this long
-FEW = 16  # next bytes that are all followed
-CLOSERS = b'}]"0,:ntf123456789-[{'  # outside a string, in this order: values that can nest without end come last
-CONTROL = re.compile(rb"\xff\[(\d+)\]")  # llguidance's notation of a forced control token; no text contains that byte
+FEW = 16  # up to this many next bytes are all followed
+CLOSERS = b'}]"0,:ntf123456789-[{'  # outside a string, in this order; values that can nest endlessly come last
+CONTROL = re.compile(rb"\xff\[(\d+)\]")  # llguidance's form of a forced control token; no text contains the byte ff
 Step = bytes | int  # bytes of text, or a control token
 
 
@@ -201,10 +201,10 @@ class LexerState:
 
     quoted: bool = False  # in a string
     escaped: bool = False  # after a backslash in a string
-    digit: bool = False  # after a digit outside a string: another one extends the number
+    digit: bool = False  # after a digit outside a string: another digit would extend the number
 
     def after(self, step: Step) -> "LexerState":
-        """The state after a text; a control token ends any string."""
+        """The state after more text; a control token ends any string."""
         if isinstance(step, int):
             return LexerState()
         quoted, escaped = self.quoted, self.escaped
@@ -298,7 +298,7 @@ class Closer:
             children = self._children(heapq.heappop(heap))
 
     def _children(self, node: _Node) -> Iterator[tuple[list[Step], LLMatcher, LexerState]]:
-        """The continuations of a prefix, the walk's first; none if the output may end, since they would be longer."""
+        """The continuations of a prefix, the walk's first; none if the output may end, since ending it is shorter."""
         if node.state.is_accepting():
             return
         steps = list(self._steps(node.state, node.lexer))
@@ -337,7 +337,7 @@ class Closer:
         return state.try_consume_tokens(tokens) == len(tokens)
 
     def _forced_step(self, state: LLMatcher) -> Step | None:
-        """The bytes or control token that are the only option."""
+        """The bytes or the control token that must come next; None if there is a choice."""
         forced = state.compute_ff_bytes()
         control = CONTROL.match(forced)
         return int(control[1]) if control else forced.split(b"\xff")[0] or None
@@ -365,7 +365,7 @@ class Closer:
         return text
 
     def _steps(self, state: LLMatcher, lexer: LexerState) -> Iterator[Step]:
-        """Every next step: the forced one, or the walk's, then each allowed control token and byte."""
+        """All next steps: only the forced one, if any; else the walk's, then each allowed control token and byte."""
         if forced := self._forced_step(state):
             yield forced
             return
@@ -377,7 +377,7 @@ class Closer:
         yield from (bytes([byte]) for byte, id_ in enumerate(self.byte_ids) if allowed[id_] and bytes([byte]) != first)
 
     def _allowed(self, state: LLMatcher) -> np.ndarray:
-        """(V,) the allowed tokens, except for the ends; none after an error of the matcher."""
+        """(V,) bool, the allowed tokens without end tokens; none after a matcher error."""
         allowed = bits(state.compute_bitmask())
         allowed[self.ends] = False
         return allowed & (not state.is_error())
@@ -399,11 +399,11 @@ class Cutter:
             lengths = self._lengths.setdefault(text[-2:], [])
             if len(text) not in lengths:
                 lengths.append(len(text))
-        # the previous text and its paths: the next text often has a common prefix with it
+        # the previous text and its paths: the next text often shares a prefix with it
         self._recent: tuple[bytes, list[int], list[int]] = (b"", [0], [0])
 
     def cut(self, steps: list[Step]) -> list[int]:
-        """The fewest tokens of a text with control tokens; ties go to the longest last tokens."""
+        """Split a text with control tokens into the fewest tokens; ties go to the longest last token."""
         ids: list[int] = []
         for text, control in _runs(steps):
             _, lengths = self._paths(text)
@@ -415,7 +415,7 @@ class Cutter:
         return ids
 
     def cover(self, steps: list[Step]) -> int:
-        """The fewest tokens of any text that starts with these steps: the last token may extend beyond them."""
+        """The minimum number of tokens of a text that starts with these steps; the last may extend beyond them."""
         total = 0
         for text, control in _runs(steps):
             costs, _ = self._paths(text)
@@ -433,7 +433,7 @@ class Cutter:
         return index < len(self._texts) and self._texts[index].startswith(text)
 
     def _paths(self, text: bytes) -> tuple[list[int], list[int]]:
-        """For each position of `text`: the fewest tokens that reach it, and the length of the last of them."""
+        """For each position of `text`: the minimum number of tokens up to it, and the length of the last one."""
         recent, costs, lasts = self._recent
         same = next((n for n, (old, new) in enumerate(zip(recent, text)) if old != new), min(len(recent), len(text)))
         costs, lasts = costs[: same + 1], lasts[: same + 1]
@@ -451,7 +451,7 @@ class Cutter:
 
 
 def _runs(steps: list[Step]) -> Iterator[tuple[bytes, int | None]]:
-    """Steps as runs of text, each with the control token after it; None after the last."""
+    """Steps as runs of text, each with the control token after it; None after the last run."""
     text = b""
     for step in steps:
         if isinstance(step, int):

@@ -1,16 +1,16 @@
 """Left-to-right decoding: prompts in, completions out. RL, evaluation and the server share the `Decoder`.
 
-Each token is chosen with one uniform number by inverse-CDF sampling: float32 weights, summed in blocks, block sums in
-float64. The number is a function of (seed, token index): Philox4x32-10 (Salmon et al. 2011, SC11), a stateless
+Each token is chosen by inverse-CDF sampling with one uniform number: float32 weights, summed in blocks, block sums in
+float64. This number is a function of (seed, token index): Philox4x32-10 (Salmon et al. 2011, SC11), a stateless
 counter-based generator, with the seed as key and the token index as counter. So a sample depends only on (model,
-prompt, sampling, its seed), not on batch composition, size or order, nor on drafts or resuming, and two checkpoints
-with the same seed share their noise. The remaining difference is float arithmetic: a matmul with a different number of
+prompt, sampling, seed), not on batch composition, size or order, nor on drafts or resuming, and two checkpoints sampled
+with the same seed share their noise. The only remaining difference is rounding: a matmul with a different number of
 rows may round the logits differently (about 1e-6), which changes a sample only if a number is that close to a boundary.
 
 Cached and uncached logits agree to 1e-5; log-probabilities match teacher forcing. Not here: grammars
 (`constrain.py`), tool execution (`evaluation/tools.py`), the server's queue and threads (`serve/engine.py`).
 
-Not guaranteed: secrecy. Seeds are taken modulo 2^64.
+Not guaranteed: cryptographic security. Seeds are taken modulo 2^64.
 """
 
 import math
@@ -33,10 +33,10 @@ from pipeline.model.transformer import Transformer
 PREFILL_TOKENS = 8192  # prompt tokens per forward pass; bounds memory
 COMPACT_BELOW = 0.75  # fraction of live rows below which finished rows are dropped from the cache
 CACHE_BYTES = {"cpu": 2**29, "accelerator": 2**33}  # for keys and values of the rows decoded together
-BLOCK = 64  # tokens whose weights are summed before the sums are searched
+BLOCK = 64  # tokens per block: sums of blocks are searched first
 NUCLEUS_PROBE = 64  # enough tokens for most nuclei; only rows that need more are searched in full
-WIDE_ROWS = 64  # number of these rows processed at once: they fit in a core's L2 cache
-BUCKETS = 1024  # for their weights, 16 per power of two; weights below 2^-64 of the largest share the last bucket
+WIDE_ROWS = 64  # number of rows with wide nuclei processed at once: they fit in a core's L2 cache
+BUCKETS = 1024  # for weights, 16 per power of two; weights below 2^-64 of the largest share the last bucket
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _LOW = np.uint64(0xFFFFFFFF)
@@ -63,8 +63,8 @@ class Sampling:
 class Completion:
     """One sampled answer.
 
-    `logprobs` are the model's at the sampling temperature (at 1 for temperature 0), before top-p and top-k, one per
-    sampled token including the stop token, as needed for a policy gradient.
+    `logprobs` are the model's log-probabilities at the sampling temperature (1 for temperature 0), before top-p and
+    top-k, one per sampled token including the stop token, as needed for a policy gradient.
     """
 
     ids: list[int]  # without the stop token
@@ -81,10 +81,10 @@ def generate(
     seeds: list[int],
     batch_rows: int = 32,
 ) -> list[Completion]:
-    """Complete each prompt, with one seed each; results are in prompt order.
+    """Complete each prompt with its own seed; results are in prompt order.
 
-    A row ends with a `stop` token, after `max_new_tokens`, or when the context is full ("length"). Identical prompts
-    are processed once and shared. Raises ValueError for an empty prompt, one that fills the context, or a number of
+    A completion ends at a `stop` token, after `max_new_tokens`, or when the context is full ("length"). Identical
+    prompts are processed only once. Raises ValueError for an empty prompt, one that fills the context, or a number of
     seeds that differs from the number of prompts.
     """
     if len(seeds) != len(prompts):
@@ -108,7 +108,7 @@ def sampler(
 ) -> Callable[[list[list[int]], list[int]], list[Completion]]:
     """`generate` with a fixed model and sampling, for rollouts: prompts and seeds in, completions out.
 
-    Decodes `rows_within` rows at a time: fewer would be slow, and a cache for all of them may not fit.
+    Decodes `rows_within` rows at a time: fewer would be slow, and a cache for all rows may not fit in memory.
     """
 
     def sample(prompts: list[list[int]], seeds: list[int]) -> list[Completion]:
@@ -152,7 +152,7 @@ class Decoder:
 
     @torch.no_grad()
     def read(self, prompts: Sequence[Sequence[int]]) -> tuple[list[int], Tensor]:
-        """Process prompts: returns their numbers, for `clear`, and the logits (len(prompts), V) after each.
+        """Process prompts: returns their indices, for `clear`, and the logits (len(prompts), V) after each prompt.
 
         The next `read` overwrites prompts that no row uses.
         """
@@ -173,7 +173,7 @@ class Decoder:
         return self.model.logits(hidden[ends])
 
     def clear(self, row: int, prompt: int | None = None) -> None:
-        """Empty a row; it then continues `prompt`, a number from `read`, or starts empty."""
+        """Empty a row; it then continues `prompt`, an index from `read`, or has no prompt."""
         self.cache.clear(row, prompt)
 
 
@@ -181,8 +181,8 @@ class Decoder:
 
 
 class _Rows:
-    """The samples being decoded, one per slot: arrays (slots, most new tokens); entries beyond the first `lengths` of a
-    row are unused.
+    """The samples being decoded, one per slot: arrays (slots, maximum new tokens); a row's entries beyond its length
+    are unused.
     """
 
     def __init__(self, slots: int, most: int) -> None:
@@ -204,7 +204,7 @@ class _Rows:
     def advance(
         self, slots: NDArray[np.int64], logits: Tensor, sampling: Sampling, stop: NDArray[np.int64]
     ) -> Iterator[tuple[int, Completion]]:
-        """Choose the next token of each of these slots; returns completions that end there, with their prompts."""
+        """Choose the next token of each of these slots; yields (prompt index, completion) for each that ends."""
         at = self.lengths[slots]
         chosen = choose(logits, torch.from_numpy(self.numbers[slots, at]), sampling)
         tokens, logprobs = (values.cpu().numpy() for values in chosen)
@@ -227,7 +227,7 @@ def _generate(
     batch_rows: int,
 ) -> list[Completion]:
     """Finished rows make room for waiting prompts; when none are waiting, the cache shrinks to the live rows."""
-    # The longest is last in the list, so it pops first; identical prompts are adjacent. Results do not depend on this.
+    # The longest comes last, so it is popped first; identical prompts are adjacent. Results do not depend on this.
     waiting = sorted(range(len(prompts)), key=lambda index: (len(prompts[index]), prompts[index], -index))
     results: dict[int, Completion] = {}
     num_slots, ends = min(batch_rows, len(prompts)), np.array(sorted(stop), dtype=np.int64)
@@ -253,7 +253,7 @@ def _generate(
 
 
 def _admit(waiting: list[int], free: list[int], prompts: list[list[int]]) -> list[tuple[int, int]]:
-    """Take prompts from the end of `waiting` for the free slots, up to PREFILL_TOKENS; (slot, prompt index) each."""
+    """Take prompts for the free slots from the end of `waiting`, up to PREFILL_TOKENS: (slot, prompt index) pairs."""
     admitted: list[tuple[int, int]] = []
     tokens = 0
     for slot in free:
@@ -305,8 +305,8 @@ def choose(logits: Tensor, numbers: Tensor | None, sampling: Sampling) -> tuple[
     assert numbers is not None
     wide = logits if logits.dtype == torch.float64 else logits.float()
     largest = wide.amax(-1, keepdim=True)
-    temperature = max(sampling.temperature, torch.finfo(wide.dtype).tiny)  # below this, 0 / 0 is undefined
-    weights = (wide - largest).div_(temperature).exp_()  # the difference is exact near the largest, where it counts
+    temperature = max(sampling.temperature, torch.finfo(wide.dtype).tiny)  # lower values would give 0 / 0
+    weights = (wide - largest).div_(temperature).exp_()  # the difference is exact near the largest, where it matters
     tokens = _invert(_truncate(weights, sampling), numbers.to(logits.device))
     total = _blocks(weights).sum(-1).double().sum(-1)
     chosen = wide.gather(1, tokens[:, None]).double() - largest.double()
@@ -331,13 +331,13 @@ def _invert(weights: Tensor, numbers: Tensor) -> Tensor:
 
 
 def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
-    """The first index (R, 1) whose sum exceeds `target`; if rounding leaves none, the last nonzero one."""
+    """The first index (R, 1) whose sum exceeds `target`; if rounding leaves none, the last with weight."""
     index = torch.searchsorted(cumulative, target, right=True)
     return torch.minimum(index, torch.searchsorted(cumulative, cumulative[:, -1:].contiguous()))
 
 
 def _truncate(weights: Tensor, sampling: Sampling) -> Tensor:
-    """Set weights outside top-k, then outside top-p of the rest, to 0. They are unnormalized probabilities (R, V)."""
+    """Set weights (R, V), unnormalized probabilities, to 0 outside top-k, then outside top-p of the rest."""
     if 0 < sampling.top_k < weights.shape[1]:
         floor = weights.topk(sampling.top_k, dim=-1).values[:, -1:]
         weights = weights.where(weights >= floor, 0.0)
@@ -353,7 +353,7 @@ def _truncate(weights: Tensor, sampling: Sampling) -> Tensor:
 
 
 def _wide_nucleus_floor(weights: Tensor, target: Tensor) -> Tensor:
-    """`_nucleus_floor` of unsorted rows (R, V). A full sort is ten times slower on a CPU."""
+    """`_nucleus_floor` for unsorted rows (R, V). A full sort is ten times slower on a CPU."""
     if weights.device.type != "cpu":
         return _nucleus_floor(weights.sort(dim=-1, descending=True).values, target)
     parts = zip(weights.split(WIDE_ROWS), target.split(WIDE_ROWS), strict=True)
@@ -363,7 +363,7 @@ def _wide_nucleus_floor(weights: Tensor, target: Tensor) -> Tensor:
 def _bucket_nucleus_floor(weights: Tensor, target: Tensor) -> Tensor:
     """Sum the weights by buckets, descending; only the bucket where the sum reaches `target` is sorted.
 
-    The bits of a non-negative float are monotonic, so the exponent and four mantissa bits give its bucket.
+    The bits of a non-negative float are monotonic, so the exponent and four mantissa bits determine its bucket.
     """
     count = len(weights)
     rising = (weights.float().view(torch.int32) >> 19) - (127 * 16 - BUCKETS)
@@ -410,7 +410,7 @@ def philox(counter: NDArray[np.uint64], key: tuple[int, int]) -> NDArray[np.uint
 
 
 def uniforms(seed: int, start: int, count: int) -> NDArray[np.float64]:
-    """The numbers of tokens `start` to `start + count - 1` of one sample: (count,) in [0, 1), 53 bits each."""
+    """The uniform numbers of a sample's tokens `start` to `start + count - 1`: (count,) in [0, 1), 53 bits each."""
     index = np.arange(start, start + count, dtype=np.uint64)
     zero = np.zeros_like(index)
     words = philox(np.stack([index & _LOW, index >> _HALF, zero, zero]), (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF))

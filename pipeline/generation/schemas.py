@@ -1,25 +1,25 @@
 """User-supplied JSON schemas, before they become grammars: limits, closed objects, and the validation of an answer.
 
     check(schema) -> None        raises SchemaError naming the exceeded limit
-    strict(schema) -> schema     objects with named properties are closed, numbers without bounds get some
+    strict(schema) -> schema     objects with named properties are closed, numbers without bounds get bounds
     refuse(schema, closed)       raises SchemaError for anything the closed schema's grammar cannot guarantee
     mistake(schema, text)        the first error of a JSON text, with exact numbers; None if it is valid
 
-**Limits.** A grammar is compiled to automata, and a few client bytes can make them huge: `multipleOf` has a state
-for each remainder (9,999,991 took 38 s and 851 MiB), a range of numbers one for each digit, a repetition one for each
-repeat. `measures` computes these sizes before compilation. It ignores values of the wrong type: the meta-schema rejects
-them.
+**Limits.** A grammar is compiled into automata, and a few bytes from a client can make them huge: `multipleOf` has a
+state for each remainder (9,999,991 took 38 s and 851 MiB), a range of numbers one for each digit, a repetition one for
+each repeat. `measures` computes these sizes before compilation. It ignores values of the wrong type: the meta-schema
+rejects them.
 
-**Closing.** `strict` only narrows: everything it allows, the schema also allows. If a schema is an intersection
-(`allOf`, or `anyOf` or `$ref` next to properties), closing each part would forbid the other part's names, so the whole
-is closed over all their names and the parts stay open. An object without named properties may have any, as in JSON
-Schema. Unbounded numbers are limited to the range that all parsers agree on (RFC 8259, 6): a model could write 1e999,
-which the program reading it cannot represent.
+**Closing.** `strict` only narrows: the original schema also allows everything that the result allows. If a schema is an
+intersection (`allOf`, or `anyOf` or `$ref` next to properties), closing each part would forbid the other parts' names,
+so the intersection is closed over the names of all parts, and the parts stay open. An object without named properties
+may have any properties, as in JSON Schema. Unbounded numbers are limited to the range that all parsers agree on (RFC
+8259, section 6): a model could write 1e999, which the program reading it cannot represent.
 
-Not guaranteed: that a schema within the limits compiles in time; the combined size of several is only known after
-compiling (the server does so in a process that it can kill, `serve/workshop.py`). That `strict` separates the branches
-of an `anyOf` intersection (a name of one branch may occur in another). That `mistake` checks patterns: the grammar
-enforces them, and `re` can be made to hang.
+Not guaranteed: that a schema within the limits compiles in time, as its total size is known only after compiling (the
+server does so in a process that it can kill, `serve/workshop.py`); that `strict` separates the branches of an `anyOf`
+intersection (a name from one branch may occur in another); that `mistake` checks patterns (the grammar enforces them,
+and `re` can be made to hang).
 """
 
 import json
@@ -38,7 +38,7 @@ from pipeline.run.errors import InputError
 from pipeline.run.types import JsonObject
 
 MAX_BYTES = 64 * 1024  # of a request's schemas as JSON
-MAX_DEPTH = 16  # subschemas in subschemas, and containers in a literal
+MAX_DEPTH = 16  # of nested subschemas, including nested containers in a literal
 MAX_ALTERNATIVES = 256  # of enum, anyOf and oneOf, in total
 MAX_PATTERN = 512  # bytes
 
@@ -47,12 +47,12 @@ SINGLES = ("items", "additionalProperties", "additionalItems")  # a schema
 LISTS = ("prefixItems", "allOf", "anyOf", "oneOf")  # schemas
 LITERALS = ("const", "enum", "default", "examples")
 SHAPING = {"properties", "required", "patternProperties", "additionalProperties", "minProperties", "maxProperties"}
-LARGEST = 2**53 - 1  # integer up to which a double represents every integer
-WIDEST = 2**62  # integer passed to llguidance: it parses 64 bits, and the smallest of them crash its process
-EXACT = Context(prec=5000, Emax=MAX_EMAX, Emin=MIN_EMIN, traps=[])  # for parsing numbers, enough digits for any answer
+LARGEST = 2**53 - 1  # a double represents every integer up to this one
+WIDEST = 2**62  # largest integer passed to llguidance: it parses 64 bits, and the smallest integers crash its process
+EXACT = Context(prec=5000, Emax=MAX_EMAX, Emin=MIN_EMIN, traps=[])  # for parsing numbers; enough digits for any answer
 
 MAX_TOGETHER = 8  # patterns that one text must match: llguidance takes minutes to decide whether twenty are satisfiable
-MAX_LOOKS = 10_000  # maximum references and combinations that `mistake` follows
+MAX_LOOKS = 10_000  # maximum number of references and combinations that `mistake` follows
 
 LOCATION = re.compile(r"^at \d+\(\d+\): failed to compile JSON schema: ")
 
@@ -147,7 +147,7 @@ def _depth(value: object) -> int:
 
 MAX_DIGITS = 40  # in a bound, written out
 MAX_REMAINDERS = 10_000  # of multipleOf: the number times the power of ten that makes it an integer
-MAX_MINIMUM = 512  # of minLength, minItems, minProperties: an answer must have at least that many
+MAX_MINIMUM = 512  # of minLength, minItems, minProperties, which an answer must reach
 MAX_COUNT = 1_000_000  # of maxLength, maxItems, maxProperties
 MAX_NAMES = 512  # of an object's properties
 MAX_WRITTEN = 2_000  # characters of a pattern with its repetitions written out
@@ -156,7 +156,7 @@ REPEATED = re.compile(r"\{(\d+)(?:,(\d*))?\}")
 
 
 def measures(schema: JsonObject) -> Iterator[tuple[str, int, int]]:
-    """(what is counted, the number, its limit) for a schema, not for those inside it."""
+    """(what is measured, its size, the limit) for a schema, without the schemas inside it."""
     for key in RANGES:
         if _is_number(value := schema.get(key)):
             yield f"the digits of {key}", _digits(value), MAX_DIGITS
@@ -176,7 +176,7 @@ def measures(schema: JsonObject) -> Iterator[tuple[str, int, int]]:
 
 
 def _numbers(literal: object) -> Iterator[float]:
-    """The numbers anywhere in a literal, whose depth is known to be bounded."""
+    """All numbers in a literal, at any depth; the depth is known to be bounded."""
     if isinstance(literal, dict | list):
         for inner in literal.values() if isinstance(literal, dict) else literal:
             yield from _numbers(inner)
@@ -206,7 +206,7 @@ def _is_number(value: object) -> TypeGuard[float]:
 
 
 def _digits(value: float) -> int:
-    """Digits of a number without an exponent, on both sides of the decimal point."""
+    """Number of digits of a value written without an exponent, on both sides of the decimal point."""
     parts = Decimal(str(value)).as_tuple() if abs(value) < 10**400 else None
     if parts is None or not isinstance(parts.exponent, int):  # infinite, or an integer that is slow to write out
         return 10**6
@@ -222,7 +222,7 @@ def _remainders(value: float) -> int:
 
 
 def written_out(pattern: str) -> int:
-    """Approximate length of a pattern with its counted repetitions written out; unlimited ones count once."""
+    """Approximate length of a pattern with its counted repetitions written out; unbounded ones count once."""
     totals, last, index = [0], 0, 0
     while index < len(pattern):
         repetition = REPEATED.match(pattern, index)
@@ -246,7 +246,7 @@ def written_out(pattern: str) -> int:
 
 
 def _end_of_set(pattern: str, index: int) -> int:
-    """The index of the bracket that closes the one at `index`; of the last character if there is none."""
+    """The index of the bracket that closes the one at `index`, or of the last character if there is none."""
     index += 1 + pattern.startswith("[^", index)
     first = index
     while index < len(pattern) and (pattern[index] != "]" or index == first):
@@ -258,7 +258,7 @@ def _end_of_set(pattern: str, index: int) -> int:
 
 
 def strict(schema: JsonObject) -> JsonObject:
-    """The schema with its objects closed (see the module). Raises SchemaError for a `$ref` without a target."""
+    """The schema with its objects closed (see "Closing" above). Raises SchemaError for a `$ref` without a target."""
     return _Closing(schema).closed_root()
 
 
@@ -267,7 +267,7 @@ class _Closing:
 
     def __init__(self, root: JsonObject) -> None:
         self.root = {key: value for key, value in root.items() if key != "x-guidance"}  # the grammar's own options
-        self.copies: dict[str, Schema | None] = {}  # pointer -> the open target; None while it is copied
+        self.copies: dict[str, Schema | None] = {}  # pointer -> the open target; None while it is being copied
         self.label = "open"  # prefix of the copies' names
         while any(name.startswith(self.label) for name in root.get("$defs", {})):
             self.label += "_"
@@ -282,7 +282,7 @@ class _Closing:
         return closed
 
     def close(self, node: Schema, part: bool = False) -> Schema:
-        """One schema; a `part` of an intersection stays open, since the whole is closed instead."""
+        """Close one schema; a `part` of an intersection stays open, since the intersection itself is closed instead."""
         if not isinstance(node, dict):
             return node
         parts = len(node.get("allOf", ())) + sum(key in node for key in ("anyOf", "oneOf", "$ref"))
@@ -315,9 +315,10 @@ class _Closing:
         return value
 
     def names(self, node: Schema, seen: set[str]) -> dict[str, None] | None:
-        """The property names in a schema and its parts, in order; None if a part itself defines other names.
+        """The property names in a schema and its parts, in order; None if a part defines which other names are allowed.
 
-        `seen` contains the references already followed: each is followed once, or chains of doubled ones might not end.
+        `seen` contains the references already followed: each is followed only once, or chains of doubled references
+        might not end.
         """
         if not isinstance(node, dict):
             return {}
@@ -340,7 +341,7 @@ class _Closing:
         node: Schema | None = self.root
         steps = unquote(pointer.removeprefix("#")).split("/")
         if not pointer.startswith("#") or steps[0]:
-            raise SchemaError("schema_refused", f"$ref {pointer!r}: only a JSON pointer inside the schema, #/...")
+            raise SchemaError("schema_refused", f"$ref {pointer!r}: expected a JSON pointer in the schema, #/...")
         for step in steps[1:]:
             key = step.replace("~1", "/").replace("~0", "~")
             node = node.get(key) if isinstance(node, Mapping) else None
@@ -373,8 +374,8 @@ def refuse(schema: JsonObject, closed: JsonObject) -> None:
     """Raise SchemaError `schema_refused` for anything the grammar of `closed` would accept without guaranteeing it.
 
     Unlisted names may repeat in the grammar's objects, and a repeated name counts once. The branches of `oneOf` must
-    exclude each other as the user wrote them: closed ones may do so even if an instance of one is also an instance of
-    the other.
+    exclude each other as the user wrote them: closed branches may do so even if an instance of one original branch is
+    also an instance of another.
     """
     counts: dict[str, int] = {}
     for node in subschemas(closed):
@@ -382,8 +383,8 @@ def refuse(schema: JsonObject, closed: JsonObject) -> None:
         if least > 1 + len(node.get("required", ())) and node.get("additionalProperties") is not False:
             raise SchemaError("schema_refused", f"minProperties {least} is not supported for unlisted names")
         if "$ref" in node and not node["$ref"].startswith("#"):
-            raise SchemaError("schema_refused", f"$ref {node['$ref']!r}: only a JSON pointer inside the schema, #/...")
-        _limit("the patterns that may meet in one text", _count_patterns(closed, node, counts), MAX_TOGETHER)
+            raise SchemaError("schema_refused", f"$ref {node['$ref']!r}: expected a JSON pointer in the schema, #/...")
+        _limit("the patterns that may apply to one string", _count_patterns(closed, node, counts), MAX_TOGETHER)
     if any("oneOf" in node for node in subschemas(closed)):
         bare = {key: value for key, value in schema.items() if key != "x-guidance"}
         grammar = LLMatcher.grammar_from_json_schema(json.dumps(bare))
@@ -393,7 +394,7 @@ def refuse(schema: JsonObject, closed: JsonObject) -> None:
 
 
 def _count_patterns(root: JsonObject, node: Schema | None, counts: dict[str, int]) -> int:
-    """Upper bound on the patterns and formats that apply to one text: any of one part with any of another.
+    """Upper bound on the patterns and formats that may apply to one string, whichever branches it takes.
 
     `counts` caches results for references.
     """
@@ -428,10 +429,10 @@ Keyword = Callable[..., Iterable[exceptions.ValidationError] | None]  # jsonsche
 
 
 def mistake(schema: JsonObject, text: str) -> str | None:
-    """The first error of `text` as an instance of the schema, or None. Numbers are compared exactly, not as floats.
+    """The first error in `text` as an instance of the schema, or None. Numbers are compared exactly, not as floats.
 
-    This only double-checks the grammar: it stops after MAX_LOOKS subschemas, since even a small schema can require more
-    than a lifetime of them, and at Python's stack limit.
+    This only double-checks the grammar: it stops after MAX_LOOKS subschemas, since even a small schema can take more
+    than a lifetime to check, and at Python's stack limit.
     """
     with localcontext(EXACT) as context:
         try:
@@ -470,7 +471,7 @@ def _count_looks(keyword: Keyword, looks: Iterator[int]) -> Keyword:
 def _check_additional(
     validator: object, allowed: object, instance: object, schema: JsonObject
 ) -> Iterator[exceptions.ValidationError]:
-    """`additionalProperties`, unless patterns define the other names."""
+    """Check `additionalProperties`, unless patterns define the other names."""
     if "patternProperties" not in schema:
         yield from Draft202012Validator.VALIDATORS["additionalProperties"](validator, allowed, instance, schema)
 

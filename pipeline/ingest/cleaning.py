@@ -3,8 +3,8 @@
     bytes or text -> encoding -> size -> lines -> generated -> syntax -> secrets -> Document, cleaned or with a reason
     Python source -> docstrings -> prose paragraphs; METADATA -> README -> prose paragraphs
 
-The first failed check is the drop reason. Email addresses and passwords in URLs are replaced by placeholders; private
-keys and tokens drop the document.
+The first failed check is the drop reason. Email addresses and passwords in URLs are replaced with placeholders; a
+document with a private key or a token is dropped.
 
 Not guaranteed: that every secret is caught. The patterns match the formats in SECRETS, not passwords in prose.
 """
@@ -29,7 +29,7 @@ class Origin:
 
     file: str
     line: int
-    number: int  # among the accepted rows; one line may contain several
+    number: int  # among the accepted rows; one line may contain several rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ class Dropped(Exception):
 
 
 def python_file(file: Found, config: DataConfig, *, code: bool, prose: bool) -> list[Document]:
-    """Read a Python file: its code, its docstring prose, or both, one Document each."""
+    """Read a Python file: its code, its docstring prose, or both, as one Document each."""
     raw = _read_bytes(file, config)
     documents = []
     try:
@@ -125,15 +125,15 @@ def shell_file(file: Found, config: DataConfig) -> Document:
 
 def own_record(row: SuppliedText, kind: str, config: DataConfig) -> Document:
     """Clean a record from the user's files or the hub. Text gets the encoding, size and secret checks; code gets all
-    checks, with syntax only for `.py`.
+    checks, the syntax check only for `.py` files.
     """
     record = row.record
     num_bytes = len(record.text.encode("utf-8", "surrogatepass"))
     try:
         # Users may train on their own data; hub rows carry their authors' licenses.
-        if row.foreign and config.licences == "permissive" and not sources.is_permissive(record.licence):
-            raise Dropped("licence")
-        text = normalise(record.text)
+        if row.foreign and config.licenses == "permissive" and not sources.is_permissive(record.license):
+            raise Dropped("license")
+        text = normalize(record.text)
         check_size(text, config)
         if kind == "code":
             check_lines(text)
@@ -162,8 +162,8 @@ def capped_file(file: Found, part: str) -> Document:
 
 def _read_bytes(file: Found, config: DataConfig) -> bytes | str:
     """The file's bytes, or the reason it was not read."""
-    if config.licences == "permissive" and not sources.is_permissive(file.licence):
-        return "licence"
+    if config.licenses == "permissive" and not sources.is_permissive(file.license):
+        return "license"
     try:
         if file.file.stat().st_size > config.max_bytes:
             return "size"
@@ -171,7 +171,7 @@ def _read_bytes(file: Found, config: DataConfig) -> bytes | str:
     except OSError:
         if file.sha256 is not None:
             raise DataError(
-                f"data: packages: {file.file}, of {file.package}, cannot be read; {sources.REMEDY}"
+                f"data: packages: {file.file}, of {file.package}, cannot be read. {sources.REMEDY}"
             ) from None
         return "unreadable"
     sources.verify(file, raw)
@@ -179,7 +179,7 @@ def _read_bytes(file: Found, config: DataConfig) -> bytes | str:
 
 
 def _text_record(file: Found, text: str) -> Text:
-    return Text(text=text, source=file.package, path=file.path, licence=file.licence)
+    return Text(text=text, source=file.package, path=file.path, license=file.license)
 
 
 def _dropped_document(part: str, file: Found, reason: str, raw: bytes | str) -> Document:
@@ -220,12 +220,12 @@ LETTERS_AND_DIGITS = bytes(b for b in range(256) if b >= 128 or chr(b).isalnum()
 def decode(raw: bytes) -> str:
     """Decode UTF-8, strip the BOM, use `\\n` line endings. Raises Dropped("encoding") for other encodings and NUL."""
     try:
-        return normalise(raw.decode("utf-8"))
+        return normalize(raw.decode("utf-8"))
     except UnicodeDecodeError:
         raise Dropped("encoding") from None
 
 
-def normalise(text: str) -> str:
+def normalize(text: str) -> str:
     """Strip the BOM and use `\\n` line endings. Raises Dropped("encoding") for NUL and lone surrogates."""
     text = text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
     if "\0" in text or (not text.isascii() and SURROGATE.search(text)):
@@ -234,13 +234,13 @@ def normalise(text: str) -> str:
 
 
 def check_size(text: str, config: DataConfig) -> None:
-    """Raise Dropped("size") outside min_bytes..max_bytes of UTF-8."""
+    """Raise Dropped("size") unless the text has `min_bytes` to `max_bytes` bytes in UTF-8."""
     if not config.min_bytes <= len(text.encode()) <= config.max_bytes:
         raise Dropped("size")
 
 
 def check_lines(text: str) -> None:
-    """Raise Dropped for what looks like data: long lines, few letters and digits, tables of `\\x` escapes."""
+    """Raise Dropped for text that looks like data: long lines, few letters and digits, tables of `\\x` escapes."""
     raw = text.encode()
     lines = raw.rstrip(b"\n").split(b"\n")
     if max(map(len, lines)) > MAX_LINE or len(raw) > MAX_MEAN_LINE * len(lines):
@@ -271,12 +271,12 @@ def parse(text: str) -> ast.Module:
 # --- secrets ---------------------------------------------------------------------------------------------------------
 
 
-# Each pattern comes with a literal that every match contains: checking for it first is a hundred times faster.
+# Each pattern comes with a literal that every match contains: looking for the literal first is a hundred times faster.
 SECRETS = tuple(
     (literal, re.compile(pattern))
     for literal, pattern in (
         ("PRIVATE KEY", r"-----BEGIN (?:[A-Z0-9]+ )*PRIVATE KEY(?: BLOCK)?-----"),
-        ("AKIA", r"\bAKIA[0-9A-Z]{16}\b"),  # AWS: key id, long-lived or temporary; below: the key
+        ("AKIA", r"\bAKIA[0-9A-Z]{16}\b"),  # AWS: long-lived key ids; then temporary ones and secret keys
         ("ASIA", r"\bASIA[0-9A-Z]{16}\b"),
         ("ecret", r"(?i:aws_?secret(?:_?access)?_?key)\W{1,6}[A-Za-z0-9/+]{40}(?![A-Za-z0-9/+])"),
         ("ECRET", r"AWS_?SECRET(?:_?ACCESS)?_?KEY\W{1,6}[A-Za-z0-9/+]{40}(?![A-Za-z0-9/+])"),
@@ -297,7 +297,7 @@ SECRETS = tuple(
 URL_PASSWORD = re.compile(
     r"""\b([a-z][a-z0-9+.-]{1,20}://)[^\s/:@"'<>{}$%()\[\],]+:[^\s/@"'<>{}$%()\[\],]+@""", re.IGNORECASE
 )
-# Python's @ multiplies matrices: `q@k.to(x)` is not an address. Only known TLDs match, with no call or attribute after.
+# Python's @ multiplies matrices: `q@k.to(x)` is no address. A known TLD must match, with no call or attribute after it.
 EMAIL = re.compile(
     r"\b(?!git@)[A-Za-z0-9][A-Za-z0-9._%+-]*@(?:[A-Za-z0-9-]+\.)+"
     r"(?:com|org|net|edu|gov|mil|int|info|biz|name|dev|[a-z]{2})"
@@ -307,7 +307,7 @@ URL_FIXED, EMAIL_FIXED = r"\1user:password@", "user@example.com"
 
 
 def without_secrets(text: str) -> str:
-    """Replace email addresses and URL passwords by placeholders. Raises Dropped("secret") for keys and tokens."""
+    """Replace email addresses and URL passwords with placeholders. Raises Dropped("secret") for keys and tokens."""
     if any(literal in text and pattern.search(text) for literal, pattern in SECRETS):
         raise Dropped("secret")
     if "@" not in text:
@@ -352,10 +352,12 @@ def paragraphs(text: str) -> tuple[str, ...]:
 
 
 def is_prose(lines: list[str]) -> bool:
-    """At least 8 words, 80% letters and spaces, 18% function words, sentence-final punctuation, uniform indentation."""
+    """Whether a block has at least 8 words, 80% letters and spaces, 18% function words, sentence-final punctuation and
+    uniform indentation.
+    """
     if lines[-1].rstrip()[-1] not in ".!?:":
         return False
-    # A deeper second line means a definition list ("x : int\n    The ..."); a bare "Args:" is its heading.
+    # A more deeply indented second line is a definition list ("x : int\n    The ..."); a bare "Args:" is its heading.
     indent = len(lines[0]) - len(lines[0].lstrip())
     if any(len(line) - len(line.lstrip()) != indent or BULLET.match(line) for line in lines):
         return False

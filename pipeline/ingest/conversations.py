@@ -1,9 +1,10 @@
 """Convert conversations from the formats of public datasets to the message lists of `records`.
 
-In: lists of role/content or from/value, and whole transcripts (Glaive, hh-rlhf). Out: messages with the roles system,
-user, assistant, tool. Calls become `tool_calls` numbered from call_0, with arguments as JSON text. A result goes to the
-call whose id it names, else to the first call without a result; a JSON list with one entry per open call is split among
-those calls. Consecutive assistant text and calls are merged into one turn. Unreadable input raises `RowError`.
+In: lists of role/content or from/value messages, and transcripts (Glaive, hh-rlhf). Out: messages with the roles
+system, user, assistant and tool. Calls become `tool_calls` numbered from call_0, with arguments as JSON text. A result
+goes to the call whose id it names, else to the first call without a result; a JSON list with one entry per open call is
+split among those calls. Consecutive assistant text and calls are merged into one turn. Unreadable input raises
+`RowError`.
 
 Not guaranteed: that every call has a result, or that user and assistant alternate.
 """
@@ -31,7 +32,7 @@ class MessageBuilder:
     def __init__(self) -> None:
         self.messages: list[Message] = []
         self._num_calls = 0
-        self._open_calls: list[tuple[str, JsonObject]] = []  # (id in the source, our entry of tool_calls)
+        self._open_calls: list[tuple[str, JsonObject]] = []  # (id in the source, our entry in tool_calls)
 
     def add_turn(self, role: str, content: str) -> None:
         if role == "assistant":
@@ -78,8 +79,8 @@ class MessageBuilder:
 
 
 def check(messages: Sequence[Message], tool_list: Sequence[JsonObject]) -> None:
-    """Raise RowError unless the dialogue is trainable: at least one assistant turn, no empty ones, and calls only to
-    listed tools.
+    """Raise RowError unless the dialogue can be trained on: it needs an assistant turn, no assistant turn may be empty,
+    and only listed tools may be called.
     """
     if not any(message["role"] == "assistant" for message in messages):
         raise RowError("messages", "no assistant turn")

@@ -1,26 +1,26 @@
 """Deduplication and decontamination: exact and near-duplicate documents, and test items in training text.
 
     text -> fingerprint (64 bits), signature (256 bytes)      stateless, in the workers
-    signatures in order -> does an earlier one resemble it?   NearDuplicates, in the collecting process
+    each signature, in order -> does an earlier one resemble it?   NearDuplicates, in the collecting process
 
-Fingerprints find documents that are equal up to whitespace. Signatures find near duplicates: one-permutation MinHash
-(Li, Owen, Zhang 2012) of 5-token shingles in 256 bins, empty bins filled by rotation (Shrivastava & Li 2014), keeping
-8 bits of each minimum (Li & König 2010). 32 bands of 8 bins propose candidates: a pair with Jaccard similarity s is
-proposed with probability 1 - (1 - s^8)^32 (0.85 at 0.7, 0.996 at 0.8) and confirmed by the estimate over all 256 bins
-(standard error 0.03 at 0.7). Memory per document, whatever its length: 256 bytes of signature and 210 to 320 bytes of
-table. No text is kept.
+Fingerprints find documents that are equal up to whitespace. Signatures find near duplicates: each is a one-permutation
+MinHash (Li, Owen, Zhang 2012) of 5-token shingles in 256 bins, with empty bins filled by rotation (Shrivastava & Li
+2014) and 8 bits kept of each minimum (Li & König 2010). 32 bands of 8 bins propose candidates: a pair with Jaccard
+similarity s is proposed with probability 1 - (1 - s^8)^32 (0.85 at 0.7, 0.996 at 0.8); the estimate over all 256 bins
+(standard error 0.03 at 0.7) then confirms or rejects it. Memory per document, whatever its length: 256 bytes for the
+signature and 210 to 320 bytes for the table. No text is kept.
 
     data/benchmarks/* -> items (every string of every row) -> Index -> which items does this document contain?
     (name, text) items + data/raw corpora + training conversations -> found_in -> the names that were found
 
 Decontamination compares words after NFKC and lowercasing. A document hits an item if they share 13 consecutive words
-or, for shorter items, if it contains all of the item's words in a row (only items of at least 40 characters; a shorter
-match is no evidence). Word runs are compared as 64-bit hashes. `stage_corpus` drops training text that contains a
-benchmark item; `stage_tasks` instead drops its own test items that occur in training text, so that no tasks parameter
+or, for shorter items, if it contains all of the item's words consecutively (only items of at least 40 characters; a
+shorter match proves nothing). Word runs are compared as 64-bit hashes. `stage_corpus` drops training text that contains
+a benchmark item; `stage_tasks` instead drops its own test items that occur in training text, so that no tasks parameter
 triggers retraining.
 
-Not guaranteed: finding every near duplicate (see the probabilities), a document that merely contains another, a
-translation or paraphrase, or a solution with renamed variables.
+Not guaranteed: that this finds every near duplicate (see the probabilities above), a document that merely contains
+another, a translation or paraphrase, or a solution with renamed variables.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from pipeline.run.errors import DataError
 from pipeline.run.processes import pool_map
 
 BINS, BANDS, SHINGLE = 256, 32, 5
-ROTATION = 157  # added for each bin a value is moved, so that near and far donors differ
+ROTATION = 157  # added for each bin that a value moves, so that near and far donors give different values
 CHANCE_AGREEMENT = 1 / 256  # probability that two unrelated minima agree in 8 bits
 MAX_LOAD, GROWTH, LONGEST_CHAIN = 0.6, 1.5, 64
 EMPTY = np.uint32(0xFFFFFFFF)
@@ -79,7 +79,7 @@ def shingle_hashes(tokens: list[bytes], width: int) -> Hashes:
 
 
 def signature(text: str) -> bytes:
-    """The 256-byte MinHash of a text; a text shorter than a shingle is one shingle."""
+    """The 256-byte MinHash of a text; a text shorter than a shingle counts as one shingle."""
     tokens = TOKEN.findall(text.encode())
     hashes = shingle_hashes(tokens, min(SHINGLE, max(1, len(tokens))))
     if not len(hashes):
@@ -90,7 +90,7 @@ def signature(text: str) -> bytes:
     first = np.flatnonzero(np.r_[True, bins[1:] != bins[:-1]])
     filled, minima = bins[first], (hashes[first] & np.uint64(0xFF)).astype(np.int64)
     every = np.arange(BINS)
-    donor = np.searchsorted(filled, every) % len(filled)  # the next filled bin to the right, around the end
+    donor = np.searchsorted(filled, every) % len(filled)  # the next filled bin to the right, wrapping around at the end
     distance = (filled[donor] - every) % BINS
     return ((minima[donor] + ROTATION * distance) & 0xFF).astype(np.uint8).tobytes()
 
@@ -101,9 +101,9 @@ def _estimate(stored: NDArray[np.uint8], query: NDArray[np.uint8]) -> NDArray[np
 
 
 class NearDuplicates:
-    """The signatures so far, and a hash table from each band of each signature to the signature's number.
+    """All signatures added so far, and a hash table that maps each band of each signature to the signature's index.
 
-    The table stores numbers only: a slot is verified against the signature it points to. Two bands of the same document
+    The table stores only indices: a slot is verified against the signature it points to. Two bands of the same document
     may share a slot, since both find the document there.
     """
 
@@ -114,7 +114,7 @@ class NearDuplicates:
         self._table = np.full(int(1024 * BANDS / MAX_LOAD), EMPTY, np.uint32)
 
     def find(self, sketch: bytes) -> int | None:
-        """The number of the first document so far that resembles this one, or None."""
+        """The index of the first signature added so far that resembles this one, or None."""
         keys = np.frombuffer(sketch, np.uint64)
         slots = self._slots(keys)
         bands = np.arange(BANDS)
@@ -132,7 +132,7 @@ class NearDuplicates:
         return int(candidates[near][0]) if near.any() else None
 
     def add(self, sketch: bytes) -> int:
-        """Add a signature and return its number."""
+        """Add a signature and return its index."""
         number = self.count
         self.count += 1
         if self.count > len(self._words):  # in place: the allocator moves pages, so nothing is in memory twice
@@ -172,13 +172,13 @@ class NearDuplicates:
 # -- decontamination ---------------------------------------------------------------------------------------------------
 
 
-RUN_LENGTH, MIN_CHARACTERS = 13, 40  # words in a row; characters of an item with fewer words
+RUN_LENGTH, MIN_CHARACTERS = 13, 40  # consecutive words that make a hit; characters of an item with fewer words
 WORD = re.compile(r"\w+")
 READ_WHOLE = (".txt", ".md", ".rst", ".py", ".sh")
 
 
 def words(text: str) -> list[bytes]:
-    """The words of a text after NFKC and lowercasing, in UTF-8."""
+    """The words of a text after NFKC normalization and lowercasing, encoded in UTF-8."""
     plain = text if text.isascii() else unicodedata.normalize("NFKC", text)
     return [word.encode("utf-8", "replace") for word in WORD.findall(plain.lower())]
 
@@ -213,7 +213,7 @@ class Index:
         return len(self.names)
 
     def hits(self, text: str) -> list[str]:
-        """Names of the items that this text contains or shares 13 consecutive words with, in the items' order."""
+        """Names of the items that this text contains or shares 13 consecutive words with, in item order."""
         if not self.names:
             return []
         text_words, numbers = words(text), set()
@@ -226,7 +226,7 @@ class Index:
 
 
 def benchmark_files(folder: Path) -> list[Path]:
-    """The files of data/benchmarks/ in a fixed order, except README.md and hidden files."""
+    """All files in data/benchmarks/ except README.md and hidden files, in a fixed order."""
     if not folder.is_dir():
         return []
     files = (path for path in folder.rglob("*") if path.is_file())
@@ -237,7 +237,7 @@ def benchmark_files(folder: Path) -> list[Path]:
 
 
 def benchmark_items(folder: Path) -> Iterator[tuple[str, str]]:
-    """(file:row, text) of every string in the benchmark files. Raises DataError for an unreadable file."""
+    """(file:row, text) for every string in the benchmark files. Raises DataError for an unreadable file."""
     for path in benchmark_files(folder):
         name = path.relative_to(folder).as_posix()
         for number, row in enumerate(_rows(path), start=1):
@@ -279,12 +279,12 @@ def _rows(path: Path) -> Iterator[object]:
         yield from _json_rows(path, text)
     else:
         raise DataError(
-            f"{path}: expected .jsonl, .json, .csv, .tsv, .parquet (or .gz of these) or text; convert or remove it"
+            f"{path}: expected .jsonl, .json, .csv, .tsv, .parquet or text, optionally gzipped; convert or remove it"
         )
 
 
 def _json_rows(path: Path, text: str) -> Iterator[object]:
-    """The rows of a JSON list or object, else of JSON lines (as in the .json files of BFCL)."""
+    """The elements of a JSON list, one JSON object, or the rows of JSON lines (as in BFCL's .json files)."""
     try:
         content = json.loads(text)
     except json.JSONDecodeError:
@@ -325,7 +325,7 @@ def found_in(items: Sequence[tuple[str, str]], corpora: Iterable[Path], texts: I
 
 
 def search_corpus_file(search: CorpusSearch) -> set[str]:
-    """The items found in one parquet file."""
+    """Names of the items found in one parquet file."""
     index, hits = Index(search.items), set[str]()
     with pyarrow.parquet.ParquetFile(search.path) as file:
         for batch in file.iter_batches(columns=["text", "source"]):

@@ -1,4 +1,4 @@
-"""Entries of a kind: where the text, code, dialogues, problems, preferences or labels of `data: files` come from.
+"""The entries of each kind: sources of the text, code, dialogues, problems, preferences and labels of `data: files`.
 
     dialogues:                                            one list per kind; [] means no data of this kind
       - chats/*.jsonl                                     a glob below data/own/                      FileEntry
@@ -11,11 +11,11 @@
         weight: 0.3
       - repository: repos/mine                            a repository below data/own/                RepositoryEntry
 
-A mapping's keys determine which of the four it is. Weights define a mixture (`ingest/mixture.py`): either every entry
-of a kind has one or none does.
+A mapping's keys determine the type of the entry. Weights define a mixture (`ingest/mixture.py`): either all entries of
+a kind have a weight or none do.
 
-This module checks what needs no file access. Whether a glob matches, whether an option affects the files it matches,
-and whether the columns exist is checked when the files are read (`ingest/own_files.py`).
+The checks here need no file access. Whether a glob matches, whether an option applies to the files it matches, and
+whether the columns exist are checked when the files are read (`ingest/own_files.py`).
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ PACKAGES = "packages"  # the entry for our own generators and harvested packages
 
 
 def check_weight(weight: float | None) -> None:
-    """Raise ValueError unless the weight is a positive number."""
+    """Raise ValueError unless the weight is None or a positive number."""
     if weight is not None and not (weight > 0 and math.isfinite(weight)):
         raise ValueError(f"weight: expected more than 0, got {weight:g}; to leave the entry out, remove it")
 
 
 @dataclass(frozen=True, kw_only=True)
 class FileEntry:
-    """Files below data/own/ and how to read them. None: use the top-level key of the same name."""
+    """Files below data/own/ and how to read them. An option that is None takes the top-level key's value."""
 
     files: str
-    """A glob."""
+    """A glob below data/own/."""
     columns: dict[str, str] = field(default_factory=dict)
     """Tables only: column in the files -> our column name."""
     shape: str | None = None
@@ -63,7 +63,7 @@ class FileEntry:
         if taken:
             raise ValueError(f"columns: two columns cannot both become {taken[0]!r}")
         if idle := [name for name, ours in self.columns.items() if name == ours]:
-            raise ValueError(f"columns: {idle[0]!r} already has this name; remove it")
+            raise ValueError(f"columns: {idle[0]!r} is mapped to itself; remove this entry")
 
     @property
     def name(self) -> str:
@@ -82,9 +82,9 @@ class PackagesEntry:
     """The `data: packages` records of a kind: generated ones, plus harvested packages for text and code."""
 
     source: Literal["packages"]
-    """packages."""
+    """Always `packages`."""
     weight: float | None = None
-    """As for files."""
+    """As in an entry with `files`."""
 
     def __post_init__(self) -> None:
         check_weight(self.weight)
@@ -100,13 +100,13 @@ class HubSet:
     """One Hugging Face hub dataset, for one kind of record."""
 
     id: str
-    """Owner/name."""
+    """The dataset's owner/name."""
     config: str | None = None
     """The dataset's configuration, if it has several."""
     data_dir: str | None = None
     """Folder inside the dataset."""
     revision: str | None = None
-    """40 hex digits; none: resolved once, printed and recorded."""
+    """A commit (40 hex digits); none: `main`, resolved once, printed and recorded."""
     train: str = "train"
     """The split to train on."""
     val: str | None = None
@@ -115,16 +115,16 @@ class HubSet:
     """One of the shapes in ingest/shapes.py."""
     text_field: str | list[str] = "text"
     """The text column, or a list of columns to join; in dialogues, the last one is the answer."""
-    licence: str = "unknown"
+    license: str = "unknown"
     """The license of every row."""
-    licence_field: str | None = None
-    """The column with each row's license, instead."""
+    license_field: str | None = None
+    """The column with each row's license; rows without one get `license`."""
     level: str | None = None
-    """For AceCode: easy, medium, hard."""
+    """With shape acecode: easy, medium or hard; none: all difficulties."""
     max_rows: int | None = None
     """Maximum number of rows per split."""
     enabled: bool = True
-    """False skips the dataset; the listed gated ones are off by default."""
+    """False skips the dataset; conf/data/hub.yaml sets this for gated datasets."""
 
     @property
     def name(self) -> str:
@@ -137,9 +137,9 @@ class HubEntry(HubSet):
     """A hub dataset as an entry of a kind."""
 
     source: Literal["hub"]
-    """hub."""
+    """Always `hub`."""
     weight: float | None = None
-    """As for files."""
+    """As in an entry with `files`."""
 
     def __post_init__(self) -> None:
         check_weight(self.weight)
@@ -154,9 +154,9 @@ class RepositoryEntry:
     repository: str
     """A folder below data/own/."""
     held_out: list[str] = field(default_factory=list)
-    """Folders to hold out of training (".": all of it); []: some top-level folders, chosen by a hash of their names."""
+    """Folders to hold out of training (".": all of them); []: some top-level ones, chosen by a hash of their names."""
     weight: float | None = None
-    """As for files."""
+    """As in an entry with `files`."""
 
     def __post_init__(self) -> None:
         check_weight(self.weight)
@@ -164,7 +164,7 @@ class RepositoryEntry:
             if not folder or folder.startswith("/") or ".." in folder.split("/"):
                 raise ValueError(
                     f"repository, held_out: expected a path below data/own/ and folders in it, got {folder!r}; clone "
-                    "or copy the repository there, so that changes to it are noticed"
+                    "or copy the repository to data/own/, so that changes to it are noticed"
                 )
 
     @property
@@ -179,7 +179,7 @@ REPOSITORY_KINDS = ("code", "problems", "dialogues")
 
 
 def resolved(written: Sequence[Written]) -> list[Entry]:
-    """Resolve a list to its enabled entries: strings become entries without options."""
+    """The enabled entries of a list; strings become entries without options."""
     entries: list[Entry] = []
     for one in written:
         if one == PACKAGES:
@@ -197,7 +197,7 @@ def weight_of(entry: Entry) -> float | None:
 
 
 def check_list(kind: str, written: Sequence[Written]) -> None:
-    """Raise ValueError if only some entries have weights, or if an entry is listed twice."""
+    """Raise ValueError if an entry does not suit the kind or is listed twice, or if only some entries have weights."""
     entries = resolved(written)
     for entry in entries:
         if isinstance(entry, FileEntry):
@@ -215,7 +215,7 @@ def check_list(kind: str, written: Sequence[Written]) -> None:
 
 
 def _check_reading(kind: str, entry: FileEntry) -> None:
-    """Raise ValueError for a shape of another kind, and for a key that no shape of this kind uses."""
+    """Raise ValueError for a shape of another kind, or for a key that no shape of this kind uses."""
     where = f"{kind}: {entry.files}"
     try:
         shape = shapes.named(entry.shape or "auto", kind)
@@ -224,4 +224,4 @@ def _check_reading(kind: str, entry: FileEntry) -> None:
     if entry.shape not in (None, "auto") and shape is None:
         raise ValueError(f"{where}: shape: {entry.shape} produces no {kind}; expected {', '.join(shapes.names(kind))}")
     if entry.text_field and COLUMNS not in shapes.names(kind):
-        raise ValueError(f"{where}: text_field: is not used for {kind}; rename columns with `columns`")
+        raise ValueError(f"{where}: `text_field` is not used for {kind}; rename columns with `columns`")

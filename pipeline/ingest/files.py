@@ -1,22 +1,22 @@
 """Read files as rows: JSONL, JSON, CSV and parquet; plain text, source code or a notebook is one row
 `{"text": ...}`.
 
-Out: (line, row) in file order. An unreadable row is a `RowError` with the reason, so a broken row costs only itself
-(`datasets` aborts without a location). `line` counts from 1: the line where the row begins, or the row number in
-parquet. Encodings: UTF-8 with or without BOM, UTF-16 and UTF-32 by their BOM, else `encoding`; the error for an invalid
-byte gives its offset in the file. A row over 64 MB is discarded while reading, so it takes no memory.
+Out: (line, row) in file order. An unreadable row is a `RowError` with the reason, so a broken row does not affect the
+others (`datasets` aborts without naming the location). `line` counts from 1: the line where the row begins, or the row
+number in parquet. Encodings: UTF-8 with or without BOM, UTF-16 and UTF-32 by their BOM, else `encoding`; the error for
+an invalid byte gives its offset in the file. A row over 64 MB is discarded while being read, so it takes no memory.
 
-The CSV delimiter is whichever of `,` `;` tab `|` occurs most in the header. Only the cells of a notebook are read: as
-code, the code with the prose as comments; as text, only the prose. Outputs are skipped.
+The CSV delimiter is whichever of `,` `;` tab `|` occurs most often in the header. Only the cells of a notebook are
+read: for code, its code cells with the prose as comments; for text, only the prose. Outputs are skipped.
 
 Parquet is read in bounded memory, because a kilobyte of it can expand to gigabytes: a text is stored once and repeated
 by index, zeros and nulls are stored as a count, and compression does the rest. So texts stay dictionary indices until
-a single row is materialized, after its size has been summed up; and a row group whose footer suggests a decompression
+a single row is materialized, after its size has been computed; and a row group whose footer suggests a decompression
 bomb is not read at all.
 
-Not guaranteed: low memory for `.json`, which is read whole and rejected over 256 MB (use `.jsonl`); rows after the
+Not guaranteed: low memory for `.json`, which is read at once and rejected over 256 MB (use `.jsonl`); rows after the
 first error inside a `.json` list, in UTF-16 or UTF-32, or after 64 MB of CSV without the end of a row: these become one
-rejected row. For parquet, neither protection from a footer that lies about page sizes (the format allows 2 GB a page)
+rejected row. For parquet, neither protection from a footer that lies about page sizes (the format allows 2 GB per page)
 nor speed: dictionary-encoded texts are read at about 100 MB/s.
 """
 
@@ -40,7 +40,7 @@ Rows = Iterator[tuple[int, object]]  # (line, row)
 
 ROW_BYTES = 64 * 1024 * 1024  # a longer row is a mistake (an unclosed quote, a file without line feeds)
 DOCUMENT_BYTES = 32 * 1024 * 1024  # a longer plain text is split into rows at blank lines
-JSON_BYTES = 256 * 1024 * 1024  # the largest file that is read whole: a list of rows, a notebook
+JSON_BYTES = 256 * 1024 * 1024  # the largest file that is read at once (a list of rows, a notebook)
 CHUNK_BYTES = 1024 * 1024
 UNZIPPED_BYTES = 256 * 1024 * 1024  # the most that a gzip file may expand to
 
@@ -66,7 +66,7 @@ class BadByte(RowError):
 
 
 def rows(path: Path, encoding: str) -> Rows:
-    """The rows of a table, in the format of its suffix. Raises DataError for a bad header or an unknown encoding."""
+    """The rows of a table, whose suffix names the format. Raises DataError for a bad header or an unknown encoding."""
     suffix = path.suffix.lower()
     if suffix == ".parquet":
         return parquet_rows(path, ROW_BYTES)
@@ -78,8 +78,8 @@ def rows(path: Path, encoding: str) -> Rows:
 
 
 def document(path: Path, encoding: str) -> Iterator[tuple[int, dict[str, str] | RowError]]:
-    """A plain text as one row, or as several if it exceeds 32 MB: cut at the next blank line, or after 64 MB at any
-    line. Windows line endings become line feeds.
+    """A plain text as one row, or as several if it exceeds 32 MB: it is cut at the next blank line, or after 64 MB
+    at any line. Windows line endings become line feeds.
     """
     first, size, parts = 1, 0, []
     failure: RowError | None = None
@@ -103,9 +103,7 @@ def notebook(path: Path, encoding: str, *, code: bool) -> tuple[int, dict[str, s
         return 1, row
     cells = row.get("cells") if isinstance(row, dict) else None
     if not isinstance(cells, list) or not all(isinstance(cell, dict) for cell in cells):
-        return 1, RowError(
-            "cells", "expected a notebook of nbformat 4, with a list of cells; open and save it in Jupyter"
-        )
+        return 1, RowError("cells", "expected an nbformat 4 notebook with a list of cells; open and save it in Jupyter")
     parts = []
     for cell in cells:
         source, kind = cell.get("source", ""), cell.get("cell_type")
@@ -126,7 +124,7 @@ def unzipped(path: Path) -> bytes:
     with gzip.open(path) as file:
         raw = file.read(UNZIPPED_BYTES + 1)
     if len(raw) > UNZIPPED_BYTES:
-        raise DataError(f"{path}: expands to more than {UNZIPPED_BYTES >> 20} MB; unpack what you need of it")
+        raise DataError(f"{path}: expands to more than {UNZIPPED_BYTES >> 20} MB; unpack only what you need")
     return raw
 
 
@@ -163,7 +161,7 @@ def _detect_codec(path: Path, encoding: str) -> tuple[str, int]:
                 return codec, len(mark)
         if name == "utf-8":
             return name, 0
-        # Text with non-ASCII letters that decodes as UTF-8 almost always is UTF-8; `encoding` is for other files.
+        # Text with non-ASCII letters that decodes as UTF-8 is almost always UTF-8; `encoding` is for other files.
         decoder = codecs.getincrementaldecoder("utf-8")()
         file.seek(0)
         try:
@@ -198,7 +196,7 @@ def _byte_lines(file: BinaryIO, codec: str, offset: int) -> Iterator[tuple[int, 
 
 
 def _decoded_lines(file: BinaryIO, codec: str, offset: int) -> Iterator[tuple[int, str | RowError]]:
-    """Lines in a codec with multi-byte line feeds: decode first, then split. An error ends the file, because later
+    """Lines in a codec with multi-byte line feeds: decode first, then split. An error ends the reading, because later
     lines cannot be recovered.
     """
     decoder = codecs.getincrementaldecoder(codec)()
@@ -252,9 +250,9 @@ def _parse_json(text: str) -> object:
 
 
 def _json(path: Path, encoding: str) -> Rows:
-    """A list of rows, one object, or one row per line (as in many datasets named .json)."""
+    """A list of rows, one object, or one row per line (as in many .json datasets)."""
     if path.stat().st_size > JSON_BYTES:
-        yield 1, RowError("row", f"file over {JSON_BYTES >> 20} MB, and .json is read whole; convert it to .jsonl")
+        yield 1, RowError("row", f"over {JSON_BYTES >> 20} MB, and .json is read at once; convert it to .jsonl")
         return
     codec, start = _detect_codec(path, encoding)
     raw = path.read_bytes()[start:]
@@ -306,7 +304,7 @@ def _skip_space(text: str, position: int) -> int:
 
 
 class _CsvLines:
-    """Feeds csv.reader, which consumes as many lines as a row needs, and keeps the first error among them."""
+    """The lines for csv.reader, which consumes as many as a row needs; keeps the first error among these lines."""
 
     def __init__(self, path: Path, encoding: str) -> None:
         self.number = 0  # of the last line
@@ -382,8 +380,8 @@ MAX_ROWS = 100  # per byte of the file; rows with content take more than one byt
 
 
 def parquet_rows(path: Path, max_bytes: int) -> Rows:
-    """The rows in order, numbered from 1. A row over `max_bytes` or a decompression-bomb row group becomes a RowError;
-    a file that is not parquet is one rejected row.
+    """The rows in order, numbered from 1. A row over `max_bytes` becomes a RowError, and so does a row group that
+    looks like a decompression bomb; a file that is not parquet is one rejected row.
     """
     number = 0
     try:
@@ -442,11 +440,11 @@ def _num_bytes(batch: pa.RecordBatch) -> int:
 
 
 def _bytes_of(array: pa.Array) -> int:
-    """Bytes of an array with its dictionaries expanded."""
+    """The size of an array in bytes, with its dictionaries expanded."""
     if isinstance(array, pa.DictionaryArray):
         lengths = pc.call_function("binary_length", [array.dictionary]).take(array.indices)
         return pc.call_function("sum", [lengths]).as_py() or 0
-    if isinstance(array, pa.ListArray | pa.LargeListArray | pa.FixedSizeListArray):  # a map is a list too
+    if isinstance(array, pa.ListArray | pa.LargeListArray | pa.FixedSizeListArray):  # a map is also a list
         return 8 * len(array) + _bytes_of(array.flatten())
     if isinstance(array, pa.StructArray):
         return sum(_bytes_of(child) for child in array.flatten())

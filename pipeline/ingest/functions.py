@@ -1,15 +1,15 @@
 """Turn the functions of a repository into programming tasks: their code, their dependencies, and mutants.
 
     Source(files, name)
-    .functions(path)            -> the top-level functions that could be tasks, and why the others could not
+    .functions(path)            -> the top-level functions that could be tasks, and why the others cannot
     .context(path, function)    -> one program with everything the function needs, minus its body
-    mutants(function)           -> sources that differ from it in one place
+    mutants(function)           -> versions of its source, each changed in one place
 
-The context is a slice of the module: the statements that bind the names the function reads, and, transitively, the
-names that those statements read, without function docstrings and annotations. Names from other modules of the
-repository are sliced the same way; each such module is built in memory and registered in `sys.modules` before it is
-imported. So a candidate needs no file, and no part of the function's body is present where it runs. The function itself
-is replaced by a stub, for tables that refer to it; the candidate, appended to the context, redefines it.
+The context is a slice of the module: the statements that bind the names the function reads and, transitively, the names
+that those statements read; docstrings and function annotations are removed. Other modules of the repository are sliced
+the same way; each is built in memory and registered in `sys.modules` before it is imported. So a candidate needs no
+file, and it cannot see any part of the function's own body. The function itself is replaced by a stub, because tables
+may refer to it; the candidate, appended to the context, redefines it.
 
 Not guaranteed: that a slice behaves like the module (names created through `globals()`, stateful decorators, order of
 side effects). Callers that build tasks must first run the function's own body on the slice.
@@ -67,9 +67,9 @@ class _Module:
     path: str
     tree: ast.Module
     text: str
-    binds: dict[str, list[int]] = field(default_factory=dict)  # name -> statements
+    binds: dict[str, list[int]] = field(default_factory=dict)  # name -> indices of the statements that bind it
     stars: list[str] = field(default_factory=list)  # files imported with *
-    imports: dict[str, list[tuple[Import, list[str]]]] = field(default_factory=dict)  # bound name -> its origin
+    imports: dict[str, list[tuple[Import, list[str]]]] = field(default_factory=dict)  # bound name -> (import, files)
 
 
 class ParsedFiles:
@@ -84,7 +84,7 @@ class ParsedFiles:
             try:
                 tree = ast.parse(text)
             except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-                self.broken[path] = f"no Python of this version: {getattr(error, 'msg', error)}"
+                self.broken[path] = f"is not valid Python for this version: {getattr(error, 'msg', error)}"
                 continue
             self._files[path] = self._module(path, tree, text)
 
@@ -101,7 +101,7 @@ class ParsedFiles:
         return module
 
     def functions(self, path: str) -> tuple[list[MinedTask], dict[str, str]]:
-        """The functions of a file that could be tasks, and the names of the others with the reason."""
+        """The functions of a file that could be tasks, and name -> reason for those that cannot."""
         tasks, others = [], dict[str, str]()
         module = self._files.get(path)
         for node in module.tree.body if module else []:
@@ -153,7 +153,7 @@ class ParsedFiles:
         return _bare(found[-1])
 
     def _require(self, path: str, name: str, needed: dict[str, set[int]]) -> Iterator[tuple[str, str]]:
-        """Add the statements that bind a name in a file; yield the names they read."""
+        """Add to `needed` the statements that bind a name in a file; yield the names that these statements read."""
         module = self._files.get(path)
         if module is None:
             raise Unsliceable(f"needs {path}, which {self.broken.get(path, 'does not exist')}")
@@ -206,7 +206,7 @@ class ParsedFiles:
         return found
 
     def _in_order(self, needed: Mapping[str, set[int]]) -> list[str]:
-        """The other files, imported ones first except within cycles."""
+        """The needed files, each after the files it imports, except within cycles."""
         order: list[str] = []
 
         def visit(path: str, above: frozenset[str]) -> None:
@@ -224,7 +224,7 @@ class ParsedFiles:
         return order
 
     def _sliced(self, path: str, statements: set[int], reads: set[str], stub: str | None = None) -> str:
-        """The statements as source; repository imports use full names and import only the names in `reads`."""
+        """The source of these statements; repository imports use full names and import only the names in `reads`."""
         module = self._files[path]
         numbers = set(statements)
         if stub is not None:
@@ -247,7 +247,7 @@ class ParsedFiles:
 
 
 class _Absolute(ast.NodeTransformer):
-    """Rewrites the repository's imports to the names of its in-memory modules."""
+    """Rewrites imports within the repository to the full names of its in-memory modules."""
 
     def __init__(self, modules: Modules, path: str) -> None:
         self.modules, self.path = modules, path
@@ -266,7 +266,7 @@ class _Absolute(ast.NodeTransformer):
 
 
 def _unfit(node: Function, module: _Module) -> str:
-    """Why a function cannot be a task; "" if it can."""
+    """The reason why a function cannot be a task; "" if it can."""
     if node.name.startswith("test"):
         return "is a test"
     if any(_name_of(one) not in CACHES for one in node.decorator_list):
@@ -307,7 +307,7 @@ def _bound(node: ast.stmt) -> set[str]:
 
 
 def _read(node: ast.AST) -> set[str]:
-    """The names read in a node that are not bound in the function reading them."""
+    """The names that a node reads, except those bound in the function that reads them."""
     if isinstance(node, ast.Name):
         return {node.id} if isinstance(node.ctx, ast.Load) else set()
     if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
@@ -371,7 +371,7 @@ def _is_star(node: ast.stmt) -> bool:
 
 
 def _bare(node: Function) -> Function:
-    """The function without annotations, docstring and decorators."""
+    """A copy of the function without annotations, docstring or decorators."""
     lean = _lean(node)
     assert isinstance(lean, ast.FunctionDef)
     lean.decorator_list = []
@@ -385,7 +385,7 @@ def _name_of(decorator: ast.expr) -> str:
 
 
 def _lean(node: ast.stmt) -> ast.stmt:
-    """A copy without docstrings and function annotations."""
+    """A copy of the statement without docstrings or function annotations."""
     node = copy.deepcopy(node)
     for inner in ast.walk(node):
         if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -428,7 +428,7 @@ COMPUTED = {
 
 
 def mutants(node: Function, most: int = MOST_MUTANTS) -> list[str]:
-    """Up to `most` versions of the function, each changed at one place picked by hash; none equals the original."""
+    """Up to `most` versions of the function, each changed in one place chosen by hash; none equals the original."""
     whole = _bare(node)
     original = ast.unparse(whole)
     count = sum(1 for _ in _changed(whole))

@@ -2,15 +2,16 @@
 
     RepositoryEntry of `dialogues` -> git log -> user: the diff, assistant: the message    (newest first)
 
-Limits: MOST_COMMITS commits, LOG_BYTES of log, SECONDS. Commits are dropped with a reason and counted: a diff without
-text or over DIFF_BYTES, a message shorter than FEWEST_WORDS words, a secret. Email addresses are replaced as in all
-sources. Merges are skipped. A commit that touches a held-out folder (`repository.held_out`) goes to validation and
-test; if no folder is held out, `val_share` and `test_share` of the commits do.
+Limits: MOST_COMMITS commits, LOG_BYTES bytes of log, SECONDS seconds. A commit is dropped, with a reason, and counted
+if its diff has no text or more than DIFF_BYTES bytes, if its message has fewer than FEWEST_WORDS words, or if it
+contains a secret. Email addresses are replaced as in all sources. Merges are skipped. A commit that touches a held-out
+folder (`repository.held_out`) goes to validation and test; if no folder is held out, `val_share` and `test_share` of
+the commits do.
 
 The repository may be untrusted, and git runs programs named in a repository's own configuration. So external diffs,
 text conversion, signatures, hooks, file monitors and lazy fetching are disabled.
 
-Not guaranteed: that DVC notices a commit that changes no file, because it ignores `.git`.
+Not guaranteed: that DVC notices a commit that changes no file, because DVC ignores `.git`.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ LOG = (
 def read(own: Path, config: DataConfig, parts: Path, tally: RowCounts) -> Iterator[Accepted]:
     """The commits of every repository among the `dialogues` entries. Adds the commit counts to `tally`.
 
-    Raises DataError if a folder is not a git repository itself, git is missing, or no commit is left.
+    Raises DataError if a folder is not itself a git repository, git is missing, or no commit is left.
     """
     for number, entry in enumerate(config.entries("dialogues")):
         if isinstance(entry, RepositoryEntry):
@@ -75,12 +76,12 @@ def _read(
                     yield Accepted(number, entry.repository, line, intake.num_accepted, chosen, accepted)
         intake.add_to(tally)
         if not intake.num_accepted:
-            raise DataError(f"dialogues: {entry.repository}: no usable commit among {intake.num_rows}; {rejected}")
+            raise DataError(f"dialogues: {entry.repository}: no usable commit among {intake.num_rows}; see {rejected}")
     say(f"dialogues: {entry.repository}: {intake.num_accepted} commits, {intake.num_rejected} left out")
 
 
 def _dialogue(identity: str, message: str, diff: str) -> Dialogue:
-    """Raises RowError with the reason a commit is left out."""
+    """A commit as a dialogue. Raises RowError with the reason if the commit is left out."""
     if "\n@@ " not in f"\n{diff}":
         raise RowError("diff", "has no text")
     if len(diff.encode()) > DIFF_BYTES:
@@ -88,7 +89,7 @@ def _dialogue(identity: str, message: str, diff: str) -> Dialogue:
     if len(message.split()) < FEWEST_WORDS:
         raise RowError("message", f"has fewer than {FEWEST_WORDS} words")
     try:
-        message, diff = (cleaning.without_secrets(cleaning.normalise(text)) for text in (message, diff))
+        message, diff = (cleaning.without_secrets(cleaning.normalize(text)) for text in (message, diff))
     except cleaning.Dropped as dropped:
         raise RowError("commit", str(dropped)) from dropped
     messages = [{"role": "user", "content": QUESTION.format(diff=diff)}, {"role": "assistant", "content": message}]
@@ -98,7 +99,7 @@ def _dialogue(identity: str, message: str, diff: str) -> Dialogue:
 def commits(root: Path) -> Iterator[tuple[str, str, str]]:
     """(hash, message, diff) of each commit within the limits, newest first. Raises DataError."""
     if not (root / ".git").exists():
-        raise DataError(f"dialogues: {root}: has no .git, and so no commits; clone it there, or remove the entry")
+        raise DataError(f"dialogues: {root}: has no .git; clone the repository there, or remove the entry")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     environment |= {"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull, "GIT_NO_LAZY_FETCH": "1"}
     environment |= {"GIT_TERMINAL_PROMPT": "0", "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C.UTF-8"}

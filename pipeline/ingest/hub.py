@@ -1,4 +1,4 @@
-"""Read public Hugging Face hub datasets (`data=hub`) as records. They are listed in conf/data/hub.yaml.
+"""Read public Hugging Face hub datasets as records; for `data=hub`, conf/data/hub.yaml lists the datasets.
 
 In: the datasets of one kind, and a folder that survives crashes. `datasets` streams each file of a dataset into
 <set>/<split>/part-N.parquet.tmp (one column, the row as JSON), which is renamed when complete: a restart skips the
@@ -6,8 +6,8 @@ complete parts and produces the same bytes. Out: `Accepted` rows. Rows are parse
 below; `intake.Intake` accepts or rejects them, and writes rejected ones to <set>/rejected.jsonl.
 
 A revision is 40 hex digits; if none is given, `main` is resolved once, printed, and stored in <set>/revision.txt. An
-interrupted file download is retried from its beginning, up to five times, on top of huggingface_hub's own retries
-within a file.
+interrupted file download is retried from its beginning, up to five times, in addition to huggingface_hub's own
+retries within a file.
 
 TIGER-Lab/AceCode-89K provides problems of a chosen difficulty, as used by DiffuCoder's coupled-GRPO. Rows are {id,
 question, test_cases: [assert, ...], inferences: [{model_name, completion, pass_rate}, ...]}. Difficulty depends on how
@@ -21,8 +21,8 @@ often two models solved a question (apple/ml-diffucoder, recipes/process_data.py
 A question that does not contain "you" and whose best completion begins with `def` yields a second problem: a signature
 with the question as its docstring. A question without a code block gets its first test appended, which is then visible.
 
-Not guaranteed: that a dataset still has the columns its shape needs at a different revision; that a best completion is
-correct (it becomes the answer only if it passed every test). HF_ENDPOINT, HF_HOME and HF_TOKEN are passed through to
+Not guaranteed: that a dataset still has the columns its shape needs at a different revision; that the best completion
+is correct (it becomes the answer only if it passed every test). HF_ENDPOINT, HF_HOME and HF_TOKEN are passed through to
 huggingface_hub. The folder belongs to one configuration: different row caps need a different folder.
 """
 
@@ -80,7 +80,7 @@ def read_hub(config: DataConfig, kind: str, parts: Path, tally: RowCounts | None
 
 
 def sets_of(config: DataConfig, kind: str) -> dict[int, HubSet]:
-    """Entry number -> dataset, for the entries of a kind that name one."""
+    """Entry index -> dataset, for the entries of a kind that name a dataset."""
     return {number: entry for number, entry in enumerate(config.entries(kind)) if isinstance(entry, HubSet)}
 
 
@@ -104,7 +104,7 @@ def revisions(config: DataConfig, kind: str, parts: Path) -> dict[str, str]:
 
 
 def fetch(entry: HubSet, split: str, folder: Path) -> list[Path]:
-    """The parts of one split, fetching missing ones. `split` is the dataset's own name for it."""
+    """The parts of one split; missing parts are fetched. `split`: the split's name in the dataset."""
     revision = _revision(entry, folder)
     folder = folder / split
     folder.mkdir(parents=True, exist_ok=True)
@@ -134,7 +134,7 @@ def _revision(entry: HubSet, folder: Path) -> str:
         return entry.revision
     revision_file = folder / "revision.txt"
     if not revision_file.exists():
-        from huggingface_hub import HfApi  # here and below: takes seconds to import, only needed for data=hub
+        from huggingface_hub import HfApi  # here and below: slow to import, and needed only for hub datasets
 
         revision = _retry(entry, lambda: HfApi().dataset_info(entry.id, revision="main").sha)
         if revision is None or not _REVISION.fullmatch(revision):
@@ -281,10 +281,10 @@ def _with_set_name(record: SourceRecord, entry: HubSet, row: JsonObject) -> Sour
     name as its source, plus a license.
     """
     if isinstance(record, Text):
-        licence = row.get(entry.licence_field) if entry.licence_field else None
+        license = row.get(entry.license_field) if entry.license_field else None
         path = f"{entry.id}/{record.path}" if record.path else ""
         return replace(
-            record, source=entry.id, path=path, licence=licence if isinstance(licence, str) else entry.licence
+            record, source=entry.id, path=path, license=license if isinstance(license, str) else entry.license
         )
     identity = f"{entry.id}/{record.id}" if record.id else ""
     if isinstance(record, Problem):
@@ -303,10 +303,10 @@ LEVELS = {"easy": 1, "medium": 3, "hard": 5}  # difficulty -> level of a Problem
 class Thresholds:
     """Difficulty thresholds: percentiles over the full set."""
 
-    hard_mean: float  # 20th of the mean
-    hard_std: float  # 40th of the standard deviation
-    medium_mean: float  # 25th of the mean
-    easy_mean: float  # 75th of the mean
+    hard_mean: float  # 20th percentile of the mean
+    hard_std: float  # 40th percentile of the standard deviation
+    medium_mean: float  # 25th percentile of the mean
+    easy_mean: float  # 75th percentile of the mean
 
     def takes(self, pass_rates: list[float], level: str) -> bool:
         """Whether a question with these pass rates has this difficulty."""
@@ -318,7 +318,7 @@ class Thresholds:
         return mean >= self.easy_mean if level == "easy" else self.medium_mean <= mean <= self.easy_mean
 
     def group(self, pass_rates: list[float]) -> str:
-        """The difficulty by the mean alone, for a set that is not filtered by difficulty."""
+        """The difficulty according to the mean only, for a dataset that is not filtered by difficulty."""
         mean = float(np.mean(pass_rates)) if pass_rates else 0.0
         return "easy" if mean >= self.easy_mean else "medium" if mean >= self.medium_mean else "hard"
 
@@ -338,10 +338,10 @@ def reduce(row: JsonObject) -> JsonObject:
 
 
 def thresholds(all_pass_rates: Iterable[list[float]]) -> Thresholds:
-    """The thresholds over every question that one of the two models tried. Raises RowError if there is none."""
+    """The thresholds over all questions that one of the two models tried. Raises RowError if there is none."""
     rated = [rates for rates in all_pass_rates if rates]
     if not rated:
-        raise RowError("inferences", f"no pass_rate of {' or '.join(MODELS)} in the whole dataset")
+        raise RowError("inferences", f"no pass_rate of {' or '.join(MODELS)} in the entire dataset")
     means = [float(np.mean(rates)) for rates in rated]
     stds = [float(np.std(rates)) for rates in rated]
     hard, medium, easy = (float(value) for value in np.percentile(means, (20, 25, 75)))
@@ -349,7 +349,7 @@ def thresholds(all_pass_rates: Iterable[list[float]]) -> Thresholds:
 
 
 def problems(row: JsonObject, limits: Thresholds, level: str | None) -> list[Problem]:
-    """The problems of one reduced row: none if its difficulty differs, else one or two with the same key."""
+    """The problems of one reduced row: none if its difficulty is not `level`, else one or two with the same key."""
     if level is not None and not limits.takes(row["pass_rates"], level):
         return []
     question, cases = row["question"], row["test_cases"]

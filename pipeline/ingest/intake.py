@@ -1,10 +1,11 @@
 """Row intake: accept, deduplicate or reject each row of a source, assign its id and split, and count rows by file.
 
-`Intake` handles each row of the user's files and of the hub. Rejected rows go to a JSONL file (file, line, field,
+`Intake` handles each row of the user's files and of hub datasets. Rejected rows go to a JSONL file (file, line, field,
 reason), and the first five are printed as `file:line: field: reason`. A row without an id gets the blake2b hash of its
-content. A repeated id with the same content is a duplicate; with different content it is rejected. If a source has no
-named held-out files, `shares` of its rows are held out by blake2b(id), so that new rows do not move others. Problems
-are split by key, so that two versions of the same problem stay together. A text over 1 MB is cut at blank lines.
+content as its id. A row that repeats an id is a duplicate if the content is the same, and is rejected otherwise. If a
+source has no named held-out files, `shares` of its rows are held out by blake2b(id), so that new rows do not move
+existing ones. Problems are split by key, so that all versions of a problem stay together. A text over 1 MB is cut at
+blank lines.
 
 `RowCounts` counts the rows of a kind by file: accepted + duplicates + rejected + dropped = rows read. Dropped rows were
 valid but removed later: by cleaning in `stage_corpus`, as test items found in the training data, or as hub problems
@@ -40,13 +41,13 @@ _LINE_FEED = re.compile(r"\n")
 
 @dataclass(frozen=True)
 class RowCounts:
-    """Row counts of one kind by outcome, and the bytes of the rows accepted on reading."""
+    """Row counts of one kind of record by outcome, and the bytes of the rows that were accepted when read."""
 
     totals: dict[str, int] = field(default_factory=dict)
     files: dict[str, dict[str, int]] = field(default_factory=dict)  # by file
 
     def drop(self, file: str, num_rows: int = 1) -> None:
-        """Recount rows of a file from accepted to dropped."""
+        """Move rows of a file from the accepted count to the dropped count."""
         for counts in (self.totals, self.files[file]):
             counts["accepted"] -= num_rows
             counts["dropped"] += num_rows
@@ -79,8 +80,8 @@ class Intake:
     def __init__(
         self, rejected: Path, max_rejected: float | None, name: str, shares: tuple[float, float] = (0.0, 0.0)
     ) -> None:
-        """`rejected`: the JSONL file to write; `max_rejected`: share of all rows (None: no limit, even all of them);
-        `name`: the source's name in messages; `shares`: of the rows that go to val and test, chosen by id.
+        """`rejected`: the JSONL file to write; `max_rejected`: the share of rows that may be rejected (None: all);
+        `name`: the source's name in messages; `shares`: the shares of rows for val and test, chosen by id.
         """
         self._shares = shares
         self.num_accepted = self.num_duplicates = self.num_rejected = 0
@@ -95,7 +96,7 @@ class Intake:
 
     @property
     def num_rows(self) -> int:
-        """Rows so far."""
+        """Number of rows handled so far."""
         return self.num_accepted + self.num_duplicates + self.num_rejected
 
     def __enter__(self) -> Intake:
@@ -109,7 +110,7 @@ class Intake:
             self._check_counts()
 
     def add_to(self, tally: RowCounts) -> None:
-        """Add the counts of accepted, duplicate and rejected rows."""
+        """Add the counts of accepted, duplicate and rejected rows to `tally`."""
         for name in (*COUNTS, "bytes"):
             tally.totals.setdefault(name, 0)
         for file, counts in self._by_file.items():
@@ -118,7 +119,7 @@ class Intake:
                 tally.totals[name] += number
 
     def accept(self, record: SourceRecord, file: str, line: int, split: str | None) -> list[tuple[str, SourceRecord]]:
-        """(split, record), one per piece of a long text; empty for a duplicate. `split` None: chosen by id.
+        """(split, record) for each piece of a long text, else one; none for a duplicate. `split` None: chosen by id.
 
         Raises RowError if the id is taken or the row cannot be encoded as UTF-8.
         """
@@ -130,7 +131,7 @@ class Intake:
             self._count(file, "duplicates")
             return []
         if earlier is not None:
-            raise RowError("id", f"{identity[:80]!r} already exists at {earlier[1]}:{earlier[2]} with other content")
+            raise RowError("id", f"{identity[:80]!r} is already used at {earlier[1]}:{earlier[2]} for other content")
         self._seen[identity] = (content, file, line)
         self._count(file, "accepted")
         self._by_file[file]["bytes"] += num_bytes
@@ -158,7 +159,7 @@ class Intake:
             self.reject(file, line, error)
 
     def reject(self, file: str, line: int, error: RowError) -> None:
-        """Write the row to the rejected-rows file; also print the first five."""
+        """Write the location and the reason to the rejected-rows file; print the first five."""
         self._count(file, "rejected")
         entry = {"file": file, "line": line, "field": error.field, "reason": error.reason}
         self._file.write(json.dumps(entry) + "\n")  # ASCII: a reason may quote half a surrogate pair
@@ -178,11 +179,11 @@ class Intake:
                 + "\n  ".join(self._first_messages)
             )
         if not self.num_accepted:
-            raise DataError(f"{self._name}: none of {self.num_rows} rows are left, {self.num_rejected} rejected")
+            raise DataError(f"{self._name}: no row was accepted ({self.num_rows} read, {self.num_rejected} rejected)")
 
 
 def split_of(identity: str, val: float, test: float) -> str:
-    """train, val or test, by the id alone, so that new rows do not move others between splits."""
+    """train, val or test, based only on the id, so that new rows do not move existing ones between splits."""
     digest = hashlib.blake2b(identity.encode("utf-8"), digest_size=8).digest()
     quotient, remainder = divmod(int.from_bytes(digest, "big"), 50)
     number = (remainder + quotient % 1000 / 1000) / 50  # uniform in [0, 1); the first fiftieth has always been held out
@@ -190,9 +191,9 @@ def split_of(identity: str, val: float, test: float) -> str:
 
 
 def _content_hash(record: SourceRecord) -> tuple[bytes, int]:
-    """A hash of a record's content without its id, and its size. Raises RowError if UTF-8 cannot encode it."""
+    """A hash of a record's content without its id, and its size in bytes. Raises RowError if UTF-8 cannot encode it."""
     if isinstance(record, Text):
-        text, identity = record.text, record.path + record.source + record.licence
+        text, identity = record.text, record.path + record.source + record.license
     else:
         identity, text = record.id, to_json({**fields_of(record), "id": ""}, "row")
     try:
@@ -207,11 +208,11 @@ def _content_hash(record: SourceRecord) -> tuple[bytes, int]:
 
 
 def cut(document: Text) -> list[Text]:
-    """Split a text over 1 MB into pieces of at most 1 MB that make up the text; their paths end in `#1`, `#2`, ..."""
+    """Split a text over 1 MB into consecutive pieces of at most 1 MB; their paths end in `#1`, `#2`, ..."""
     if _num_bytes(document.text) <= TEXT_BYTES:
         return [document]
     pieces: list[list[str]] = []
-    size = TEXT_BYTES  # as if a piece were full: the first part starts one
+    size = TEXT_BYTES  # as if a piece were full, so that the first part starts a new one
     for part in _text_parts(document.text):
         length = _num_bytes(part)
         if size + length > TEXT_BYTES:
@@ -226,8 +227,8 @@ def cut(document: Text) -> list[Text]:
 
 
 def _text_parts(text: str) -> Iterator[str]:
-    """Paragraphs with their trailing blank lines; overlong paragraphs are split by lines, overlong lines by characters
-    (of at most 4 bytes).
+    """Paragraphs with their trailing blank lines. Overlong paragraphs are split into lines, and overlong lines between
+    characters (which have at most 4 bytes each).
     """
     for paragraph in _split_after(_BLANK_LINES, text):
         if _num_bytes(paragraph) <= TEXT_BYTES:

@@ -4,10 +4,10 @@
 
 An entry with more rows than its share is subsampled; one with fewer is repeated in whole passes plus a remainder. The
 subset and the remainder are the rows with the smallest keyed hash of their ids, so that new rows displace few others.
-Entries are interleaved evenly, each spread over the whole. For text and code the unit is a byte, not a row
+Entries are interleaved evenly, each spread over the entire split. For text and code, the unit is the byte, not the row
 (`ingest/selection.py`).
 
-A repeated record keeps its split, and its id gets the pass number (`#pass2`), so that ids stay unique. Held-out rows
+A repeated record keeps its split, and its id gets a suffix (`#pass2`), so that ids stay unique. Held-out rows
 are neither weighted nor repeated. Without weights, every row appears once.
 
 Not guaranteed: that more passes help. Beyond about four, repeated tokens are worth much less than new ones
@@ -54,18 +54,18 @@ class Lot(Generic[R]):
     lines: dict[str, int] = field(default_factory=dict)  # id -> the record's line in its file
 
 
-MADE = (PACKAGES, "repository")  # sources with generated records
+MADE = (PACKAGES, "repository")  # sources whose records the caller generates
 
 
 def read_lots(
     kind: str, record_type: type[R], data: DataConfig, own: Path, parts: Path, tallies: dict[str, RowCounts]
 ) -> list[Lot[R]]:
-    """The lots of a kind in entry order; those of MADE are empty, for the caller to fill.
+    """The lots of a kind in entry order; those with a source in MADE are empty, for the caller to fill.
 
-    If a lot read here has no test rows, every second held-out row becomes one. Adds the row counts to `tallies`.
+    If a lot read here has no test rows, every second held-out row becomes a test row. Adds the row counts to `tallies`.
     """
     lots: dict[int | str, Lot[R]] = {}
-    lot_of: list[Lot[R]] = []  # of each entry
+    lot_of: list[Lot[R]] = []  # the lot of each entry
     for number, entry in enumerate(data.entries(kind)):
         source = "files" if isinstance(entry, FileEntry) else "hub" if isinstance(entry, hub.HubSet) else PACKAGES
         if isinstance(entry, RepositoryEntry):
@@ -88,16 +88,16 @@ def read_lots(
             lot.splits[row.split].append(row.record)
             lot.files[row.record.id], lot.lines[row.record.id] = row.file, row.line
     for lot in lots.values():
-        if not lot.splits["test"]:  # the source has its own held-out rows
+        if not lot.splits["test"]:  # the source has no test split of its own
             held_out = lot.splits["val"]
             lot.splits["val"], lot.splits["test"] = held_out[::2], held_out[1::2]
     return list(lots.values())
 
 
 def hold_out(kind: str, lots: Sequence[Lot[R]], data: DataConfig) -> None:
-    """Move one training row each to `val` and `test` if these are empty, as long as rows are left.
+    """Move one training row to each of `val` and `test` that is empty, as long as training rows are left.
 
-    For problems, all versions of a key move together. A share of 0 moves nothing.
+    For problems, all versions of a key move together. A split with a share of 0 gets no row.
     """
     supplied = [lot for lot in lots if lot.source != PACKAGES]
     if not supplied:
@@ -106,7 +106,7 @@ def hold_out(kind: str, lots: Sequence[Lot[R]], data: DataConfig) -> None:
         if share == 0 or any(lot.splits[split] or lot.source == PACKAGES for lot in lots):
             continue
         groups = {_group(record): lot for lot in supplied for record in lot.splits["train"]}
-        if len(groups) > 1:  # the moved one is chosen by id, so that new rows rarely change it
+        if len(groups) > 1:  # the row is chosen by id, so that new rows rarely change the choice
             group = min(groups, key=lambda name: (stable_hash("held out", name), name))
             records = groups[group].splits["train"]
             groups[group].splits[split] = [record for record in records if _group(record) == group]
@@ -170,7 +170,7 @@ def check_filled(kind: str, entries: Iterable[tuple[str, int]]) -> None:
     for name, count in entries:
         if not count:
             raise DataError(
-                f"{kind}: {name}: nothing to train on: everything is empty, rejected, dropped or held out; a weighted "
+                f"{kind}: {name}: nothing to train on: all rows are rejected, dropped or held out; a weighted "
                 "entry needs rows, so add some or remove the entry"
             )
 
@@ -218,7 +218,7 @@ class Stock:
     name: str
     weight: float
     sizes: NDArray[np.int64]  # (n,) 1 for rows, or bytes
-    keys: NDArray[np.uint64]  # (n,) hashes that determine which rows are drawn more often
+    keys: NDArray[np.uint64]  # (n,) hashes that determine which rows are drawn once more than others
 
     @property
     def total(self) -> int:
@@ -232,7 +232,7 @@ def draw(stocks: Sequence[Stock]) -> list[NDArray[np.int64]]:
     """
     total, weights = sum(stock.total for stock in stocks), sum(stock.weight for stock in stocks)
     targets = [stock.weight / weights * total for stock in stocks]
-    # Largest remainders, so that the whole numbers add up to the total.
+    # Rounded by largest remainder, so that the integers add up to the total.
     whole = [int(target) for target in targets]
     order = sorted(range(len(stocks)), key=lambda number: (whole[number] - targets[number], number))
     for number in order[: total - sum(whole)]:
@@ -250,7 +250,7 @@ def _copies(stock: Stock, target: int) -> NDArray[np.int64]:
 
 
 def summary(stocks: Sequence[Stock], copies: Sequence[NDArray[np.int64]]) -> list[JsonObject]:
-    """For each entry: rows, share wanted and drawn, average draws per row, and rows never drawn."""
+    """For each entry: rows, shares wanted and drawn, average draws per row, and rows never drawn."""
     drawn = [int((stock.sizes * times).sum()) for stock, times in zip(stocks, copies, strict=True)]
     weights = sum(stock.weight for stock in stocks)
     return [

@@ -1,23 +1,23 @@
-"""Read the user's files in `data/own/` (`data=files`) as text, code, dialogues, problems, pairs and labels.
+"""Read the user's files in `data/own/` (`data=files`) as text, code, dialogues, problems, preference pairs and labels.
 
 In: the entries of a kind that name files (`ingest/entries.py`), as globs below a root folder. `.jsonl`, `.json`, `.csv`
 and `.parquet` files are tables: `files` reads them and `shapes` turns rows into records; the shape is the one that fits
-most of the first 100 rows, unless the entry names one. Any other file is one text. If a glob matches a folder, every
-text file in it is one document, whatever its suffix. Out: an `Accepted` for each accepted row.
+most of the first 100 rows, unless the entry names a shape. Any other file is one text. If a glob matches a folder,
+every text file in it is one document, whatever its suffix. Out: an `Accepted` for each accepted row.
 
 Options without effect are errors: `columns` on a file that is not a table or that lacks those columns, `encoding` on
-parquet. So is a file matched by two entries if one of them has options.
+parquet. A file matched by two entries is also an error if one of them has options.
 
 Hidden files and `__pycache__` are never read. Links are followed within the root; a link that leaves it is an error,
 because a third-party repository may link to anything on this machine. Broken links, links to a parent folder and binary
 files are skipped and counted in a message. An empty file triggers a warning; a glob without a match is an error.
 
 `Intake` (`ingest/intake.py`) handles each row. Files with `val` or `test` in their names are held out; if a kind has
-none, `val_share` and `test_share` of its rows are. Text and code have no test split.
+no such file, `val_share` and `test_share` of its rows are. Text and code have no test split.
 
 `feedback` reads preference pairs and labels given on the web page, and selects the ones to train on.
 
-Not guaranteed: cleaning. Secrets, generated files and near duplicates are removed later, in `stage_corpus`.
+Not guaranteed: clean texts. Secrets, generated files and near duplicates are removed later, in `stage_corpus`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from pipeline.run.tracking import say
 from pipeline.run.types import JsonObject
 
 MOST_COLUMNS = 20  # listed in a message
-OWN_LICENCE = "own"  # user data without a stated license
+OWN_LICENSE = "own"  # user data without a stated license
 _HELD_OUT = {
     "val": re.compile(r"(?:^|[-_.])(?:val|valid|validation)(?:[-_.]|$)"),
     "test": re.compile(r"(?:^|[-_.])test(?:[-_.]|$)"),
@@ -59,7 +59,7 @@ class TableReading:
     encoding: str = "utf-8"
     shape: str = "auto"
     text_field: tuple[str, ...] = ()
-    columns: Mapping[str, str] = field(default_factory=dict)  # theirs -> ours
+    columns: Mapping[str, str] = field(default_factory=dict)  # column in the file -> our name
 
 
 @dataclass(frozen=True)
@@ -70,19 +70,19 @@ class Source:
     name: str  # relative to the root, with "/"
     group: str  # the folder that a glob matched, or the file: the `source` of its texts
     is_table: bool
-    split: str | None  # val or test if its name contains it; None: train, or by the id of each row
-    entry: int = 0  # number of its entry within the kind
+    split: str | None  # val or test if its name contains that word; None: depends on each row's id
+    entry: int = 0  # index of its entry among those of the kind
     reading: TableReading = field(default_factory=TableReading)
 
 
 @dataclass(frozen=True)
 class Accepted:
-    """A record and its origin; a long text yields several."""
+    """A record and its origin; a long text yields several records."""
 
-    entry: int  # number among the entries of the kind
+    entry: int  # index among the entries of the kind
     file: str
     line: int
-    number: int  # of the row among its source's accepted rows; one line may contain several
+    number: int  # of the row among its source's accepted rows; one line may contain several rows
     split: str
     record: SourceRecord
 
@@ -95,7 +95,7 @@ def read_files(
     kind: text, code (Text), dialogues (Dialogue), problems (Problem), preferences (Pair), labels (Label). `rejected`:
     the JSONL file to write. Adds the row counts to `tally`. Yields nothing if no entry names files.
     Raises DataError for a glob without a match, an option without effect, missing columns, more than `max_rejected` of
-    all rows rejected, or no rows left; the last two after the last record.
+    all rows rejected, or no rows left; the last two are raised after the last record.
     """
     entries = _file_entries(config, kind)
     if not entries:
@@ -119,7 +119,7 @@ def test_share(config: DataConfig, kind: str) -> float:
 
 
 def _file_entries(config: DataConfig, kind: str) -> dict[int, FileEntry]:
-    """Entry number -> entry, for the entries that name files."""
+    """Entry index -> entry, for the entries that name files."""
     return {number: entry for number, entry in enumerate(config.entries(kind)) if isinstance(entry, FileEntry)}
 
 
@@ -154,17 +154,17 @@ def find_sources(root: Path, entries: Mapping[int, FileEntry], config: DataConfi
                 earlier = sources.get(inner_name)
                 if earlier is not None:
                     _check_owner(inner_name, entries[earlier.entry], entry, kind)
-                if earlier is None or not inner:  # a direct match wins: only then is it read as a table
+                if earlier is None or not inner:  # a direct match wins: only then is a file read as a table
                     source = _make_source(file, inner_name, name, kind, direct=not inner)
                     sources[inner_name] = replace(source, entry=number, reading=reading)
     if links.skipped:
         say(
-            f"{kind}: {len(links.skipped)} links are broken or point to a parent folder, "
-            f"the first {min(links.skipped)}; skipped"
+            f"{kind}: {len(links.skipped)} links are broken or point to a parent folder and were skipped; "
+            f"the first: {min(links.skipped)}"
         )
     binary = [name for name, source in sources.items() if not source.is_table and ingest_files.is_binary(source.path)]
     if binary:
-        say(f"{kind}: {len(binary)} binary files are skipped, the first {binary[0]}")
+        say(f"{kind}: {len(binary)} binary files were skipped; the first: {binary[0]}")
     found = [sources[name] for name in sorted(sources.keys() - set(binary))]
     for number, entry in entries.items():
         _check_options(kind, entry, [source for source in found if source.entry == number])
@@ -184,18 +184,18 @@ def _check_options(kind: str, entry: FileEntry, sources: Sequence[Source]) -> No
     plain = next((source.name for source in sources if not source.is_table), None)
     if entry.table_keys and plain is not None:
         raise DataError(
-            f"{kind}: {entry.files}: {entry.table_keys[0]}: has no effect on {plain}, which is one text; only "
-            f"{', '.join(ingest_files.TABLES)} have rows: use a separate glob for those"
+            f"{kind}: {entry.files}: `{entry.table_keys[0]}` has no effect on {plain}, which is a single text; "
+            f"only {', '.join(ingest_files.TABLES)} files have rows: use a separate glob for those"
         )
     if entry.encoding is not None and sources and all(s.path.suffix.lower() == ".parquet" for s in sources):
-        raise DataError(f"{kind}: {entry.files}: encoding: has no effect on parquet, which is UTF-8; remove it")
+        raise DataError(f"{kind}: {entry.files}: `encoding` has no effect on parquet; remove `encoding`")
 
 
 def missing(root: Path, kind: str, pattern: str) -> str:
     """The message for a glob that matches nothing."""
     return (
         f"no file matches {root / pattern}: put files there, or set `{kind}: []` in conf/data/files.yaml if you have "
-        f"none, or `{kind}: [packages]` for generated ones (for a single experiment: "
+        f"none, or `{kind}: [packages]` for generated data (for a single experiment: "
         f"dvc exp run -S 'conf/data/files.yaml:{kind}=[packages]')"
     )
 
@@ -214,7 +214,7 @@ def missing_globs(root: Path, config: DataConfig, kinds: Sequence[str]) -> list[
 def _match_glob(root: Path, pattern: str, links: _Links) -> list[Path]:
     try:
         paths = sorted(root.glob(pattern))
-    except (ValueError, NotImplementedError, IndexError) as error:  # an empty or absolute pattern, a wrong **
+    except (ValueError, NotImplementedError, IndexError) as error:  # an empty or absolute pattern, an invalid **
         raise DataError(f"{pattern!r} is not a glob below {root} ({error})") from error
     visible = [path for path in paths if not _is_hidden(path.relative_to(root)) and links.allow(path)]
     files = [path for path in visible if path.is_file()]
@@ -299,8 +299,8 @@ def _read_table(source: Source, kind: str, intake: Intake) -> Iterator[Accepted]
                 raise row
             record = _convert(shape, row, columns, kind)
             if isinstance(record, Text):
-                licence = record.licence or OWN_LICENCE
-                record = replace(record, source=record.source or source.name, licence=licence)
+                license = record.license or OWN_LICENSE
+                record = replace(record, source=record.source or source.name, license=license)
             yield from _accept(record, source, line, intake)
     rows.check_columns()
 
@@ -314,7 +314,7 @@ class RenamedRows:
     """The rows of a table with its columns renamed to ours; remembers the original names."""
 
     def __init__(self, name: str, columns: Mapping[str, str], rows: ingest_files.Rows) -> None:
-        """`columns`: theirs -> ours, in the table of this name."""
+        """`name`: the table's name in messages; `columns`: column in the table -> our name."""
         self._name, self._rows, self._columns = name, rows, columns
         self._found: dict[str, None] = {}
 
@@ -326,7 +326,7 @@ class RenamedRows:
         if not self._columns or not isinstance(row, dict):
             return line, row
         self._found |= dict.fromkeys(row)
-        ours = {self._columns[name] for name in row if name in self._columns}  # renamed ones win
+        ours = {self._columns[name] for name in row if name in self._columns}  # renamed columns win
         kept = {name: value for name, value in row.items() if name in self._columns or name not in ours}
         return line, {self._columns.get(name, name): value for name, value in kept.items()}
 
@@ -360,7 +360,7 @@ def _read_document(source: Source, kind: str, intake: Intake) -> Iterator[Accept
                 raise row
             if not row["text"].strip():
                 raise RowError("text", "is blank")
-            record = Text(text=row["text"], source=source.group, path="", licence=OWN_LICENCE)
+            record = Text(text=row["text"], source=source.group, path="", license=OWN_LICENSE)
             yield from _accept(record, source, line, intake)
 
 
@@ -404,10 +404,10 @@ def feedback(
     """The pairs or labels to train on alongside `others` other records, in file order, and the counts of all rows.
 
     Anyone with access to the server can submit feedback, so it is only partly trusted. An unreadable row is rejected
-    without affecting others. Of the rest, at most `share` of all training records are used: reviewed ones first, then
-    one per contributor in turn, so that thousands of rows from one API key leave room for two from another. Hashes of
-    the ids determine the turns and the rows: a new row displaces at most one. Without API keys, all rows count as one
-    contributor; a user with several keys gets several turns.
+    without affecting others. The rest make up at most `share` of all training records: reviewed rows are taken first,
+    then one per contributor in turn, so that thousands of rows from one API key leave room for two from another. Hashes
+    determine the order of the turns and of the rows, so a new row displaces at most one other row. Without API keys,
+    all rows count as one contributor's; a user with several keys gets several turns.
 
     Empty if the file does not exist. `rejected`: the JSONL file for unreadable rows (file, line, field, reason).
     """
@@ -429,7 +429,7 @@ def feedback(
         say(
             f"{path.name}: training on {summary['kept']} of {summary['rows']} rows from {len(by_giver)} contributors; "
             f"{summary['rejected']} unreadable, {summary['not_reviewed']} not reviewed, "
-            f"{summary['over_share']} over {config.share:.0%} of the {kind.__name__.lower()}s"
+            f"{summary['over_share']} over the limit of {config.share:.0%} of the {kind.__name__.lower()}s"
         )
     return selected, summary
 

@@ -1,4 +1,4 @@
-"""The records produced by data sources, and their JSONL form. Nothing else crosses that boundary.
+"""The records that data sources produce, and their JSONL form. Stages get nothing else from a data source.
 
 `messages`, `prompt`, `chosen`, `rejected` and the `answer` of a label are lists of messages in the OpenAI form:
 
@@ -8,7 +8,7 @@
     {"role": "tool", "tool_call_id": "call_0", "name": str, "content": str}
 
 `tool_calls` is omitted if empty. `tools` contains `{"type": "function", "function": {name, description, parameters}}`.
-A test of a problem is `{"args": "[1, 2]", "expected": "3", "visible": bool}` (Python literals as text: `args` is the
+A problem's test is `{"args": "[1, 2]", "expected": "3", "visible": bool}` (Python literals as text: `args` is the
 list of positional arguments) or `{"assert": "assert f(1) == 2", "visible": bool}`.
 """
 
@@ -33,7 +33,7 @@ class Text:
     text: str
     source: str  # package, family or dataset
     path: str  # unique within the source
-    licence: str
+    license: str
     context: str = ""  # what precedes it in its repository (text/repositories.py); not trained on
 
 
@@ -64,17 +64,17 @@ class Problem:
     context: str | None = None  # the program that answers are appended to; omitted in the file if None
 
     def program(self, source: str | None) -> str | None:
-        """The candidate source as judged, context included."""
+        """The program to judge: the context, if any, followed by `source`; None if `source` is None."""
         return source if source is None or self.context is None else self.context + source
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """Two answers to the same prompt; `gold_*` in [0, 1] is the true score; `flipped`: swapped by label noise."""
+    """Two answers to the same prompt. `gold_*`: true scores in [0, 1]; `flipped`: label noise swapped the answers."""
 
     id: str
     source: str
-    kind: str  # "code", "tools", "story", or the kind in the user's file
+    kind: str  # "code", "tools", "story", or the kind given in the user's file
     prompt: list[Message]
     chosen: list[Message]
     rejected: list[Message]
@@ -82,11 +82,11 @@ class Pair:
     gold_chosen: float | None = None
     gold_rejected: float | None = None
     flipped: bool = False
-    margin: float | None = None  # by which the chosen answer's reward should exceed the other's
-    # For scoring any answer to the prompt: {"entry_point", "tests"} for a problem, {"right": message} for a tool turn,
+    margin: float | None = None  # how far the chosen answer's reward should exceed the rejected one's
+    # What is needed to score an answer: {"entry_point", "tests"} for a problem, {"right": message} for a tool turn,
     # {} for a story; None if unknown.
     truth: JsonObject | None = None
-    given_by: str | None = None  # owner of the API key used on the web page
+    given_by: str | None = None  # owner of the API key used to give this feedback on the web page
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,12 +109,12 @@ class Fact:
 
     id: str
     service: str  # the subject of the question
-    attribute: str  # of the service; for reporting results
+    attribute: str  # what the question asks about the service; used to group results
     question: str
     answer: str
 
 
-SourceRecord = Text | Dialogue | Problem | Pair | Label  # what rows of files and datasets become
+SourceRecord = Text | Dialogue | Problem | Pair | Label  # what a row of a file or dataset becomes
 Record = TypeVar("Record", Text, Dialogue, Problem, Pair, Label, Fact)
 
 
@@ -135,13 +135,13 @@ def unpaired(pairs: Iterable[Pair]) -> Iterator[Label]:
 
 
 def dumps(record: SourceRecord | Fact) -> str:
-    """One line of JSON without the line feed, keys in dataclass order, so equal records give equal bytes."""
+    """One line of JSON without its line feed; keys are in dataclass order, so equal records give equal bytes."""
     return json.dumps(fields_of(record), ensure_ascii=False)
 
 
 def fields_of(record: SourceRecord | Fact) -> JsonObject:
-    """The fields of a record as written and hashed. An empty context is omitted, so that records without one keep the
-    bytes and ids they had before the field existed.
+    """The fields of a record as written and hashed. An empty context is omitted, so that records without a context
+    keep the bytes and ids they had before the field existed.
     """
     row = dict(vars(record))
     if not row.get("context", True):
@@ -155,7 +155,7 @@ def is_empty(path: Path) -> bool:
 
 
 def write(path: Path, records: Iterable[SourceRecord | Fact]) -> int:
-    """Write records as JSONL (UTF-8, `\\n`) and return their number."""
+    """Write records as JSONL (UTF-8, `\\n`) and return how many there are."""
     path.parent.mkdir(parents=True, exist_ok=True)
     count = 0
     with path.open("w", encoding="utf-8", newline="\n") as file:
@@ -166,7 +166,7 @@ def write(path: Path, records: Iterable[SourceRecord | Fact]) -> int:
 
 
 def read(path: Path, shape: type[Record]) -> Iterator[Record]:
-    """Read what `write` wrote. Raises DataError naming file, line and field."""
+    """Read what `write` wrote. Raises DataError naming the file, line and field."""
     types = get_type_hints(shape)
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):

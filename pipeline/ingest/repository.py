@@ -4,18 +4,18 @@
     held_out(entry, repository, val_share) -> folders            splits(repository, folders) -> path -> train, val
     imports_of(tree)              -> Import, ...                 Modules(paths, name).targets(path, one) -> paths
     import_graph({path: imports}) -> path -> the paths it imports, in source order
-    import_order(graph, at_import)  -> every path once, imports before their users
+    import_order(graph, at_import)  -> each path once, after the paths it imports
 
-Repositories must be in `data/own/`, because that folder is a DVC dependency of the stages: changed files are noticed.
-DVC ignores `.git`, so a commit that changes no file is not noticed.
+Repositories must be in `data/own/`, because that folder is a DVC dependency of the stages: DVC notices changed files.
+DVC ignores `.git`, so it does not notice a commit that changes no file.
 
 Never read: hidden files and folders (`.git`), installed packages (`site-packages`, `node_modules`, virtual
-environments), links. A link out of the repository is an error, because a third-party repository may link to anything on
-this machine. Files that are too large, binary or not UTF-8 are skipped, and the reason is recorded. The walk is limited
-in entries, files and bytes; for larger repositories, name a subfolder.
+environments) and links. A link out of the repository is an error, because a third-party repository may link to anything
+on this machine. Files that are too large, binary or not UTF-8 are skipped, and the reason is recorded. The walk is
+limited in entries, files and bytes; for larger repositories, name a subfolder.
 
-Import cycles are broken deterministically: the files of a cycle are ordered as Python would run them if the first by
-name were imported first, considering only imports outside functions.
+Import cycles are broken deterministically: the files of a cycle are ordered as Python would run them if the first file
+by name were imported first, considering only imports outside functions.
 
 Not supported: imports through `importlib` or a `sys.path` changed at run time; stubs (`.pyi`) and C extensions, which
 count as external modules.
@@ -35,7 +35,7 @@ from pipeline.ingest.entries import RepositoryEntry
 from pipeline.ingest.sources import digest
 from pipeline.run.errors import DataError
 
-MOST_ENTRIES = 200_000  # over all folders: a walk takes about a second
+MOST_ENTRIES = 200_000  # in all folders together; listing this many takes about a second
 MOST_FILES = 20_000  # Python files
 MOST_BYTES = 100_000_000  # of Python files, held in memory
 INSTALLED = ("__pycache__", "node_modules", "site-packages", "dist-packages")
@@ -48,7 +48,7 @@ SUFFIX = ".py"
 class SourceFile:
     """One Python file."""
 
-    path: str  # in the repository, with "/"
+    path: str  # relative to the repository, with "/"
     text: str  # decoded, with `\\n` line endings; might not parse
 
 
@@ -57,7 +57,7 @@ class Skipped:
     """A Python file that was not read."""
 
     path: str
-    reason: str  # link, size, encoding (binary files and names too), unreadable
+    reason: str  # link, size, encoding (of the text or the file name; also binary files), unreadable
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def find(own: Path, folder: str) -> Path:
     if PurePosixPath(folder).is_absolute() or ".." in PurePosixPath(folder).parts:
         raise DataError(
             f"repository: {folder}: expected a folder in {own}, so that changes to its files are noticed; "
-            f"copy or clone it there: git clone {folder} {own}/NAME"
+            f"copy or clone the repository there: git clone {folder} {own}/NAME"
         )
     if not path.is_dir():
         raise DataError(f"repository: {path}: expected a folder, found {'a file' if path.exists() else 'nothing'}")
@@ -86,9 +86,9 @@ def find(own: Path, folder: str) -> Path:
 
 
 def read(root: Path, max_bytes: int) -> Repository:
-    """The Python files of up to `max_bytes` each below a folder.
+    """The Python files below a folder; those over `max_bytes` are skipped.
 
-    Raises DataError if there is no Python file, a link leads out, or a limit above is exceeded.
+    Raises DataError if there is no Python file, a link leads out of the folder, or one of the limits above is exceeded.
     """
     files: list[SourceFile] = []
     skipped: list[Skipped] = []
@@ -119,7 +119,7 @@ def _too_large(root: Path, limit: str) -> DataError:
 
 
 def _text(entry: os.DirEntry[str], max_bytes: int) -> bytes | str:
-    """The bytes of a file, or why it was not read."""
+    """The bytes of a file, or the reason why it was not read."""
     try:
         entry.name.encode()
         if entry.is_symlink():
@@ -136,7 +136,7 @@ def _text(entry: os.DirEntry[str], max_bytes: int) -> bytes | str:
 
 
 def _walk(root: Path) -> Iterator[os.DirEntry[str]]:
-    """The Python files below a folder, and links named like one; links to folders are not followed."""
+    """The Python files below a folder, and links with such names; links to folders are not followed."""
     real_root = os.path.realpath(root)
     num_entries, pending = 0, [str(root)]
     while pending:
@@ -176,7 +176,9 @@ def held_out(entry: RepositoryEntry, found: Repository, val_share: float) -> lis
     folders = [PurePosixPath(folder).as_posix() for folder in entry.held_out]
     for folder in folders:
         if not any(is_inside(path, folder) for path in sizes):
-            raise DataError(f"repository: {entry.repository}: held_out: {folder} has no Python file; name another")
+            raise DataError(
+                f"repository: {entry.repository}: held_out: {folder} has no Python file; name another folder"
+            )
     if not folders and val_share:
         total, held = sum(sizes.values()), 0
         for unit in sorted(_units(sizes), key=lambda unit: digest(f"{found.name}/{unit}")):
@@ -200,7 +202,7 @@ def is_inside(path: str, folder: str) -> bool:
 
 
 def _units(sizes: Mapping[str, int]) -> list[str]:
-    """The folders that can be held out as a whole: at most half of the bytes, or without subfolders."""
+    """The folders that can be held out: those with at most half of the bytes, or without subfolders."""
     units, pending, half = [], ["."], sum(sizes.values()) / 2
     while pending:
         folder = pending.pop()
@@ -224,7 +226,7 @@ class Import:
     module: str  # as written, without leading dots
     level: int  # number of leading dots
     name: str | None  # after `from module import`; None: `import module`
-    bound: str  # the name in the importing file; `*` for all
+    bound: str  # the name in the importing file; `*` for a star import
     at_import: bool  # runs when the file is imported: not in a function, not under TYPE_CHECKING
 
 
@@ -256,10 +258,10 @@ class Modules:
     """Resolves module names to files of a repository."""
 
     def __init__(self, paths: Iterable[str], name: str = "") -> None:
-        """`name`: of the repository, used in its imports if it is itself a package."""
+        """`name`: the repository's name, used in its imports if the repository is itself a package."""
         self._paths = frozenset(paths)
         self._name = name if PACKAGE in self._paths else None
-        self._roots: dict[str, list[str]] = {}  # first part of a module name -> parent folders of such packages
+        self._roots: dict[str, list[str]] = {}  # first part of a module name -> parent folders of packages so named
         for path in self._paths:
             if path.endswith(PACKAGE):
                 root = self.root_of(path)
@@ -271,7 +273,7 @@ class Modules:
             roots.sort(key=lambda root: (len(PurePosixPath(root).parts), root))
 
     def root_of(self, path: str) -> str:
-        """The import root of a file: the nearest parent folder that is not a package; "." for the top."""
+        """The import root of a file: the nearest parent folder that is not a package; "." for the top level."""
         folder = PurePosixPath(path).parent
         while folder.name and (folder / PACKAGE).as_posix() in self._paths:
             folder = folder.parent
@@ -328,9 +330,9 @@ def import_graph(
 
 
 def import_order(graph: Mapping[str, Sequence[str]], at_import: Mapping[str, Sequence[str]]) -> list[str]:
-    """Every path once, imports before their users.
+    """Each path once, after the paths it imports.
 
-    `at_import`: the subgraph that breaks cycles: within a cycle, a file comes after its import-time imports.
+    `at_import`: the subgraph that breaks cycles: within a cycle, a path comes after those it imports at import time.
     """
     order: list[str] = []
     for group in _components(graph):
@@ -340,7 +342,7 @@ def import_order(graph: Mapping[str, Sequence[str]], at_import: Mapping[str, Seq
 
 
 def _depth_first(graph: Mapping[str, Sequence[str]]) -> list[str]:
-    """Each node after those it points to, except within cycles."""
+    """The nodes, each after those it points to, except within cycles."""
     order: list[str] = []
     seen: set[str] = set()
     for start in graph:
@@ -359,7 +361,7 @@ def _depth_first(graph: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 def _components(graph: Mapping[str, Sequence[str]]) -> list[set[str]]:
-    """Strongly connected components, each after those it points to (Tarjan 1972), without recursion."""
+    """Strongly connected components, each after those it points to; computed without recursion (Tarjan 1972)."""
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     open_nodes: list[str] = []

@@ -1,22 +1,23 @@
 """Turn a repository's files into training documents: each part of a file once, after what it needs from other files.
 
-    RepositoryEntry -> read_files -> one text per Python file, with its split; cleaned and deduplicated like all others
+    RepositoryEntry -> read_files -> one text per Python file, with its split; then cleaned and deduplicated
     the files that were kept -> documents -> Text with a `context`, for each part of a file
 
 Parts. A file larger than half of `document_bytes` is cut between statements, at the outermost boundary in the second
-half of the available space. Together, its parts form the file, so a file's own text is trained on once per epoch.
+half of the available space. Together, its parts make up the file, so a file's own text is trained on once per epoch.
 
-Context fills the rest of `document_bytes` and gets no loss, because it may precede many parts. Priorities: the
-signatures of what the file imports by name from the repository, starting with those the part uses; then outlines (a
-class with its fields and method signatures), then full definitions, then whole files that it imports directly or
-transitively; last the file's own text before the part. Names are followed through re-exporting packages. Files appear
-in import order (`ingest/repository.py`).
+Context fills the rest of `document_bytes` and gets no loss, because it may precede many parts. It takes, in order of
+priority: the signatures of what the file imports by name from the repository, starting with those the part uses;
+outlines (a class with its fields and method signatures); full definitions; complete files that the file imports
+directly or transitively; and the file's own text before the part. Names are followed through re-exporting packages.
+Files appear in import order (`ingest/repository.py`).
 
 Splits are by folder, never by file (`repository.held_out`). The context of a training document never includes a
 held-out file. For held-out parts, which measure the model, the context is chosen without looking at the part: names
 that are imported but not used before the part come first, as they must be used eventually.
 
-Not guaranteed: that a small repository has folders to hold out (stage_corpus reports it); names resolved at run time.
+Not guaranteed: that a small repository has folders to hold out (stage_corpus reports if not); that names resolved at
+run time are found.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from pipeline.ingest import cleaning, repository
 from pipeline.ingest.duplicates import fingerprint
 from pipeline.ingest.entries import RepositoryEntry
 from pipeline.ingest.intake import TEXT_BYTES, Intake, RowCounts
-from pipeline.ingest.own_files import OWN_LICENCE, Accepted
+from pipeline.ingest.own_files import OWN_LICENSE, Accepted
 from pipeline.ingest.records import Text
 from pipeline.ingest.repository import Import, Modules, Repository
 from pipeline.ingest.selection import SPLITS, Parts, PartWriter, read_part
@@ -46,7 +47,7 @@ from pipeline.text.repositories import Context
 
 LINE = re.compile(r"[^\n]*\n|[^\n]+")
 CHAIN = re.compile(r"(?<![\w.])[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*", re.ASCII)  # a name and its attributes
-# import lines, where each name occurs once before it is used
+# import statements: a name that occurs only there is not used
 IMPORTS = re.compile(r"^[ \t]*(?:from\s+\S+\s+)?import\s+(?:\([^)]*\)|.*)$", re.MULTILINE)
 OTHERS = 2 / 3  # maximum share of a context's bytes for other files; the file's own text before the part gets the rest
 MOST_STEPS = 5  # of re-exports through which a name is followed
@@ -55,7 +56,7 @@ MOST_FILES = 24  # direct and transitive imports considered for one part
 
 
 def entries_of(config: DataConfig, kind: str) -> dict[int, RepositoryEntry]:
-    """Entry number -> entry, for the entries that name a repository."""
+    """Entry index -> entry, for the entries that name a repository."""
     return {n: entry for n, entry in enumerate(config.entries(kind)) if isinstance(entry, RepositoryEntry)}
 
 
@@ -71,19 +72,19 @@ def missing(own: Path, config: DataConfig) -> list[str]:
 
 
 def rejected_file(parts: Path, number: int) -> Path:
-    """The JSONL file of skipped files in an entry's repository."""
+    """The JSONL file that lists the skipped files of an entry's repository."""
     return parts / f"repository-{number}-rejected.jsonl"
 
 
 def most_bytes(config: DataConfig) -> int:
-    """The largest file to read: larger ones are not kept, and none is cut like a long text."""
+    """The size of the largest file to read: larger files are dropped, not cut like long texts."""
     return min(config.max_bytes, TEXT_BYTES)
 
 
 def read_files(own: Path, config: DataConfig, parts: Path, tally: RowCounts) -> Iterator[Accepted]:
     """Every Python file of the `code` repositories, with its split. Adds the file counts to `tally`.
 
-    Raises DataError like `repository.find` and `read`, and for a `held_out` folder without files.
+    Raises DataError like `repository.find` and `repository.read`, and for a `held_out` folder without files.
     """
     for number, entry in entries_of(config, "code").items():
         found = repository.read(repository.find(own, entry.repository), most_bytes(config))
@@ -95,7 +96,7 @@ def read_files(own: Path, config: DataConfig, parts: Path, tally: RowCounts) -> 
                 with intake.rejecting(name, 1):
                     if not file.text.strip():
                         raise RowError("text", "is blank")
-                    text = Text(text=file.text, source=entry.repository, path=file.path, licence=OWN_LICENCE)
+                    text = Text(text=file.text, source=entry.repository, path=file.path, license=OWN_LICENSE)
                     for split, record in intake.accept(text, name, 1, split_of[file.path]):
                         yield Accepted(number, name, 1, intake.num_accepted, split, record)
             for skipped in found.skipped:
@@ -113,12 +114,12 @@ def read_files(own: Path, config: DataConfig, parts: Path, tally: RowCounts) -> 
 
 
 def lines_of(text: str) -> list[str]:
-    """The lines with their line feeds, as Python counts them: no other separator ends a line."""
+    """The lines of a text with their line feeds, as Python source is counted: no other character ends a line."""
     return LINE.findall(text)
 
 
 def parts_of(text: str, most: int) -> list[tuple[int, int]]:
-    """The parts of a file, each at most `most` bytes unless a line is longer: (first line, end line), from 0."""
+    """The parts of a file, each at most `most` bytes unless a line is longer: (first line, end line) from 0."""
     lines = lines_of(text)
     sizes = [len(line.encode()) for line in lines]
     if sum(sizes) <= most:
@@ -215,7 +216,7 @@ def _outline(node: ast.stmt, head: str, lines: Sequence[str]) -> str:
 
 
 def _head(node: ast.stmt, lines: Sequence[str]) -> str:
-    """The lines of a definition before its body; the first line of another statement."""
+    """The lines of a definition before its body; for other statements, the first line."""
     end = node.lineno
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         end = max(end, node.body[0].lineno - 1)
@@ -237,7 +238,7 @@ class Library:
     """The files of a repository: what each defines and imports, and the context for a part of a file."""
 
     def __init__(self, found: Repository, kept: Mapping[str, Text]) -> None:
-        """`kept`: path -> cleaned text; dropped files still re-export names but are never shown."""
+        """`kept`: path -> cleaned text; dropped files still re-export names but are in no context."""
         self.name = found.name
         self.texts = {path: text.text for path, text in kept.items()}
         self._imports: dict[str, list[Import]] = {}
@@ -287,7 +288,7 @@ class Library:
         return None
 
     def imported(self, path: str) -> dict[str, Name]:
-        """Name as written -> its definition, for everything a file can use from others, nearest import first.
+        """Name as written -> its definition, for everything a file can use from other files, last import first.
 
         For a module imported as a whole, `module.name` for each of its names, after all others.
         """
@@ -311,13 +312,13 @@ class Library:
         return self._imported[path]
 
     def names(self, path: str, readable: frozenset[str]) -> list[str]:
-        """The names from `readable` files that a file can use, as written in it."""
+        """The names that `path` can use from `readable` files, as written in `path`."""
         return sorted(written for written, name in self.imported(path).items() if name.path in readable)
 
     def context(self, path: str, room: int, readable: frozenset[str], first: frozenset[str]) -> Context:
         """The context of a part of `path`: at most about `room` bytes of other `readable` files.
 
-        first: names with priority, as written in the file.
+        `first`: names with priority, as written in the file.
         """
         candidates = [(written, name) for written, name in self.imported(path).items() if name.path in readable]
         candidates.sort(key=lambda one: one[0] not in first)
@@ -373,8 +374,8 @@ class KeptFiles:
 def rewrite(parts: Parts, own: Path, config: DataConfig, part_of: Mapping[int, str], document_bytes: int) -> Parts:
     """The parts of a corpus, with repository files replaced by documents.
 
-    part_of: entry number -> its part. Parts of training files that equal a held-out document are left out.
-    Raises DataError if nothing of a repository is left, or nothing of the corpus is held out.
+    `part_of`: entry index -> its corpus part. Training documents that equal a held-out document are left out.
+    Raises DataError if no file of a repository is left, or no document of the corpus is held out.
     """
     entries = entries_of(config, "code")
     kept: dict[int, KeptFiles] = {}
@@ -424,8 +425,8 @@ def documents(
 ) -> Iterator[tuple[str, Text]]:
     """(split, a part of a file with its context), file by file in import order.
 
-    kept: split -> path -> file. Every line of a file is in exactly one part; a part with its context has at most about
-    `document_bytes`.
+    `kept`: split -> path -> file. Every line of a file is in exactly one part; a part and its context together have at
+    most about `document_bytes` bytes.
     """
     library = Library(found, {path: text for files in kept.values() for path, text in files.items()})
     readable = {"train": frozenset(kept["train"]), "val": frozenset([*kept["train"], *kept["val"]])}
@@ -451,14 +452,14 @@ def documents(
 
 
 def _used(names: Sequence[str], text: str) -> frozenset[str]:
-    """The names that occur in a text."""
+    """Those of the names that occur in a text."""
     present = frozenset(CHAIN.findall(text))
     parts = frozenset(part for chain in present for part in itertools.accumulate(chain.split("."), "{}.{}".format))
     return frozenset(name for name in names if name in parts)
 
 
 def _before(lines: Sequence[str], room: int) -> str:
-    """The last lines that fit."""
+    """The text of the last lines that fit into `room` bytes."""
     start = len(lines)
     while start and len(lines[start - 1].encode()) <= room:
         start -= 1

@@ -1,21 +1,22 @@
-"""Select and write the documents of a text corpus: duplicates, caps, test items, quotas, split, and all counts.
+"""Select and write the documents of a text corpus: deduplication, caps, test items, quotas, splits, and all counts.
 
     files on this machine, until the quotas are met   -> FileBatch   ┐
     records from the user's files or the hub          -> RecordBatch ┴-> clean, in worker processes -> Documents
-    Documents in a fixed order -> Selection -> a PartWriter for each part and split; counts by part, source, licence,
+    Documents in a fixed order -> Selection -> a PartWriter for each part and split; counts by part, source, license,
                                                drop reason
-    mix: the parts of a corpus -> data/raw/<corpus>/{train,val}-NNNNN.parquet (text, source, path, licence)
+    mix: the parts of a corpus -> data/raw/<corpus>/{train,val}-NNNNN.parquet (text, source, path, license)
 
 `Selection` processes documents one by one in order, so the number of cleaning workers does not affect the result. It
 keeps hashes and signatures, never texts. Every document offered while its part is open counts as found, and is either
 kept or dropped for one reason: found = kept + dropped.
 
-Batches may run slightly ahead of `Selection`, depending on the number of workers. This is never visible: documents
-beyond a full quota are not counted, and further documents of a full package are dropped as `cap` whether read or not.
+Batches may run slightly ahead of `Selection`, depending on the number of workers. This never affects the result:
+documents beyond a full quota are not counted, and further documents of a full package are dropped as `cap` whether they
+were read or not.
 
-`mix` spreads every part (stories, python, ...) evenly over the whole, so that readers of only the beginning (an
-evaluation, a sample) see all of it. Memory is one row group per part, whatever the corpus size. Equal documents give
-equal bytes (for a given pyarrow version).
+`mix` spreads every part (stories, python, ...) evenly over the corpus, so that a reader of only the beginning (an
+evaluation, a sample) sees every part. Memory use is one row group per part, whatever the corpus size. Equal documents
+give equal bytes (for a given pyarrow version).
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ from pipeline.run.errors import DataError
 from pipeline.run.types import JsonObject
 from pipeline.run.workdir import sha256
 
-SCHEMA = pa.schema([(name, pa.string()) for name in ("text", "source", "path", "licence")])
+SCHEMA = pa.schema([(name, pa.string()) for name in ("text", "source", "path", "license")])
 CONTEXT = SCHEMA.append(pa.field("context", pa.string()))  # for a corpus with repositories
-GROUP_BYTES = 1_000_000  # of text in a row group: what a reader keeps in memory
+GROUP_BYTES = 1_000_000  # of text in a row group, which is what a reader keeps in memory
 FILE_BYTES = 4_000_000  # of text in a file: the work unit of one `stage_encode` process
 GROUP_ROWS = 4096
 SPLITS = ("train", "val")
@@ -82,25 +83,25 @@ class Selection:
         benchmarks: Index,
         folder: Path,
     ) -> None:
-        """`quotas`: bytes to keep of each part (inf: all of it); `caps`: bytes of one package in a part;
-        `threshold`: estimated similarity at which a later document is dropped; `folder`: for the parts."""
+        """`quotas`: bytes to keep of each part (inf: all of it); `caps`: maximum bytes of one package in a part;
+        `threshold`: estimated similarity at which a later document is dropped; `folder`: where parts are written."""
         self.quotas, self.caps, self.min_bytes, self.benchmarks = quotas, caps, min_bytes, benchmarks
         self.full: set[tuple[str, str]] = set()  # (part, package) pairs that have reached their cap
         self.found: dict[str, Tally] = {part: Tally() for part in quotas}
         self.kept: dict[str, dict[str, Tally]] = {part: {split: Tally() for split in SPLITS} for part in quotas}
         self.dropped: dict[str, dict[str, Tally]] = {part: {} for part in quotas}
         self.sources: dict[str, Tally] = {}
-        self.licences: dict[str, Tally] = {}
-        self.contaminated: dict[str, int] = {}  # benchmark item -> documents dropped for it
+        self.licenses: dict[str, Tally] = {}
+        self.contaminated: dict[str, int] = {}  # benchmark item -> number of documents dropped for it
         self._fingerprints: set[int] = set()
-        self._paragraphs_seen: set[int] = set()  # paragraphs of prose
+        self._paragraphs_seen: set[int] = set()  # hashes of prose paragraphs
         self._near_duplicates = NearDuplicates(threshold)
         self._package_bytes: dict[tuple[str, str], int] = {}
         self._writers: dict[tuple[str, str], PartWriter] = {}
         self._folder = folder
         self.dropped_file = folder / "dropped.jsonl"  # path, source, reason, bytes, file, line; user data only
         self._dropped_writer: TextIO | None = None
-        self.dropped_rows: Counter[str] = Counter()  # user file -> rows of which no document was kept
+        self.dropped_rows: Counter[str] = Counter()  # user file -> number of rows from which no document was kept
         self._row: Origin | None = None  # the row whose documents are being offered
         self._row_kept = False
 
@@ -131,7 +132,7 @@ class Selection:
         self._writers[key].add(record)
         self.kept[key[0]][key[1]].add(num_bytes)
         self.sources.setdefault(record.source, Tally()).add(num_bytes)
-        self.licences.setdefault(record.licence, Tally()).add(num_bytes)
+        self.licenses.setdefault(record.license, Tally()).add(num_bytes)
         return num_bytes
 
     def _count_row(self, origin: Origin | None, *, kept: bool) -> None:
@@ -213,7 +214,7 @@ class Selection:
         }
 
     def books(self) -> JsonObject:
-        """The counts for the manifest: by part, source, licence, drop reason; found = kept + dropped for each part."""
+        """Counts for the manifest, by part, source, license and drop reason; for each part, found = kept + dropped."""
         parts = {
             part: {
                 "found": self.found[part].entry(),
@@ -226,7 +227,7 @@ class Selection:
             "parts": parts,
             "dropped": self._total_dropped(),
             "sources": {name: tally.entry() for name, tally in sorted(self.sources.items())},
-            "licences": {name: tally.entry() for name, tally in sorted(self.licences.items())},
+            "licenses": {name: tally.entry() for name, tally in sorted(self.licenses.items())},
             "benchmark_items_hit": dict(sorted(self.contaminated.items())),
         }
 
@@ -245,11 +246,11 @@ class Selection:
 
 @dataclass(frozen=True, kw_only=True)
 class FileBatch:
-    """Files to read: Python for its code or prose, METADATA for its prose, or shell."""
+    """Files to read: Python files for code or prose, METADATA files for prose, or shell scripts."""
 
     files: tuple[Found, ...]
     parts: tuple[str, ...]  # python, prose, shell: the parts each file may contribute to
-    full: frozenset[tuple[str, str]]  # (part, package) that have reached their cap
+    full: frozenset[tuple[str, str]]  # (part, package) pairs that have reached their cap
     data: DataConfig
 
 
@@ -283,7 +284,7 @@ def _clean_file(file: Found, batch: FileBatch) -> list[Document]:
 
 
 def file_batches(files: list[Found], wanted: dict[str, Selection], data: DataConfig) -> Iterator[FileBatch]:
-    """Batch the files in order, as long as one of the wanted parts (part -> its corpus's selection) is open."""
+    """Batch the files in order while any wanted part is open. `wanted`: part -> the selection of its corpus."""
     for start in range(0, len(files), BATCH_FILES):
         parts = tuple(part for part, selection in wanted.items() if selection.is_open(part))
         if not parts:
@@ -316,7 +317,7 @@ class Size:
 
 
 class PartWriter:
-    """One parquet file, written in row groups. It cannot be read before `close`."""
+    """Writes one parquet file in row groups. The file can be read only after `close`."""
 
     def __init__(self, path: Path, *, contexts: bool = False) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -359,7 +360,7 @@ class Repetitions:
 
 
 Parts = dict[str, dict[Path, Size]]  # split -> file of a part -> its size
-Draws = dict[str, dict[Path, Repetitions]]  # split -> file of a part -> how often; absent: once
+Draws = dict[str, dict[Path, Repetitions]]  # split -> file of a part -> how often to write each document; absent: once
 
 
 @dataclass(frozen=True)
@@ -372,10 +373,10 @@ class WeightedParts:
 
 
 def drawn(corpus: str, parts: Parts, entries: Sequence[WeightedParts], seed: int) -> tuple[Draws, list[JsonObject]]:
-    """Weight the training bytes of each entry (`ingest/mixture.py`): how often to write each document of a part, and
-    the table.
+    """Draw training documents so that the bytes of each entry match its weight (`ingest/mixture.py`). Returns how often
+    to write each document of each part, and the summary table.
 
-    A corpus without val documents first moves every 50th to val, by a hash of its name, so that no text is in both.
+    If no document is in val, 1 in 50, chosen by a hash of its name, first moves there, so that no text is in both.
     Raises DataError for an entry with nothing to train on.
     """
     train = parts["train"]
@@ -410,8 +411,8 @@ def drawn(corpus: str, parts: Parts, entries: Sequence[WeightedParts], seed: int
 
 
 def _held_out(parts: Parts, names: dict[Path, NDArray[np.uint64]]) -> dict[Path, NDArray[np.bool_]]:
-    """The training documents of each part that move to val: those with the smallest hashes, if nothing else is held
-    out.
+    """A mask, for each file, of the training documents that move to val: those with the smallest hashes, or none if val
+    already has documents.
     """
     keys = np.sort(np.concatenate([np.empty(0, np.uint64), *names.values()]))
     if not len(keys) or any(size.documents for size in parts["val"].values()):
@@ -430,9 +431,9 @@ def _draw_of(copies: NDArray[np.int64], sizes: NDArray[np.int64]) -> Repetitions
 def mix(parts: Parts, out: Path, draws: Draws | None = None, *, contexts: bool = False) -> dict[str, list[JsonObject]]:
     """Spread the parts of each split evenly over files of about 4 MB; return each split's files for the manifest.
 
-    `draws`: how often to write each document of a part (`drawn`); None: once. `contexts`: include that column. If a
-    corpus has no val document, every 50th moves to val (at least the last), so that it can be evaluated. Raises
-    DataError if the corpus has fewer than two documents.
+    `draws`: how often to write each document of a part (`drawn`); None: once. `contexts`: include the `context`
+    column. If no document is in val, every 50th (at least the last) moves there, so that a model can be evaluated.
+    Raises DataError if the corpus has fewer than two documents.
     """
     draws = draws or {split: {} for split in SPLITS}
     sizes = {split: parts[split] | {path: draw.size for path, draw in draws[split].items()} for split in SPLITS}

@@ -15,16 +15,16 @@
     {messages | conversations, kto_tag}             Label   LLaMA-Factory; the last message is the answer
     {instruction, input, output, kto_tag}           Label   LLaMA-Factory, Alpaca's form
 
-A row becomes one record, or a `RowError` that names the field. Ids are the row's `id` or empty: `intake.Intake`
-fills in missing ones. Dialogues use the OpenAI form of `records`: call ids count from call_0, arguments are JSON
-text, results follow their calls.
+A row becomes one record, or a `RowError` that names the field. A record's id is the row's `id` or empty:
+`intake.Intake` fills in missing ids. Dialogues use the OpenAI form of `records`: call ids count from call_0, arguments
+are JSON text, and results follow their calls.
 
 Tests of a problem may be `"assert f(1) == 2"`, `{"assert": ...}`, `{"args": "[1]", "expected": "2"}` with Python
 literals as text, or the same with JSON values. They become `{"assert", "visible"}` or `{"args", "expected",
 "visible"}`. Tests are only parsed here; `pipeline.sandbox` runs them.
 
-`read` parses untrusted Python literals, here and in the sandbox. It accepts what `ast.literal_eval` does but hashes
-nothing, so it builds no sets or dicts: a 500 KB row can contain a set of integers that all share one hash, and
+`literals.read` parses untrusted Python literals, here and in the sandbox. It accepts what `ast.literal_eval` does but
+hashes nothing, so it builds no sets or dicts: a 500 KB row can contain a set of integers that all share one hash, and
 building that set takes seconds. The caller's functions get the elements of sets and the pairs of dicts as lists.
 
 Not guaranteed: that a dialogue makes sense, that call arguments match the tool's schema, that a test passes for any
@@ -83,7 +83,7 @@ def detect(rows: Sequence[Row], kind: str, columns: Columns) -> Shape | None:
 
 
 def named(name: str, kind: str) -> Shape | None:
-    """The shape called `name` if it produces records of `kind`, else None: use `detect`.
+    """The shape called `name`; None for `auto` or if that shape produces no records of `kind`: then use `detect`.
 
     Raises RowError for an unknown name.
     """
@@ -163,8 +163,7 @@ def _columns_text(row: Row, columns: Columns) -> Text:
 
 
 def _document(row: Row, text: str) -> Text:
-    licence = _optional(row, "licence", _optional(row, "license"))
-    return Text(text=text, source=_optional(row, "source"), path=row_id(row), licence=licence)
+    return Text(text=text, source=_optional(row, "source"), path=row_id(row), license=_optional(row, "license"))
 
 
 # --- dialogues -------------------------------------------------------------------------------------------------------
@@ -172,7 +171,7 @@ def _document(row: Row, text: str) -> Text:
 
 def _dialogue(row: Row, shape: str, messages: list[Message], tool_list: list[JsonObject]) -> Dialogue:
     if (name := next((name for name in VERDICTS if isinstance(row.get(name), bool)), None)) is not None:
-        reason = "a row with a label is feedback, and its answer may be bad: list its file under `labels`"
+        reason = "a row with a label is feedback, and its answer may be bad: list the file under `labels`"
         raise RowError(name, reason)
     default = "tools" if tool_list else "chat"
     conversations.check(messages, tool_list)
@@ -253,7 +252,7 @@ QUESTIONS = (
 
 def _question(row: Row, columns: Columns) -> Dialogue:
     if row.get("tests") is not None or row.get("test_cases") is not None:
-        raise RowError("tests", "a row with tests is a problem: list its file under `problems`")
+        raise RowError("tests", "a row with tests is a problem: list the file under `problems`")
     names = next((pair for pair in QUESTIONS if _has(*pair)(row, columns)), QUESTIONS[0])
     question, answer = (_answer(row.get(name), name) for name in names)
     if isinstance(question, str) and isinstance(answer, str):
@@ -267,7 +266,7 @@ def _is_question(row: Row, columns: Columns) -> bool:
 
 
 def _as_messages(side: str | list[Message], role: str) -> list[Message]:
-    """In TRL, a side may be a string or a list of messages."""
+    """The messages of one side, which in TRL may be a string or a list of messages."""
     return side if isinstance(side, list) else conversations.from_list([{"role": role, "content": side}], role)
 
 
@@ -327,7 +326,7 @@ def _pair(row: Row, columns: Columns) -> Pair:
         conversations.from_list([{"role": "assistant", "content": s}], "chosen") if isinstance(s, str) else s
         for s in (chosen, rejected)
     ]
-    if not prompt:  # both sides contain the whole conversation (TRL's implicit prompt)
+    if not prompt:  # both sides contain the entire conversation (TRL's implicit prompt)
         prompt = _common_prefix(*sides)
     sides = [side[len(prompt) :] if side[: len(prompt)] == prompt else side for side in sides]
     if not any(message["role"] == "user" for message in prompt):
@@ -467,7 +466,7 @@ def _label_prompt(row: Row) -> list[Message]:
 
 
 def _is_label(row: Row, columns: Columns) -> bool:
-    """Whether the row has a verdict and something it may refer to."""
+    """Whether the row has a verdict and an answer that the verdict may refer to."""
     judged = any(row.get(name) is not None for name in VERDICTS)
     return judged and any(row.get(name) is not None for name in ("messages", "conversations", *ANSWERS))
 
@@ -499,7 +498,7 @@ SHAPES = (
 
 def parse_test(test: object, field: str) -> JsonObject:
     """One test from `"assert ..."`, `{"assert": ...}` or `{"args", "expected"}`, with values as JSON or as Python
-    literals in text.
+    literals given as text.
     """
     if isinstance(test, str):
         test = {"assert": test}
@@ -521,7 +520,7 @@ def parse_test(test: object, field: str) -> JsonObject:
 
 
 def most_called(sources: Sequence[str]) -> str:
-    """The name that most asserts call: ties go to the first; a builtin only if nothing else is called."""
+    """The name that the most asserts call. Ties go to the first; builtins count only if nothing else is called."""
     calls: Counter[str] = Counter()
     for source in sources:
         nodes = [node for node in ast.walk(_parse_python(source, "tests")) if isinstance(node, ast.Call)]
@@ -535,7 +534,7 @@ def _literal(value: object, field: str) -> str:
     text = value.strip() if isinstance(value, str) else repr(value)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # "\d" in a foreign string is not our concern
+            warnings.simplefilter("ignore")  # invalid escapes such as "\d" in the data are not our concern
             literals.read(text)
     except (ValueError, SyntaxError, MemoryError, RecursionError) as error:
         reason = f"expected a Python literal as text (a string is \"'abc'\"), found {text[:40]!r}"

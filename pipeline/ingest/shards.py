@@ -1,9 +1,9 @@
 """From corpus files to token shards: read parquet, sample for the tokenizer, encode, join.
 
-    data/raw/<corpus>/{train,val}-*.parquet (text, source, path, licence)
-      -> <split>.bin     little-endian uint16 (uint32 above 65,536 ids), end of text after each document
+    data/raw/<corpus>/{train,val}-*.parquet (text, source, path, license)
+      -> <split>.bin     little-endian uint16 (uint32 above 65,536 ids), an end-of-text token after each document
          <split>.idx     n + 1 uint64: where each document begins, and the end
-         <split>.ctx     n uint64: leading context tokens of each document (text/repositories.py), if there are any
+         <split>.ctx     n uint64: the number of leading context tokens of each document (text/repositories.py), if any
          meta.json       tokenizer hash, counts, bytes, sha256
 
 Each parquet file is one work unit: one process encodes it in batches (memory does not grow with the file) into a part
@@ -31,7 +31,7 @@ from pipeline.run.types import JsonObject
 from pipeline.text import repositories
 from pipeline.text.tokenizer import Tokenizer
 
-ROWS = 64  # documents in memory at a time; cleaning drops those over 1 MB
+ROWS = 64  # documents in memory at a time; cleaning has dropped documents over 1 MB
 COPY_BYTES = 1 << 20
 SPLITS = ("train", "val")
 SUFFIXES = (".bin", ".idx", ".ctx")
@@ -72,16 +72,16 @@ def check_apart(folder: Path) -> None:
     for key, name in documents("train"):
         if key in held_out:
             raise GateError(
-                f"{folder}: the document {name} is also in the val split ({held_out[key]}); remove it from one of"
-                " them, or let stage_corpus split the data"
+                f"{folder}: the document {name} is also in the val split ({held_out[key]}); remove it from one"
+                " of the splits, or let stage_corpus split the data"
             )
 
 
 def texts(folder: Path, split: str, num_bytes: int, characters: int) -> Iterator[str]:
-    """An even sample of a split: about `num_bytes` of UTF-8, at most the first `characters` of each document.
+    """An even sample of a split: about `num_bytes` bytes, at most the first `characters` characters of each document.
 
     Documents are chosen by a hash of their source and path, so the sample is spread over the corpus and does not depend
-    on the file layout. A split with no more bytes than that is returned whole.
+    on the file layout. A split with no more bytes than that is returned in full.
     """
     total_bytes = 0
     for path in files(folder, split):
@@ -102,7 +102,7 @@ class EncodeTask:
     """One parquet file to encode, and the folder for its part."""
 
     parquet: Path
-    tokenizer: Path  # the folder
+    tokenizer: Path  # the tokenizer's folder
     parts: Path
     contexts: bool = False  # the corpus has contexts
 
@@ -132,7 +132,7 @@ def encode_file(task: EncodeTask) -> Counts:
     marker = task.part.with_name(task.part.name + ".json")
     if marker.is_file():
         return Counts(**json.loads(marker.read_text()))
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # for an adopted tokenizer: the processes already share the cores
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # an adopted tokenizer has its own threads; workers use all cores
     tokenizer = Tokenizer.load(task.tokenizer)
     dtype = token_dtype(tokenizer.vocab_size)
     end = np.array([tokenizer.end_of_text], dtype=dtype)
@@ -180,7 +180,7 @@ def _leads(tokenizer: Tokenizer, contexts: list[str]) -> list[list[int]]:
 
 
 def join(split: str, tasks: list[EncodeTask], counts: list[Counts], out: Path) -> JsonObject:
-    """Join the parts of a split into `<split>.bin` and `<split>.idx`; returns its entry of meta.json."""
+    """Join the parts of a split into `<split>.bin` and `<split>.idx`; return the split's entry for meta.json."""
     out.mkdir(parents=True, exist_ok=True)
     digest = hashlib.sha256()
     offset = np.zeros(1, dtype="<u8")
@@ -214,7 +214,7 @@ def _chunks(file: BinaryIO) -> Iterator[bytes]:
 
 
 def write_meta(out: Path, tokenizer: Tokenizer, splits: dict[str, JsonObject]) -> None:
-    """Write meta.json next to the joined shards, as the last file."""
+    """Write meta.json, the last file, next to the joined shards."""
     dtype = token_dtype(tokenizer.vocab_size).name
     meta = {"tokenizer": tokenizer.hash, "vocab_size": tokenizer.vocab_size, "dtype": dtype, "splits": splits}
     (out / "meta.json").write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")

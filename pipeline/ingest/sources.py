@@ -1,27 +1,27 @@
 """Data sources: the `data` config group (`DataConfig`), and the harvestable files on this machine with their licenses.
 
-    pyproject.toml -> the closure of its run-time requirements -> their files by RECORD, their READMEs
+    pyproject.toml -> the closure of its run-time requirements -> their files (listed in RECORD) and READMEs
     the standard library, shell scripts below /usr, /etc, /opt           -> Found: a file, its package, its license
 
 Only names and metadata are read here; `cleaning` reads the files. File lists are ordered by (rank of blake2b(path) in
 its package, blake2b(package)): every package contributes its first file before any contributes its second. So a quota
 that fills early gets a bit of everything, and the same files have the same order on every machine.
 
-Licenses are what a package states about itself:
+A package's license is the one that the package states:
 
     distribution metadata -> License-Expression, else classifiers, else License, else "unknown"
     Debian's /usr/share/doc/<package>/copyright -> its License fields, else the common license it refers to
 
 Never harvested: extras, development tools, the project itself. Not guaranteed: equal lists on machines with different
-packages installed (`stage_corpus` records the versions in its manifest); legal advice; or that a package's own
-statement is true for each of its files.
+packages installed (`stage_corpus` records the versions in its manifest), or that the license that a package states is
+true for each of its files (this is no legal advice).
 
 For the same harvest on every machine, `data=packages` takes named packages at the versions in requirements.lock:
 
     conf/data/packages.yaml (names) + requirements.lock (versions) + RECORD (sha256 of each file) -> Found
 
-They are permissively licensed and pure Python, so that every platform installs the same wheel byte for byte. A version
-that differs from the lock, a file that differs from its RECORD, or a missing package is an error that names it.
+These packages are permissively licensed and pure Python, so every platform installs the same wheel byte for byte. It is
+an error if a version differs from the lock, a file differs from its RECORD entry, or a package is missing.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from pipeline.run.errors import DataError
 
 SOURCES = ("packages", "machine", "files", "hub")
 HARVESTS = ("packages", "machine")  # collect installed files and generate the rest
-LICENCES = ("any", "permissive")
+LICENSES = ("any", "permissive")
 TEXT_KINDS = ("text", "code")
 SHELL_ROOTS = (Path("/usr"), Path("/etc"), Path("/opt"))
 SHELL_SUFFIXES = ("sh", "bash", "dash", "ksh", "zsh")
@@ -61,26 +61,26 @@ class DataConfig:
 
     source: str
     """packages, machine, files, hub."""
-    licences: str = "any"
+    licenses: str = "any"
     """any, or permissive: MIT, BSD, ISC, Apache, PSF, Zlib, CC0 (drops most shell scripts)."""
     min_bytes: int = 200
     """Shorter text and code documents are dropped."""
     max_bytes: int = 1_000_000
     """Longer text and code documents are dropped."""
     packages: list[str] = field(default_factory=list)
-    """packages: names from requirements.lock; pure Python, permissively licensed."""
+    """packages: names of pure-Python, permissively licensed packages in requirements.lock."""
     text: list[Written] = field(default_factory=list)
-    """files: entries (ingest/entries.py), one list per kind; [] means no data of this kind."""
+    """files: list of entries (ingest/entries.py); [] means no data of this kind."""
     code: list[Written] = field(default_factory=list)
-    """Files."""
+    """files: as for `text`."""
     dialogues: list[Written] = field(default_factory=list)
-    """Files."""
+    """files: as for `text`."""
     problems: list[Written] = field(default_factory=list)
-    """Files."""
+    """files: as for `text`."""
     preferences: list[Written] = field(default_factory=list)
-    """Files."""
+    """files: as for `text`."""
     labels: list[Written] = field(default_factory=list)
-    """Files: good and bad answers; packages: the preference pairs, split into single answers."""
+    """files: as for `text` (good and bad answers); packages: the preference pairs, split into single answers."""
     shape: str = "auto"
     """files: default row shape; auto picks the best fit for the first 100 rows."""
     encoding: str = "utf-8"
@@ -92,7 +92,7 @@ class DataConfig:
     val_share: float = 0.02
     """files, hub: share of rows held out for validation if a source has no named val split."""
     test_share: float = 0.05
-    """The same for the test split, for dialogues, problems, preferences and labels."""
+    """As for `val_share`, for the test split of dialogues, problems, preferences and labels."""
     hub: dict[str, list[HubSet]] = field(default_factory=dict)
     """hub: kind -> datasets."""
 
@@ -100,9 +100,9 @@ class DataConfig:
         if self.source not in SOURCES:
             raise ValueError(f"source: expected {', '.join(SOURCES)}, got {self.source!r}")
         if (self.source == "packages") != bool(self.packages):
-            raise ValueError("packages: expected package names with source: packages, and only then")
-        if self.licences not in LICENCES:
-            raise ValueError(f"licences: expected {' or '.join(LICENCES)}, got {self.licences!r}")
+            raise ValueError("packages: required if source is packages, not allowed otherwise")
+        if self.licenses not in LICENSES:
+            raise ValueError(f"licenses: expected {' or '.join(LICENSES)}, got {self.licenses!r}")
         if not 0 <= self.min_bytes < self.max_bytes:
             raise ValueError(f"min_bytes, max_bytes: expected 0 <= min < max, got {self.min_bytes}, {self.max_bytes}")
         if not 0 <= self.max_rejected <= 1:
@@ -118,9 +118,11 @@ class DataConfig:
                 raise ValueError(f"hub: expected the kinds {', '.join(kinds)}, got {kind!r}")
         unread = [*(kind for kind in kinds if getattr(self, kind)), *(["text_field"] if self.text_field else [])]
         if self.source != "files" and unread:
-            raise ValueError(f"{unread[0]}: is only used with source: files, found source: {self.source}; remove it")
+            raise ValueError(
+                f"`{unread[0]}` is used only with source: files, but source is {self.source}; remove `{unread[0]}`"
+            )
         if self.source != "hub" and self.hub:
-            raise ValueError(f"hub: is only used with source: hub, found source: {self.source}; remove it")
+            raise ValueError(f"`hub` is used only with source: hub, but source is {self.source}; remove `hub`")
         for kind in kinds:
             check_list(kind, getattr(self, kind))
 
@@ -144,7 +146,7 @@ class Package:
 
     name: str  # normalized as in PEP 503
     version: str
-    licence: str
+    license: str
     base: Path  # the folder that RECORD paths are relative to
     files: tuple[str, ...]
     requirements: tuple[str, ...]
@@ -157,7 +159,7 @@ class Found:
     file: Path
     package: str  # determines order, cap and split: a distribution, `python/<top module>`, `shell/<Debian package>`
     path: str  # within the package; the same on every machine that has the package
-    licence: str
+    license: str
     sha256: str | None = None  # from RECORD, if the file must be unmodified
 
 
@@ -167,7 +169,7 @@ def digest(text: str) -> int:
 
 
 def split_of(name: str, one_in: int = 20) -> str:
-    """val for one name in `one_in`, else train: a package is entirely in one split, whatever else is installed."""
+    """val for about 1 in `one_in` names, else train: a package is entirely in one split, whatever else is installed."""
     return "val" if digest(name) % one_in == 0 else "train"
 
 
@@ -191,7 +193,7 @@ def canonical(name: str) -> str:
 
 
 def closure(pyproject: Path) -> list[Package]:
-    """The installed run-time dependencies of `[project].dependencies`, sorted by name, without the project itself.
+    """The installed run-time dependencies of the project (`[project].dependencies`), direct and indirect, by name.
 
     Extras named in a requirement line (`fsspec[http]`) are followed, others are not. Raises DataError if the file is
     missing or a direct requirement is not installed; missing indirect ones are skipped.
@@ -237,7 +239,7 @@ def package_of(name: str) -> Package:
     return Package(
         name=name,
         version=metadata["Version"],
-        licence=distribution_licence(metadata),
+        license=distribution_license(metadata),
         base=Path(str(installed.locate_file(""))),
         files=files,
         requirements=tuple(metadata.get_all("Requires-Dist") or ()),
@@ -247,7 +249,7 @@ def package_of(name: str) -> Package:
 def package_files(packages: list[Package]) -> list[Found]:
     """Every non-test `.py` file of the packages."""
     return [
-        Found(file=file_at(package.base, path), package=package.name, path=path, licence=package.licence)
+        Found(file=file_at(package.base, path), package=package.name, path=path, license=package.license)
         for package in packages
         for path in package.files
         if path.endswith(".py") and not is_test(path)
@@ -264,14 +266,14 @@ def python_files(packages: list[Package], standard_library: Path | None = None) 
     for path in _below(library, skip=("site-packages", "dist-packages", "__pycache__")):
         if path.endswith(".py") and not is_test(path):
             top = path.split("/")[0].removesuffix(".py")
-            files.append(Found(file=file_at(library, path), package=f"python/{top}", path=path, licence="PSF-2.0"))
+            files.append(Found(file=file_at(library, path), package=f"python/{top}", path=path, license="PSF-2.0"))
     return files
 
 
 def readmes(packages: list[Package]) -> list[Found]:
     """The METADATA files: their body is the README shown on the package index."""
     return [
-        Found(file=file_at(package.base, path), package=package.name, path=path, licence=package.licence)
+        Found(file=file_at(package.base, path), package=package.name, path=path, license=package.license)
         for package in packages
         for path in package.files
         if re.fullmatch(r"[^/]+\.dist-info/METADATA", path)
@@ -279,7 +281,7 @@ def readmes(packages: list[Package]) -> list[Found]:
 
 
 def is_test(path: str) -> bool:
-    """Whether a Python path is a test, by its folders or name."""
+    """Whether a Python file is a test, judging by its folders or name."""
     *folders, name = path.split("/")
     if {"test", "tests", "_test", "_tests", "idle_test"} & set(folders) or ".." in folders:
         return True
@@ -312,12 +314,12 @@ def _scan(folder: bytes) -> list[os.DirEntry[bytes]]:
     try:
         with os.scandir(folder) as entries:
             return list(entries)
-    except (PermissionError, FileNotFoundError):  # no permission, or deleted meanwhile
+    except (PermissionError, FileNotFoundError):  # no permission, or deleted in the meantime
         return []
 
 
 def shell_scripts(project: Path, roots: tuple[Path, ...] = SHELL_ROOTS) -> list[Found]:
-    """Shell scripts below the roots, by suffix or `#!`; the license comes from the packager's copyright file.
+    """Shell scripts below the roots, found by suffix or `#!`; the license comes from the packager's copyright file.
 
     Only files without an alphabetic suffix are opened: opening every file on a machine takes minutes.
     """
@@ -333,10 +335,10 @@ def shell_scripts(project: Path, roots: tuple[Path, ...] = SHELL_ROOTS) -> list[
     for path in sorted(paths):
         owner = owners.get(path)
         if owner and owner not in copyrights:
-            copyrights[owner] = _debian_licence(owner)
+            copyrights[owner] = _debian_license(owner)
         package = f"shell/{owner}" if owner else "shell/" + "/".join(path.split("/")[1:3])
-        licence = copyrights[owner] if owner else UNKNOWN
-        scripts.append(Found(file=file_at(Path("/"), path[1:]), package=package, path=path, licence=licence))
+        license = copyrights[owner] if owner else UNKNOWN
+        scripts.append(Found(file=file_at(Path("/"), path[1:]), package=package, path=path, license=license))
     return scripts
 
 
@@ -349,7 +351,7 @@ def _has_shebang(file: Path) -> bool:
 
 
 def _owners(paths: set[str]) -> dict[str, str]:
-    """path -> Debian package, from dpkg's lists, with both spellings of a merged /usr; empty without dpkg."""
+    """path -> Debian package, from dpkg's lists, with paths in both spellings of a merged /usr; empty without dpkg."""
     owners: dict[str, str] = {}
     for listing in sorted(DPKG_LISTS.glob("*.list")):
         package = listing.stem.split(":")[0]
@@ -360,7 +362,7 @@ def _owners(paths: set[str]) -> dict[str, str]:
     return owners
 
 
-def _debian_licence(package: str) -> str:
+def _debian_license(package: str) -> str:
     path = DEBIAN_DOCS / package / "copyright"
     try:
         return of_debian(path.read_bytes().decode("utf-8", "replace"))
@@ -372,7 +374,7 @@ def _debian_licence(package: str) -> str:
 
 
 UNKNOWN = "unknown"
-MAX_LICENCE = 80  # characters; a License field may contain the full text, and only its first line can be a name
+MAX_LICENSE = 80  # characters; a License field may contain the full text, and only its first line can be a name
 PERMISSIVE = re.compile(
     r"^(?:the )?(?:mit(?:-\w+)?\b|x11\b|expat\b|0?bsd\b|(?:[0-9]-clause |new |modified |simplified )bsd\b|isc\b"
     r"|apache\b|asl 2|psf\b|python-2\.0\b|python software foundation|zlib\b|cc0\b)",
@@ -383,7 +385,7 @@ COMMON = re.compile(r"/usr/share/common-licenses/([A-Za-z][A-Za-z0-9.+-]*[A-Za-z
 OPERATOR = re.compile(r"\(|\)|\bAND\b|\bOR\b|\bWITH\b")
 
 
-def distribution_licence(metadata: PackageMetadata) -> str:
+def distribution_license(metadata: PackageMetadata) -> str:
     """The license in a Python distribution's METADATA; several classifiers are joined by AND."""
     expression = metadata["License-Expression"].strip() if "License-Expression" in metadata else ""
     if expression:
@@ -396,7 +398,7 @@ def distribution_licence(metadata: PackageMetadata) -> str:
         return " AND ".join(names)
     text = next(iter(metadata.get_all("License") or ()), "")
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[0] if lines and len(lines[0]) <= MAX_LICENCE and lines[0].upper() != "UNKNOWN" else UNKNOWN
+    return lines[0] if lines and len(lines[0]) <= MAX_LICENSE and lines[0].upper() != "UNKNOWN" else UNKNOWN
 
 
 def of_debian(copyright_text: str) -> str:
@@ -404,25 +406,25 @@ def of_debian(copyright_text: str) -> str:
     fields = [line.partition(":")[2].strip() for line in copyright_text.splitlines() if line.startswith("License:")]
     names = [name for name in fields if name]
     if names:
-        return names[0][:MAX_LICENCE]
+        return names[0][:MAX_LICENSE]
     common = sorted(set(COMMON.findall(copyright_text)))
     return " AND ".join(common) if common else UNKNOWN
 
 
-def is_permissive(licence: str) -> bool:
-    """Whether a license is MIT, BSD, ISC, Apache, PSF, Zlib or CC0: all operands of an AND, one operand of an OR.
+def is_permissive(license: str) -> bool:
+    """Whether a license is MIT, BSD, ISC, Apache, PSF, Zlib or CC0; all operands of an AND must be, and one of an OR.
 
-    AND binds more tightly than OR, parentheses group, and the exception after WITH only grants more (SPDX 2.3,
-    annex D). Anything that cannot be parsed this way counts as not permissive.
+    AND binds more tightly than OR, parentheses group, and an exception after WITH only grants more rights
+    (SPDX 2.3, annex D). Anything that cannot be parsed this way counts as not permissive.
     """
-    tokens = _split_expression(licence)
+    tokens = _split_expression(license)
     value, rest = _parse_or(tokens, 0)
     return value and rest == len(tokens)
 
 
-def _split_expression(licence: str) -> list[str]:
+def _split_expression(license: str) -> list[str]:
     tokens, last = [], 0
-    text = licence.replace(" and ", " AND ").replace(" or ", " OR ")
+    text = license.replace(" and ", " AND ").replace(" or ", " OR ")
     for match in OPERATOR.finditer(text):
         tokens += [text[last : match.start()].strip(), match.group()]
         last = match.end()
@@ -462,7 +464,7 @@ def _parse_operand(tokens: list[str], position: int) -> tuple[bool, int]:
 
 
 LOCK = Path("requirements.lock")
-REMEDY = "Install what the lock has: python -m pip install -r requirements.lock (`make setup` does so)"
+REMEDY = "Install the locked versions: python -m pip install -r requirements.lock (or run `make setup`)"
 
 
 def versions(lock: Path = LOCK) -> dict[str, str]:
@@ -498,14 +500,14 @@ def packages(names: list[str], lock: Path = LOCK) -> list[Package]:
                 f"data: packages: {name}: expected version {expected[name]} as in {lock}, found {package.version}."
                 f" {REMEDY}"
             )
-        if not is_permissive(package.licence):
-            raise DataError(f"conf/data/packages.yaml: {name}: expected a permissive license, found {package.licence}")
+        if not is_permissive(package.license):
+            raise DataError(f"conf/data/packages.yaml: {name}: expected a permissive license, found {package.license}")
         installed.append(package)
     return installed
 
 
 def checked(files: list[Found]) -> list[Found]:
-    """The files with the sha256 from their package's RECORD, for `verify`. Raises DataError if there is none."""
+    """The files with the sha256 from their package's RECORD, for `verify`. Raises DataError if a file has none."""
     checksums: dict[str, dict[str, str]] = {}
     for file in files:
         if file.package not in checksums:
@@ -523,13 +525,13 @@ def _record_checksums(package: str) -> dict[str, str]:
 
 
 def verify(file: Found, raw: bytes) -> None:
-    """Raise DataError if a file differs from the installed one."""
+    """Raise DataError if the bytes of a file do not match its `sha256`."""
     if file.sha256 is None:
         return
     actual = base64.urlsafe_b64encode(hashlib.sha256(raw).digest()).rstrip(b"=").decode()
     if actual != file.sha256:
         raise DataError(
-            f"data: packages: {file.file}: expected sha256 {file.sha256}, as in the package {file.package},"
-            f" found {actual}: the file was modified. Reinstall it: python -m pip install"
+            f"data: packages: {file.file}: expected sha256 {file.sha256}, as in the RECORD of {file.package},"
+            f" found {actual}: the file was modified. Reinstall the package: python -m pip install"
             f" --force-reinstall --no-deps {file.package}=={distribution(file.package).version}"
         )

@@ -22,7 +22,7 @@ from pipeline.run.types import JsonObject
 
 
 class RowError(DataError):
-    """A row that cannot be read: `field` is the location, `reason` what was expected and found."""
+    """A row that cannot be read: `field` is the location, `reason` says what was expected and found."""
 
     def __init__(self, field: str, reason: str) -> None:
         super().__init__(f"{field}: {reason}")
@@ -75,7 +75,7 @@ _JSON_TYPES = {
 
 
 def tools(value: object, field: str = "tools") -> list[JsonObject]:
-    """A tool list (or its JSON text, or one tool) as `[{"type": "function", "function": {...}}]`; nothing gives []."""
+    """A tool list (or its JSON text, or one tool) as `[{"type": "function", "function": {...}}]`; [] for no value."""
     if isinstance(value, str):
         value = from_json(value, field) if value.strip() else []
     if value is None:
@@ -138,7 +138,7 @@ def _properties(value: object) -> JsonObject:
 
 
 def _schema(schema: JsonObject) -> JsonObject:
-    """JSON Schema with the type words of BFCL and ToolACE (`dict`, `float`, `tuple`, `any`) replaced, at any depth."""
+    """A JSON Schema with the type names of BFCL and ToolACE (`dict`, `float`, `tuple`, `any`) replaced at any depth."""
     clean: JsonObject = {}
     for key, value in schema.items():
         if key == "type":
@@ -152,7 +152,7 @@ def _schema(schema: JsonObject) -> JsonObject:
             clean[key] = _schema(value)
         elif key in ("anyOf", "oneOf", "allOf") and isinstance(value, list):
             clean[key] = [_schema(option) for option in value if isinstance(option, dict)]
-        elif key == "required":  # datasets also use null, true, and lists of other things
+        elif key == "required":  # some datasets have null, true or lists of non-strings here
             if isinstance(value, list) and value and all(isinstance(name, str) for name in value):
                 clean[key] = value
         elif value is not None:
@@ -208,7 +208,7 @@ def _type_schema(node: ast.expr) -> JsonObject:
 
 
 def _union(options: list[JsonObject]) -> JsonObject:
-    """One schema that accepts any of the options; integer is omitted if number is present."""
+    """One schema that accepts any of the options; `integer` is omitted if `number` is present."""
     if any(not option for option in options):
         return {}
     distinct = [option for index, option in enumerate(options) if option not in options[:index]]
@@ -348,7 +348,7 @@ def _json_value(node: ast.expr, field: str) -> object:
 def _expression(text: str) -> ast.expr:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # "\d" in a foreign string is not our concern
+            warnings.simplefilter("ignore")  # invalid escapes such as "\d" in the data are not our concern
             return ast.parse(text, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise RowError("value", f"expected a Python literal, found {text[:40]!r}") from error

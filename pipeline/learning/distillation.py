@@ -5,7 +5,7 @@
                                               generalized Jensen-Shannon (GKD): Agarwal et al. 2024, arXiv:2306.13649
     beta 1        KL(student || teacher)      reverse (MiniLLM): Gu et al. 2024, arXiv:2306.08543
 
-Both distributions use the sampling temperature. The teacher is either live (`Whole`: its states and its head) or
+Both distributions use the sampling temperature. The teacher is either live (`Whole`: hidden states and head) or
 precomputed (`Kept`: its top k tokens, with the remaining mass as one more outcome on both sides). With `Kept` the
 divergence is over coarser outcomes, so it is never greater, and equal if k is the vocabulary size.
 
@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pipeline.learning.losses import EVEN_ROWS, MOST_LOGITS
 
-LEAST_REST = 1e-7  # minimum probability of the tokens outside the top k: float32 sums reach 1 too early
+LEAST_REST = 1e-7  # minimum probability of the tokens outside the top k: float32 sums may round to 1
 
 
 class Teacher(Protocol):
@@ -44,7 +44,7 @@ class Whole:
     table: Tensor  # (V, D), the head's matrix
 
     def both(self, student: Tensor, rows: slice, temperature: float) -> tuple[Tensor, Tensor]:
-        """All V tokens; see Teacher."""
+        """The outcomes are all V tokens; see Teacher."""
         return student, log_probabilities(self.hidden[rows], self.table, temperature)
 
 
@@ -56,7 +56,7 @@ class Kept:
     logprobs: Tensor  # (N, k) float32, nats
 
     def both(self, student: Tensor, rows: slice, temperature: float) -> tuple[Tensor, Tensor]:
-        """The k tokens and the rest; see Teacher."""
+        """The outcomes are the k tokens and the rest; see Teacher."""
         kept, teacher = student.gather(1, self.ids[rows]), self.logprobs[rows]
         if self.ids.shape[1] == student.shape[1]:
             return kept, teacher
@@ -85,7 +85,7 @@ def jensen_shannon(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
 
 
 def _divergence(p: Tensor, q: Tensor) -> Tensor:
-    """KL(p || q) of log-probabilities."""
+    """KL(p || q), from log-probabilities."""
     return (p.exp() * (p - q)).sum(1)
 
 

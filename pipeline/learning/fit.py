@@ -2,15 +2,15 @@
 
     fit(model, stream, loss, config, job)       trains in place; the model ends up with the published weights
 
-In each step, all ranks first agree on stop, save and the loss denominators. Each micro-batch is seeded and runs forward
-and backward. Then come the global gradient norm, a check for spikes and non-finite values, clipping and the update.
-A batch is a pure function of (seed, step), so a checkpoint is weights, moments, the step, the curve, the fp16 scaler
-and what the stream carries over, without random state. A killed and resumed run is bitwise identical to an
-uninterrupted one (CPU, same threads and world size).
+In each step, all ranks first agree on whether to stop or save and on the loss denominators. Each micro-batch is seeded
+and goes through a forward and a backward pass. Then come the global gradient norm, a check for spikes and non-finite
+values, clipping and the update. A batch is a pure function of (seed, step), so a checkpoint consists of the weights,
+moments, step, curve, fp16 scaler and stream state, without random state. A killed and resumed run is bitwise identical
+to an uninterrupted one (CPU, same threads and world size).
 
 Related modules: `update.py` decides whether to apply an update, `states.py` saves and resumes, `processes.py` handles
 communication between ranks, and `performance.py` covers everything else: micro-batch size, compilation, profiling,
-speed, the learning-rate finder.
+speed and the learning-rate finder.
 
 Not guaranteed: bitwise equality across world sizes or devices (the data order is the same, the loss within 1e-6).
 """
@@ -50,15 +50,15 @@ class Watchers:
     """A stage's measurement and check callbacks during training. Each may raise GateError."""
 
     step: Callable[[int], None] | None = None  # before each step, with the number of steps so far
-    # before the passes: (model, this rank's micro-batches, ranks) -> micro-batches with values the loss needs per step
+    # before the passes: (model, this rank's micro-batches, ranks) -> micro-batches with per-step values for the loss
     complete: Callable[..., Sequence[Batch]] | None = None
-    first: Callable[[dict[str, float]], None] | None = None  # loss and metrics of the first fill, before any update
+    first: Callable[[dict[str, float]], None] | None = None  # gets the first step's loss and metrics before any update
     evaluate: Callable[[int], dict[str, float]] | None = None  # at step 0, every eval_steps, and at the end
-    logged: Callable[[list[JsonObject]], None] | None = None  # the curve, after each new row
-    micro: Callable[[int, bool], None] | None = None  # before each micro-batch: its index, and whether it counts
+    logged: Callable[[list[JsonObject]], None] | None = None  # gets the curve after each new row
+    micro: Callable[[int, bool], None] | None = None  # before each micro-batch, with its index and whether it counts
     save: Callable[[Path], None] | None = None  # write the current model, for runtime.keep_models
     new_level_at: int | None = None  # the batch where the data changes: earlier losses are not comparable
-    gradients_at: int | None = 0  # the step at which each group must get a gradient; a zero head blocks it at step 0
+    gradients_at: int | None = 0  # the step at which each group must get a gradient; a zero head prevents it at step 0
 
 
 def fit(
@@ -76,7 +76,7 @@ def fit(
 
     After a stage's `last` run only rank 0 returns. Raises ConfigError for a batch that cannot be formed or read,
     GateError when a health gate fails, SystemExit(128 + signal) after a stop request (a checkpoint is saved first),
-    SystemExit(0) after the learning-rate finder (`runtime.find_lr`).
+    and SystemExit(0) after the learning-rate finder (`runtime.find_lr`).
     """
     run = Run(model, stream, loss, config, job, from_scratch, watchers or Watchers())
     try:
@@ -123,7 +123,7 @@ class Run:
         self.save_due, self.saved_step = False, 0
         self.seen = 0  # positions trained on in this call of fit, over all ranks
         self.postponed = False  # the first-gradient gate is deferred because of an fp16 overflow
-        self.unfilled: JsonObject | None = None  # the rolling stream's state before a fill, until its first update
+        self.unfilled: JsonObject | None = None  # the rolling stream's state before a fill; None after an update
         self.pin = device.pins(job.runtime.pin_memory, self.hardware.device)
         self.instruments = Instruments(self)
         self.micro_batch = self.instruments.micro_batch
@@ -149,7 +149,8 @@ class Run:
             say(f"warning: runtime.keep_models is ignored because stage_{job.stage} {why}")
         elif late := [step for step in job.runtime.keep_models if step > self.steps]:
             say(
-                f"warning: runtime.keep_models: stage_{job.stage} has {self.steps} steps, so {late[0]} is never reached"
+                f"warning: runtime.keep_models: stage_{job.stage} has {self.steps} steps, so"
+                f" step {late[0]} is never reached"
             )
 
     def go(self, *, last: bool = True) -> None:
@@ -206,7 +207,7 @@ class Run:
         course = self.course
         if self.watchers.step:
             self.watchers.step(course.step)
-        # 1. take this rank's micro-batches; all ranks agree on stop, save and counts
+        # 1. take this rank's micro-batches; all ranks agree on stopping, saving and counts
         fill_metrics: dict[str, float] = {}
         if self.rolling and course.step % self.rolling.steps_per_rollout == 0:
             if stop := self.ranks.control(self.job.stop.signal, False, {})[0]:
@@ -214,7 +215,7 @@ class Run:
             self.unfilled = copy.deepcopy(self.rolling.state())
             try:
                 fill_metrics = self.rolling.fill(course.step)
-            except SamplerError:  # raised on all ranks alike
+            except SamplerError:  # raised on all ranks
                 self._save()
                 self.keeper.wait()
                 raise
@@ -273,7 +274,7 @@ class Run:
         device.seed_step(self.job.seed, self.course.index, micro, self.ranks.rank)
 
     def _check_step(self, totals: Totals, norm: float, fill_metrics: dict[str, float]) -> None:
-        """Run the first-step gates before the update. A policy's first iterations may have no terms."""
+        """Run the first-step gates before the update. A policy's first iterations may have no loss terms."""
         overflow = self.hardware.precision == "fp16" and not math.isfinite(norm)  # the loss scale is still adapting
         if self.course.step == 0 and len(totals.terms) == 1:  # a sum of several terms need not start at ln V
             gates.first_loss(totals.values()["loss"], self.plain, from_scratch=self.from_scratch)
@@ -328,7 +329,7 @@ class Run:
         )
 
     def _first_not_finite(self, batches: list[Batch]) -> str:
-        """This step's first non-finite module output, or failing that gradient, on the first rank that has one."""
+        """This step's first non-finite module output, or else gradient, on the first rank that has one."""
 
         def forward() -> None:
             for micro, (batch, _) in enumerate(self.ranks.evened(batches)):
@@ -400,7 +401,7 @@ class Run:
         if self.config.context_at(0) < self.config.row_length:  # the context grows
             values["context"] = self.config.context_at(course.step - 1)
         self.job.tracker.log(course.step, values)
-        if course.step >= self.steps // 10 > 20 and self.from_scratch:  # a continued model may be near its floor
+        if course.step >= self.steps // 10 > 20 and self.from_scratch:  # a pretrained model may be near its minimum
             gates.falling(self.job.tracker.rows, self.steps, self.job.name)
         self.window = LoggingWindow()
         if self.watchers.logged:
@@ -411,9 +412,9 @@ class Run:
         return batches * self.config.rows * self.config.row_length / self.stream.tokens_per_epoch
 
     def _evaluate(self) -> None:
-        """Compute the validation loss on a fixed slice, updating `best` and the anchor, and the stage's metrics.
+        """Compute the validation loss on a fixed slice and the stage's metrics. Updates `best` and the anchor.
 
-        Evaluates the averaged weights if there are any. Exits when all ranks agree on a signal between two batches.
+        Evaluates the averaged weights if there are any. On a stop signal, all ranks exit between two batches.
         """
         self.model.train(False)
         with torch.no_grad(), self.averages.in_place() if self.averages else contextlib.nullcontext():
@@ -429,7 +430,7 @@ class Run:
             self.job.tracker.log(self.course.step, {f"val/{name}": value for name, value in values.items()})
 
     def _held_out(self) -> tuple[Totals, int]:
-        """The sums over the validation slice and all ranks, and the signal that interrupted them (0: none)."""
+        """The validation slice's sums over all ranks, and the signal that interrupted the evaluation (0: none)."""
         totals = Totals({})
         for batch, mine in self.ranks.dealt(self.stream.evaluation(self.config.validated.eval_tokens)):
             if stop := self.ranks.control(self.job.stop.signal, False, {})[0]:

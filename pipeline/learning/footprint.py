@@ -2,30 +2,30 @@
 
     weights + gradients + optimizer + copies + activations + logits + update + sampling = total
 
-It models this code, not a textbook, and is checked against measured peaks (tests/test_footprint.py):
+The plan models this code, not a textbook model, and is checked against measured peaks (tests/test_footprint.py):
 
 - Trained weights, gradients and moments are float32: 4 + 4 + 8 bytes per parameter with AdamW, 4 + 4 + 4 with Muon. An
-  EMA takes 4. Frozen weights count as stored (learning/reference.py). `copies` are half-precision: 2 bytes per
-  matmul parameter, until the backward pass.
+  EMA takes 4 more. Frozen weights count at their stored size (learning/reference.py). `copies` are in half precision:
+  2 bytes per matmul parameter, kept until the backward pass.
 - Activations per token and layer: what `Block` saves for the backward pass (`layer_bytes`), plus one more layer, the
   one being computed. A checkpointed layer keeps only its input, 4d bytes: the residual stream stays float32 under
   autocast.
 - Logits of `losses.next_token`: those alive at once, the gradient of the hidden states, and tensors the size of the
   head matrix (`head_bytes`). Log-probabilities of answers: V probabilities at each position (`answer_bytes`).
 - Log-probabilities of a masked-diffusion model: its head without the banned ids, and logits in chunks (`masked_bytes`).
-- Update: Muon's temporary stacks and products besides its momentum. AdamW needs none.
+- Update: Muon's temporary stacks and products, in addition to its momentum. AdamW needs none.
 - Sampling: the KV cache of the rows decoded together, and each adapted matrix with its adapter merged.
 
 Sampling, a pass and an update never overlap, so the total uses the largest of a pass (copies, activations, logits), the
 update and sampling. On a CPU, gradients of a single pass reuse the memory of half-precision activations (measured with
-AMX). Otherwise they are added: glibc is configured to keep freed memory (device.keep_freed_memory) and reuses an
+AMX). Otherwise all terms add up: glibc is configured to keep freed memory (device.keep_freed_memory) and reuses an
 aligned block only if its neighbors are free too, so blocks are rarely reused for a different size. The heap then grows
-by a margin, a quarter of which is touched at the peak. Muon's stacks of different shapes and the head's several
-gradients add up. A recomputed layer reuses only part of the previous layer's memory (LOST, measured), and adapter
-temporaries fragment the heap (LEFT, measured).
+by a margin, a quarter of which is touched at the peak. Muon's stacks of different shapes add up, and so do the
+head's several gradients. A recomputed layer reuses only part of the previous layer's memory (LOST, measured), and
+adapter temporaries fragment the heap (LEFT, measured).
 
-Hooks are counted (`hook_bytes`), to within a fifth on a CPU. Not counted: the interpreter and its libraries (0.3 to
-0.5 GB), the CUDA context. Not measured: CUDA.
+Hooks are counted (`hook_bytes`), with an error of at most 20% on a CPU. Not counted: the interpreter and its libraries
+(0.3 to 0.5 GB), the CUDA context. Not checked against measurements: CUDA.
 """
 
 import math
@@ -48,13 +48,13 @@ from pipeline.model.lora import TARGETS, AdaptedLinear
 from pipeline.run import device
 
 ATTENTION, MLP = TARGETS[:4], TARGETS[4:]
-MOST_MASKED_LOGITS = 2**26  # of `diffusion/model.py`, which the core does not import
+MOST_MASKED_LOGITS = 2**26  # as in `diffusion/model.py`, which the core does not import
 SHARE = 0.8  # of a GPU's total memory that a plan may fill
 CPU_SHARE = 0.3  # of a machine's memory: other programs run there, and larger micro-batches are no faster
 # Measured on a CPU: the share of recomputed tensors that cannot reuse freed memory, and the bytes per output element
 # that an adapted projection leaves in fragments too small for the next tensor.
 LOST = {"fp32": 0.4, "bf16": 0.15, "fp16": 0.15}
-LEFT = {"fp32": 4, "bf16": 3, "fp16": 3}  # bf16: none on Zen 5, 6 with AMX
+LEFT = {"fp32": 4, "bf16": 3, "fp16": 3}  # bf16: 0 bytes on Zen 5, 6 bytes with AMX
 Shape = tuple[int, int]  # rows, columns of a matrix
 
 
@@ -65,18 +65,18 @@ class Work:
     row: int  # tokens per row of the batch
     context: int  # tokens per sequence: a row, or one answer of a pair
     selected: int  # tokens per row that need logits
-    kind: str = "cuda"  # of device: cuda, cpu, mps
+    kind: str = "cuda"  # kind of device: cuda, cpu, mps
     precision: str = "bf16"  # fp32, bf16, fp16
     optimizer: str = "adamw"  # or muon
     checkpointing: str = "none"  # none, full, every_2, selective
     accumulates: bool = True  # several micro-batches per update, so gradients persist across passes
     packed: bool = True  # a row contains several documents of any length: on a GPU each layer keeps a mask
-    # the loss needs log-probabilities of answers (pairs, rollouts): all logits exist, and answers may share a prefix
+    # the loss needs log-probabilities of answers (pairs, rollouts): all logits coexist, and answers may share a prefix
     answers: bool = False
     masked: bool = False  # masked diffusion: log-probabilities of `selected` masked tokens, in chunks
     adapted: frozenset[str] | None = None  # the projections with adapters on a frozen base; None: all weights train
     dropped: bool = False  # adapters have dropout
-    dora: bool = False  # adapters have magnitudes
+    dora: bool = False  # adapters have DoRA's magnitudes
     ema: bool = False  # a float32 average of the weights is kept
 
 
@@ -87,10 +87,10 @@ class Weights:
     trained: int  # parameters
     frozen: int = 0  # bytes
     cast: int = 0  # parameters that autocast copies
-    narrow: int = 0  # parameters stored in bf16, which the CPU operators copy with their norm
+    narrow: int = 0  # parameters stored in bf16, which the CPU operators copy when folding in a norm
     tied: int = 0  # parameters of a tied embedding, which gets two gradients
     head: int = 0  # parameters of the head matrix, if it gets a gradient
-    hidden: Counter[Shape] = field(default_factory=Counter)  # number of trained matrices per shape eligible for Muon
+    hidden: Counter[Shape] = field(default_factory=Counter)  # trained matrices eligible for Muon: shape -> number
 
     def __add__(self, other: "Weights") -> "Weights":
         return Weights(
@@ -106,7 +106,7 @@ class Weights:
 
 @dataclass(frozen=True, kw_only=True)
 class Footprint:
-    """Bytes on one device, by part."""
+    """Bytes on one device, by purpose."""
 
     weights: float
     gradients: float
@@ -120,9 +120,9 @@ class Footprint:
 
     @property
     def total(self) -> float:
-        """The peak."""
+        """The peak, in bytes."""
         states, work = self.weights + self.gradients + self.optimizer, self.copies + self.activations + self.logits
-        if self.margin:  # a heap does not reuse the cache's blocks
+        if self.margin:  # the heap does not reuse the blocks of the KV cache
             return states + max(work + self.sampling, self.update) + self.margin
         return states + max(work, self.update, self.sampling)
 
@@ -147,12 +147,12 @@ def footprint(weights: Weights, configs: Sequence[ModelConfig], work: Work, micr
 
 
 def data_parallel(single: Footprint, weights: Weights) -> Footprint:
-    """With DistributedDataParallel: its buckets are a second copy of the gradients that persists during the pass."""
+    """With DistributedDataParallel, whose buckets are a second copy of the gradients that persists during a pass."""
     return replace(single, gradients=8.0 * weights.trained)
 
 
 def sharded(single: Footprint, config: ModelConfig, work: Work, processes: int) -> Footprint:
-    """With FSDP2, which shards the states. Unsharded: the active block, embedding and head, and what Muon gathers."""
+    """With FSDP2, which shards all but the active block, the embedding, the head and what Muon gathers."""
     block = sum(r * c * n for (r, c), n in matrices(config).items()) / config.layers
     table = config.vocab_size * config.width * (1 if config.tied else 2)
     whole = block + table
@@ -179,7 +179,7 @@ def largest(limit: float, total: Callable[[int], float], most: int) -> int:
 
 
 def full(config: ModelConfig, *, head: bool = True) -> Weights:
-    """The weights of a fully trained model. `head` false: a reward model's trunk with its single row."""
+    """The weights of a fully trained model. Without `head`: a reward model's trunk and its single row."""
     table = config.vocab_size * config.width
     missing = 0 if head or config.tied else table
     cast = config.matmul_parameters - (0 if head else table)
@@ -250,7 +250,7 @@ def weights_of(model: nn.Module) -> Weights:
 
 
 def adapters_of(model: nn.Module) -> tuple[frozenset[str] | None, bool]:
-    """`Work.adapted` and `Work.dropped` of an existing model."""
+    """`Work.adapted` and `Work.dropped` for an existing model."""
     layers = {
         name.rpartition(".")[2]: layer for name, layer in model.named_modules() if isinstance(layer, AdaptedLinear)
     }
@@ -263,11 +263,11 @@ def adapters_of(model: nn.Module) -> tuple[frozenset[str] | None, bool]:
 def pass_bytes(
     configs: Sequence[ModelConfig], weights: Weights, work: Work, micro_batch: int
 ) -> tuple[float, float, float]:
-    """Bytes of (copies, activations, logits) for a micro-batch. For an actor and critic, only the first has a head."""
+    """Bytes of (copies, activations, logits) for a micro-batch. Of an actor and a critic, only the first has a head."""
     tokens, chosen, first = micro_batch * work.row, micro_batch * work.selected, configs[0]
     half, rows = work.precision != "fp32", max(EVEN_ROWS, MOST_LOGITS // first.vocab_size)
     activations = sum(tokens * token_bytes(config, work) + hook_bytes(config, work, tokens) for config in configs)
-    # the two gradients of a tied embedding are added before they join the sum of earlier micro-batches
+    # the two gradients of a tied embedding are added up before they join the sum of earlier micro-batches
     tied = 4.0 * weights.tied * (2 if work.accumulates else 1)
     cast = weights.cast - weights.head  # the losses cast the head, and next_token frees it before the backward pass
     cast += weights.narrow if work.kind == "cpu" else 0
@@ -275,9 +275,9 @@ def pass_bytes(
         copies = 2.0 * (cast if chosen else weights.cast) * half + folded_bytes(first, work)
         of_tokens = masked_bytes if work.masked else answer_bytes
         return copies, activations + tied, of_tokens(first, weights, work, chosen) if chosen else 0.0
-    if _uses_cpu_operators(first, work, ATTENTION):  # a layer's copies are freed with it
+    if _uses_cpu_operators(first, work, ATTENTION):  # a layer's copies are freed with its activations
         cast *= min(1.0, (first.layers - recomputed_layers(first, work) + 1) / first.layers)
-    size = (2 if work.kind == "cpu" else 6) if half else 4  # a CPU upcasts only a few at a time
+    size = (2 if work.kind == "cpu" else 6) if half else 4  # a CPU upcasts only a few logits at a time
     logits = size * first.vocab_size * min(rows, chosen) + (6.0 if half else 4.0) * first.width * chosen
     copies = 2.0 * cast * half + folded_bytes(first, work)
     return copies, activations, logits + head_bytes(weights, work, chosen > rows)
@@ -285,7 +285,7 @@ def pass_bytes(
 
 def answer_bytes(config: ModelConfig, weights: Weights, work: Work, chosen: int) -> float:
     """Bytes of the log-probabilities of `chosen` tokens: the head as autocast casts it, all probabilities, and in the
-    backward pass the gradients of one chunk of them and of the head (`losses.token_logprobs`).
+    backward pass the gradients of the head and of one chunk of logits (`losses.token_logprobs`).
     """
     table, size = config.vocab_size * config.width, 2.0 if work.precision != "fp32" else 4.0
     part = min(chosen, max(EVEN_ROWS, MOST_LOGITS // config.vocab_size))
@@ -294,8 +294,8 @@ def answer_bytes(config: ModelConfig, weights: Weights, work: Work, chosen: int)
 
 
 def masked_bytes(config: ModelConfig, weights: Weights, work: Work, chosen: int) -> float:
-    """Bytes of the log-probabilities of `chosen` masked tokens: the head's predictable rows, in float32 and as autocast
-    casts them, the logits of a chunk, and in the backward pass their gradient (`diffusion/model.py`).
+    """Bytes of the log-probabilities of `chosen` masked tokens: the head's rows for predictable ids, in float32 and as
+    cast by autocast, the logits of one chunk, and in the backward pass their gradient (`diffusion/model.py`).
     """
     table, half = config.vocab_size * config.width, work.precision != "fp32"
     rows = min(chosen, max(1, MOST_MASKED_LOGITS // config.vocab_size))
@@ -304,7 +304,7 @@ def masked_bytes(config: ModelConfig, weights: Weights, work: Work, chosen: int)
 
 
 def head_bytes(weights: Weights, work: Work, several: bool) -> float:
-    """Bytes of head-sized tensors in `next_token`, besides its gradient. `several`: more than one chunk of logits."""
+    """Bytes of head-sized tensors in `next_token`, without `.grad`. `several`: there are several chunks of logits."""
     accumulated = 4 if work.accumulates else 0  # the running sum of earlier micro-batches is a separate tensor
     if work.kind != "cpu":  # the gradient, and its product in the backward pass
         return (4.0 + accumulated) * weights.head
@@ -315,12 +315,12 @@ def head_bytes(weights: Weights, work: Work, several: bool) -> float:
 
 
 def layer_bytes(config: ModelConfig, work: Work) -> float:
-    """Bytes one layer saves per token for its backward pass."""
+    """Bytes that a layer saves per token for its backward pass."""
     return attention_bytes(config, work) + mlp_bytes(config, work)
 
 
 def attention_bytes(config: ModelConfig, work: Work) -> float:
-    """Norm and attention. d is the model width, q and k the total widths of queries and keys."""
+    """Bytes saved by norm and attention. d is the model width, q and k the total widths of queries and keys."""
     d, q, k = config.width, config.heads * config.head_dim, config.kv_heads * config.head_dim
     half, cpu = work.precision != "fp32", work.kind == "cpu"
     if _uses_cpu_operators(config, work, ATTENTION):
@@ -338,7 +338,7 @@ def attention_bytes(config: ModelConfig, work: Work) -> float:
 
 
 def mlp_bytes(config: ModelConfig, work: Work) -> float:
-    """Norm and SwiGLU."""
+    """Bytes saved by norm and SwiGLU."""
     d, ff = config.width, config.d_ff
     if _uses_cpu_operators(config, work, MLP):  # the normed input; gate and up; their product
         return 2 * d + 4 * ff + 2 * ff
@@ -346,15 +346,15 @@ def mlp_bytes(config: ModelConfig, work: Work) -> float:
 
 
 def _uses_cpu_operators(config: ModelConfig, work: Work, names: Sequence[str]) -> bool:
-    """Whether the operators of model/cpu/layers.py run these projections: bf16 on a CPU, each one matrix product."""
+    """Whether the operators of model/cpu/layers.py run these projections: bf16 on a CPU, one matmul each."""
     plain = work.adapted is None or not (work.dropped or work.dora) or not work.adapted & set(names)
     unbiased = names != ATTENTION or not config.bias
     return work.kind == "cpu" and work.precision == "bf16" and plain and unbiased
 
 
 def folded_bytes(config: ModelConfig, work: Work) -> float:
-    """Bytes of the matrices with their adapters merged, in float32: twice, since the heap does not reuse the last
-    pass's memory (measured).
+    """Bytes of the matrices with their adapters merged, in float32. Counted twice, because the heap does not reuse the
+    previous pass's memory (measured).
     """
     shapes = projections(config)
     names = [name for part in (ATTENTION, MLP) if _uses_cpu_operators(config, work, part) for name in part]
@@ -372,23 +372,23 @@ def input_bytes(config: ModelConfig, work: Work, names: Sequence[str]) -> float:
         if work.dropped:
             saved += width * (size + (4 if cpu else 1))  # the input after dropout, and a mask
         elif name == "o_proj":
-            saved += width * size if cpu else 0  # on a GPU attention keeps it
-        elif size == 2 or index == 0 or name == "down_proj":  # autocast casts for each; float32 is shared
+            saved += width * size if cpu else 0  # on a GPU, attention saves this input
+        elif size == 2 or index == 0 or name == "down_proj":  # autocast casts it for each; in float32 they share it
             saved += width * size
     return saved
 
 
 def reaches(work: Work) -> tuple[float, float]:
-    """The mean numbers of tiles for which a tile keeps keys and probabilities (model/cpu/attention.py)."""
+    """The mean number of tiles whose keys, and whose probabilities, a query tile keeps (model/cpu/attention.py)."""
     tiles = -(-work.context // TILE)
-    if work.packed and tiles > KEPT_REACH:  # the shorter documents that keep the most
+    if work.packed and tiles > KEPT_REACH:  # assume the shorter documents that keep the most
         return (tiles + 1) / 2, (KEPT_REACH + 1) / 2
     reach = min(tiles, KEPT_REACH)
     return (tiles + 1) / 2, reach * (reach + 1) / 2 / tiles
 
 
 def score_bytes(config: ModelConfig, work: Work) -> float:
-    """Bytes of CPU attention besides q, k, v, output: probabilities for short documents, repeated keys for long."""
+    """Bytes of CPU attention beyond q, k, v, output: probabilities for short documents, repeated keys for long ones."""
     seen = min(work.context, KEPT_PROBABILITIES)
     short = 4 * config.heads * (seen + min(seen, QUERY_BLOCK)) / 2
     if work.context <= KEPT_PROBABILITIES:
@@ -404,7 +404,7 @@ def recomputed_layers(config: ModelConfig, work: Work) -> int:
 
 
 def token_bytes(config: ModelConfig, work: Work) -> float:
-    """Bytes per token of all layers, embedding and last norm, and the layer being computed."""
+    """Bytes per token of all layers, the embedding, the last norm and the layer being computed."""
     saved, layer_input, num_recomputed = layer_bytes(config, work), 4 * config.width, recomputed_layers(config, work)
     products = product_bytes(config, work) if work.checkpointing == "selective" else 0
     lost = LOST[work.precision] * num_recomputed * max(0, saved - products) if work.kind == "cpu" else 0
@@ -418,18 +418,18 @@ def hook_bytes(config: ModelConfig, work: Work, tokens: int) -> float:
 
 
 def product_bytes(config: ModelConfig, work: Work) -> float:
-    """Bytes per token and layer of selective checkpointing: the matmuls and, on a GPU, the attention output."""
+    """Bytes per token and layer kept by selective checkpointing: matmul outputs and, on a GPU, the attention output."""
     q, k = config.heads * config.head_dim, config.kv_heads * config.head_dim
     numbers = q + 2 * k + 2 * config.width + 2 * config.d_ff + (0 if work.kind == "cpu" else q)
     return (4 if work.precision == "fp32" else 2) * numbers
 
 
 def update_bytes(hidden: Counter[Shape], work: Work) -> float:
-    """Bytes of Muon's update besides its states: stacked directions of all same-shape matrices, and products."""
+    """Bytes that Muon's update needs beyond its states: stacked directions of same-shape matrices, and products."""
     if work.optimizer != "muon":
         return 0.0
-    # bf16: the updates and their stack, 4 bytes each; x and the next x, 2 each; two Gram matrices. fp32 (on CPUs): all
-    # 4 bytes, partly in reused memory: between 14 and 24 bytes measured where 16 + 8 exist at once
+    # bf16: the updates and their stack, 4 bytes each; x and the next x, 2 each; two Gram matrices. fp32 (on CPUs): 4
+    # bytes each, partly in reused memory: 14 to 24 bytes measured, although 16 + 8 exist at once
     fixed, gram = (14, 6) if work.precision == "fp32" else (12, 4)
     at_once = {(r, c): min(n, max(1, MOST_GATHERED // (r * c))) for (r, c), n in hidden.items()}
     stacks = [r * c * n * (fixed + gram * min(r, c) / max(r, c)) for (r, c), n in at_once.items()]

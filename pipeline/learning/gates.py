@@ -1,8 +1,8 @@
 """Health gates: cheap checks that stop a doomed run early and name the likely cause.
 
 Each gate compares a number with its theoretical value before any learning: at the start, or in the first step before
-the update. A mismatch raises GateError (exit 3) with the expected value, the actual value and the likely cause. Merely
-suspicious values get a warning. The second half has the gates for fine-tuning and alignment.
+the update. A mismatch raises GateError (exit code 3) with the expected value, the actual value and the likely cause.
+Merely suspicious values get a warning. The second half of this file has the gates for fine-tuning and alignment.
 """
 
 import math
@@ -80,7 +80,7 @@ def repeated(passes: float, model: nn.Module, name: str) -> None:
 
 
 def first_loss(nats: float, model: nn.Module, *, from_scratch: bool) -> None:
-    """From scratch, the first loss must be within 0.5 of ln V. A pretrained model above ln V gets a warning."""
+    """Raise GateError if a new model's first loss is not within 0.5 of ln V. Warn if a pretrained one's is higher."""
     config: ModelConfig | None = getattr(model, "config", None)
     if config is None:
         return
@@ -92,7 +92,7 @@ def first_loss(nats: float, model: nn.Module, *, from_scratch: bool) -> None:
         )
     if not from_scratch and config.attention == "causal" and nats > uniform:
         say(
-            f"warning: the first loss {nats:.3f} is above ln V = {uniform:.3f}: does the base model fit this tokenizer?"
+            f"warning: the first loss {nats:.3f} is above ln V = {uniform:.3f}: does the base model use this tokenizer?"
         )
 
 
@@ -111,8 +111,8 @@ def gradients(members: dict[str, dict[str, nn.Parameter]], model: nn.Module) -> 
     for group, total in totals.items():
         if total == 0.0:
             raise GateError(
-                f"group {group}: no gradient reaches {next(iter(members[group]))}; it would never train. Use it in the"
-                " loss, or freeze it (requires_grad_(False))"
+                f"group {group}: no gradient reaches {next(iter(members[group]))}, so it would never train; use it in"
+                " the loss, or freeze it (requires_grad_(False))"
             )
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad and parameter.grad is not None:
@@ -138,12 +138,12 @@ KL = ("objective/kl", "kl/rollout")  # divergence of the first answers from the 
 
 
 def value(values: dict[str, float], name: str, expected: float, tolerance: float, cause: str) -> None:
-    """Raise GateError unless a first-step number has its expected value. `cause` is the likely fault."""
+    """Raise GateError unless a first-step number has its expected value. `cause`: what probably went wrong."""
     number = values.get(name)
     if number is None or not abs(number - expected) <= tolerance:
         shown = "nothing" if number is None else f"{number:.8g}"
         raise GateError(
-            f"gate {name}: expected {expected:.8g} within {tolerance:g}, found {shown}. Likely cause: {cause}"
+            f"gate {name}: expected {expected:.8g} to within {tolerance:g}, found {shown}. Likely cause: {cause}"
         )
 
 
@@ -167,7 +167,7 @@ def first_mask(batch: Tokens, tokenizer: Tokenizer) -> None:
 
 
 def first_reward(expected: float) -> Callable[[dict[str, float]], None]:
-    """Check that the first ranking loss is `expected`: a fresh head outputs 0, so ln 2 (less with margins)."""
+    """Check that the first ranking loss is `expected`: a new head outputs 0, so it is ln 2 without margins."""
 
     def check(values: dict[str, float]) -> None:
         name = "ranking" if "ranking" in values else "loss"
@@ -176,17 +176,17 @@ def first_reward(expected: float) -> Callable[[dict[str, float]], None]:
     return check
 
 
-# mean difference in nats allowed between a batch's answer log-probabilities in half precision; a different model is off
-# by more than 1 nat
+# allowed mean difference in nats between the policy's and the reference's log-probabilities of a batch's answers, in
+# half precision; a different model is off by more than 1 nat
 ROUNDED = 0.2
 
 
 def first_dpo(expected: float | None, precision: str, beta: float) -> Callable[[dict[str, float]], None]:
     """Check that the policy equals its reference: the loss is known, and all rewards are 0.
 
-    In half precision a pass with gradients rounds differently from one without, and an answer's sum has many terms:
-    0.04 nats measured in a batch of 16 pairs. Reward errors are `beta` times that; the loss is off by as much as a
-    reward, or in proportion to its own size.
+    In half precision, a pass with gradients rounds differently from one without, and the errors add up over an answer's
+    tokens: to 0.04 nats, measured in a batch of 16 pairs. The error of a reward is `beta` times that; the loss is off
+    by as much as a reward, or in proportion to its own size.
     """
     tolerance = 1e-4 if precision == "fp32" else ROUNDED * beta
 
@@ -203,10 +203,10 @@ def first_dpo(expected: float | None, precision: str, beta: float) -> Callable[[
 
 
 def first_kto(expected: float, precision: str, beta: float) -> Callable[[dict[str, float]], None]:
-    """Check that the policy equals its reference: `first_dpo` for labels, where the estimated divergence is also 0.
+    """Check that the policy equals its reference: `first_dpo` for labels. The estimated divergence is also 0.
 
     A batch may contain only good or only bad answers. With equal numbers of both, the loss is the same at any
-    divergence, so the loss alone would not reveal a wrong one.
+    divergence, so the loss by itself would not reveal a wrong divergence.
     """
     rewards = ("rewards/chosen", "rewards/rejected")
     of_pairs = first_dpo(expected, precision, beta)
@@ -234,15 +234,15 @@ def first_policy(ratio: str, divergence: str, clipped: str, precision: str) -> C
         value(values, ratio, 1.0, 1e-4 if exact else 5e-2, cause)
         value(values, divergence, 0.0, 1e-6 if exact else 1e-2, cause)
         value(values, clipped, 0.0, 0.0 if exact else 1e-1, cause)
-        for name in KL:  # sampled against teacher-forced, summed over an answer: too coarse in half precision
+        for name in KL:  # sampling versus teacher forcing, summed over an answer: too coarse in half precision
             if exact and name in values:
-                value(values, name, 0.0, 1e-3, "the reference is not the initial policy, or scores answers differently")
+                value(values, name, 0.0, 1e-3, "not the initial policy, or scores answers differently")
 
     return check
 
 
 def unmoved(before: str, after: str, what: str) -> None:
-    """Raise GateError when frozen weights changed during the run."""
+    """Raise GateError if frozen weights changed during the run."""
     if before != after:
         raise GateError(
             f"{what} must stay frozen, but the hash of its weights changed from {before[:16]} to {after[:16]}: "

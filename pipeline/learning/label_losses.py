@@ -1,15 +1,15 @@
 """Losses for unpaired good and bad answers: KTO and APO-zero.
 
-Notation of Ethayarajh et al. 2024 (KTO, arXiv:2402.01306): r = log pi(y) - log ref(y) of a whole answer (beta is kept
-outside, as in TRL), z0 the reference point, an estimate of KL(pi, ref) in nats:
+Notation of Ethayarajh et al. 2024 (KTO, arXiv:2402.01306): r = log pi(y) - log ref(y) of an entire answer (beta is
+kept outside, as in TRL); z0 is the reference point, an estimate of KL(pi, ref) in nats:
 
     good answer   lambda_D (1 - sigmoid(beta (r - z0)))          eq. 7
     bad answer    lambda_U (1 - sigmoid(beta (z0 - r)))
     z0 = max(0, mean of r over mismatched answers)               without a gradient; 0 for apo_zero_unpaired
 
-The mean is over the whole step, across all micro-batches and ranks (`with_divergence`): z0 is inside the sigmoid, so
+The mean is over the entire step, across all micro-batches and ranks (`with_divergence`): z0 is inside the sigmoid, so
 partial estimates would not add up to the full gradient. Each answer has weight 1 before lambda; the loop divides by
-the number of answers in the whole step.
+the number of answers in the entire step.
 
 Not guaranteed: that z0 is the true divergence. The mismatched answers are not sampled from the policy, so z0 is a
 biased estimate that only shows whether the policy raises or lowers all answers alike (section 4.1 of the paper).
@@ -28,12 +28,12 @@ from pipeline.learning.processes import Ranks
 from pipeline.learning.reference import Reference
 
 LOSSES = ("kto", "apo_zero_unpaired")
-BALANCED = (1.0, 4 / 3)  # lambda_D n_D / (lambda_U n_U), eq. 8 of the paper
+BALANCED = (1.0, 4 / 3)  # range of lambda_D n_D / (lambda_U n_U), eq. 8 of the paper
 
 
 @dataclass(frozen=True, kw_only=True)
 class LabelLoss:
-    """The loss and its constants. Raises ValueError."""
+    """The loss and its constants. Raises ValueError for invalid values."""
 
     loss: str = "kto"
     """kto, or apo_zero_unpaired: reference point fixed at 0 (D'Oosterlinck et al. 2024, arXiv:2408.06266)."""
@@ -63,7 +63,7 @@ class LabelLoss:
         return torch.where(desirable, self.desirable_weight, self.undesirable_weight)
 
     def at_start(self, desirable: Tensor) -> float:
-        """The mean loss of a batch of labels (B,) when the policy equals its reference: half of each weight."""
+        """The mean loss of a batch of labels (B,) when the policy equals its reference: half the mean weight."""
         return float(self.weights(desirable).double().mean() / 2)
 
     def unbalanced(self, num_good: int, num_bad: int) -> str:
@@ -75,14 +75,14 @@ class LabelLoss:
         good, bad = self.desirable_weight / ratio, self.undesirable_weight * ratio
         return (
             f"{num_good} good and {num_bad} bad answers weigh {ratio:.2f} to 1; expected {low:g} to {high:.2f}: set "
-            f"desirable_weight from {low * good:.2f} to {high * good:.2f}, or undesirable_weight from {bad / high:.2f} "
-            f"to {bad / low:.2f}"
+            f"desirable_weight between {low * good:.2f} and {high * good:.2f}, or undesirable_weight"
+            f" between {bad / high:.2f} and {bad / low:.2f}"
         )
 
 
 @dataclass(frozen=True)
 class AnswerLogprobs:
-    """Log-probabilities (nats) of whole answers under the policy."""
+    """Log-probabilities (nats) of entire answers under the policy."""
 
     sums: Tensor  # (B,) float32
     metrics: dict[str, tuple[Tensor, int]] = field(default_factory=dict)  # per token: name -> (sum, count)
@@ -109,7 +109,7 @@ def kto(policy: AnswerLogprobs, reference: Tensor, desirable: Tensor, divergence
 
 
 def answer_logprobs(model: nn.Module, batch: LabelBatch) -> AnswerLogprobs:
-    """Log-probabilities of the answers, with TRL's token metrics: mean logits of both kinds, entropy."""
+    """Log-probabilities of the answers, with TRL's token metrics: mean logits of good and bad answers, entropy."""
     logits, targets = trained_logits(model, batch.matched)
     logprobs, entropy = target_logprobs(logits, targets)
     said = batch.matched.targets >= 0  # (B, T)
@@ -128,7 +128,7 @@ def likelihoods(model: nn.Module, batch: Tokens) -> Tensor:
 
 
 def mismatched_ratios(policy: nn.Module, reference: Reference, batch: LabelBatch) -> Tensor:
-    """r of the mismatched answers (B,), on the batch's device."""
+    """Log-ratios r (B,) of the mismatched answers, on the batch's device."""
     of_policy = likelihoods(policy, batch.mismatched)  # first: with an adapter, the reference is the policy itself
     with reference.model(batch.desirable.device) as frozen:
         return of_policy - likelihoods(frozen, batch.mismatched)
@@ -142,7 +142,7 @@ def divergence_of(policy: nn.Module, reference: Reference, batch: LabelBatch) ->
 def with_divergence(
     policy: nn.Module, batches: Sequence[LabelBatch], ranks: Ranks, *, reference: Reference, where: torch.device
 ) -> list[LabelBatch]:
-    """This rank's micro-batches with z0 of the whole step, over all ranks. Collective: every rank must call it."""
+    """This rank's micro-batches with z0 of the entire step, over all ranks. Collective: every rank must call it."""
     total, count = 0.0, 0
     for batch, counted in ranks.evened(list(batches)):
         ratios = mismatched_ratios(policy, reference, batch.to(where))

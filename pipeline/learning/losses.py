@@ -1,13 +1,13 @@
 """The loss interface of the training loop, cross-entropy, and exact log-probabilities of autoregressive models.
 
 A loss is a list of terms c_k * S_k / G_k, with sums S and counts G over all micro-batches and ranks, so gradient
-accumulation and uneven ranks do not change it. A loss returns sums; the loop divides once. `per` names the count, which
-is available before the forward pass (`counts`). A term with G = 0 drops out.
+accumulation and uneven ranks do not change it. A loss function returns sums; the loop divides once. `per` names the
+count, which is available before the forward pass (`counts`). A term with G = 0 drops out.
 
 Log-probabilities are per token. The head runs only on the selected positions: with a vocabulary of 4,096 and a width of
 192 it accounts for a third of all multiplications, and in tool dialogues two thirds of the positions are prompt.
 
-See `pair_losses.py` for reward models and the DPO family, `policy_losses.py` for clipped policy gradients.
+See `pair_losses.py` for reward models and the DPO family, and `policy_losses.py` for clipped policy gradients.
 """
 
 from collections.abc import Callable
@@ -24,8 +24,8 @@ from pipeline.batches.batch import Tokens
 from pipeline.model.cpu.primitives import exponentials, outer, softmax
 
 R = TypeVar("R")  # the result computed from hidden states: one loss or several
-EVEN_ROWS = 128  # half-precision matmuls have a multiple of this many rows
-MOST_LOGITS = 2**23  # alive at once between two matmuls
+EVEN_ROWS = 128  # half-precision matmuls get a multiple of this many rows
+MOST_LOGITS = 2**23  # in memory at once between two matmuls
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Loss:
     terms: list[Term]
     metrics: dict[str, tuple[Tensor, int]] = field(default_factory=dict)  # name -> (sum, count)
     extremes: dict[str, Tensor] = field(default_factory=dict)  # minimum if the name has "min", else maximum
-    limits: dict[str, float] = field(default_factory=dict)  # metric -> upper limit of its mean over the whole step
+    limits: dict[str, float] = field(default_factory=dict)  # metric -> upper limit of its mean over the entire step
 
 
 def next_token(hidden: Tensor, table: Tensor, targets: Tensor) -> Tensor:
@@ -137,7 +137,7 @@ def trained_logits(model: nn.Module, batch: Tokens) -> tuple[Tensor, Tensor]:
 
 
 def read_out(model: nn.Module, batch: Tokens, loss: Callable[[Tensor, Tensor, Tensor], R], reading: object = None) -> R:
-    """`loss` of the hidden states (N, D) at the N trained positions, the head matrix (V, D) and the targets (N,).
+    """Apply `loss` to the hidden states (N, D) at the N trained positions, the head matrix (V, D) and targets (N,).
 
     `reading` is passed to the model's hook (model/layers.py). The loss replaces the head inside the model's forward
     pass, so a loss that computes logits in chunks never materializes all of them.
@@ -155,7 +155,7 @@ def read_out(model: nn.Module, batch: Tokens, loss: Callable[[Tensor, Tensor, Te
 
 
 def token_logprobs(model: nn.Module, batch: Tokens, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Log-probabilities (N,) of the trained targets at `temperature`, with gradient, and entropies (N,), without.
+    """Log-probabilities (N,) of the trained targets at `temperature` with gradients, and entropies (N,) without.
 
     float32, in nats, row by row: log softmax(z / T)[target]. Logits shared by several rows are computed once.
     """
@@ -187,8 +187,8 @@ def _logprobs_head(
 class _TargetLogprobs(Function):
     """With p = softmax(z / T): l = log p_t; dz = (dl at t - p sum dl) / T. A state may have several targets.
 
-    The matmul runs in autocast precision, in which p is also stored. At the targets dz is computed in float32: a sharp
-    policy's p_t rounds to 1, and its gradient is 1 - p_t.
+    The matmul runs in autocast precision, in which p is also stored. At the targets dz is computed in float32: the
+    gradient there is 1 - p_t, and a sharp policy's p_t would round to 1.
     """
 
     @staticmethod
@@ -224,7 +224,7 @@ class _TargetLogprobs(Function):
         states, head, targets, index, logprobs, *kept = ctx.saved_tensors
         grad = grad / ctx.temperature
         sums = grad.new_zeros(len(states)).index_add_(0, index, grad)  # (U,) over the targets of a state
-        places, place_of = (index * len(head) + targets).unique(return_inverse=True)  # of the targets in the logits
+        places, place_of = (index * len(head) + targets).unique(return_inverse=True)  # indices of targets in the logits
         of_targets = grad.new_zeros(len(places)).index_add_(0, place_of, grad)
         of_targets[place_of] -= sums[index] * logprobs.exp()  # equal for equal targets
         size = len(kept[0]) if kept else 1
@@ -249,7 +249,7 @@ class _TargetLogprobs(Function):
 
 
 def target_logprobs(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """`token_logprobs` from logits (N, V) and their targets (N,)."""
+    """`token_logprobs`, computed from logits (N, V) and their targets (N,)."""
     scaled = logits.float() / temperature
     norm = scaled.logsumexp(-1)  # (N,)
     logprobs = scaled.gather(1, targets[:, None]).squeeze(1) - norm

@@ -4,11 +4,11 @@
     (Smith 2017, arXiv:1506.01186; fastai's finder)
 
 Rate ratios between groups and gradient clipping stay as configured. The same 8 batches rotate, so the loss changes with
-the rate, not the data. The loss is averaged over ranks and smoothed (0.98, bias-corrected); the search ends at four
-times its minimum. Suggestions are the rate of steepest descent (against the log of the rate), the middle of the longest
-valley (fastai's), and a tenth of the rate at the minimum. `breaks_at` is where the unsmoothed loss starts to diverge:
-2 / lambda for plain gradient descent on a quadratic of curvature lambda. Weights and moments are restored and verified
-by a hash.
+the rate, not the data. The loss is averaged over ranks and smoothed (0.98, bias-corrected); the search ends when
+the loss reaches four times its minimum. The suggestions are the rate of steepest descent (relative to the log of the
+rate), the middle of the longest valley (fastai's), and a tenth of the rate at the minimum. `breaks_at` is the rate at
+which the unsmoothed loss starts to diverge: 2 / lambda for plain gradient descent on a quadratic of curvature lambda.
+Weights and moments are restored and verified by a hash.
 
 Not guaranteed: the best rate. One hundred steps show where training diverges; finding the best final loss takes full
 runs.
@@ -44,7 +44,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Suggestion:
-    """The result of the search. Rates are those of the group with `learning_rate`."""
+    """The result of the search. Rates are those of the groups that use `learning_rate`."""
 
     trials: list[Trial]
     steepest: float
@@ -54,9 +54,9 @@ class Suggestion:
 
 
 def look(run: TrainingRun) -> NoReturn:
-    """Run the search before training starts. Writes CSV, plot and suggestion to the work folder, then exits.
+    """Run the search before training starts. Writes a CSV and a plot, prints the suggestions, then exits.
 
-    Raises SystemExit(0); GateError if the first loss is not finite.
+    Raises SystemExit(0), or GateError if the loss diverges within ten steps.
     """
     if run.rolling:
         raise GateError("runtime.find_lr: a policy generates its own data; use dvc exp run -S with several rates")
@@ -149,8 +149,8 @@ def suggest(trials: list[Trial], *, broke: bool) -> Suggestion:
 def _breaking_rate(rates: list[float], losses: list[float], *, broke: bool) -> float | None:
     """The interpolated rate beyond which the loss grew at every step: the zero of log(next / loss) in log(rate).
 
-    If noise interrupts the growth in the last steps: the rate beyond which the loss stays above its first value, or
-    None if there is none.
+    If noise interrupts the growth in the last steps, returns the rate beyond which the loss stays above its first
+    value, or None if there is no such rate.
     """
 
     def growth(step: int) -> float:
@@ -194,7 +194,7 @@ def fingerprint(run: TrainingRun) -> str:
 
 
 def write(result: Suggestion, folder: Path, stage: str) -> None:
-    """Write `curve.csv` and `curve.svg`, and print the suggestion."""
+    """Write `curve.csv` and `curve.svg`, and print the suggestions."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "curve.csv").open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
@@ -204,7 +204,7 @@ def write(result: Suggestion, folder: Path, stage: str) -> None:
     ends = f"{result.breaks_at:.2g}" if result.breaks_at else f"above {result.trials[-1].rate:.2g}"
     say(
         f"learning rates from {result.trials[0].rate:.2g}: steepest descent at {result.steepest:.2g}, valley"
-        f" {result.valley:.2g}, minimum / 10 {result.tenth_of_least:.2g}, divergence at {ends}\n  curve and plot:"
+        f" at {result.valley:.2g}, minimum / 10 at {result.tenth_of_least:.2g}, divergence: {ends}\n  curve and plot:"
         f" {folder}\n  params.yaml:\n    {stage}:\n      learning_rate: {result.tenth_of_least:.1e}"
     )
 
@@ -225,7 +225,7 @@ def plot(result: Suggestion, path: Path) -> None:
         axes.axvline(rate, color="#b3541e", linestyle=style, label=f"{label}: {rate:.1e}")
     least, first = min(t.raw for t in result.trials), result.trials[0].raw
     axes.set(xscale="log", xlabel="learning rate", ylabel="loss", title="Learning-rate finder")
-    # a diverging loss leaves the plot at the top
+    # a diverging loss runs off the top of the plot
     axes.set_ylim(least - 0.1 * abs(first - least), first + 0.6 * abs(first - least))
     axes.legend()
     figure.tight_layout()

@@ -1,10 +1,10 @@
 """Parameter groups and optimizers: AdamW for everything, or Muon for hidden matrices and AdamW for the rest.
 
-The first match wins (`group_of`): `critic` (all of PPO's value model), `bank`, `router`, `memory` (of a
-memory-augmented model), `lora`, `embedding` (including tied ones and rows trained by an adapter), `head`, `norm_bias`
-(fewer than two dimensions), `hidden`. With adapters, or a memory added to a trained model, the trained weights of the
-base model form one group, `base`. `norm_bias`, `bank`, `router` and tensors with fewer than two dimensions get no
-weight decay.
+A parameter belongs to the first of these groups that matches (`group_of`): `critic` (all of PPO's value model), `bank`,
+`router`, `memory` (of a memory-augmented model), `lora`, `embedding` (including tied ones and rows trained by an
+adapter), `head`, `norm_bias` (fewer than two dimensions), `hidden`. With adapters, or a memory added to a trained
+model, the trained weights of the base model form one group, `base`. `norm_bias`, `bank`, `router` and tensors with
+fewer than two dimensions get no weight decay.
 
 The rate of layer l of L (from 1) is multiplied by gamma^(L-l) (`layer_decay`), that of an untied embedding by gamma^L,
 and those of the head and a tied embedding by 1 (ULMFiT's discriminative rates, Howard & Ruder 2018, arXiv:1801.06146,
@@ -12,16 +12,16 @@ and those of the head and a tied embedding by 1 (ULMFiT's discriminative rates, 
 
 `rate_width` is the width at which the rates were tuned. For another width, AdamW multiplies the rates of the layers'
 matrices by rate_width / width (Yang et al. 2022, muP, arXiv:2203.03466, table 8: a hidden matrix). Muon's updates have
-a spectral norm of 0.2 sqrt(width) times the rate, so it multiplies them by sqrt(rate_width / width). Embedding, norms,
-head and adapters keep their rates. A rate tuned on a small model thus transfers to a wider one
+a spectral norm of 0.2 sqrt(width) times the rate, so Muon multiplies these rates by sqrt(rate_width / width).
+Embedding, norms, head and adapters keep their rates. A rate tuned on a small model thus transfers to a wider one
 (benchmarks/rate_transfer.py). muP's initialization and multipliers are not used, so a model stays a plain Hugging Face
 model.
 
 Muon (Jordan 2024; Liu et al. 2025, arXiv:2502.16982) follows torch.optim.Muon with `match_rms_adamw`, so AdamW's rates
 apply. It handles the matrices of `hidden`, of adapters, and of a memory with its bank: with AdamW, all rows of a bank
-would move together for a long time, since each gets a similar share of the first reads. This version gives the same
-updates, with two differences: it orthogonalizes same-shape matrices together, and iterates in fp32 where bf16 is
-emulated (50 times slower there).
+would move together for a long time, since each gets a similar share of the first reads. This version computes
+the same updates in a different way: it orthogonalizes same-shape matrices together, and iterates in fp32 where bf16 is
+only emulated and 50 times slower.
 
 Under FSDP2 each matrix is gathered once per step, in the iteration dtype, and every rank then iterates as a single
 process would; torch's Muon on DTensors communicates at every matmul. AdamW works on the local rows.
@@ -59,25 +59,25 @@ class OptimizerConfig:
     betas: tuple[float, ...]
     eps: float
     learning_rates: dict[str, float] = field(default_factory=dict)
-    """Per-group rates; groups not listed use learning_rate, but bank and router default to memory's."""
+    """Learning rate per group; the default is `learning_rate` (for `bank` and `router`: the rate of `memory`)."""
     layer_decay: float = 1.0
     """Layer-wise decay: the rate of layer l of L is multiplied by this to the power L - l."""
     rate_width: int | None = None
     """The model width at which the rates were tuned; they are rescaled to this model's width. None: no rescaling."""
 
     def check_groups(self) -> None:
-        """Raise ValueError for an unknown group, a rate below 0, or a layer decay outside (0, 1]."""
+        """Raise ValueError for an unknown group, a negative rate, or a layer decay outside (0, 1]."""
         if not 0 < self.layer_decay <= 1:
-            raise ValueError(f"layer_decay: expected more than 0 and at most 1, got {self.layer_decay}")
+            raise ValueError(f"layer_decay: expected a number in (0, 1], got {self.layer_decay}")
         if self.rate_width is not None and self.rate_width < 1:
             raise ValueError(f"rate_width: expected at least 1, got {self.rate_width}")
         for name, rate in self.learning_rates.items():
             if name not in GROUPS or rate < 0:
-                raise ValueError(f"learning_rates: expected rates >= 0 of {', '.join(GROUPS)}, got {name}: {rate}")
+                raise ValueError(f"learning_rates: expected rates >= 0 for {', '.join(GROUPS)}; got {name}: {rate}")
 
 
 def group_of(name: str, parameter: nn.Parameter) -> str:
-    """The group of a trainable parameter, by its state-dict name. `groups` moves some to `base`."""
+    """The group of a trainable parameter, by its state-dict name. `groups` moves some parameters to `base`."""
     parts = name.split(".")
     if parts[0] == "critic":
         return "critic"
@@ -108,7 +108,7 @@ def groups(model: nn.Module) -> dict[str, dict[str, nn.Parameter]]:
 
 
 def layer_factor(name: str, *, layers: int, tied: bool, gamma: float) -> float:
-    """The layer-decay factor of a parameter, by name, in a model with `layers` layers."""
+    """The layer-decay factor of the parameter `name` in a model with `layers` layers."""
     match = LAYER.search(name)
     if match is not None:
         return gamma ** (layers - 1 - int(match[1]))
@@ -116,7 +116,7 @@ def layer_factor(name: str, *, layers: int, tied: bool, gamma: float) -> float:
 
 
 def width_factor(name: str, parameter: nn.Parameter, *, by_muon: bool, found: int | None, width: int) -> float:
-    """The factor of a parameter's rate, by name, in a model of `width`, for a rate tuned at width `found`."""
+    """The rate factor of the parameter `name` in a model of width `width`, for rates tuned at width `found`."""
     if found is None or LAYER.search(name) is None or parameter.ndim < 2 or group_of(name, parameter) in KEPT:
         return 1.0
     return (found / width) ** (0.5 if by_muon else 1.0)
@@ -135,13 +135,13 @@ def orthogonalise(matrices: Tensor, *, steps: int, coefficients: tuple[float, fl
 
 
 class Eager(torch.optim.Optimizer):
-    """Skips torch.compile's guard, which imports the compiler on its first call: 0.7 CPU s per training stage."""
+    """Skips torch.compile's guard, which imports the compiler on its first call: 0.7 CPU seconds per training stage."""
 
     add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
 
 
 class AdamW(Eager, torch.optim.AdamW):
-    """torch.optim.AdamW."""
+    """torch.optim.AdamW without torch.compile's guard."""
 
     step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))  # drops the guard of step too
 
@@ -210,7 +210,7 @@ class Optimizers:
         if unused := sorted(set(config.learning_rates) - valid):
             raise ConfigError(
                 f"learning_rates: expected groups that the model trains ({', '.join(self.members)}), got {unused[0]}"
-                + (": its head is the embedding (tied)" if unused == ["head"] else "")
+                + (": the head is tied to the embedding" if unused == ["head"] else "")
             )
         self.rates = {name: _rate_of(name, config) for name in self.members}
         muon, adamw = self._param_groups(model, config)
@@ -249,7 +249,7 @@ class Optimizers:
         return muon, [param_group for (by_muon, *_), param_group in param_groups.items() if not by_muon]
 
     def iteration_flops(self) -> float:
-        """FLOPs of Muon's iterations per update; 0 without Muon. Each has three matmuls over the smaller side."""
+        """FLOPs of Muon's iterations per update; 0 without Muon. Each iteration has three matmuls."""
         flops = 0.0
         for optimizer in self.optimizers:
             for group in optimizer.param_groups if isinstance(optimizer, Muon) else []:

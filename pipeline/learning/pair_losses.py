@@ -1,8 +1,8 @@
-"""Pairwise losses, a better answer against a worse one: Bradley-Terry reward models and the DPO family.
+"""Losses that compare a better answer with a worse one: Bradley-Terry reward models and the DPO family.
 
-Notation of the papers: beta scales the log-ratio, u = log pi(y) - log ref(y) of a whole answer, d = u_chosen -
-u_rejected, #c and #r are the token counts of the answers. Each pair has weight 1; the loop divides by the number of
-pairs in the whole step. `pair_logprobs` returns the log-probabilities of whole answers, as sums of exact token
+Notation of the papers: beta scales the log-ratio u = log pi(y) - log ref(y) of an entire answer; d = u_chosen -
+u_rejected; #c and #r are the token counts of the answers. Each pair has weight 1; the loop divides by the number of
+pairs in the entire step. `pair_logprobs` returns the log-probabilities of entire answers, as sums of exact token
 log-probabilities.
 
 Not supported: losses that need more than two answers per prompt.
@@ -27,7 +27,7 @@ LEAST_LIKELY = -5.0  # nats: rarer than one in 148
 
 @dataclass(frozen=True)
 class PairLogprobs:
-    """Log-probabilities (nats) of whole answers, and their token counts."""
+    """Log-probabilities (nats) of entire answers, and their token counts."""
 
     chosen: Tensor  # (P,) float32
     rejected: Tensor  # (P,)
@@ -36,17 +36,17 @@ class PairLogprobs:
     metrics: dict[str, tuple[Tensor, int]] = field(default_factory=dict)  # per token: name -> (sum, count)
 
 
-def bradley_terry(chosen: Tensor, rejected: Tensor, *, margin: Tensor | None = None, centring: float = 0.01) -> Loss:
-    """-log sigmoid(r_c - r_r - m) + centring * (r_c + r_r)^2 for each pair.
+def bradley_terry(chosen: Tensor, rejected: Tensor, *, margin: Tensor | None = None, centering: float = 0.01) -> Loss:
+    """-log sigmoid(r_c - r_r - m) + centering * (r_c + r_r)^2 for each pair.
 
-    Rewards and margins are (P,) float32. Margin: Touvron et al. 2023 (Llama 2, eq. 2); centring: Eisenstein et al. 2023
-    (arXiv:2312.09244, eq. 2), which keeps the mean reward near 0.
+    Rewards and margins are (P,) float32. `margin`: Touvron et al. 2023 (Llama 2, eq. 2). `centering` (Eisenstein et al.
+    2023, arXiv:2312.09244, eq. 2) keeps the mean reward near 0.
     """
     difference = chosen - rejected if margin is None else chosen - rejected - margin
-    centred = (chosen + rejected).square()
+    centered = (chosen + rejected).square()
     terms = [Term("ranking", -F.logsigmoid(difference).sum(), "pairs")]
-    if centring:
-        terms.append(Term("centring", centred.sum(), "pairs", centring))
+    if centering:
+        terms.append(Term("centering", centered.sum(), "pairs", centering))
     both, num = torch.cat([chosen, rejected]).detach(), len(chosen)
     metrics = {
         "accuracy": ((chosen > rejected).sum(), num),
@@ -57,9 +57,9 @@ def bradley_terry(chosen: Tensor, rejected: Tensor, *, margin: Tensor | None = N
 
 
 def with_likelihood(loss: Loss, guessed: Tensor, likelihoods: Tensor, *, weight: float) -> Loss:
-    """The loss plus weight * the squared error of predicted log-probabilities (N,), averaged over the answers' tokens.
+    """The loss plus `weight` times the squared error of predicted log-probabilities (N,), averaged over answer tokens.
 
-    The true values, `likelihoods` (N,), are in nats, clamped to at least -5: below that a token is simply a surprise.
+    The true values, `likelihoods` (N,), are in nats, clamped to at least -5: below that, a token is simply a surprise.
     """
     error = (guessed - likelihoods.clamp(min=LEAST_LIKELY)).square().sum()
     return replace(loss, terms=[*loss.terms, Term("likelihood", error, "tokens", weight)])
@@ -72,16 +72,16 @@ def untrained_loss(margins: Tensor) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class PairLoss:
-    """A loss of the family and its constants. Raises ValueError for a constant that the loss does not use."""
+    """A loss of the DPO family and its constants. Raises ValueError for a constant that the loss does not use."""
 
     loss: str = "sigmoid"
     """sigmoid, cdpo, robust, ipo, hinge, norm, simpo, apo_zero, apo_down."""
     beta: float = 0.1
     """KL strength: larger values stay closer to the reference."""
     label_smoothing: float = 0.0
-    """Assumed share of wrong labels: cdpo, robust."""
+    """Assumed share of wrong labels, for cdpo and robust."""
     gamma: float = 0.0
-    """simpo: target margin between the per-token means."""
+    """Target margin between the per-token means, for simpo."""
     reference_free: bool = False
     """Assume a uniform reference: its terms are 0."""
     nll_weight: float = 0.0
@@ -176,12 +176,12 @@ def _simpo(x: _Ratios, c: PairLoss) -> Tensor:
 
 
 def _apo_zero(x: _Ratios, c: PairLoss) -> Tensor:
-    """Raises the chosen answer and lowers the rejected (D'Oosterlinck et al. 2024, arXiv:2408.06266, eq. 8)."""
+    """Raises chosen log-ratios and lowers rejected ones (D'Oosterlinck et al. 2024, arXiv:2408.06266, eq. 8)."""
     return 1 - torch.sigmoid(c.beta * x.chosen) + torch.sigmoid(c.beta * x.rejected)
 
 
 def _apo_down(x: _Ratios, c: PairLoss) -> Tensor:
-    """Lowers both, the rejected further: for a policy better than the chosen answers (same paper, eq. 9)."""
+    """Lowers both log-ratios, the rejected more: for a policy better than the chosen answers (same paper, eq. 9)."""
     return torch.sigmoid(c.beta * x.chosen) + 1 - torch.sigmoid(c.beta * x.difference)
 
 
@@ -236,7 +236,7 @@ def dpo(policy: PairLogprobs, reference: PairLogprobs | None, config: PairLoss) 
 def pair_logprobs(model: nn.Module, batch: Tokens) -> PairLogprobs:
     """Log-probabilities of the answers of P pairs: the rows are the P chosen answers, then the P rejected ones.
 
-    With TRL's token metrics: mean logits and entropy of both sides, accuracy on the chosen answers.
+    Includes TRL's token metrics: mean logits and entropy of both sides, and accuracy on the chosen answers.
     """
     logits, targets = trained_logits(model, batch)
     logprobs, entropy = target_logprobs(logits, targets)

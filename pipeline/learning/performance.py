@@ -8,24 +8,25 @@
 is part of a run's identity.
 
     kept        the size from the run's newest checkpoint, so a resumed run stays exact
-    planned     else all rows, or the largest power of two planned to fit 80% of a GPU's memory, or 30% of a
-                machine's, since other programs need memory too
-    proved      on a GPU, a dry step of that size follows: a real forward and backward pass, halved on out-of-memory
+    planned     else all rows, or the largest power of two planned to fit 80% of a GPU's memory, or on a CPU
+                30% of main memory, which other programs need too
+    proved      on a GPU, a dry step of that size follows: a real forward and backward pass; if it runs out of memory,
+                the size is halved
 
 The limits are shares of total, not free, memory, so identical runs choose the same size. The dry step leaves weights,
-moments and generators unchanged. On a CPU the system kills a process that exhausts memory instead of raising an
-error, so there only the plan decides. The same goes for batches that do not exist yet (rollouts). Running out of memory
+moments and random generators unchanged. On a CPU the system kills a process that exhausts memory instead of raising an
+error, so only the plan decides there. The same goes for batches that do not exist yet (rollouts). Running out of memory
 later ends the run with a list of remedies.
 
 **Compilation** (`compiled`). On a CPU in bf16 with hand-written layers, the operations between matmuls, and attention
 with AMX, are compiled from C++ (`model/cpu`). This takes five seconds, so `auto` does it whenever a compiler is
 available. Everywhere else, and for layers with adapters or biases, torch.compile is used: each block in place
 (`layer.compile()`), so all layers share one compilation and state-dict names stay the same. There `auto` does not
-depend on timing, so identical runs decide the same way: it compiles runs of more than 1e14 training FLOPs on a CPU,
-5e16 on a GPU, with rows of equal length. Pairs and policy rollouts have a new shape in every batch. Sampling never runs
-compiled layers, but decodes with the same operations (`load_operators`, model/decoding.py). Compiled layers and
+depend on timings, so identical runs decide the same way: it compiles runs of more than 1e14 training FLOPs on a CPU,
+5e16 on a GPU, with rows of equal length; pairs and policy rollouts have a new shape in every batch. Sampling never runs
+compiled layers, but decodes with the same C++ operations (`load_operators`, model/decoding.py). Compiled layers and
 operations are cached in `.work/compile` between runs. Compiled and eager steps round differently, so a checkpoint
-records which was used.
+records whether its run was compiled.
 
 **Profile** (`runtime.profile: true`) records a few steps with torch.profiler:
 
@@ -35,7 +36,7 @@ records which was used.
 It skips the first steps of a run, which compile, allocate and warm up. Profiling slows training, so ignore the reported
 speed of a profiled run.
 
-**Throughput** (`report`). These numbers go to MLflow and `speed.json` only: they are not results. `mfu` is model FLOPs
+**Throughput** (`report`). These numbers go only to MLflow and `speed.json`: they are not results. `mfu` is model FLOPs
 utilization (Chowdhery et al. 2022, arXiv:2204.02311, appendix B): training FLOPs of the tokens, as counted by
 `ModelConfig.flops_per_token`, over the device's data-sheet peak, if listed in `device.DATA_SHEET`. `mfu_measured` is
 relative to the speed of a large matmul in the run's precision, timed after the run.
@@ -76,15 +77,15 @@ from pipeline.run.workdir import Job
 
 
 class Instruments:
-    """The instruments of one call of `fit`."""
+    """The performance instruments of one call of `fit`."""
 
     def __init__(self, run: TrainingRun) -> None:
         self._run, job = run, run.job
         self._tried = micro_batches(run)
         self._profile = Profile(job.runtime.profile, job.folder, run.ranks.rank, run.hardware.device)
         self._began, self._first_step, self._first_tokens = 0.0, 0, 0
-        self._last = (0.0, 0, 0)  # time, step and tokens seen at the last `live`
-        self.tokens_per_second = 0.0  # as of the last `live`
+        self._last = (0.0, 0, 0)  # time, step and tokens seen at the last call of `live`
+        self.tokens_per_second = 0.0  # at the last call of `live`
 
     @property
     def micro_batch(self) -> int:
@@ -123,7 +124,7 @@ class Instruments:
         self._profile.step()
 
     def end(self, step: int, tokens: int) -> None:
-        """End profiling and report speed, after `step` steps and `tokens` targets of the whole run."""
+        """End profiling and report speed, after `step` steps and `tokens` targets of the entire run."""
         self._profile.stop()
         seconds = time.monotonic() - self._began
         report(self._run, seconds, step - self._first_step, tokens - self._first_tokens)
@@ -138,7 +139,7 @@ def find_learning_rate(run: TrainingRun) -> NoReturn:
 
 
 def micro_batches(run: TrainingRun) -> list[int]:
-    """The micro-batches tried for a run; the last one is used. Raises ConfigError for fewer rows than processes."""
+    """The micro-batch sizes tried; the last one is used. Raises ConfigError if there are fewer rows than processes."""
     config, ranks = run.config, run.ranks
     # No dry step for a sharded model: a rank that ran out of memory inside a collective would leave the others waiting.
     provable = run.hardware.device.type == "cuda" and not run.rolling and not ranks.sharding
@@ -165,7 +166,7 @@ def chosen(
     rows: int,
     dry: Callable[[int], object] | None,
 ) -> list[int]:
-    """The micro-batches tried for the `rows` of a step on this process. All processes use the last one.
+    """The micro-batch sizes tried for the `rows` of a step on this process. All processes use the last one.
 
     `dry` runs forward and backward on that many rows; None: only the plan decides. Raises InputError if none fits.
     """
@@ -183,7 +184,7 @@ def chosen(
 
 
 def kept(folder: Path, world: int) -> int | None:
-    """The micro-batch of the newest readable state, if it was trained by the same number of processes."""
+    """The micro-batch size in the newest readable state, if the number of processes is the same."""
     for path in sorted(folder.glob("step-????????/state.json"), reverse=True):
         with suppress(OSError, ValueError, KeyError):  # a damaged state: the previous one has the same size
             meta = json.loads(path.read_text())
@@ -207,7 +208,7 @@ def planned(plan: Callable[[int], footprint.Footprint], hardware: Hardware, rows
             " see python -m pipeline.tools.plan"
         )
         if needs > total:
-            raise InputError(f"{said} for what fits, or force it with runtime.micro_batch=1")
+            raise InputError(f"{said} for what fits, or try anyway with runtime.micro_batch=1")
         say(f"warning: {said}")
     return max(1, micro_batch)
 
@@ -255,10 +256,10 @@ def _models(model: nn.Module) -> list[nn.Module]:
 def proved(
     model: nn.Module, where: torch.device, first: int, dry: Callable[[int], object], reserve: float
 ) -> list[int]:
-    """The micro-batches tried; the last one fit in memory in `dry` (forward and backward on that many rows).
+    """The micro-batch sizes tried; the last one fit in memory in `dry` (forward and backward on that many rows).
 
     `reserve` bytes are set aside for the moments that the first update allocates. Drops the gradients and restores the
-    generators. Raises torch.OutOfMemoryError if a single row does not fit.
+    random generators. Raises torch.OutOfMemoryError if a single row does not fit.
     """
     tried = [first]
     while not _fits(model, where, tried[-1], dry, reserve):
@@ -297,7 +298,7 @@ def explained(job: Job, config: TrainingConfig, step: int, tried: list[int]) -> 
             f"{job.stage}: out of memory in step {step}, with rows of {config.row_length} tokens; micro-batches tried:"
             f" {', '.join(map(str, tried))} ({first}). Recompute activations (runtime.gradient_checkpointing=full), use"
             f" a smaller micro-batch (runtime.micro_batch={max(1, tried[-1] // 2)}), use a smaller model (model: a file"
-            " of conf/model/), or shard across processes (STAGECOACH_LAUNCH=conf/launch/fsdp2.yaml)."
+            " in conf/model/), or shard across processes (STAGECOACH_LAUNCH=conf/launch/fsdp2.yaml)."
             " To see what fits: python -m pipeline.tools.plan"
         ) from error
 
@@ -305,7 +306,7 @@ def explained(job: Job, config: TrainingConfig, step: int, tried: list[int]) -> 
 # -- compiled layers ---------------------------------------------------------------------------------------------------
 
 
-PAYS = {"cpu": 1e14, "cuda": 5e16}  # training FLOPs of the whole run
+PAYS = {"cpu": 1e14, "cuda": 5e16}  # minimum training FLOPs of the entire run
 SHAPES = 64  # compilations of a block: forward and backward, training and evaluation, contexts of a curriculum
 
 
@@ -358,12 +359,12 @@ def load_operators(asked: bool | str, *, hardware: Hardware, name: str) -> bool:
 
 
 def wanted(asked: bool | str, *, flops: float, device: torch.device) -> bool:
-    """Whether to compile: as configured, or by the rule for `auto`. Raises ConfigError for true if impossible."""
+    """Whether to compile: as configured, or by the rule for `auto`. Raises ConfigError for an impossible true."""
     if asked is False:
         return False
     missing = lacking(device)
     if asked is True and missing:
-        raise ConfigError(f"runtime.compile: true needs {missing}; install it, or set runtime.compile=false")
+        raise ConfigError(f"runtime.compile=true needs {missing}; install it, or set runtime.compile=false")
     return asked is True or (not missing and flops > PAYS.get(device.type, float("inf")))
 
 
@@ -377,17 +378,17 @@ def lacking(device: torch.device) -> str:
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:
-    """The layers of a model, or of both models of an actor and its critic."""
+    """The layers of a model, or of an actor and its critic."""
     return [
         layer for name, stack in model.named_modules() if name.split(".")[-1] == "layers" for layer in stack.children()
     ]
 
 
 def _compile_failure(device: torch.device) -> str:
-    """Why a trivial function fails to compile and run here (a missing header, for example); empty if it works."""
+    """The reason why a trivial function fails to compile and run here (such as a missing header); empty if it works."""
     try:
         torch.compile(torch.sin, dynamic=False)(torch.ones(8, device=device))
-    except Exception as error:  # backends raise many types, and the run can continue without them
+    except Exception as error:  # backends raise many types of errors, and the run can continue without them
         return (str(error).splitlines() or [type(error).__name__])[0][:200]
     return ""
 
@@ -396,7 +397,7 @@ def _prepare_inductor(name: str) -> None:
     """Choose the torch.compile cache, and announce the compilation, because the first step is slow."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # here: the import takes seconds
 
-    if os.environ.get("TORCHINDUCTOR_CACHE_DIR") in (None, default_cache_dir()):  # torch sets its own if unset
+    if os.environ.get("TORCHINDUCTOR_CACHE_DIR") in (None, default_cache_dir()):  # torch sets its default if unset
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(workdir.root() / "compile")
     torch._dynamo.config.recompile_limit = SHAPES
     say(f"{name}: compiling the layers (torch.compile, cached in {os.environ['TORCHINDUCTOR_CACHE_DIR']})")
@@ -432,7 +433,7 @@ class Profile:
         self._profiler.stop()
         self._profiler = None
         if not (self.folder / f"top-rank{self.rank}.txt").is_file():
-            say(f"runtime.profile: nothing recorded: a run needs more than {SKIPPED + WARM_UP} steps")
+            say(f"runtime.profile: nothing recorded; a run needs more than {SKIPPED + WARM_UP} steps")
 
     def _write(self, profiler: profile) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -447,7 +448,7 @@ class Profile:
 
 
 def flops_per_token(model: nn.Module) -> Callable[[int], float] | None:
-    """Training FLOPs per token, as a function of the row length; None for a model without that count."""
+    """Training FLOPs per token, as a function of the row length; None if the model does not define them."""
     return getattr(model, "flops_per_token", None)
 
 

@@ -1,10 +1,11 @@
 """Policy gradients: PPO with a critic, and the group methods GRPO, Dr. GRPO, DAPO, GSPO, RLOO, REINFORCE++.
 
-Notation: l, o, f are a token's log-probabilities under the policy, at rollout time, and under the reference (nats,
-float32, all at the sampling temperature); m is 1 where the policy chose the token; A is its advantage; rho =
-exp(l - o). Tensors are (B, T) with a mask where order matters (GAE), else (N,): the policy's tokens, row by row.
+Notation: l, o, f are a token's log-probabilities under the policy, under the policy at rollout time, and under the
+reference (nats, float32, all at the sampling temperature); m is 1 where the policy chose the token; A is the token's
+advantage; rho = exp(l - o). Tensors are (B, T) with a mask where order matters (GAE), else (N,): the policy's tokens,
+row by row.
 
-See `generation/` for sampling, `rl/rewards.py` for scores. Not supported: off-policy data more than one rollout old.
+See `generation/` for sampling and `rl/rewards.py` for scores. Not supported: off-policy data more than one rollout old.
 """
 
 import math
@@ -51,9 +52,9 @@ def whiten(values: Tensor, mask: Tensor) -> Tensor:
     chosen = values[mask]
     if len(chosen) < 2:
         return values * mask
-    centred = (values - chosen.mean()) * mask
+    centered = (values - chosen.mean()) * mask
     variance = chosen.var()
-    return centred if variance < 1e-8 else centred * (variance + 1e-8).rsqrt()
+    return centered if variance < 1e-8 else centered * (variance + 1e-8).rsqrt()
 
 
 def ppo_rewards(old: Tensor, reference: Tensor, mask: Tensor, scores: Tensor, beta: float) -> Tensor:
@@ -92,11 +93,11 @@ def group_advantages(rewards: Tensor, valid: Tensor, *, scaled: bool) -> Tensor:
     num = valid.sum(1, keepdim=True)
     known = rewards.where(valid, 0.0)
     mean = known.sum(1, keepdim=True) / num.clamp(min=1)
-    centred = (known - mean).where(valid, 0.0)
+    centered = (known - mean).where(valid, 0.0)
     if not scaled:
-        return centred
-    deviation = (centred.square().sum(1, keepdim=True) / (num - 1).clamp(min=1)).sqrt()
-    return centred / (deviation + 1e-4)
+        return centered
+    deviation = (centered.square().sum(1, keepdim=True) / (num - 1).clamp(min=1)).sqrt()
+    return centered / (deviation + 1e-4)
 
 
 def leave_one_out(rewards: Tensor, valid: Tensor) -> Tensor:
@@ -118,7 +119,7 @@ def rewards_to_go(rewards: Tensor, mask: Tensor) -> Tensor:
 def importance(logprobs: Tensor, sampled: Tensor, *, whole: bool) -> Tensor:
     """Importance weights of an answer's tokens (L,), correcting for an inference engine whose log-probabilities differ
     slightly from the policy's: exp(l - s), at most MOST_IMPORTANCE (Yao et al. 2025, "Your efficient RL framework
-    secretly brings you off-policy RL training": truncated importance sampling). `whole`: one ratio for the whole
+    secretly brings you off-policy RL training": truncated importance sampling). `whole`: one ratio for the entire
     answer, for sequence-level methods. All weights are 0 if the answer's ratio exceeds MASKED_IMPORTANCE (Liu et al.
     2025, "When speed kills stability").
     """
@@ -188,36 +189,36 @@ def ppo(
 class GroupMethod:
     """The differences between the group methods."""
 
-    advantage: str  # scaled, centred, others, to_go
-    # sequences: per-sequence length, then sequences; max_tokens; tokens; ratio, mean_ratio: one ratio per sequence, of
-    # the whole answer or its geometric mean per token
-    normaliser: str
+    advantage: str  # scaled, centered, others, to_go
+    # what divides the loss: `sequences`: a sequence's length, then the number of sequences; `max_tokens`; `tokens`;
+    # `ratio`, `mean_ratio`: one ratio per sequence, that of the entire answer or its geometric mean per token
+    normalizer: str
     clip: Clip
     beta: float  # weight of the KL divergence from the reference
     kl_in: str  # loss (k3), or reward (k1)
     dynamic: bool = False  # groups with all-equal scores are resampled
 
     def __post_init__(self) -> None:
-        assert self.advantage in ("scaled", "centred", "others", "to_go"), self.advantage
-        assert self.normaliser in ("sequences", "max_tokens", "tokens", "ratio", "mean_ratio"), self.normaliser
+        assert self.advantage in ("scaled", "centered", "others", "to_go"), self.advantage
+        assert self.normalizer in ("sequences", "max_tokens", "tokens", "ratio", "mean_ratio"), self.normalizer
         assert self.kl_in in ("loss", "reward"), self.kl_in
 
 
 METHODS = {
     # Shao et al. 2024, arXiv:2402.03300
-    "grpo": GroupMethod(advantage="scaled", normaliser="sequences", clip=Clip(0.2, 0.2), beta=0.01, kl_in="loss"),
+    "grpo": GroupMethod(advantage="scaled", normalizer="sequences", clip=Clip(0.2, 0.2), beta=0.01, kl_in="loss"),
     # Liu et al. 2025, arXiv:2503.20783
-    "dr_grpo": GroupMethod(advantage="centred", normaliser="max_tokens", clip=Clip(0.2, 0.2), beta=0.0, kl_in="loss"),
+    "dr_grpo": GroupMethod(advantage="centered", normalizer="max_tokens", clip=Clip(0.2, 0.2), beta=0.0, kl_in="loss"),
     # Yu et al. 2025, arXiv:2503.14476
     "dapo": GroupMethod(
-        advantage="scaled", normaliser="tokens", clip=Clip(0.2, 0.28), beta=0.0, kl_in="loss", dynamic=True
+        advantage="scaled", normalizer="tokens", clip=Clip(0.2, 0.28), beta=0.0, kl_in="loss", dynamic=True
     ),
     # Zheng et al. 2025, arXiv:2507.18071
-    "gspo": GroupMethod(advantage="scaled", normaliser="mean_ratio", clip=Clip(3e-4, 4e-4), beta=0.0, kl_in="loss"),
+    "gspo": GroupMethod(advantage="scaled", normalizer="mean_ratio", clip=Clip(3e-4, 4e-4), beta=0.0, kl_in="loss"),
     # Ahmadian et al. 2024, arXiv:2402.14740
-    "rloo": GroupMethod(advantage="others", normaliser="ratio", clip=Clip(0.2, 0.2), beta=0.05, kl_in="reward"),
+    "rloo": GroupMethod(advantage="others", normalizer="ratio", clip=Clip(0.2, 0.2), beta=0.05, kl_in="reward"),
     # Hu 2025, arXiv:2501.03262
-    "reinforce_pp": GroupMethod(advantage="to_go", normaliser="tokens", clip=Clip(0.2, 0.2), beta=0.01, kl_in="reward"),
+    "reinforce_pp": GroupMethod(advantage="to_go", normalizer="tokens", clip=Clip(0.2, 0.2), beta=0.01, kl_in="reward"),
 }
 
 
@@ -240,23 +241,23 @@ def group_policy(
     """
     num = len(logprobs)
     lengths = torch.bincount(row_of, minlength=num_rows)
-    if method.normaliser in ("ratio", "mean_ratio"):  # one ratio and one advantage per sequence
+    if method.normalizer in ("ratio", "mean_ratio"):  # one ratio and one advantage per sequence
         zero, nonempty = old.new_zeros(num_rows), lengths > 0  # a padding row is not a sequence
         new_sums, old_sums, advantage = (zero.index_add(0, row_of, x)[nonempty] for x in (logprobs, old, advantages))
         advantage = advantage / lengths[nonempty]
-        if method.normaliser == "mean_ratio":
+        if method.normalizer == "mean_ratio":
             new_sums, old_sums = new_sums / lengths[nonempty], old_sums / lengths[nonempty]
         loss, ratio = surrogate(new_sums, old_sums, advantage, method.clip)
         weight, signs = torch.ones_like(loss), advantage
     else:
         loss, ratio = surrogate(logprobs, old, advantages, method.clip)
         weight, signs = torch.ones_like(loss), advantages
-        if method.normaliser == "sequences":
+        if method.normalizer == "sequences":
             weight = 1 / lengths[row_of]
     per, coefficient = "sequences", 1.0
-    if method.normaliser == "tokens":
+    if method.normalizer == "tokens":
         per = "tokens"
-    if method.normaliser == "max_tokens":
+    if method.normalizer == "max_tokens":
         coefficient = 1 / max_tokens
     terms = [Term("policy", (loss * weight).sum(), per, coefficient)]
     metrics = _clip_metrics(ratio.detach(), signs, method.clip) | {"entropy": (entropy.sum(), num)}
@@ -283,11 +284,11 @@ def _clip_metrics(ratio: Tensor, signs: Tensor, clip: Clip) -> dict[str, tuple[T
 
 
 def with_agreement(loss: Loss, logprobs: Tensor, old: Tensor) -> Loss:
-    """Add metrics comparing teacher forcing with sampling, for a policy unchanged since it sampled."""
+    """Add metrics comparing teacher forcing with sampling, for a policy unchanged since sampling."""
     difference = (logprobs.detach() - old).abs()
     name = "sampling/sampling_logp_difference"
     metrics = loss.metrics | {f"{name}/mean": (difference.sum(), len(difference))}
-    # a process may have only padding
+    # a process may have nothing but padding
     extremes = {f"{name}/max": difference.max() if len(difference) else difference.sum()}
     return replace(loss, metrics=metrics, extremes=loss.extremes | extremes)
 

@@ -2,10 +2,10 @@
 
     next_tokens(model, stream, weights, job) -> stream, loss, watchers
 
-A wing provides, for a model with its hook (model/layers.py):
+A wing provides the following for a model with the wing's hook (model/layers.py):
 
-    loss_keys      () -> a dataclass of weights for the hook's extra losses, used as keys of the stages' blocks
-    next_tokens    like the function here; None for a model without the hook, ConfigError if weights are given for it
+    loss_keys      () -> a dataclass of weights for the hook's extra losses; its fields are keys of the stages' blocks
+    next_tokens    like the function below; None without the hook, or ConfigError if loss weights are set
 
 **Phases** are for stages that train more than once: each run of `fit` is a phase with its own states and curve.
 
@@ -13,7 +13,7 @@ A wing provides, for a model with its hook (model/layers.py):
     fit(model, ..., phases.begin("adapt"), last=False)      steps 0 .. n of the stage's curve
     fit(model, ..., phases.begin("sft"))                    steps n .. onward
 
-A killed stage resumes in its last phase: for a finished phase, `fit` loads its final state with the published weights.
+A killed stage resumes in its last phase: for finished phases, `fit` only loads the final state and published weights.
 The stage's curve concatenates the phases with continuous steps, so they form one run in DVC and MLflow. A phase with a
 prefix logs under that prefix (`control/loss`), alongside the others.
 """
@@ -48,7 +48,7 @@ class LossWeights(*KEYS):
 
 
 def next_tokens(model: Transformer, stream: TokenStream, weights: LossWeights, job: Job, *, tokens: int) -> Training:
-    """The stream, loss and watchers for `fit`. `tokens` is the evaluation size. Raises ConfigError."""
+    """The stream, loss and watchers for `fit`. `tokens` is the evaluation size. Raises ConfigError if a wing does."""
     for offer in wings.each("next_tokens"):
         if (training := offer(model, stream, weights, job, tokens=tokens)) is not None:
             return training
@@ -82,11 +82,11 @@ class Phases:
 
 
 class PhaseTracker:
-    """A `Tracker` for one phase of `fit`. It appends the phase's rows to the stage's curve, with the stage's steps."""
+    """A `Tracker` for one phase. It appends the phase's rows to the stage's curve and numbers steps like the stage."""
 
     def __init__(self, stage: Tracker, name: str, offset: int, prefix: str) -> None:
         self._stage, self._name, self._offset, self._prefix = stage, name, offset, prefix
-        self._earlier_rows = list(stage.rows)  # of earlier phases
+        self._earlier_rows = list(stage.rows)  # the rows of earlier phases
         self.rows: list[dict[str, Number]] = []
         self._reported_tokens = 0  # this phase's share of the stage's total
         self.speed: JsonObject = stage.speed.setdefault(name, {})
@@ -111,7 +111,7 @@ class PhaseTracker:
         self._update_stage()
 
     def _update_stage(self) -> None:
-        """Set the stage's curve: earlier phases, then this one."""
+        """Set the stage's curve: the rows of earlier phases, then those of this one."""
         rows: list[dict[str, Number]] = [
             {"step": self._offset + int(row["step"]), "phase": self._name}
             | {self._prefix + name: value for name, value in row.items() if name != "step"}
@@ -126,8 +126,8 @@ class PhaseTracker:
     def report(self, **numbers: object) -> None:
         """Report final numbers under this phase's name.
 
-        Phases without a prefix also set the stage's headline numbers: the last phase's best evaluation, the total
-        tokens.
+        Phases without a prefix also set the stage's headline numbers: the last phase's best evaluation and the
+        total number of tokens.
         """
         own = self._stage.final.setdefault(self._name, {})
         own.update(numbers)

@@ -1,17 +1,17 @@
 """Distributed training: how the processes of a run split the work and communicate. A no-op with a single process.
 
-`Ranks` represents this process among `world`. Accelerate creates the process group and wraps the model to average
+`Ranks` represents one of `world` processes. Accelerate creates the process group and wraps the model to average
 gradients (DDP), or `shard` shards it (FSDP2). Control values use a gloo side group, so they never wait behind a GPU
 queue. A sharded model's forward pass is a collective, so all ranks make the same number of passes (`evened`, `dealt`),
-and in the end only rank 0 has the whole model (`finish`).
+and in the end only rank 0 has the complete model (`finish`).
 
 FSDP2 shards every weight, gradient and moment by rows across the processes (Zhao et al. 2023, arXiv:2304.11277, version
 2), with one call to torch's `fully_shard` for CPU (gloo) and CUDA (NCCL):
 
-    shard(model, ...)       in place: one group per block, the rest in the root; each pass gathers the weights
+    shard(model, ...)       in place: one group per block, the rest in a root group; each pass gathers the weights
     whole_again(...)        in place, back to a plain model on rank 0 only, one tensor at a time
-    published(model)        its whole weights by name, one at a time; `Copies` of a policy sample with them
-    local, full, rows       of a weight: this rank's part, all of it, and the range of its rows
+    published(model)        complete weights by name, one at a time; `Copies` of a policy sample with them
+    local, full, rows       of a weight: this rank's rows, the complete tensor, and the range of this rank's rows
 
 FSDP2 is configured by Accelerate's environment variables: `accelerate launch` sets them from conf/launch/fsdp2.yaml,
 and tools/launch.py for `STAGECOACH_LAUNCH=fsdp2:2`. The math matches a single process: weights are communicated in
@@ -19,9 +19,9 @@ float32 and cast by autocast as usual. There is no MixedPrecisionPolicy, which w
 precision. Separate frozen models (a reference) are not sharded: each process has a full copy.
 
 If a process dies silently, the others exit too, even if no collective notices (`watch_peers`). Not guaranteed: that
-they notice a machine losing its network before gloo or NCCL does. Not supported with FSDP2: fp16 (the scaler is lost,
-huggingface/accelerate #4289: rejected), models that run methods other than `forward`. Tested on a CPU with gloo; CUDA,
-NCCL and `fsdp_offload_params` are untested.
+they notice before gloo or NCCL when a machine loses its network. Not supported with FSDP2: fp16 (rejected, because the
+scaler is lost: huggingface/accelerate #4289), and models that run methods other than `forward`. Tested on a CPU with
+gloo; CUDA, NCCL and `fsdp_offload_params` are untested.
 """
 
 import atexit
@@ -60,11 +60,11 @@ T = TypeVar("T")
 M = TypeVar("M", bound=nn.Module)
 CONNECT_SECONDS = 10.0
 GRACE_SECONDS = 30.0  # from a peer's death until processes not notified by a collective exit
-ON_DEVICE = 0.5  # of a device's memory: a smaller whole model returns to the device after training
+ON_DEVICE = 0.5  # share of a device's memory; a smaller model returns to the device after training
 
 
 class Ranks:
-    """This process among `world`."""
+    """This process, one of `world`."""
 
     is_watched: ClassVar[bool] = False  # once per process, regardless of the number of runs
 
@@ -92,9 +92,9 @@ class Ranks:
         if set(keys) != {key}:
             other = next(rank for rank, other_key in enumerate(keys) if other_key != key)
             raise ConfigError(
-                f"rank {self.rank} computes the key {key}, rank {other} {keys[other]}: expected the same parameters,"
-                " code and input files on all processes. With several machines, use one checkout on a shared file"
-                " system, and start the others once the inputs of the stage exist"
+                f"rank {self.rank} computes key {key}, rank {other} computes key {keys[other]}: expected the same"
+                " parameters, code and input files on all processes. With several machines, use one checkout on a"
+                " shared file system, and start the other machines once the stage's inputs exist"
             )
 
     def share_of(self, rows: int, stage: str) -> int:
@@ -118,7 +118,7 @@ class Ranks:
     def no_sync(self, model: nn.Module, *, skip: bool) -> contextlib.AbstractContextManager[object]:
         """Keep gradients local for this micro-batch when `skip`."""
         if self.sharding:
-            from torch.distributed.fsdp import FSDPModule  # here and below: 0.4 s, only needed when sharding
+            from torch.distributed.fsdp import FSDPModule  # here and below: takes 0.4 s, only needed when sharding
 
             assert isinstance(model, FSDPModule)
             model.set_requires_gradient_sync(self.sharding.reduces_each_pass or not skip)
@@ -128,7 +128,7 @@ class Ranks:
         return self.accelerator.no_sync(model)
 
     def evened(self, batches: list[T]) -> list[tuple[T, bool]]:
-        """A step's micro-batches, and whether each counts: a sharded model needs equal passes on every rank."""
+        """A step's micro-batches, and whether each counts. Sharded ranks must make the same number of passes."""
         counted = [(batch, True) for batch in batches]
         if self.sharding is None:
             return counted
@@ -138,7 +138,7 @@ class Ranks:
     def dealt(self, batches: Iterable[T]) -> Iterator[tuple[T | None, bool]]:
         """Deal evaluation batches in rounds of `world`: this rank's batch per round, and whether it counts.
 
-        A rank without a batch in the last round gets None, or with a sharded model another rank's batch, for a pass
+        A rank without a batch in the last round gets None or, with a sharded model, another rank's batch for a pass
         that does not count.
         """
         remaining = iter(batches)
@@ -157,7 +157,7 @@ class Ranks:
         return int(signal), bool(values[0]), dict(zip(names, values[1:].tolist(), strict=True))
 
     def greatest(self, value: float) -> float:
-        """The maximum of a number over ranks."""
+        """The maximum of a number over all ranks."""
         if self.world == 1:
             return value
         tensor = torch.tensor(value, dtype=torch.float64)
@@ -172,13 +172,13 @@ class Ranks:
         return values
 
     def sum_tensor(self, values: Tensor) -> Tensor:
-        """The sum over ranks of a CPU tensor."""
+        """A CPU tensor, summed over all ranks."""
         if self.world > 1:
             dist.all_reduce(values, group=self.side)
         return values
 
     def sum_float(self, value: float) -> float:
-        """The sum over ranks of a number."""
+        """A number, summed over all ranks."""
         return value if self.world == 1 else float(self.sum_tensor(torch.tensor(value, dtype=torch.float64)))
 
     def gradient_norm(self, model: nn.Module, limit: float) -> float:
@@ -221,10 +221,10 @@ class Ranks:
                     )
 
     def finish(self, model: nn.Module, device: torch.device, *, last: bool = True) -> None:
-        """End all processes except rank 0; only rank 0, with a whole model, evaluates and writes outputs.
+        """End all processes except rank 0; only rank 0, with a complete model, evaluates and writes outputs.
 
         A sharded model is gathered in rank 0's host memory, and moved to the device if it takes less than half of the
-        device's memory. Before a stage's `last` run all ranks continue, each with a whole model.
+        device's memory. After a run that is not the `last`, all ranks continue, each with a complete model.
         """
         if self.sharding:
             keep = self.rank == 0 or not last
@@ -251,7 +251,7 @@ _connections: list[socket.socket] = []  # connections to other processes, open u
 
 
 def watch_peers(ranks: Ranks) -> None:
-    """Exit this process with code 1 if another dies silently. All ranks call it, once.
+    """Exit this process with code 1 if another dies silently. All ranks must call this once.
 
     Each rank keeps a connection to rank 0 and announces a clean exit on it; the system closes the connection of a
     process that dies. The others then have GRACE_SECONDS to fail with a collective's error, which is more informative.
@@ -259,7 +259,7 @@ def watch_peers(ranks: Ranks) -> None:
     """
     server, offer = None, (0, b"")
     if ranks.rank == 0:
-        with contextlib.suppress(OSError):  # the address may only be valid on other machines
+        with contextlib.suppress(OSError):  # the address may be valid only on other machines
             server = socket.create_server((os.environ["MASTER_ADDR"], 0))
             offer = (server.getsockname()[1], secrets.token_bytes(16))
     port, token = ranks.gather(offer)[0]
@@ -343,7 +343,7 @@ class Sharding:
     @property
     def reduces_each_pass(self) -> bool:
         """Whether gradients are reduce-scattered after every micro-batch. Otherwise they accumulate unsharded, which
-        takes memory, and are sharded once.
+        takes memory, and are reduce-scattered once.
         """
         return self.reshard
 
@@ -373,7 +373,7 @@ class ModuleBackup:
 
 
 def shard(model: nn.Module, settings: Sharding, device: torch.device) -> list[ModuleBackup]:
-    """Shard the weights of `model` in place, block by block, so no device ever has all of them.
+    """Shard the weights of `model` in place, block by block, so no device ever has all weights.
 
     Returns the backups for `whole_again`.
     """
@@ -414,9 +414,9 @@ def _reshard_after_inference(model: nn.Module, _inputs: object, _output: object)
 
 @torch.no_grad()
 def whole_again(model: nn.Module, backups: list[ModuleBackup], *, keep: bool) -> None:
-    """Restore plain modules, with whole weights in host memory if `keep`, else empty. All ranks call it.
+    """Restore plain modules, with complete weights in host memory if `keep`, else empty ones. All ranks must call this.
 
-    Gathers one tensor at a time, so no device ever has all of them. Modules stay the same objects.
+    Gathers one tensor at a time, so no device ever has all weights. Modules stay the same objects.
     """
     for backup in backups:
         module = backup.module
@@ -436,14 +436,14 @@ def whole_again(model: nn.Module, backups: list[ModuleBackup], *, keep: bool) ->
 
 
 def published(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield each whole weight with its name: a collective for a sharded model, so all ranks must iterate to the end."""
+    """Yield complete weights by name. A collective for a sharded model, so all ranks must iterate to the end."""
     for name, parameter in model.named_parameters():
         yield name, full(parameter.detach())
 
 
 class Copies:
-    """Whole local copies that track the weights of FSDP2-sharded models. Their passes are not collectives, so ranks may
-    sample and score different numbers of rows. Without sharding they are the models themselves.
+    """Complete local copies that track the weights of FSDP2-sharded models. Passes through them are not collectives,
+    so ranks may sample and score different numbers of rows. Without sharding, the models themselves are used.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -471,18 +471,18 @@ def is_sharded(tensor: Tensor) -> "TypeGuard[DTensor]":
     """Whether this rank has only some of the tensor's rows."""
     if type(tensor) in (Tensor, nn.Parameter):
         return False
-    from torch.distributed.tensor import DTensor  # here and below: a second, only needed when sharding
+    from torch.distributed.tensor import DTensor  # here and below: takes a second, only needed when sharding
 
     return isinstance(tensor, DTensor)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part, sharing memory; all of a plain tensor."""
+    """This rank's part of a sharded tensor, sharing its memory; a plain tensor is returned as is."""
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def full(tensor: Tensor) -> Tensor:
-    """The whole tensor. For a sharded one this is a collective, so all ranks must call it."""
+    """The complete tensor. For a sharded tensor this is a collective, so all ranks must call it."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 

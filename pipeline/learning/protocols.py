@@ -1,12 +1,12 @@
-"""The interfaces of batches, streams and losses in the training loop, and of a run for its helpers.
+"""What the training loop requires of batches, streams and losses, and what its helpers require of a run.
 
-    Batch         counts, and a move to a device; only the loss uses the rest
+    Batch         counts, and `to` for another device; only the loss uses the rest
     Stream        batches of fixed data, as a pure function of (seed, step): batches/
     Rolling       a stream filled with the policy's own answers: rl/rollout.py
     TrainingRun   the part of `fit.Run` used by the learning-rate finder, the memory planner and the speed report
 
-The helpers are a layer below the loop, so they do not import it. The protocols are for type checking only: nothing
-inherits from them.
+The helpers are a layer below the loop, so they do not import it. The protocols are only for type checking: no
+implementation inherits from them.
 """
 
 from collections.abc import Callable, Iterator
@@ -73,7 +73,7 @@ class TrainingRun(Protocol):
     plain: nn.Module  # the same weights without the wrapper
     optimizers: Optimizers
     scaler: Scaler
-    steps: int  # of the whole run
+    steps: int  # of the entire run
     micro_batch: int  # rows in one forward pass
     seen: int  # positions trained on in this call of fit, over all ranks
 

@@ -1,17 +1,17 @@
 """A trainable policy and its reference: a frozen copy of the initial model, or the policy with its adapter disabled.
 
     start = begin(base, adapter, seed)      start.policy trains, start.reference stays fixed
-    finish(start, base)                     checks that the reference is unchanged, and merges an adapter under its gate
+    finish(start, base)                     checks that the reference is unchanged; merges an adapter if the gate passes
 
 The copy is made in memory from the loaded weights; the files are not read again.
 
 Frozen matrices (of the reference, the reward model, the base model under an adapter) take 2 bytes instead of 4 if
 `Hardware.base_weights` is bf16 (`runtime.base_weights`), and half a byte under an adapter if it is nf4: NormalFloat
-with double quantization (QLoRA; Dettmers et al. 2023, arXiv:2305.14314), via bitsandbytes. Under bf16 autocast every
+with double quantization (QLoRA; Dettmers et al. 2023, arXiv:2305.14314), via bitsandbytes. Under bf16 autocast, every
 pass rounds linear weights to bf16 anyway, so bf16 storage does not change the output of a frozen model; a pass outside
 autocast uses the rounded weights. Weights that autocast does not round stay float32: embeddings (even if tied to the
 head, since they are looked up), norms, the reward row. An adapter is merged into the float32 base, reloaded from its
-files, so no rounding is published.
+files, so the published weights are not rounded.
 
 Not guaranteed: that a copy fits in memory next to the policy; with an adapter there is no copy.
 """
@@ -42,13 +42,13 @@ from pipeline.text.tokenizer import Tokenizer
 Model = TypeVar("Model", bound=nn.Module)
 UNROUNDED = "score"  # the reward model's row: computed in float32 even under autocast
 NF4_BLOCK = 64  # weights per scale
-GATE_TOKENS = 32  # per row of the merge gate
+GATE_TOKENS = 32  # tokens per row of the merge gate
 
 
 class Reference:
     """The frozen initial weights. `model()` is a context manager to run them, `release()` frees them.
 
-    `parked`: kept in host memory between uses, not on the device (for training that needs no reference).
+    `parked`: kept in host memory between uses, not on the device (for when training needs no reference).
     """
 
     def __init__(self, policy: Transformer, *, adapted: bool, hardware: device.Hardware | None = None) -> None:
@@ -81,7 +81,7 @@ class Reference:
             model.to("cpu")
 
     def read_from(self, policy: Any) -> None:
-        """Use this model's base, which has the policy's weights: for a policy sharded across processes."""
+        """Use the base weights of `policy`, a local copy. Needed if the trained policy is sharded across processes."""
         if self.adapted:
             self._weights = policy
 
@@ -196,24 +196,24 @@ def narrowed(model: Model, hardware: Hardware) -> Model:
 
 
 def store(model: Transformer, hardware: Hardware) -> None:
-    """Store a model's base under its adapters per `Hardware.base_weights`. The head stays at least bf16."""
+    """Store the base weights under adapters as `Hardware.base_weights` says, but the head in at least bf16."""
     if hardware.base_weights == "nf4":
-        quantise(model, hardware.device)
+        quantize(model, hardware.device)
     if hardware.base_weights != "fp32":
         narrow(model)
 
 
-def quantise(model: nn.Module, where: torch.device) -> None:
+def quantize(model: nn.Module, where: torch.device) -> None:
     """Convert a model's frozen layers to NF4 in place, on their compute device. Skips the head and layers whose rows
-    are not whole blocks.
+    are not a multiple of the block size.
     """
-    quantise_4bit = importlib.import_module("bitsandbytes.functional").quantize_4bit
+    to_4bit = importlib.import_module("bitsandbytes.functional").quantize_4bit
     for name, layer in model.named_modules():
         if not isinstance(layer, Linear | AdaptedLinear) or layer.weight.requires_grad or "lm_head" in name:
             continue
         if layer.weight.shape[1] % NF4_BLOCK == 0:
             weight = layer.weight.data.to(where, torch.bfloat16)
-            layer.weight.data, layer.nf4 = quantise_4bit(
+            layer.weight.data, layer.nf4 = to_4bit(
                 weight, blocksize=NF4_BLOCK, quant_type="nf4", compress_statistics=True
             )
 

@@ -1,14 +1,14 @@
-"""Training settings and the learning-rate schedule. The keys are flat in a stage's params.yaml block.
+"""Training settings and the learning-rate schedule. The keys are at the top level of a stage's block.
 
 TrainingConfig              optimizer, schedule, evaluation; each subclass defines its batch
 ├── FitConfig               rows of packed tokens or dialogues
-├── AnswerConfig            whole answers, with length limits
+├── AnswerConfig            complete answers, with length limits
 │   ├── PairConfig          pairs of answers: reward, dpo
 │   └── LabelConfig         good and bad answers: kto
 └── rl/rollout.RolloutConfig    the policy's own answers: rlhf, grpo
 
-Validation                  validation loss, early stopping, averaged weights, what to publish: part of the first two
-FullTraining, Neftune       extra keys for stages that train all weights, or on dialogues
+Validation                  validation loss, early stopping, averaged weights, what to publish (FitConfig, AnswerConfig)
+FullTraining, Neftune       extra keys for stages that train all weights, or that train on dialogues
 
 The schedule is a pure function of the step, so it has no state to save or advance. With S steps, W of warmup,
 m = `min_ratio`, p = (s - W) / max(1, S - 1 - W), the factor is (s + 1) / W during warmup, then by name:
@@ -55,13 +55,13 @@ class TrainingConfig(OptimizerConfig):
     learning_rate: float
     """Peak learning rate."""
     weight_decay: float = 0.1
-    """For matrices, times the learning rate; none for norms, biases, bank and router."""
+    """For matrices, multiplied by the learning rate; 0 for norms, biases, `bank` and `router`."""
     betas: tuple[float, ...] = (0.9, 0.95)
     """AdamW betas."""
     eps: float = 1e-8
     """AdamW epsilon."""
     max_grad_norm: float = 1.0
-    """Clip the global gradient norm to this; 0 disables."""
+    """Clip the global gradient norm to this value; 0 disables clipping."""
     schedule: str = "cosine"
     """constant, linear, cosine, cosine_with_restarts, wsd."""
     min_ratio: float = 0.1
@@ -69,27 +69,27 @@ class TrainingConfig(OptimizerConfig):
     cycles: int = 1
     """Number of cycles for cosine_with_restarts."""
     decay_ratio: float = 0.2
-    """wsd: fraction of steps spent decaying."""
+    """Fraction of steps spent decaying, for wsd."""
     warmup_steps: int = 0
-    """Warmup steps; set at most one of warmup_steps and warmup_ratio."""
+    """Warmup steps; set at most one of `warmup_steps` and `warmup_ratio`."""
     warmup_ratio: float = 0.0
     """Fraction of steps spent warming up to the peak rate."""
     eval_steps: int = 500
-    """Evaluate every this many steps, and at the end."""
+    """Steps between evaluations; there is also one at the end."""
     on_nonfinite: str = "skip"
-    """If loss or gradient norm is not finite: skip the update, stop, or rollback (learning/update.py)."""
+    """If the loss or gradient norm is not finite: skip the update, stop, or rollback (learning/update.py)."""
     on_spike: str = "skip"
-    """If the loss spikes far above the last 128 steps: skip, stop, rollback, or ignore."""
+    """If the loss is far above that of the last 128 steps: skip, stop, rollback, or ignore."""
 
     length_keys: ClassVar[tuple[str, ...]] = ()  # keys that only set the number of steps
     length_key: ClassVar[str] = "context"  # the key that sets the longest row, for error messages
     even_rows: ClassVar[bool] = False  # all rows have the same length, so every batch has the same shape
 
     def check(self) -> None:
-        """Raise ValueError for invalid values. The `__post_init__` of subclasses call it."""
+        """Raise ValueError for invalid values. The `__post_init__` of subclasses calls it."""
         self.check_groups()
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"betas: expected two numbers from 0 to below 1, got {list(self.betas)}")
+            raise ValueError(f"betas: expected two numbers in [0, 1), got {list(self.betas)}")
         for key, least in LEAST.items():
             if getattr(self, key) < least:
                 raise ValueError(f"{key}: expected at least {least}, got {getattr(self, key)}")
@@ -99,7 +99,7 @@ class TrainingConfig(OptimizerConfig):
         if self.eps <= 0:
             raise ValueError(f"eps: expected more than 0, got {self.eps}")
         if self.warmup_steps and self.warmup_ratio:
-            raise ValueError("at most one of warmup_steps and warmup_ratio may be set")
+            raise ValueError("set at most one of `warmup_steps` and `warmup_ratio`")
         choices = {
             "optimizer": ("adamw", "muon"),
             "schedule": SCHEDULES,
@@ -112,7 +112,7 @@ class TrainingConfig(OptimizerConfig):
 
     @property
     def validated(self) -> "Validation":
-        """Validation settings. Without a validation loss the last weights are published."""
+        """Validation settings. Without a validation loss, the last weights are published."""
         return Validation(eval_tokens=0, publish="last")
 
     @property
@@ -157,8 +157,8 @@ class TrainingConfig(OptimizerConfig):
     def free_steps(self, steps: int) -> int:
         """The number of initial steps whose learning rates do not depend on the run length.
 
-        All for `constant`, those before the decay for `wsd`, none for other schedules or with a `warmup_ratio`. A
-        longer run continues from the state after them, bitwise identical to a run from scratch.
+        All steps for `constant`, those before the decay for `wsd`, none for other schedules or with a `warmup_ratio`. A
+        longer run continues from the state after these steps and is bitwise identical to a run from scratch.
         """
         if self.warmup_ratio or self.schedule not in ("constant", "wsd"):
             return 0
@@ -191,7 +191,7 @@ class Validation:
     publish: str = "best"
     """Which weights to publish: best (lowest validation loss), or last."""
     ema_decay: float = 0.0
-    """EMA of the weights, used for evaluation and publishing; 0 disables."""
+    """Decay of the averaged weights (EMA), which are evaluated and published; 0 disables averaging."""
 
     def __post_init__(self) -> None:
         for key in ("eval_tokens", "patience", "threshold"):
@@ -200,7 +200,7 @@ class Validation:
         if self.publish not in ("best", "last"):
             raise ValueError(f"publish: expected one of best, last, got {self.publish!r}")
         if not 0 <= self.ema_decay < 1:
-            raise ValueError(f"ema_decay: expected 0 (off) to below 1, got {self.ema_decay}")
+            raise ValueError(f"ema_decay: expected a number in [0, 1), got {self.ema_decay}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,14 +230,14 @@ class Curriculum:
 
 @dataclass(frozen=True, kw_only=True)
 class FitConfig(TrainingConfig):
-    """A run over packed rows. Exactly one of steps, tokens, epochs sets its length."""
+    """A run on packed rows. Exactly one of `steps`, `tokens` and `epochs` sets its length."""
 
     steps: int | None = None
-    """Training length in steps (set exactly one)."""
+    """Training length in steps; set exactly one of `steps`, `tokens` and `epochs`."""
     tokens: int | None = None
-    """or in tokens."""
+    """Training length in tokens, instead of `steps`."""
     epochs: float | None = None
-    """or in epochs."""
+    """Training length in epochs, instead of `steps`."""
     tokens_per_step: int = 16384
     """Global batch size in tokens, regardless of the number of processes."""
     context: int = 2048
@@ -278,7 +278,7 @@ class FitConfig(TrainingConfig):
         return self.tokens_per_step // self.context
 
     def resolve_steps(self, tokens_per_epoch: int) -> int:
-        """The number of steps, derived from whichever of steps, tokens, epochs is set."""
+        """The number of steps, derived from whichever of `steps`, `tokens` and `epochs` is set."""
         if self.steps is not None:
             return self.steps
         tokens = self.tokens if self.tokens is not None else (self.epochs or 0) * tokens_per_epoch
@@ -287,12 +287,12 @@ class FitConfig(TrainingConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerConfig(TrainingConfig):
-    """A run over whole answers. Exactly one of steps and epochs sets its length. Subclasses define the batch."""
+    """A run on complete answers. Exactly one of `steps` and `epochs` sets its length. Subclasses define the batch."""
 
     steps: int | None = None
-    """Training length in steps (set exactly one)."""
+    """Training length in steps; set exactly one of `steps` and `epochs`."""
     epochs: float | None = None
-    """or in epochs."""
+    """Training length in epochs, instead of `steps`."""
     max_prompt: int = 512
     """Maximum prompt tokens; examples with longer prompts are dropped and counted."""
     max_length: int = 1024
@@ -321,7 +321,7 @@ class AnswerConfig(TrainingConfig):
         return self.max_length
 
     def resolve_steps(self, tokens_per_epoch: int) -> int:
-        """The number of steps, derived from whichever of steps and epochs is set."""
+        """The number of steps, derived from whichever of `steps` and `epochs` is set."""
         if self.steps is not None:
             return self.steps
         return max(1, round((self.epochs or 0) * tokens_per_epoch / (self.rows * self.row_length)))
@@ -329,7 +329,7 @@ class AnswerConfig(TrainingConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class PairConfig(AnswerConfig):
-    """A run over pairs of answers."""
+    """A run on pairs of answers."""
 
     pairs: int = 32
     """Pairs per step, regardless of the number of processes."""
@@ -341,7 +341,7 @@ class PairConfig(AnswerConfig):
 
     @property
     def row_length(self) -> int:
-        """A row is two answers."""
+        """A row consists of two answers."""
         return 2 * self.max_length
 
     @property
@@ -351,10 +351,10 @@ class PairConfig(AnswerConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class LabelConfig(AnswerConfig):
-    """A run over good and bad answers."""
+    """A run on good and bad answers."""
 
     answers: int = 64
-    """Answers per step, regardless of the number of processes; at least 2: each prompt also gets another's answer."""
+    """Answers per step, regardless of the number of processes; at least 2 (see batches/labels.py)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -377,7 +377,7 @@ class FullTraining:
 
     def __post_init__(self) -> None:
         if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout: expected 0 to below 1, got {self.dropout}")
+            raise ValueError(f"dropout: expected a number in [0, 1), got {self.dropout}")
         if self.save_precision not in ("fp32", "bf16", "fp16"):
             raise ValueError(f"save_precision: expected fp32, bf16 or fp16, got {self.save_precision!r}")
 
@@ -395,7 +395,7 @@ class Neftune:
 
 
 def _exactly_one(**lengths: float | None) -> None:
-    """Raise ValueError unless exactly one of a run's lengths is set, and is above 0."""
+    """Raise ValueError unless exactly one of a run's lengths is set and that it is above 0."""
     names = [name for name, value in lengths.items() if value is not None]
     if len(names) != 1:
         remedy = f"; unset the others, for example {names[-1]}=none" if names else ""

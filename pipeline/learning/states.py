@@ -8,13 +8,13 @@
 publish. All ranks call its methods together. Rank 0 writes (with FSDP2, each rank writes its own rows); only rank 0
 picks the newest valid state.
 
-Files are written to `step-N.part` and fsynced, the manifest last. Then the folder is fsynced and renamed, its parent
-fsynced, and only then are older states deleted. `newest` returns the newest state with all hashes intact, so a damaged
-one costs only the steps since the previous state.
+Files are written to `step-N.part` and fsynced, the manifest last. Then the folder is fsynced and renamed, its parent is
+fsynced, and only then are older states deleted. `newest` returns the newest state whose hashes all match, so a damaged
+state costs only the steps since the previous one.
 
 Each process writes its own rows of each tensor, and any process can read the rows it needs:
 
-    weights.safetensors                     one process, or DDP: whole tensors
+    weights.safetensors                     one process, or DDP: complete tensors
     weights-00001-of-00002.safetensors      FSDP2: rank 1's rows; the manifest has the first row of each tensor
 
 A 2-process run can thus resume with 1 or 8 processes, or with different sharding, and a plain model can load a
@@ -83,7 +83,7 @@ class Keeper:
     ) -> None:
         self.job, self.ranks, self.model, self.optimizers, self.averages = job, ranks, model, optimizers, averages
         self.fingerprint, self.settings, self.config = fingerprint, settings, config
-        self.free = 0  # steps up to here are the same in every longer run
+        self.free = 0  # the first `free` steps are the same in every longer run
         self.publishes_best = config.validated.publish == "best"
         self.rolls_back = "rollback" in (config.on_nonfinite, config.on_spike)
         if job.runtime.async_save and ranks.sharding:
@@ -150,7 +150,7 @@ class Keeper:
             ranks.barrier()
 
     def keep_for_longer_runs(self, course: Course) -> None:
-        """Record the states from which a longer run can continue, so they are kept after this run."""
+        """Record the states from which a longer run can continue, so that they are kept after this run."""
         if not self.free or course.step < self.free or self.ranks.rank:
             return
         best = update.best_before(course, self.free) if self.publishes_best else -1
@@ -158,7 +158,7 @@ class Keeper:
         write_atomically(self.job.folder / KEPT, json.dumps(names))
 
     def _go_on_from_a_relative(self) -> None:
-        """If this run has no state, adopt the newest state of another run with identical steps so far."""
+        """If this run has no state, adopt the newest state of another run whose steps so far are identical."""
         folder, job = self.job.folder, self.job
         relatives = workdir.relatives(folder, job.family) if job.family else []
         if not relatives or job.runtime.fresh or next(folder.glob("step-????????"), None):
@@ -179,17 +179,17 @@ class Keeper:
             if self.free
             else f"the rates of schedule {self.config.schedule} depend on the length (use wsd or constant to continue)"
         )
-        say(f"{job.name}: run {relatives[0].name} differs only in length, but this one starts at 0: {why}")
+        say(f"{job.name}: run {relatives[0].name} differs only in length, but this one starts at step 0: {why}")
 
     def _shared_states(self, relative: Path) -> Iterator[tuple[int, Path, int]]:
-        """(step, state, its best step) for another run's states whose steps this run shares."""
+        """(step, state, best step) for each state of another run whose steps this run shares."""
         for path in relative.glob("step-????????"):
             meta = {} if fault(path) else read_state(path).meta
             if 0 < meta.get("step", 0) <= min(self.free, meta.get("free", 0)) and self._has_best(path, meta):
                 yield meta["step"], path, meta["best_step"]
 
     def _has_best(self, path: Path, meta: JsonObject) -> bool:
-        """Whether the best state named in `meta` also exists, if it may be published."""
+        """Whether the best state named in `meta` is intact, if that state may be published."""
         best = path.with_name(name_of(meta["best_step"])) if meta["best_step"] >= 0 else path
         return not self.publishes_best or not fault(best)
 
@@ -207,18 +207,20 @@ class Keeper:
         self._thread.shutdown(wait=True)
 
     def resume(self) -> tuple[Course, LoggingWindow, JsonObject] | None:
-        """Load the newest valid state into model, optimizers, averages and tracker. Returns its other contents, if any.
+        """Load the newest valid state into model, optimizers, averages and tracker. None if there is no state.
 
-        Raises ConfigError for a state trained on other data, or not visible to all ranks.
+        Raises ConfigError for a state that was trained on other data or that some rank cannot see.
         """
         state = self._newest_state()
         if state is None:
             return None
         if state.meta["fingerprint"] != self.fingerprint:
-            raise ConfigError(f"{state.folder}: was trained on other data; set runtime.fresh=true to start over")
+            raise ConfigError(
+                f"{state.folder}: this state was trained on other data; set runtime.fresh=true to start over"
+            )
         changed = {k: (state.meta.get(k), v) for k, v in self.settings.items() if state.meta.get(k) != v}
         if changed:
-            say(f"{self.job.name}: not bit-exact with an uninterrupted run: changed {changed}")
+            say(f"{self.job.name}: not bit-exact with an uninterrupted run: settings changed: {changed}")
         return self._restore(state)
 
     def _newest_state(self) -> State | None:
@@ -228,7 +230,7 @@ class Keeper:
             self._go_on_from_a_relative()
             state = newest(self.job.folder)
             last = state.step if state else -1
-            drop_after(self.job.folder, last)  # damaged ones would count as the newest
+            drop_after(self.job.folder, last)  # a damaged state would count as the newest
         step = self.ranks.gather(state and state.step)[0]
         if step is None or state is not None:
             return state
@@ -257,7 +259,7 @@ class Keeper:
         return course, LoggingWindow.of(state.meta["window"]), state.meta
 
     def _optimizer_tensors(self, state: State) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The optimizer states, and the averaged weights by name: this rank's rows of each."""
+        """The optimizer states and the averaged weights by name, both with only this rank's rows."""
         stored, parameters = state.optimizer(), dict(self.model.named_parameters())
         tensors = {name: stored.like(name, parameters[name.rpartition("/")[0]]) for name in sorted(stored.names())}
         suffix = f"/{AVERAGE}"
@@ -273,7 +275,7 @@ class Keeper:
         self.ranks.barrier()
 
     def load_weights(self, step: int) -> None:
-        """Load the weights of the state at `step` into the model, the averaged ones if there are any."""
+        """Load the weights of the state at `step` into the model: the averaged weights if there are any."""
         self.wait()
         state = at(
             self.job.folder,
@@ -297,7 +299,7 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_weights(model: nn.Module, weights: StoredTensors) -> None:
-    """Copy the weights of a state into the model, each rank its own rows. All names must match."""
+    """Copy the weights of a state into the model, on each rank only its own rows. All names must match."""
     parameters = dict(model.named_parameters())
     assert parameters.keys() == weights.names(), sorted(parameters.keys() ^ weights.names())
     for name, parameter in parameters.items():
@@ -311,7 +313,7 @@ def load_weights(model: nn.Module, weights: StoredTensors) -> None:
 class State:
     """A state on disk from which a run can resume."""
 
-    step: int  # batches done
+    step: int  # completed batches
     folder: Path
     meta: JsonObject
     curve: list[JsonObject]
@@ -339,7 +341,7 @@ def save(
     meta: JsonObject,
     curve: list[JsonObject],
 ) -> Path:
-    """Write a state held entirely by one process. Raises StagecoachError like `begin`."""
+    """Write a state whose tensors are all in one process. Raises StagecoachError like `begin`."""
     tensors = {"weights": weights, "optimizer": optimizer}
     part = begin(folder, step, tensors)
     return complete(part, step, write(part, tensors), meta=meta, curve=curve)
@@ -348,7 +350,7 @@ def save(
 def begin(folder: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]]) -> Path:
     """Create an empty folder for a state of these tensors, which may be sharded.
 
-    Raises StagecoachError if free disk space is less than 1.2 times its size.
+    Raises StagecoachError if free disk space is less than 1.2 times the state's size.
     """
     need = sum(t.numel() * t.element_size() for kind in tensors.values() for t in kind.values())
     need_space(folder, int(1.2 * need) + 1_000_000)
@@ -364,7 +366,7 @@ def _part_folder(folder: Path, step: int) -> Path:
 
 
 def write(part: Path, tensors: Mapping[str, Mapping[str, Tensor]], rank: int = 0, world: int = 1) -> Files:
-    """Write this rank's rows of each kind of tensor. Returns the files."""
+    """Write this rank's rows of each kind of tensor. Returns the manifest's entries for its files."""
     sharded = any(processes.is_sharded(t) for kind in tensors.values() for t in kind.values())
     files: Files = {}
     for kind, named in tensors.items():
@@ -413,15 +415,15 @@ def fault(folder: Path) -> str:
         if not path.is_file():
             return f"{name} is missing"
         if path.stat().st_size != size:
-            return f"{name} has {path.stat().st_size} bytes, not {size}"
+            return f"{name} has {path.stat().st_size} bytes instead of {size}"
         if sha256(path) != hash_:
             return f"{name} has the wrong sha256"
     return ""
 
 
 def newest(folder: Path) -> State | None:
-    """The newest state whose files match its manifest. Prints why others were skipped."""
-    for old in folder.glob(f"step-????????{OLD}"):  # killed between two renames
+    """The newest state whose files match its manifest. Prints why newer ones were skipped."""
+    for old in folder.glob(f"step-????????{OLD}"):  # a save was killed between two renames
         remove(old) if old.with_suffix("").exists() else old.rename(old.with_suffix(""))
     for path in sorted(folder.glob("step-????????"), reverse=True):
         wrong = fault(path)
@@ -463,7 +465,7 @@ def weights_at(folder: Path, step: int) -> dict[str, Tensor]:
 
 
 def retain(folder: Path, *, keep: int, protect: Collection[int]) -> None:
-    """Delete all but the newest `keep` states and the protected steps (the best), and leftovers of killed saves."""
+    """Keep only the newest `keep` states and those of `protect` steps. Also deletes leftovers of killed saves."""
     names = {name_of(step) for step in protect}
     for path in sorted(folder.glob("step-????????"))[:-keep]:
         if path.name not in names:
@@ -481,7 +483,7 @@ def _file_name(kind: str, rank: int, world: int, *, sharded: bool) -> str:
 
 
 def _write_rows(path: Path, tensors: Mapping[str, Tensor], *, first: bool) -> Offsets:
-    """Write this rank's rows; tensors replicated on all ranks only if `first`. Returns the first rows."""
+    """Write this rank's rows and, if `first`, tensors that all ranks replicate. Returns each tensor's first row."""
     offsets: Offsets = {}
     parts: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
@@ -525,7 +527,7 @@ class StoredTensors:
         return {name: self.read(name) for name in self._ranges}
 
     def read(self, name: str, first: int = 0, last: int | None = None) -> Tensor:
-        """Rows [first, last) of a tensor, or all."""
+        """Rows [first, last) of a tensor; by default, all rows."""
         parts = []
         for rows in self._ranges[name]:
             with safe_open(rows.path, framework="pt") as file:
@@ -535,7 +537,7 @@ class StoredTensors:
                 high = min(rows.last, rows.last if last is None else last) - rows.first
                 if low < high:
                     parts.append(file.get_slice(name)[low:high])
-                elif not parts:  # zero rows, with its width and dtype
+                elif not parts:  # zero rows, but the tensor's width and dtype
                     parts.append(file.get_slice(name)[0:0])
         return torch.cat(parts)
 

@@ -1,6 +1,6 @@
 """From gradients to an update: run position, update checks, sums, loss scaling, averaged weights.
 
-    Course            the position of a run: everything needed to resume besides weights and moments, as JSON
+    Course            the position of a run: all that resuming needs except weights and moments, as JSON
     fault, risen      whether to apply a step's update, and when to end the run
     Totals, LoggingWindow    sums over one step (or evaluation), and over the steps since the last row of the curve
     Scaler            loss scaling for fp16
@@ -10,20 +10,20 @@
 the numbers are global. A spike is a loss above mean + 6 max(std, 1% of |mean|) of the last 128 applied steps, and at
 least 0.1 nats above the mean (PaLM restarts before a spike and skips the batches around it: Chowdhery et al. 2022,
 arXiv:2204.02311, 5.1). A skipped step changes no weights or moments. Spikes should be rare: the third in a row, or the
-tenth in a thousand steps, is taken as the run's new level and applied, so spikes never end a run. The gradient norm
-alone never causes a skip: clipping bounds it, and a model that has memorized its data has norms near 0 with rare jumps.
+tenth in a thousand steps, is taken as the run's new level and applied, so spikes never end a run. A high gradient
+norm never causes a skip: clipping bounds it, and a model that has memorized its data has norms near 0 with rare jumps.
 
 Two things end a run: non-finite values in three consecutive steps or ten in a thousand; and a loss that rises and
-stays high, 100 consecutive steps more than 1 nat above the lowest median of 128 steps so far. A policy's loss is not in
-nats, so with `on_spike: ignore` only non-finite values count. When a stage changes its data on purpose, earlier losses
-are forgotten.
+stays high: for 100 consecutive steps, more than 1 nat above the lowest median of 128 steps so far. A policy's loss is
+not in nats, so with `on_spike: ignore` only non-finite values count. When a stage changes its data on purpose, earlier
+losses are forgotten.
 
 A rollback loads the newest evaluated state that is at least 16 steps old, but never one before the last rollback, and
 skips the batches since that state. Without such a state, or after three rollbacks, a spike is skipped, and non-finite
 values end the run.
 
-**Sums.** `Totals` combine `Loss` objects with the denominators of the step. Totals and windows are plain numbers, so
-the window is saved with the state and a resumed curve is seamless.
+**Sums.** `Totals` combines `Loss` objects with the step's denominators. Totals and windows contain plain numbers, so
+the window is saved with the state, and a resumed curve is seamless.
 
 **Loss scaling** (Micikevicius et al. 2018, arXiv:1710.03740) keeps small gradients from underflowing in half precision.
 torch's GradScaler doubles the scale after 2,000 steps without overflow and halves it after one. An overflow costs an
@@ -55,14 +55,14 @@ from pipeline.run.types import JsonObject
 MOST_NATS = 700.0  # exp of this is still finite
 HISTORY = 128  # applied steps used to detect spikes
 DEVIATIONS = 6.0
-LEAST_SPREAD = 0.01  # of the mean
+LEAST_SPREAD = 0.01  # minimum standard deviation, as a share of the mean
 LEAST_RISE = 0.1  # minimum rise of a spike's loss, in nats
 FEWEST = 16  # applied steps before the median counts
 RISEN, STAYED = 1.0, 100  # nats above the lowest median, consecutive steps
-IN_ROW, WITHIN, IN_ALL = 3, 1000, 10  # too many skipped steps: IN_ROW in a row, or IN_ALL in all within WITHIN steps
+IN_ROW, WITHIN, IN_ALL = 3, 1000, 10  # too many skipped steps: IN_ROW in a row, or IN_ALL within WITHIN steps
 BACK = 16  # minimum age of a rollback state, in steps
 ROLLBACKS = 3
-NOTHING = "the loss alone"
+NOTHING = "the loss itself"
 NOT_FINITE = "not finite"
 ON_NONFINITE = ("skip", "stop", "rollback")
 ON_SPIKE = ("skip", "stop", "rollback", "ignore")
@@ -73,20 +73,20 @@ LEAST_SCALE = 1.0
 class Course:
     """The position of a run between two steps."""
 
-    step: int = 0  # batches done
+    step: int = 0  # completed batches
     tokens: int = 0  # trained targets so far
     skipped: int = 0  # skipped updates
-    spikes_at: list[int] = field(default_factory=list)  # steps skipped for a spike, of the last thousand
+    spikes_at: list[int] = field(default_factory=list)  # of the last thousand steps, those skipped for a spike
     broken_at: list[int] = field(default_factory=list)  # steps skipped as non-finite or vetoed
     applied: list[float] = field(default_factory=list)  # losses of the last applied steps
-    lowest: float = math.inf  # the lowest median of those losses so far
-    risen: int = 0  # consecutive steps with a loss far above it
-    moved: bool = False  # the data, and so the level of the loss, changed as planned
+    lowest: float = math.inf  # the lowest median of `applied` so far
+    risen: int = 0  # consecutive steps with a loss far above `lowest`
+    moved: bool = False  # the data, and thus the level of the loss, changed as planned
     windows: list[list[int]] = field(default_factory=list)  # [step, count]: from this step on, skip `count` batches
     best: float = math.inf
     best_step: int = -1
     bests: list[int] = field(default_factory=list)  # steps with a new best evaluation
-    anchor: float = math.inf  # early stopping: moves only on a gain above `threshold`
+    anchor: float = math.inf  # early stopping: moves only on an improvement above `threshold`
     stale: int = 0  # evaluations since the anchor moved
     evaluated: list[int] = field(default_factory=list)  # steps of the evaluations, oldest first
     owes_evaluation: bool = False  # a signal interrupted the evaluation after this step
@@ -181,7 +181,7 @@ def too_many(steps: list[int], step: int) -> bool:
 
 
 def skipped(course: Course, steps: list[int]) -> None:
-    """Count a skipped update in the list `steps` of its kind."""
+    """Count a skipped update, in the list `steps` for its kind of fault."""
     course.skipped += 1
     steps[:] = [step for step in steps if step > course.step - WITHIN] + [course.step]
 
@@ -200,7 +200,7 @@ def rollback_targets(course: Course) -> list[int]:
 
 
 def best_before(course: Course, step: int) -> int:
-    """The best step after `step` batches; -1 if there was none."""
+    """The best step up to `step`; -1 if there is none."""
     return max((best for best in course.bests if best <= step), default=-1)
 
 
@@ -243,7 +243,7 @@ def culprit(model: nn.Module, forward: Callable[[], None]) -> str:
 class Totals:
     """Sums over micro-batches and, after `reduce`, over ranks."""
 
-    counts: dict[str, int]  # of the whole step, over all ranks
+    counts: dict[str, int]  # of the entire step, over all ranks
     terms: dict[str, list[Any]] = field(default_factory=dict)  # name -> [sum, per, coefficient], a list as in JSON
     metrics: dict[str, list[float]] = field(default_factory=dict)  # name -> [sum, count]
     extremes: dict[str, float] = field(default_factory=dict)
@@ -292,7 +292,7 @@ class Totals:
 
     @property
     def veto(self) -> str:
-        """Why this step must not be applied; empty if it may. Call after `reduce`: limits apply to the whole step."""
+        """Why this step must not be applied; empty if it may. Call after `reduce`: limits apply to the entire step."""
         self.settle()
         for name, limit in self.limits.items():
             total, count = self.metrics[name]
@@ -307,7 +307,7 @@ class Totals:
         return sum(c * s / self.counts[per] for s, per, c in self.terms.values() if self.counts[per])
 
     def values(self) -> dict[str, float]:
-        """The loss, its terms if there are several, metrics, extremes."""
+        """The loss, its terms if there are several, metrics and extremes."""
         values = {"loss": self.value}
         if len(self.terms) > 1:
             values |= {name: s / self.counts[per] for name, (s, per, _) in self.terms.items() if self.counts[per]}
@@ -366,7 +366,7 @@ class LoggingWindow:
         self.steps += 1
 
     def state(self) -> JsonObject:
-        """As JSON."""
+        """The window as JSON."""
         totals = {name: value for name, value in vars(self.totals).items() if name != "pending"}
         return {"totals": totals, "norm": self.norm, "steps": self.steps}
 
@@ -391,7 +391,7 @@ class Scaler:
         return self.torch.get_scale()
 
     def scale(self, objective: Tensor) -> Tensor:
-        """The objective times the scale, to run backward from."""
+        """The objective times the scale, for the backward pass."""
         return self.torch.scale(objective)
 
     def unscale(self, optimizers: list[torch.optim.Optimizer]) -> None:
@@ -401,7 +401,7 @@ class Scaler:
                 self.torch.unscale_(optimizer)
 
     def update(self) -> bool:
-        """Adapt the scale after a step. Returns whether it fell, so the overflow may not recur."""
+        """Adapt the scale after a step. Returns whether the scale fell, so that the overflow may not recur."""
         if not self.torch.is_enabled():
             return False
         before = self.scale_now
@@ -409,11 +409,11 @@ class Scaler:
         return self.scale_now < before and before > LEAST_SCALE
 
     def state(self) -> JsonObject:
-        """As JSON; empty when disabled."""
+        """The scaler as JSON; empty when disabled."""
         return self.torch.state_dict()
 
     def load_state(self, state: JsonObject) -> None:
-        """Load a `state()`; ignores one of another precision."""
+        """Load a `state()`; ignored unless both that run and this one use fp16."""
         if state and self.torch.is_enabled():
             self.torch.load_state_dict(state)
 
@@ -452,7 +452,7 @@ class Averages:
         _copy(self.parameters, self.values)
 
     def restore(self, values: dict[str, Tensor], updates: int) -> None:
-        """Continue from saved averages. Raises ValueError if names differ from those of the trained weights."""
+        """Continue from saved averages. Raises ValueError if their names differ from those of the trained weights."""
         if values.keys() != self.values.keys():
             name = sorted(values.keys() ^ self.values.keys())[0]
             raise ValueError(f"the saved averages and the trained weights differ in {name!r}")

@@ -1,4 +1,4 @@
-"""What a memory stores in a key-value cache: the states and means for choosing chapters, and the projected bank.
+"""What a memory stores in a key-value cache: the states and means used to choose chapters, and the projected bank.
 
 For each reading layer: the normed states of the source spans, and the mean that a row's current unit used for its
 choice. A new mean is computed when a unit begins, and after a row is rewound. Running sums would be smaller, but the
@@ -26,7 +26,7 @@ class MemoryCache:
         self.states = {layer: torch.zeros(rows, 0, shape.width, dtype=dtype, device=device) for layer in layers}
         self.chose = {layer: torch.zeros(rows, shape.width, dtype=dtype, device=device) for layer in layers}
         self.unit_of = [-1] * rows  # the unit that the mean in `chose` belongs to
-        self.question_lengths = [0] * rows  # positions of the block before the answer, for routing by prompt
+        self.question_lengths = [0] * rows  # length of the block before the answer, for routing by prompt
         self.banks: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values of the bank, by layer
 
     def reserve(self, more: int) -> None:
@@ -76,7 +76,7 @@ def state(cache: KVCache, layer: int, row: int, begin: int, end: int) -> Tensor:
 
 
 def question_length(cache: KVCache, row: int) -> int:
-    """Positions of the block before the row's answer."""
+    """The number of positions in the block before the row's answer."""
     prompt = cache.prompt_of[row]
     if prompt is None or cache.prompts is None:
         return memory_cache(cache).question_lengths[row]

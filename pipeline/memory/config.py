@@ -1,6 +1,7 @@
-"""The configuration of a memory: its bank, how texts choose from it, and which layers read it. Only values and checks.
+"""The configuration of a memory: its bank, how texts choose from it, and which layers read it. Values and checks only.
 
-In: the `memory` block of a model file or of stage_memory, or a model directory's `memory.json`. Out: `MemoryConfig`.
+Input: the `memory` block of a model file or of stage_memory, or a model directory's `memory.json`. Output:
+`MemoryConfig`.
 """
 
 import re
@@ -9,22 +10,22 @@ from dataclasses import asdict, dataclass, fields
 from pipeline.run.errors import ModelError
 from pipeline.run.types import JsonObject
 
-STORAGES = ("full", "factorised", "reduced")
+STORAGES = ("full", "factorized", "reduced")
 ROUTINGS = ("chunk", "prompt", "token", "sequence")
 PLACEMENT = re.compile(r"(first|last|every)_(\d+)")
 MODEL_TYPE = "stagecoach_memory"  # in config.json
 LEAK = (
-    "routing: sequence chooses chapters from all positions of a text, so a causal loss would see the future; "
-    "use chunk, prompt or token, or set allow_leak to compare with results of that kind"
+    "routing: `sequence` chooses chapters from all positions of a text, so a causal loss would see the future; "
+    "use `chunk`, `prompt` or `token`, or set `allow_leak` to compare with other results that leak"
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryConfig:
-    """Shape of a `Memory`. Raises ValueError for inconsistent values."""
+    """The configuration of a `Memory`. Raises ValueError for inconsistent values."""
 
     rows: int
-    """Rows of the bank, N, in chapters of equal length, shared ones first."""
+    """Rows of the bank, N, in chapters of equal length, shared chapters first."""
     chapters: int
     """Number of routed chapters, C."""
     top_k: int
@@ -32,36 +33,36 @@ class MemoryConfig:
     shared: int = 0
     """Additional chapters read by every unit."""
     storage: str = "full"
-    """full: rows of the model's width; factorised: a product of two matrices; reduced: narrow rows."""
+    """full: rows of the model's width; factorized: a product of two matrices; reduced: narrow rows."""
     bank_rank: int | None = None
-    """Width of a row with factorised or reduced storage."""
+    """Width of a row with factorized or reduced storage."""
     bank_std: float = 0.02
     """Standard deviation of fresh rows; if small, attention starts out uniform and separates the rows slowly."""
     qk_norm: bool = False
     """Normalize queries and keys, so that rows are distinguishable from the first step."""
     gated: bool = False
-    """Gate the read by silu(W_g norm(x)): Memory+ (Berges et al. 2024, arXiv:2412.09764, 3)."""
+    """Gate the read by silu(W_g norm(x)): Memory+ (Berges et al. 2024, arXiv:2412.09764, section 3)."""
     rank: int | None = None
     """Rank of the four projections in a reading layer; None: full matrices."""
     layers: str | tuple[int, ...] = "last_2"
-    """Layers that read: all, none, first_3, last_2, every_4, or a list from 0."""
+    """Layers that read: all, none, first_3, last_2, every_4, or a list of layers, counted from 0."""
     share: str = "all"
-    """Which layers share a bank: all, each (its own), or every_2 (each two consecutive ones)."""
+    """Which layers share a bank: all, each (no sharing), or every_2 (every two consecutive layers)."""
     routing: str = "chunk"
-    """What chooses the chapters: chunk (the previous one), prompt (the block before an answer), token or sequence."""
+    """What chooses the chapters: chunk (the previous chunk), prompt (the block before an answer), token or sequence."""
     window: int = 64
-    """Tokens of a chunk."""
+    """Tokens in a chunk."""
     centered: bool = False
-    """Route by a unit's mean minus the mean over all units, scaled to unit RMS. Requires a trained base."""
+    """Route by a unit's mean minus the mean over all units, scaled to an RMS of 1. Requires a trained base."""
     allow_leak: bool = False
-    """Allow routing: sequence with a causal loss, which then depends on the future."""
+    """Allow `routing: sequence` with a causal loss, which then depends on the future."""
 
     def __post_init__(self) -> None:
         for name in ("rows", "chapters", "top_k", "window"):
             if getattr(self, name) < 1:
                 raise ValueError(f"memory.{name}: expected at least 1, got {getattr(self, name)}")
         if not self.bank_std > 0:
-            raise ValueError(f"memory.bank_std: expected above 0, got {self.bank_std}")
+            raise ValueError(f"memory.bank_std: expected more than 0, got {self.bank_std}")
         if self.shared < 0:
             raise ValueError(f"memory.shared: expected at least 0, got {self.shared}")
         if self.rows % (self.shared + self.chapters):
@@ -83,8 +84,8 @@ class MemoryConfig:
                 raise ValueError(f"memory.{name}: expected one of {', '.join(options)}, got {getattr(self, name)!r}")
         if (self.bank_rank is None) != (self.storage == "full") or (self.bank_rank or 1) < 1:
             raise ValueError(
-                f"memory.bank_rank: expected a number only with factorised or reduced storage, got {self.bank_rank}"
-                f" with {self.storage}"
+                "memory.bank_rank: required with factorized or reduced storage, not allowed with full storage, got"
+                f" {self.bank_rank} with {self.storage}"
             )
         if self.rank is not None and self.rank < 1:
             raise ValueError(f"memory.rank: expected at least 1, got {self.rank}")
@@ -135,12 +136,12 @@ class MemoryConfig:
         return [number // layers_per_bank for number in range(num_reading)]
 
     def to_json(self) -> JsonObject:
-        """The shape as memory.json stores it."""
+        """The configuration as memory.json stores it."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, values: JsonObject) -> "MemoryConfig":
-        """The shape stored in memory.json. Raises ModelError."""
+        """The configuration stored in memory.json. Raises ModelError."""
         names = {field.name for field in fields(cls)}
         if unknown := sorted(set(values) - names):
             raise ModelError(f"memory: {unknown[0]} is unknown; expected some of {', '.join(sorted(names))}")
@@ -162,7 +163,7 @@ class ModelKeys:
 
 @dataclass(frozen=True, kw_only=True)
 class RouterWeights:
-    """Weights of the router's losses relative to the loss of the text. Raises ValueError below 0."""
+    """Weights of the router's losses relative to the text's loss. Raises ValueError for a negative weight."""
 
     load_balance: float = 0.01
     """Weight of the loss that balances the use of a memory's chapters."""

@@ -4,14 +4,14 @@
 
     x <- x + down(silu(gate(norm(x))) * up(norm(x)))        down is zero at the start
 
-Like a memory's read, it follows whole layers of a frozen model and starts as the base; it does no routing.
+Like a memory's read, it comes after complete layers of a frozen model and initially changes nothing; it has no router.
 
 **Files**:
 
     config.json             model_type stagecoach_memory, so that no causal engine runs only the base
     model.safetensors       the base, under Hugging Face's names
     memory.safetensors      banks and readers; an int8 or int4 bank as integers and one scale per row
-    memory.json             its shape, and the digest of the base it was trained on
+    memory.json             the configuration, and the digest of the base that the memory was trained on
 
 On a different base, a memory would get states it has never seen, so `load` compares digests.
 
@@ -19,7 +19,7 @@ A bank is quantized after training, with one scale per row:
 
     s = max |row| / 127 (int4: / 7)      q = round(row / s), within +-127 (+-7; two to a byte)      |row - s q| <= s / 2
 
-Rows are gathered first, then dequantized. In a factorised bank, only the rows' factor is quantized.
+Rows are gathered first, then dequantized. In a factorized bank, only the rows' factor is quantized.
 """
 
 import json
@@ -43,7 +43,7 @@ from pipeline.run.types import JsonObject
 
 @dataclass(frozen=True, kw_only=True)
 class WiderConfig:
-    """Width of the SwiGLU, and the layers that have one, from 0. Raises ValueError."""
+    """The width of the SwiGLU, and the layers that have one, counted from 0. Raises ValueError."""
 
     width: int
     layers: tuple[int, ...]
@@ -54,9 +54,9 @@ class WiderConfig:
 
     @classmethod
     def like(cls, memory: MemoryConfig, parameters: int, shape: ModelConfig) -> "WiderConfig":
-        """At the memory's layers, with about `parameters` weights in total."""
+        """A configuration for the same layers as `memory`, with about `parameters` weights in total."""
         layers = tuple(memory.placed(shape.layers))
-        per_layer = parameters / max(1, len(layers)) - shape.width  # minus the norm's
+        per_layer = parameters / max(1, len(layers)) - shape.width  # without the norm's weights
         return cls(width=max(1, round(per_layer / (3 * shape.width))), layers=layers)
 
     def to_json(self) -> JsonObject:
@@ -78,22 +78,22 @@ class Wider(LayerHook):
         self.added = True
         self.readers = nn.ModuleDict({str(layer): WiderLayer(config.width, shape) for layer in config.layers})
         if generator is not None:
-            self.initialise(generator)
+            self.initialize(generator)
 
     def reads(self, positions: Tensor, padding: Tensor | None, computed: Tensor | None, reading: object) -> Reads:
-        """For a line of tokens, independently for each token."""
+        """The reads for a line of tokens, independent for each token."""
         return (lambda layer, x: x) if isinstance(reading, Reading) and reading.off else self._add
 
     def going_on(self, layout: Layout) -> Reads:
-        """For new tokens of a cache's rows, independently for each token."""
+        """The reads for new tokens of a cache's rows, independent for each token."""
         return self._add
 
     def _add(self, layer: int, x: Tensor) -> Tensor:
         return x + self.readers[str(layer)](x) if str(layer) in self.readers else x
 
     @torch.no_grad()
-    def initialise(self, generator: torch.Generator) -> None:
-        """Like the model's own SwiGLU, except for the down projection, which is zero."""
+    def initialize(self, generator: torch.Generator) -> None:
+        """Initialize like the model's own SwiGLU, except for the down projection, which is zero."""
         for name, parameter in self.named_parameters():
             if parameter.ndim < 2:
                 parameter.fill_(1.0)
@@ -134,14 +134,14 @@ class QuantisedBank(nn.Module):
         """Raises ValueError unless `bits` is 8 or 4 and rows fill whole bytes."""
         super().__init__()
         if bits not in LEVELS:
-            raise ValueError(f"quantise: expected 8 or 4 bits, got {bits}")
+            raise ValueError(f"quantize: expected 8 or 4 bits, got {bits}")
         rows = bank.rows.detach()
         if bits == 4 and rows.shape[1] % 2:
             raise ValueError(
-                f"quantise: two 4-bit numbers share a byte; expected rows of even length, got {rows.shape[1]}"
+                f"quantize: two 4-bit numbers share a byte; expected rows of even length, got {rows.shape[1]}"
             )
         self.bits = bits
-        numbers, scales = quantise(rows, bits)
+        numbers, scales = quantize(rows, bits)
         self.register_buffer("numbers", numbers)
         self.register_buffer("scales", scales)
         self.factor = bank.factor
@@ -149,12 +149,12 @@ class QuantisedBank(nn.Module):
     def forward(self, which: Tensor | None = None) -> Tensor:
         """See `Bank.forward`."""
         numbers, scales = (self.numbers, self.scales) if which is None else (self.numbers[which], self.scales[which])
-        rows = dequantise(numbers, scales, self.bits)
+        rows = dequantize(numbers, scales, self.bits)
         return rows if self.factor is None else functional.linear(rows, self.factor)
 
 
-def quantise(rows: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Integers (N, M) int8, or (N, M / 2) uint8 with two in each, the even index in the low bits; and scales (N, 1)."""
+def quantize(rows: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Integers (N, M) int8, or (N, M / 2) uint8 with two per byte, the even index in the low bits; scales (N, 1)."""
     level = LEVELS[bits]
     scales = rows.abs().amax(1, keepdim=True) / level
     numbers = (rows / scales.clamp_min(torch.finfo(rows.dtype).tiny)).round().clamp(-level, level).to(torch.int8)
@@ -164,18 +164,18 @@ def quantise(rows: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     return unsigned[:, 0::2] | (unsigned[:, 1::2] << 4), scales
 
 
-def dequantise(numbers: Tensor, scales: Tensor, bits: int) -> Tensor:
-    """The rows (..., M) from the integers and scales of `quantise`."""
+def dequantize(numbers: Tensor, scales: Tensor, bits: int) -> Tensor:
+    """The rows (..., M) from the integers and scales of `quantize`."""
     if bits == 4:
         low, high = numbers & 15, numbers >> 4
         numbers = torch.stack([low, high], -1).flatten(-2).to(torch.int8) - 8
     return numbers.to(scales.dtype) * scales
 
 
-def quantised(memory: Memory, bits: int) -> None:
+def quantized(memory: Memory, bits: int) -> None:
     """Quantize all banks of a memory in place. Raises ValueError."""
     for number, bank in enumerate(memory.bank):
-        assert isinstance(bank, Bank), "quantised already"
+        assert isinstance(bank, Bank), "quantized already"
         memory.bank[number] = QuantisedBank(bank, bits)
 
 
@@ -191,10 +191,10 @@ def attach(
 ) -> Memory | Wider:
     """Add a memory, or its baseline, to a model with loaded weights, and freeze those weights.
 
-    Raises ValueError if it does not fit the model, or the model already has one.
+    Raises ValueError if the memory does not fit the model, or if the model already has one.
     """
     if model.hook is not None:
-        raise ValueError("the model already has a memory; expected one without, such as model: nano")
+        raise ValueError("the model already has a memory; use a model without one, such as model: nano")
     model.requires_grad_(False)
     where = model.model.embed_tokens.weight.device
     if isinstance(config, MemoryConfig):
@@ -223,15 +223,15 @@ def save(folder: Path, memory: Memory | Wider, weights: dict[str, Tensor], base:
 
 
 def load(model: Transformer, folder: Path, base: str) -> None:
-    """Attach the memory of a directory to its loaded base, with digest `base`. Raises ModelError naming the file and
-    reason.
+    """Attach the memory of a directory to its loaded base, whose digest is `base`. Raises ModelError naming the file
+    and the reason.
     """
     description = _read_description(folder)
     if description["base"] != base:
         raise ModelError(
             f"{folder / SHAPE}: this memory was trained on another base (digest {description['base'][:12]}, found"
-            f" {base[:12]}); put it next to its original model.safetensors, or retrain it: dvc repro"
-            " stage_memory"
+            f" {base[:12]}); put it next to its original model.safetensors, or run dvc repro stage_memory"
+            " to retrain it"
         )
     try:
         config = (
@@ -248,7 +248,7 @@ def load(model: Transformer, folder: Path, base: str) -> None:
     model.requires_grad_(True)
     memory.added = False
     if description["bits"] and isinstance(memory, Memory):
-        quantised(memory, description["bits"])
+        quantized(memory, description["bits"])
     memory.load_state_dict(load_file(folder / WEIGHTS))
 
 
@@ -259,13 +259,13 @@ def _check_shapes(config: MemoryConfig | WiderConfig, shape: ModelConfig, bits: 
             found = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118 (not a dict)
     except (OSError, SafetensorError) as error:
         raise ModelError(
-            f"{folder / WEIGHTS}: missing or damaged ({error}); rebuild it: dvc repro stage_memory"
+            f"{folder / WEIGHTS}: missing or damaged ({error}); run dvc repro stage_memory to rebuild it"
         ) from error
     try:
         with torch.device("meta"):
             memory = Memory(config, shape) if isinstance(config, MemoryConfig) else Wider(config, shape)
             if bits and isinstance(memory, Memory):
-                quantised(memory, bits)
+                quantized(memory, bits)
         expected = {name: tuple(tensor.shape) for name, tensor in memory.state_dict().items()}
     except (RuntimeError, TypeError) as error:  # a size beyond 64 bits
         raise ModelError(f"{folder / SHAPE}: invalid sizes ({str(error).splitlines()[0]})") from error
@@ -273,8 +273,8 @@ def _check_shapes(config: MemoryConfig | WiderConfig, shape: ModelConfig, bits: 
         name = min(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
         raise ModelError(
             f"{folder / WEIGHTS}: its tensors do not match {SHAPE} ({name}: expected"
-            f" {list(expected.get(name, ())) or 'nothing'}, found {list(found.get(name, ())) or 'nothing'}); rebuild"
-            " it: dvc repro stage_memory"
+            f" {list(expected.get(name, ())) or 'nothing'}, found {list(found.get(name, ())) or 'nothing'}); run dvc"
+            " repro stage_memory to rebuild it"
         )
 
 
@@ -285,7 +285,7 @@ def _read_description(folder: Path) -> JsonObject:
         description = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ModelError(
-            f"{path} is missing, but config.json describes a memory; rebuild it: dvc repro stage_memory"
+            f"{path} is missing, but config.json describes a memory; run dvc repro stage_memory to rebuild it"
         ) from error
     except ValueError as error:
         raise ModelError(f"{path}: not JSON ({error})") from error

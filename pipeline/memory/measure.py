@@ -4,15 +4,15 @@
 
     chapters, top_k
     use      per layer and source: the share of choices that went to each chapter
-    maps     per source, for the last reading layer: the text in pieces, one per unit, with its chapters and
-             their weights
+    maps     per source, for the last reading layer: a text in pieces, one per unit, each with the chapters that
+             it chose and their weights
 
 If all sources use the chapters in the same way, the chapters are not specialized by source.
 
 **Recall** (`known`): exact match of greedy answers to questions about invented facts.
 
-    test     trained facts, asked in an unseen wording
-    control  untrained facts of the same kind: the chance level
+    test     questions about trained facts, in an unseen wording
+    control  questions about untrained facts of the same kind: the chance level
 
 Intervals are Wilson's, 95%; two models are compared on the same questions by a paired bootstrap.
 """
@@ -70,7 +70,7 @@ def routing(model: Transformer, tokenizer: Tokenizer, sources: Mapping[str, Sequ
 
 
 def _read(model: Transformer, batch: TokenBatch) -> Reading:
-    """The choices of a batch."""
+    """The reading of a batch, with the chapters that its units chose."""
     moved = batch.to(model.model.embed_tokens.weight.device)
     reading = Reading(trained=moved.targets >= 0)
     losses.read_out(model, moved, losses.next_token, reading)
@@ -78,7 +78,7 @@ def _read(model: Transformer, batch: TokenBatch) -> Reading:
 
 
 def _map_text(memory: Memory, tokenizer: Tokenizer, source: str, batch: TokenBatch, reading: Reading) -> JsonObject:
-    """The first tokens of a batch, by unit."""
+    """The first tokens of a batch by unit, with the chapters that each unit chose."""
     config, layer = memory.config, max(reading.routed)
     units = cut(
         batch.positions.flatten(),
@@ -128,14 +128,14 @@ class Recall:
 
 
 def questions(path: Path, tokenizer: Tokenizer, most: int) -> list[FactQuestion]:
-    """The first `most` facts of a split. Raises DataError."""
+    """Questions about the first `most` facts of a split. Raises DataError if the file is missing."""
     if not path.is_file():
         raise DataError(f"{path}: expected facts here, found none; run dvc repro stage_tasks")
     return [encoded(fact, tokenizer) for fact in records.read(path, Fact)][:most]
 
 
 def known(subject: Subject, folder: Path) -> SuiteResult:
-    """The suite: facts trained in other wordings, and untrained facts as `control`."""
+    """The suite: questions about facts trained in other wordings and, as `control`, about untrained facts."""
     result = SuiteResult()
     for split in ("test", "control"):
         asked = questions(folder / f"{split}.jsonl", subject.tokenizer, subject.settings.problems)
@@ -157,7 +157,7 @@ def known(subject: Subject, folder: Path) -> SuiteResult:
 
 
 def recall(model: Transformer, tokenizer: Tokenizer, asked: Sequence[FactQuestion]) -> Recall:
-    """Ask each question. The model must be in evaluation mode."""
+    """The model's answers to the questions, compared with the facts. The model must be in evaluation mode."""
     longest = max((len(question.answer) for question in asked), default=1) + SPARE_TOKENS
     completions = generate(
         model,

@@ -7,27 +7,27 @@
     qk_norm: q and k divided by their root mean square      gated: W_o (read * silu(W_g norm(x)))
     centered: z = W norm(u - c) + b, with c the mean of u over training batches before the first step; b for u = 0
 
-One softmax runs over all rows of the chosen and the shared chapters, so with all chapters chosen and equal p this is
-attention over the whole bank. W_o starts at zero, so training starts from the base model. The idea comes from
+One softmax runs over all rows of the chosen and the shared chapters, so if all chapters are chosen with equal p, this
+is attention over the entire bank. W_o starts at zero, so training starts from the base model. The idea comes from
 Tasmay-Tibrewal/Memory; there, a text chooses based on all its positions, including later ones, so its gain over a
-causal model cannot be measured. Here a unit, tokens that choose together, chooses based on the tokens before it:
+causal model cannot be measured. Here, a unit (tokens that choose together) chooses based on the tokens before it:
 
-    routing   unit, and the source span whose mean chooses
-    chunk     W tokens of one document; the chunk before it, zeros for the first
-    prompt    an answer (positions with a loss) and the block before it; that block. Text without one is chunked
-    token     each token; itself
-    sequence  a whole document; all of it, so a position depends on later ones
+    routing   unit; the source span whose mean chooses
+    chunk     W tokens of one document; the chunk before it (zeros for the first chunk)
+    prompt    an answer (positions with a loss) and the block before it; that block. Text without answers is chunked
+    token     each token; the token itself
+    sequence  an entire document; the same document, so a position depends on later ones
 
-A unit never crosses document boundaries, and padding belongs to none. The losses that balance the choices are in
+A unit never crosses document boundaries, and padding belongs to no unit. The losses that balance the choices are in
 `memory/training.py`.
 
 **Decoding** needs more than keys and values (`memory/cache.py`). With routing by prompt, a row's first tokens are the
 block before the answer, except the last token, which already has a loss; they must be processed in a single pass.
 
-Not guaranteed: positions in the bank (no RoPE), or an order of its rows. `top_k` chapters per unit, never per head.
+Not supported: positions (RoPE) or an order of the rows in the bank. `top_k` chapters are chosen per unit, not per head.
 
-Shapes: N tokens, U units, L tokens of a unit, D width, M numbers of a bank's row, H query heads, K key heads, h head
-size, C routed and S shared chapters of T rows, k chosen.
+Shapes: N tokens, U units, L tokens in a unit, D width, M numbers in a row of the bank, H query heads, K key heads, h
+head size, C routed and S shared chapters of T rows, k chosen chapters.
 """
 
 import math
@@ -87,7 +87,7 @@ class Reading:
 
     trained: Tensor | None = None  # (B, T) bool, positions with a loss, for routing by prompt; None: all
     off: bool = False  # read nothing
-    choose: Callable[[int, Tensor], Tensor] | None = None  # (layer, logits (U, C)) -> other chapters (U, k)
+    choose: Callable[[int, Tensor], Tensor] | None = None  # (layer, logits (U, C)) -> chapters to read (U, k)
     watch: bool = False  # measure the reads
     routed: dict[int, Routed] = field(default_factory=dict)  # result
     measured: dict[int, dict[str, float]] = field(default_factory=dict)  # result, with `watch`
@@ -111,7 +111,7 @@ class Memory(LayerHook):
         self.bank = nn.ModuleList(Bank(config, shape.width) for _ in range(max(banks, default=-1) + 1))
         self.readers = nn.ModuleDict({str(layer): Reader(config, shape) for layer in layers})
         if generator is not None:
-            self.initialise(generator)
+            self.initialize(generator)
 
     def reads(self, positions: Tensor, padding: Tensor | None, computed: Tensor | None, reading: object) -> Reads:
         """Like `LayerHook.reads`, with a `Reading` or None."""
@@ -126,9 +126,9 @@ class Memory(LayerHook):
         return lambda layer, x: self.read(layer, x, units, reading)
 
     def going_on(self, layout: Layout) -> Reads:
-        """The reads of new tokens of a cache, already added to the lengths by its `layout`.
+        """The reads for a cache's new tokens, which `layout` has already added to the lengths.
 
-        Raises ValueError for routing by sequence, which would need the whole text in advance.
+        Raises ValueError for routing by sequence, which would need the entire text in advance.
         """
         assert isinstance(layout, CacheLayout), "expected a layout of rows of a cache"
         return _cached_reads(self, layout)
@@ -159,7 +159,7 @@ class Memory(LayerHook):
         return reader, bank
 
     def centers(self) -> list[Tensor]:
-        """c of each reading layer in order; none without `centered`."""
+        """c of each reading layer, in order; empty without `centered`."""
         readers = [reader for reader in self.readers.values() if isinstance(reader, Reader)]
         return [reader.center for reader in readers if self.config.centered]
 
@@ -176,11 +176,11 @@ class Memory(LayerHook):
         return total
 
     @torch.no_grad()
-    def initialise(self, generator: torch.Generator) -> None:
+    def initialize(self, generator: torch.Generator) -> None:
         """Fresh weights, drawn in the order of `state_dict()` on the generator's device.
 
         Rows are normal with standard deviation `bank_std`, routers with 0.02, a bank's second factor with 1/sqrt(r),
-        projections as in the model; W_o is zero (the second of two factors), norms one, biases zero.
+        projections as in the model; W_o (or the second of its two factors) and biases are zero, norms one.
         """
         for name, parameter in self.named_parameters():
             if parameter.ndim < 2 or name.endswith(("o_proj.weight", "o_proj.up.weight")):
@@ -205,7 +205,7 @@ class Bank(nn.Module):
         super().__init__()
         narrow = config.bank_rank or width
         self.rows = nn.Parameter(torch.zeros(config.rows, narrow))  # (N, M), or A of M = A B^T
-        self.factor = nn.Parameter(torch.zeros(width, narrow)) if config.storage == "factorised" else None  # B (D, r)
+        self.factor = nn.Parameter(torch.zeros(width, narrow)) if config.storage == "factorized" else None  # B (D, r)
 
     def forward(self, which: Tensor | None = None) -> Tensor:
         """The rows (..., M) with the indices `which` (...); None: all rows."""
@@ -252,7 +252,7 @@ class Reader(nn.Module):
         self.gate_proj = projection(shape.width, inner) if config.gated else None
 
     def route(self, u: Tensor, choose: Callable[[Tensor], Tensor] | None = None) -> Routed:
-        """The chapters chosen by units with means `u` (U, D); ties go to the lower number. In float32."""
+        """The chapters chosen by units with means `u` (U, D); ties go to the lower index. Uses float32."""
         with torch.autocast(u.device.type, enabled=False):
             wide = torch.promote_types(u.dtype, torch.float32)
             bias, u = self.router.bias, u.to(wide)
@@ -275,8 +275,8 @@ class Reader(nn.Module):
         bank: nn.Module,
         projected: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """Reads of the tokens (N, D), (N, H * h): zeros for padding. `projected`: keys and values of the whole bank
-        (rows, K, h).
+        """The reads (N, H * h) of tokens (N, D), zeros for padding. `projected`: keys and values (rows, K, h) of the
+        entire bank.
         """
         config = self.config
         num, each = len(units.places), config.chapter_rows
@@ -365,7 +365,7 @@ class Reader(nn.Module):
         return scaled_dot_product_attention(q, keys, values, scale=size**-0.5)[..., :size].transpose(1, 2)
 
     def _attend_masked(self, q: Tensor, routed: Routed, keys: Tensor, values: Tensor) -> Tensor:
-        """For units of one token: q (U, H, h) and the whole bank (rows, K, h), with a mask for the chosen chapters ->
+        """For units of one token: q (U, H, h) and the entire bank (rows, K, h), with a mask for the chosen chapters ->
         (U, H, h).
         """
         mask = self._row_log_weights(routed)
@@ -459,7 +459,7 @@ def _cut_by_prompt(begins: np.ndarray, trained: np.ndarray, window: int) -> tupl
         blocks = _split_at(changes, len(document))
         prompts = [number for number, block in enumerate(blocks) if not own[block[0]] and number + 1 < len(blocks)]
         first = int(blocks[prompts[0]][0] if prompts else len(document))
-        for begin in range(0, first, window):  # text before the first prompt, or the whole text
+        for begin in range(0, first, window):  # text before the first prompt, or the entire text
             readers.append(document[begin : min(begin + window, first)])
             sources.append(document[max(0, begin - window) : begin])
         for prompt, following in pairwise([*prompts, len(blocks)]):
@@ -490,7 +490,7 @@ class CachedUnit:
     """New tokens of a row that read the same chapters, and the source positions for their choice."""
 
     row: int
-    number: int  # of the unit in its row
+    number: int  # index of the unit in its row
     begin: int  # of the source positions
     end: int
     places: np.ndarray  # indices of the new tokens in the line
@@ -502,7 +502,7 @@ def _cached_reads(memory: Memory, layout: CacheLayout) -> Reads:
     cache, own_cache = layout.cache, memory_cache(layout.cache)
     if memory.config.leaky:
         raise ValueError(
-            "memory: routing by sequence reads the whole text, so it cannot be decoded; train one with chunk routing"
+            "memory: routing by sequence needs the entire text, so text cannot be decoded; train with chunk routing"
         )
     where = cache.keys[0].device
     own = [
@@ -546,7 +546,7 @@ def _cached_reads(memory: Memory, layout: CacheLayout) -> Reads:
 
 
 def _cached_means(cache: KVCache, layer: int, units: list[CachedUnit], rows: Tensor, new: list[int]) -> Tensor:
-    """u (U, D) of units: cached from the previous step, except for the `new` ones. A row caches its last unit's."""
+    """u (U, D) of units: cached from the previous step, except for the `new` ones. A row caches its last unit's u."""
     chose = memory_cache(cache).chose[layer]
     u = chose[rows]
     for number in new:

@@ -1,6 +1,6 @@
-"""The memory section of the report: chapter usage, also by source, and what reading the chapters is worth.
+"""The memory section of the report: chapter usage, overall and by source, and how much reading the chapters helps.
 
-metrics/memory.csv             -> evenness of usage and the memory's worth, at each evaluation
+metrics/memory.csv             -> evenness of usage and the memory's benefit, at each evaluation
 metrics/routing/memory.json    -> chapters by source, and a text from each source with the chapters its parts chose
                                (memory/measure.py)
 """
@@ -29,21 +29,21 @@ BETTER: tuple[tuple[str, str, str, str], ...] = (
 ABOVE: tuple[tuple[str, str, tuple[str, ...], float], ...] = ()
 FOLDER: str = "routing"
 TEMPLATE: str = (
-    '{% if memories %}<h2 id="memory">What chooses what from the memory</h2>\n'
+    '{% if memories %}<h2 id="memory">Which texts choose which chapters of the memory</h2>\n'
     "{% for memory in memories %}<h3>{{ memory.model }}</h3>\n"
     "<p>Each text chooses {{ memory.top_k }} of {{ memory.chapters | length }} chapters, by {{ "
-    "memory.routing }}. In per cent of a source's choices; an even use is {{ memory.even }}. The darker, "
-    "the more.</p>\n"
-    '{% for table in memory.tables %}<div class="scroll"><table class="heat"><caption>Chapters against '
-    "sources, layer {{ table.layer }}</caption>\n"
+    "memory.routing }}. The numbers are percentages of a source's choices; even use would be {{ memory.even }}%. "
+    "Darker cells mean more choices.</p>\n"
+    '{% for table in memory.tables %}<div class="scroll"><table class="heat"><caption>Chapters by '
+    "source, layer {{ table.layer }}</caption>\n"
     "<thead><tr><th>source</th>{% for chapter in memory.chapters %}<th>{{ chapter }}</th>{% endfor %}"
     "</tr></thead>\n"
     "<tbody>{% for row in table.rows %}<tr><td>{{ row.source }}</td>{% for cell in row.cells %}<td "
     'class="h{{ cell.strength }}">{{ cell.text }}</td>{% endfor %}</tr>\n'
     "{% endfor %}</tbody></table></div>\n"
     "{% endfor %}\n"
-    '{% for map in memory.maps %}<div class="answers"><p>What a text of <b>{{ map.source }}</b> chose in '
-    "layer {{ map.layer }}: a colour and a number for the heaviest chapter of each part</p>\n"
+    '{% for map in memory.maps %}<div class="answers"><p>What a text from <b>{{ map.source }}</b> chose in '
+    "layer {{ map.layer }}: color and number show the chapter with the largest weight in each part</p>\n"
     '<pre class="routes">{% for piece in map.pieces %}<span style="background: hsl({{ piece.hue }} 70% '
     '50% / .3)" title="{{ piece.title }}">{{ piece.text }}<sub>{{ piece.chapter }}</sub></span>{% endfor '
     "%}</pre></div>\n"
@@ -71,7 +71,7 @@ def figures(run: MetricsRun) -> list[JsonObject]:
 
 
 def points(rows: list[dict[str, str]], column: str, name: str) -> card.Series:
-    """A column of a curve."""
+    """One column of a curve, as a series of points."""
     values = [(float(r["step"]), float(r[column])) for r in rows if r.get(column) not in (None, "", "not finite")]
     return card.Series(name, values)
 
@@ -88,12 +88,12 @@ def claims(run: MetricsRun) -> Iterator[Claim]:
 
 
 def values(files: dict[str, JsonObject]) -> JsonObject:
-    """The choices of each model for the page."""
+    """Each model's choices, for the page."""
     return {"memories": [{"model": model} | shown(routing) for model, routing in files.items() if routing]}
 
 
 def shown(routing: JsonObject) -> JsonObject:
-    """The tables and maps for the page. Each piece of a text has the number and color of its heaviest chapter."""
+    """The tables and maps for the page. Each piece of a text has the number and color of its top-weighted chapter."""
     num = routing["chapters"]
     even = 1 / num
     tables = []

@@ -1,28 +1,28 @@
-"""Next-token training of a model with a memory: the stream, the loss including the router's, and diagnostics.
+"""Next-token training of a model with a memory: the stream, the loss with the router's losses, and diagnostics.
 
     next_tokens(model, stream, weights, job) -> the stream, the loss and the watchers for `fit`
 
-A model without a memory rejects nonzero router weights, which would have no effect. `UnitStream` counts the units of
-each batch before the forward pass, so that the loop can divide the router's losses by the units of the whole step.
+Router weights other than the defaults are rejected for a model without a memory, because they would have no effect.
+`UnitStream` counts the units of each batch before the forward pass, so that the loop can divide the router's losses by
+the units of the entire step.
 
 Diagnostics run on the validation slice at each evaluation. Per layer: the share of each chapter, `chapter_entropy` (of
 the mean share, 1 is even), `chapter_cv` (standard deviation over mean of the shares), `chapters_unused`,
-`largest_share`, `logit_rms`, `read_share` (norm of the read over the stream's), `row_entropy` (of attention over the
-chosen rows, 1 is even). Ablations, in bits per byte: `gain_bpb` of the memory over no memory, and the loss with random
-chapters or always the most used ones. A router no better than chance is reported as useless.
+`largest_share`, `logit_rms`, `read_share` (norm of the read over norm of the stream), `row_entropy` (of attention over
+the chosen rows, 1 is even). Ablations, in bits per byte: `gain_bpb` of the memory over no memory, and the cost of
+reading random chapters or always the most used ones. A router no better than chance is reported as useless.
 
 **Losses of the router** balance the use of its chapters, and keep its logits small.
 
-
     f_i = share of choices that went to chapter i (sums to 1, no gradient)      P_i = mean over units of p_i
     load_balance  C sum_i f_i P_i                1 if either is uniform (Switch: Fedus et al. 2021, eq. 4, for top-k)
-    auxiliary     sum_i (f_i - 1/C)^2            its gradient, through P, is 2/C times load balance's
+    auxiliary     sum_i (f_i - 1/C)^2            its gradient, through P, is 2/C times load_balance's
     z             mean of (ln sum_j e^z_j)^2     ST-MoE (Zoph et al. 2022, arXiv:2202.08906, eq. 5)
 
 f is counted over all ranks and the micro-batches of a step so far (`Choices`); P stays local, because the loop divides
-each term by the units of the whole step. Shared chapters are not counted: there is no choice to balance.
+each term by the units of the entire step. Shared chapters are not counted: there is no choice to balance.
 
-Shapes: U units, C routed chapters, k chosen.
+Shapes: U units, C routed chapters, k chosen chapters.
 """
 
 import math
@@ -60,13 +60,13 @@ class Choices:
         self.mine = True
 
     def begin(self, micro: int, mine: bool) -> None:
-        """Call before each micro-batch; the first of a step resets the counts. Only those with `mine` are counted."""
+        """Call before each micro-batch; the first in a step resets the counts. If not `mine`, it is not counted."""
         self.mine = mine
         if micro == 0:
             self.counts = {}
 
     def add(self, routed: Mapping[int, Routed]) -> dict[int, Tensor]:
-        """f (C,) of each layer with these choices included. All ranks must call it together."""
+        """f (C,) of each layer with these choices included. All ranks must call this together."""
         if not routed:
             return {}
         new_counts = torch.stack([chosen_counts(choices) for choices in routed.values()])  # (layers, C)
@@ -102,7 +102,7 @@ def z_loss(routed: Routed) -> Tensor:
 
 
 def router_terms(routed: Mapping[int, Routed], shares: Mapping[int, Tensor], weights: RouterWeights) -> list[Term]:
-    """Each loss with a weight above 0, averaged over layers; none without layers. `shares` maps layers to f."""
+    """Each loss with a weight above 0, averaged over layers; empty without layers. `shares` maps layers to f."""
     losses: tuple[tuple[str, float, Callable[[int], Tensor]], ...] = (
         ("load_balance", weights.load_balance, lambda layer: load_balance(routed[layer], shares[layer])),
         ("auxiliary", weights.auxiliary, lambda layer: auxiliary(routed[layer], shares[layer])),
@@ -123,7 +123,7 @@ class UnitBatch(TokenBatch):
 
     @property
     def counts(self) -> dict[str, int]:
-        """The divisors for sums."""
+        """The counts by which sums are divided."""
         return super().counts | {"units": self.num_units}
 
 
@@ -171,13 +171,13 @@ def next_tokens(
     if isinstance(memory, Memory) and memory.config.centered and not all(c.any() for c in memory.centers()):
         raise ConfigError(
             "memory.centered: expected a memory from stage_memory, which measures the center on a trained base; a model"
-            " trained from scratch has none: remove the key from its file in conf/model/"
+            " trained from scratch has no center; remove the key from the model's file in conf/model/"
         )
     if not isinstance(memory, Memory):
         if weights != type(weights)():
             raise ConfigError(
-                "load_balance, auxiliary, z: expected their defaults, since the model has no memory; add a memory key"
-                " to its file in conf/model/"
+                "load_balance, auxiliary, z: expected the defaults, since the model has no memory; add a `memory` key"
+                " to the model's file in conf/model/"
             )
         return None
     units = UnitStream(stream, memory.config)
@@ -264,7 +264,7 @@ class Use:
 def diagnostics(
     model: Transformer, batches: Sequence[TokenBatch], hardware: device.Hardware, *, seed: int
 ) -> dict[str, float]:
-    """All metrics by name: `memory/4/chapter_entropy`, `memory/gain_bpb`."""
+    """All metrics by name, such as `memory/4/chapter_entropy` and `memory/gain_bpb`."""
     memory = model.hook
     assert isinstance(memory, Memory)
     uses: dict[int, Use] = {}

@@ -67,10 +67,10 @@ def hook_cache(config: "ModelConfig", rows: int, dtype: "torch.dtype", device: "
 
 
 def hook_bytes(config: "ModelConfig", kind: str, precision: str, tokens: int) -> float:
-    """Bytes for reading in a pass of `tokens`: those of each reading layer plus one more, the one being computed.
+    """Bytes for reading in a pass over `tokens`: those of each reading layer, plus those of one layer in progress.
 
     Per token: norm, queries, result; on a CPU, the weights of all rows; keys and values of a unit's chapters. Also the
-    keys and values of the whole bank, if the units together read all of it.
+    keys and values of the entire bank, if the units together read all of it.
     """
     memory = _memory_config(config)
     if memory is None:
@@ -136,7 +136,7 @@ def causal_suites(subject: "Subject", *, facts: Path) -> "Plan":
 
 
 def models() -> "dict[str, WingModel]":
-    """The memory is compared with a wider model."""
+    """The models in the report; the memory is compared with a wider model."""
     from pipeline.report.metrics import WingModel
 
     return {
@@ -146,7 +146,7 @@ def models() -> "dict[str, WingModel]":
 
 
 def report() -> "Section":
-    """The section of the report."""
+    """The report section on the memory."""
     from pipeline.memory import report as memory_report
 
     return memory_report

@@ -1,15 +1,15 @@
 """The key-value cache for decoding, and the attention of new tokens to it.
 
-Rows with the same prompt share it: a cache has a second cache, `prompts`, and each row points to one of its rows. A
-decoding step then reads each prompt's keys once for all its rows, and a row with a long prompt does not make other rows
-longer (Hydragen, Juravsky et al. 2024, arXiv:2402.05099). The two parts of the attention are merged with their
-log-sum-exps:
+Rows with the same prompt share it: a cache has a second cache, `prompts`, and each row points to a row of `prompts`. A
+decoding step then reads a prompt's keys once for all rows that share it, and a row with a long prompt does not make
+other rows longer (Hydragen, Juravsky et al. 2024, arXiv:2402.05099). The two parts of the attention are merged using
+their log-sum-exps:
 
     out = w out_prompt + (1 - w) out_own,    w = sigmoid(lse_prompt - lse_own)
 
-Shapes: N tokens of the line, R rows, H query heads, K key heads, G = H/K, h head size, S cached positions, P prompts, M
-rows of one prompt. Keys are stored as (R, K, h, S): decoding is bound by reading them, and reading along S is twice as
-fast (docs/LOG.md).
+Shapes: N tokens in the line, R rows, H query heads, K key heads, G = H/K, h head size, S cached positions, P prompts, M
+rows per prompt. Keys are stored as (R, K, h, S): reading them limits the speed of decoding, and reading along S is
+twice as fast (docs/LOG.md).
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from pipeline import wings
 from pipeline.model.config import ModelConfig
 
 CACHE_BLOCK = 256  # the cache grows in blocks of this many positions
-PROMPT_BLOCK = 64  # the same for the cache of prompts, which is filled once; row capacity is a multiple of it
+PROMPT_BLOCK = 64  # the same for the prompt cache, which is filled once; the maximum capacity is a multiple of it
 
 
 class KVCache:
@@ -36,7 +36,7 @@ class KVCache:
         self, config: ModelConfig, rows: int, *, dtype: torch.dtype, device: torch.device, block: int = CACHE_BLOCK
     ) -> None:
         self.config, self.block = config, block
-        self.own = [0] * rows  # positions of each row, without its prompt
+        self.own = [0] * rows  # number of positions in each row, without its prompt
         self.prompt_of: list[int | None] = [None] * rows  # the row of `prompts` that each row continues
         self.prompts: KVCache | None = None
         shape = (rows, config.kv_heads, config.head_dim, 0)
@@ -54,21 +54,21 @@ class KVCache:
 
     @property
     def capacity(self) -> int:
-        """Positions allocated for each row."""
+        """Number of positions allocated for each row."""
         return self.keys[0].shape[3]
 
     @property
     def lengths(self) -> list[int]:
-        """Positions of each row, its prompt included."""
+        """Number of positions in each row, including its prompt."""
         return [own + self.before(row) for row, own in enumerate(self.own)]
 
     def before(self, row: int) -> int:
-        """Positions of the row's prompt."""
+        """Number of positions in the row's prompt."""
         prompt = self.prompt_of[row]
         return 0 if prompt is None or self.prompts is None else self.prompts.own[prompt]
 
     def reserve(self, length: int) -> None:
-        """Make room for `length` positions in every row. Raises ValueError beyond the model's context."""
+        """Make room for `length` positions in every row. Raises ValueError if that exceeds the model's context."""
         self.check_length(length)
         if length <= self.capacity:
             return
@@ -107,7 +107,7 @@ class KVCache:
         return free[:count]
 
     def clear(self, row: int, prompt: int | None = None) -> None:
-        """Empty a row; it then continues `prompt`, a row of `prompts`, or starts empty."""
+        """Empty a row; it then continues `prompt`, a row of `prompts`, or has no prompt."""
         self.own[row], self.prompt_of[row] = 0, prompt
         if self.hook is not None:
             self.hook.clear(row)
@@ -141,7 +141,7 @@ class KVCache:
 class HookCache(Protocol):
     """Per-row data that a model's hook (layers.py) stores in a key-value cache, in addition to keys and values."""
 
-    reads_at_once: bool  # a prompt must be processed in a single pass
+    reads_at_once: bool  # whether a prompt must be processed in a single pass
 
     def reserve(self, more: int) -> None:
         """Make room for `more` positions in every row."""
@@ -158,11 +158,11 @@ class HookCache(Protocol):
         ...
 
     def rewind(self, row: int) -> None:
-        """Call when a row is truncated and continues with different text."""
+        """Prepare a row that was truncated to continue with different text."""
         ...
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """Copy the first positions of a row to another."""
+        """Copy the first `length` positions of row `source` to row `target`."""
         ...
 
     def zero(self, row: int) -> None:
@@ -178,18 +178,19 @@ def hook_cache(config: ModelConfig, rows: int, dtype: torch.dtype, device: torch
 
 @runtime_checkable
 class CacheLayout(Protocol):
-    """A layout of new tokens for rows of a cache; creating it adds them to the row lengths (`Cached`)."""
+    """A layout of new tokens for rows of a cache; creating it adds the tokens to the row lengths (`Cached`)."""
 
     cache: KVCache
     rows: list[int]
-    counts: list[int]  # new tokens of each of these rows
-    past: list[int]  # positions before them, including the prompt
+    counts: list[int]  # number of new tokens in each of these rows
+    past: list[int]  # number of positions before the new tokens, including the prompt
 
 
 class Cached:
     """A layout of new tokens: row `rows[i]` of a cache gets `counts[i]` >= 1 of them, in line order.
 
-    The constructor reserves room in the cache and updates the row lengths; `attend` then writes each layer's part.
+    The constructor reserves room in the cache and updates the row lengths; `attend` then writes a layer's keys and
+    values.
     """
 
     def __init__(self, cache: KVCache, rows: Sequence[int], counts: Sequence[int]) -> None:
@@ -213,7 +214,7 @@ class Cached:
             cache.own[row] += count
         if self.decoding:
             self.all_rows = self.rows == list(range(len(cache.own)))
-            lengths = torch.ones(len(cache.own), dtype=torch.long, device=device)  # for other rows, any value above 0
+            lengths = torch.ones(len(cache.own), dtype=torch.long, device=device)  # any value > 0 for other rows
             lengths[self.row_of] = self.columns + 1
             self.mask = _length_mask(lengths, self.longest)
             with_prompts = any(cache.prompt_of[row] is not None for row in rows)

@@ -4,21 +4,21 @@
     tokenizer.json  tokenizer_config.json  chat_template.jinja
 
 They are Hugging Face directories, loadable by transformers 4 and 5 (`Qwen3ForCausalLM`; a reward model as
-`Qwen3ForSequenceClassification`, without generation_config.json). They contain no pickle, code, timestamp, id or host
-name, so identical runs produce identical bytes. `lineage.json` lists the inputs and the code that made them. Weights
-are float32, or as set by `save_precision` of their stage; `load` always returns float32.
+`Qwen3ForSequenceClassification`, without generation_config.json). They contain no pickles, code, timestamps, ids or
+host names, so identical runs produce identical bytes. `lineage.json` lists the inputs and the code that produced the
+model. Weights are in float32 or the stage's `save_precision`; `load` always returns float32.
 
-Qwen3, Qwen2 and LLaMA directories from elsewhere also load, from local safetensors (`load_causal`). Our parameters use
+Qwen3, Qwen2 and LLaMA directories from elsewhere can be loaded too, if they have safetensors. Our parameters use
 Hugging Face's names, so no conversion is needed, only checks: no missing key, no extra key, every shape correct. There
 are two exceptions: a stored copy of a tied head is compared and dropped, and the rotary buffers of old checkpoints
-(`rotary_emb.inv_freq`, derived from the base) are ignored.
+(`rotary_emb.inv_freq`, derived from the RoPE base) are ignored.
 
 Headers are checked before anything is allocated. config.json may come from an untrusted source, and the model is built
 before the weights are read: a hundred million layers would exhaust the memory of any machine. So `check` first compares
-every name and shape implied by the configuration with the files' headers; safetensors itself refuses a header with more
-bytes than its file. A checked model therefore never needs more numbers than its files contain.
+every name and shape implied by the configuration with the files' headers; safetensors itself rejects a header that is
+larger than its file. A checked model therefore never has more weights than its files contain.
 
-Not guaranteed: that the values in the files are sensible. Links in a directory are followed, as required by
+Not guaranteed: that the values in the files are sensible. Symbolic links are followed, as required by
 huggingface_hub's cache. Nothing is unpickled: `.bin` files are refused. Not here: downloads (`config.py`).
 """
 
@@ -50,8 +50,8 @@ from pipeline.text.tokenizer import Tokenizer
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
-ROTARY_BUFFER = "rotary_emb.inv_freq"  # in old checkpoints: derived from the base
-KEYS = {  # fields of ModelConfig under Hugging Face's names
+ROTARY_BUFFER = "rotary_emb.inv_freq"  # in old checkpoints; derived from the RoPE base
+KEYS = {  # fields of ModelConfig -> Hugging Face's names
     "vocab_size": "vocab_size",
     "width": "hidden_size",
     "layers": "num_hidden_layers",
@@ -65,29 +65,29 @@ Shape = tuple[int, ...]
 
 
 class BaseKind(Protocol):
-    """What a wing registers as `base`: its own kind of checkpoint, for stage base."""
+    """What a wing registers as `base`: support for its own kind of checkpoint in stage base."""
 
     def is_masked(self, folder: Path) -> bool:
         """Whether a directory contains this kind of checkpoint."""
         ...
 
     def take_in(self, folder: Path, out: Path, lineage: JsonObject, precision: str) -> None:
-        """Convert it to the model directory `out`. Raises ModelError."""
+        """Convert the checkpoint in `folder` to the model directory `out`. Raises ModelError."""
         ...
 
 
 def files(folder: Path) -> tuple[list[str], dict[str, str]]:
     """Names of the weight files, and the file of each tensor if there is an index. Raises ModelError."""
     index = folder / INDEX
-    if not index.exists() or (folder / WHOLE).exists():  # transformers prefers the whole file too
+    if not index.exists() or (folder / WHOLE).exists():  # transformers also prefers the single file
         return [WHOLE], {}
     try:
         file_of = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ModelError(f"{index}: expected a JSON object with weight_map ({error!r:.200}); fetch it again") from error
+        raise ModelError(f"{index}: expected JSON with `weight_map` ({error!r:.200}); fetch it again") from error
     for name in file_of.values():
         if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
-            raise ModelError(f"{index} names {name!r}; expected safetensors of the same folder; fetch it again")
+            raise ModelError(f"{index} names {name!r}; expected safetensors files in the same folder; fetch it again")
     return sorted(set(file_of.values())), file_of
 
 
@@ -103,15 +103,15 @@ def _open_tensors(folder: Path) -> Iterator[tuple[str, safe_open]]:
             with safe_open(path, framework="pt") as file:
                 for key in file.keys():  # noqa: SIM118 (not a dict: it has no iterator)
                     if key in seen or file_of.get(key, name) != name:
-                        raise ModelError(f"{path}: {key} is in several shards, or not where {INDEX} says")
+                        raise ModelError(f"{path}: {key} is in several shards, or not in the one that {INDEX} names")
                     seen.add(key)
                     yield key, file
         except SafetensorError as error:
             raise ModelError(f"{path}: damaged ({error}); fetch or build it again") from error
         except OSError as error:
-            raise ModelError(f"{path}: cannot be read ({error}); expected a file of safetensors") from error
+            raise ModelError(f"{path}: cannot be read ({error}); expected a safetensors file") from error
     if missing := sorted(set(file_of) - seen):
-        raise ModelError(f"{folder}: {INDEX} names {missing[0]} and {len(missing) - 1} more, found in no shard")
+        raise ModelError(f"{folder}: {INDEX} names {missing[0]} and {len(missing) - 1} more, but no shard has them")
 
 
 def headers(folder: Path) -> dict[str, Shape]:
@@ -153,7 +153,7 @@ def expected(config: ModelConfig) -> Iterator[tuple[str, tuple[Shape, str]]]:
 def check(config: ModelConfig, folder: Path, shapes: Mapping[str, Shape], keys: Mapping[str, str] = KEYS) -> None:
     """Raise ModelError unless the tensors with these `shapes` match the configuration of `folder`.
 
-    `keys` maps the fields of ModelConfig to keys of config.json. A stored copy of a tied head and rotary buffers are
+    `keys` maps the fields of ModelConfig to keys of config.json. Rotary buffers and a stored copy of a tied head are
     allowed.
     """
     weights = folder / WHOLE if (folder / WHOLE).exists() else folder / INDEX
@@ -161,7 +161,7 @@ def check(config: ModelConfig, folder: Path, shapes: Mapping[str, Shape], keys: 
     if config.layers != len(numbers):
         raise ModelError(
             f"{folder}/config.json: {keys['layers']} is {config.layers}, but {weights} has {len(numbers)} layers;"
-            " expected the config.json and the weights of one model"
+            " expected the config.json and the weights of the same model"
         )
     required = dict(expected(config))  # at most as many layers as the header has
     missing = sorted(required.keys() - shapes.keys())
@@ -172,12 +172,13 @@ def check(config: ModelConfig, folder: Path, shapes: Mapping[str, Shape], keys: 
         if tuple(shapes[name]) != shape:
             field_keys = re.sub(r"\w+", lambda match: keys.get(match[0], match[0]), fields)
             raise ModelError(
-                f"{weights}: {name} has shape {list(shapes[name])}, config.json requires {list(shape)} ({field_keys})"
+                f"{weights}: {name} has shape {list(shapes[name])}, but config.json requires {list(shape)}"
+                f" ({field_keys})"
             )
 
 
 def _check_keys(config: ModelConfig, missing: list[str], extra: list[str], *, source: str) -> None:
-    """Raise ModelError naming the first of the `missing` and `extra` keys, if there are any."""
+    """Raise ModelError naming the first `missing` and `extra` keys, if any."""
     if missing or extra:
         differences = [
             f"{len(names)} keys {what} ({', '.join(names[:3])})"
@@ -185,7 +186,8 @@ def _check_keys(config: ModelConfig, missing: list[str], extra: list[str], *, so
             if names
         ]
         raise ModelError(
-            f"{source}: {' and '.join(differences)}; config.json describes {config.family}, {config.layers} layers"
+            f"{source}: {' and '.join(differences)}; config.json describes a {config.family} model with"
+            f" {config.layers} layers"
         )
 
 
@@ -193,7 +195,7 @@ def _check_keys(config: ModelConfig, missing: list[str], extra: list[str], *, so
 
 
 def load_causal(folder: Path, *, dtype: torch.dtype = torch.float32) -> Transformer:
-    """The model of a Hugging Face directory, weights cast to `dtype`. Raises ModelError naming the file or key."""
+    """The model in a Hugging Face directory, with weights cast to `dtype`. Raises ModelError naming the file or key."""
     config = read_config(folder)
     check(config, folder, headers(folder))
     model = empty(config, dtype)
@@ -214,12 +216,12 @@ def load_weights(model: Transformer, folder: Path) -> None:
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """All tensors in `model.safetensors`, or in the shards of its index. Raises ModelError."""
+    """All tensors in `model.safetensors`, or in the shards listed in the index. Raises ModelError."""
     return {key: file.get_tensor(key) for key, file in _open_tensors(folder)}
 
 
 def require_finite(folder: Path) -> str:
-    """The precision of the weights: fp32, bf16 or fp16, the widest if they differ.
+    """The precision of the weights: fp32, bf16 or fp16; fp32 if they differ.
 
     Raises ModelError naming the first tensor with non-finite values or another dtype.
     """
@@ -232,16 +234,16 @@ def require_finite(folder: Path) -> str:
             number = int((~tensor.isfinite()).sum())
             raise ModelError(
                 f"{folder}: {name} ({str(tensor.dtype).removeprefix('torch.')}) has {number} of {tensor.numel()}"
-                " non-finite values, so no loss would be finite; use the checkpoint in bfloat16 or float32"
+                " non-finite values, so no loss would be finite; use a bfloat16 or float32 version of the checkpoint"
             )
         found.add(tensor.dtype)
     return next(name for name, dtype in DTYPES.items() if dtype in found or len(found) > 1)
 
 
 def load_state(model: Transformer, state: Mapping[str, Tensor], *, source: str = "the weights") -> None:
-    """Copy weights under Hugging Face's names into `model`, cast to its dtype.
+    """Copy weights with Hugging Face's names into `model`, cast to the model's dtype.
 
-    Raises ModelError if a key is missing or unknown, or its shape differs from the configuration.
+    Raises ModelError if a key is missing or unknown, or if a shape differs from the configuration.
     """
     config = model.config
     state = _drop_derived(state, config, source)
@@ -251,14 +253,14 @@ def load_state(model: Transformer, state: Mapping[str, Tensor], *, source: str =
     for name, parameter in parameters.items():
         if state[name].shape != parameter.shape:
             actual, shape = list(state[name].shape), list(parameter.shape)
-            raise ModelError(f"{source}: {name} has shape {actual}, config.json requires {shape}")
+            raise ModelError(f"{source}: {name} has shape {actual}, but config.json requires {shape}")
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(state[name])
 
 
 def _drop_derived(state: Mapping[str, Tensor], config: ModelConfig, source: str) -> dict[str, Tensor]:
-    """Drop a tied head that equals the embedding, and rotary buffers. Raises ModelError if the head differs."""
+    """Drop rotary buffers, and a tied head that equals the embedding. Raises ModelError if the head differs."""
     parameters = {key: tensor for key, tensor in state.items() if not key.endswith(ROTARY_BUFFER)}
     head, table = parameters.get("lm_head.weight"), parameters.get("model.embed_tokens.weight")
     if config.tied and head is not None and table is not None:
@@ -278,7 +280,7 @@ def save(
 ) -> None:
     """Write a model directory, with weights rounded to `precision` (fp32, bf16, fp16). Weights over 5 GB are sharded.
 
-    Raises ModelError if the tokenizer has more ids than the embedding has rows, and StagecoachError before writing if
+    Raises ModelError if the tokenizer has more ids than the embedding has rows, and StagecoachError, before writing, if
     there is not enough disk space.
     """
     ids = {"pad_token_id": tokenizer.pad, "bos_token_id": None, "eos_token_id": tokenizer.turn_end}
@@ -298,10 +300,10 @@ def save(
 
 
 def save_reward(folder: Path, model: RewardModel, tokenizer: Tokenizer, lineage: JsonObject) -> None:
-    """Write a reward model as transformers' sequence classifier with one label. Same errors as `save`.
+    """Write a reward model as a transformers sequence classifier with one label. Same errors as `save`.
 
     transformers scores the last token that is not `pad_token_id`, so a row must end with the token to score and be
-    padded on the right. It returns r; `reward_mean` and `reward_std` are in config.json for normalizing it.
+    padded on the right. It returns the raw reward; config.json has `reward_mean` and `reward_std` to normalize it.
     """
     values = model.config.to_hf() | {
         "architectures": [_classifier_name(model.config)],
@@ -350,18 +352,18 @@ def load(folder: Path) -> tuple[Transformer, Tokenizer]:
     """The causal model (float32, training mode) and its tokenizer.
 
     Raises ModelError for a masked-diffusion model and for an inconsistent directory: a missing file, an extra or
-    missing tensor, one of the wrong shape, or a tokenizer with more ids than the embedding has rows.
+    missing tensor, a tensor of the wrong shape, or a tokenizer with more ids than the embedding has rows.
     """
     if read_config(folder).attention != "causal":
         raise ModelError(
-            f"{folder}: expected a causal model, found a masked-diffusion one; take models/code, models/tools or one"
-            " trained from them (the stages diffusion, diffusion_dpo and diffusion_grpo train this one)"
+            f"{folder}: expected a causal model, found a masked-diffusion one; use models/code, models/tools or a model"
+            " trained from them (only the stages diffusion, diffusion_dpo and diffusion_grpo can train this one)"
         )
     return load_any(folder)
 
 
 def load_any(folder: Path) -> tuple[Transformer, Tokenizer]:
-    """Like `load`, for any attention; `diffusion/files.py` reads a masked-diffusion model's additional keys."""
+    """Like `load`, but for any attention; `diffusion/files.py` reads a masked-diffusion model's additional keys."""
     config = read_config(folder)
     check(config, folder, headers(folder))
     tokenizer = Tokenizer.load(folder)
@@ -377,12 +379,12 @@ def pass_through(base: Path, out: Path, job: Job, missing: Path) -> None:
     """Copy the model `base` to `out` unchanged, for a stage whose data file, `missing`, is empty."""
     if device.rank():
         return
-    shutil.copytree(base, out, ignore=shutil.ignore_patterns("adapter"))  # of stage lora: already merged
+    shutil.copytree(base, out, ignore=shutil.ignore_patterns("adapter"))  # from stage lora: already merged
     tokenizer = {"tokenizer": Tokenizer.load(base).hash} if (base / "tokenizer.json").is_file() else {}
     (out / "lineage.json").unlink(missing_ok=True)
     _write(out / "lineage.json", job.lineage | tokenizer)
     job.report(passed_through=str(missing))
-    say(f"{job.name}: {missing} has nothing to train on; {base} passes through unchanged")
+    say(f"{job.name}: {missing} has nothing to train on, so {base} passes through unchanged")
 
 
 def kind(folder: Path) -> str:
@@ -411,7 +413,7 @@ def load_reward(folder: Path) -> tuple[RewardModel, Tokenizer]:
             " repro stage_reward"
         )
     trunk = {name: shape for name, shape in headers(folder).items() if name != "score.weight"}
-    check(replace(config, tied=True), folder, trunk)  # it has no head over the vocabulary
+    check(replace(config, tied=True), folder, trunk)  # a reward model has no head over the vocabulary
     tokenizer = Tokenizer.load(folder)
     check_vocabulary(config, tokenizer, folder)
     model = RewardModel(Transformer(config))
@@ -433,8 +435,8 @@ def _calibration(values: JsonObject, folder: Path) -> tuple[float, float]:
     if isinstance(mean, int | float) and isinstance(std, int | float) and math.isfinite(mean) and 0 < std < math.inf:
         return float(mean), float(std)
     raise ModelError(
-        f"{folder}/config.json: expected numbers reward_mean and reward_std > 0, found {mean!r} and {std!r}; for a "
-        "reward model from elsewhere add those of its rewards over a few hundred answers"
+        f"{folder}/config.json: expected numbers `reward_mean` and `reward_std` > 0, found {mean!r} and {std!r}; for a "
+        "reward model from elsewhere, add the mean and standard deviation of its rewards over a few hundred answers"
     )
 
 
@@ -443,7 +445,7 @@ def same_tokenizer(first: Tokenizer, second: Tokenizer, what_first: str, what_se
     if first.hash != second.hash:
         raise ModelError(
             f"{what_first} and {what_second} have different tokenizers ({first.hash[:12]} and {second.hash[:12]}); "
-            "expected one: train both from the same base model"
+            "expected the same one; train both from the same base model"
         )
 
 
@@ -451,27 +453,27 @@ def check_vocabulary(config: ModelConfig, tokenizer: Tokenizer, folder: Path) ->
     """Raise ModelError if the tokenizer has ids without a row in the embedding."""
     if tokenizer.vocab_size > config.vocab_size:
         raise ModelError(
-            f"{folder}: the tokenizer has {tokenizer.vocab_size} ids, the model {config.vocab_size} embedding rows; use"
-            " the tokenizer the model was trained with (dvc repro stage_tokenizer follows the model file's vocab_size)"
+            f"{folder}: the tokenizer has {tokenizer.vocab_size} ids, but the embedding has {config.vocab_size} rows;"
+            " use the model's own tokenizer (dvc repro stage_tokenizer trains one with the model file's vocab_size)"
         )
 
 
 def lineage(folder: Path) -> JsonObject:
-    """The content of lineage.json; empty for a directory from elsewhere."""
+    """The contents of lineage.json; empty for a directory from elsewhere."""
     path = folder / "lineage.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
 def weights_digest(model: torch.nn.Module, leave_out: str = "\0") -> str:
-    """sha256 over names and bytes of all parameters: equal for equal weights, independent of the file.
+    """SHA-256 of the names and bytes of all parameters: identical for identical weights, however they are stored.
 
-    Parameters with `leave_out` in their names are skipped (an adapter's, for the digest of the base).
+    Parameters with `leave_out` in their names are skipped (an adapter's, to get the digest of the base).
     """
     return state_digest({name: parameter for name, parameter in model.named_parameters() if leave_out not in name})
 
 
 def state_digest(state: Mapping[str, Tensor]) -> str:
-    """The same for a state dict; half precision is hashed as float32, as `load` converts it."""
+    """Like `weights_digest`, for a state dict; half precision is hashed as float32, since `load` converts it."""
     digest = hashlib.sha256()
     for name, tensor in sorted(state.items()):
         values = tensor.detach().cpu()

@@ -1,22 +1,22 @@
 """The shape of a model, its `config.json` in Hugging Face's format, and the location of the user's checkpoint.
 
-In: a file of `conf/model/`, or the `config.json` of a model directory. Out: `ModelConfig`, or the dict to write.
+In: a file in `conf/model/`, or the `config.json` of a model directory. Out: `ModelConfig`, or the dict to write.
 The architecture is Qwen3's (Yang et al. 2025, arXiv:2505.09388): RMSNorm before each block, half-split RoPE, SwiGLU,
 grouped-query attention, a norm per head on queries and keys, no biases. Two related families also load: Qwen2 (biases
 on q, k, v and no head norms) and LLaMA (neither).
 
-`to_hf` writes the keys of transformers 4 *and* 5: `rope_theta` and `rope_parameters`, `torch_dtype` and `dtype`. With
-only transformers 5's keys, transformers 4 and mlx-lm silently use a RoPE base of 10,000.
+`to_hf` writes the keys of transformers 4 *and* 5: `rope_theta` and `rope_parameters`, `torch_dtype` and `dtype`. Given
+only the keys of transformers 5, transformers 4 and mlx-lm silently use a RoPE base of 10,000.
 
-Not guaranteed: scaled RoPE, sliding windows, MoE, biases elsewhere. `from_hf` refuses them by name.
+Not supported: scaled RoPE, sliding windows, MoE, biases elsewhere. `from_hf` raises an error naming the key.
 
 **The user's checkpoint** is a local model directory or a model on the Hugging Face hub, imported by stage base.
 
     base.folder, base.hub -> BaseConfig;  fetched("owner/name@revision") -> Checkpoint: a folder and its commit
 
-A directory is an input of the stage, so DVC and the work key depend on its contents. A hub revision is resolved to a
-commit once, printed, and added to the lineage. Only config.json, tokenizer.json and safetensors are fetched, into
-huggingface_hub's cache; its variables HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE apply.
+A directory is an input of the stage, so DVC and the work key depend on its contents. A hub revision is resolved once to
+a commit, which is printed and recorded in the lineage. Only config.json, tokenizer.json and safetensors are fetched,
+into huggingface_hub's cache; the variables HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE apply.
 
 Nothing here imports torch.
 """
@@ -44,19 +44,19 @@ class ModelConfig(_WingKeys):
     """Shape of a `Transformer`; wings add keys (layers.py). Raises ValueError for inconsistent values."""
 
     vocab_size: int
-    """Rows of the embedding; a multiple of 64 in our own models."""
+    """Number of rows of the embedding; a multiple of 64 in our own models."""
     width: int
     """Width of the residual stream."""
     layers: int
-    """Blocks of attention and SwiGLU."""
+    """Number of blocks of attention and SwiGLU."""
     heads: int
-    """Query heads."""
+    """Number of query heads."""
     kv_heads: int
-    """Key and value heads; divides `heads`."""
+    """Number of key and value heads; must divide `heads`."""
     head_dim: int
-    """Width of a head, even; heads * head_dim need not equal width."""
+    """Width of a head; must be even. heads * head_dim need not equal width."""
     d_ff: int
-    """Hidden width of SwiGLU, used as given."""
+    """Hidden width of SwiGLU; not scaled or rounded."""
     max_context: int
     """Longest row, in tokens."""
     rope_theta: float
@@ -64,7 +64,7 @@ class ModelConfig(_WingKeys):
     tied: bool
     """Tie the head to the embedding."""
     bias: bool = False
-    """Biases on q, k and v: the Qwen2 family, which has no head norms."""
+    """Biases on q, k and v, as in the Qwen2 family, which has no head norms."""
     qk_norm: bool = True
     """RMSNorm on each query and key head, before RoPE; has no effect with `bias`."""
     norm_eps: float = 1e-6
@@ -79,7 +79,7 @@ class ModelConfig(_WingKeys):
         if self.heads % self.kv_heads:
             raise ValueError(f"model.kv_heads: expected a divisor of heads ({self.heads}), found {self.kv_heads}")
         if self.head_dim % 2:
-            raise ValueError(f"model.head_dim: expected an even number (RoPE turns pairs), found {self.head_dim}")
+            raise ValueError(f"model.head_dim: expected an even number (RoPE rotates pairs), found {self.head_dim}")
         if self.rope_theta <= 0 or self.norm_eps <= 0:
             raise ValueError("model.rope_theta and model.norm_eps: expected positive numbers")
         if self.attention not in ("causal", "bidirectional"):
@@ -89,7 +89,7 @@ class ModelConfig(_WingKeys):
 
     @property
     def family(self) -> str:
-        """Hugging Face's `model_type` for the names of the weights: qwen3, qwen2 or llama."""
+        """The Hugging Face `model_type` that matches the weights' names: qwen3, qwen2 or llama."""
         return "qwen2" if self.bias else "qwen3" if self.qk_norm else "llama"
 
     @property
@@ -99,28 +99,28 @@ class ModelConfig(_WingKeys):
 
     @property
     def matmul_parameters(self) -> int:
-        """Weights used in matrix products: includes the head, but not the embedding (a lookup) or the norms."""
+        """Number of weights in matrix products: includes the head, but not the embedding (a lookup) or the norms."""
         d, h = self.width, self.head_dim
         layer = 2 * d * self.heads * h + 2 * d * self.kv_heads * h + 3 * d * self.d_ff
         return self.layers * layer + self.vocab_size * d
 
     @property
     def initializer_range(self) -> float:
-        """Standard deviation of fresh weights, 1/sqrt(2 * width) and at most 0.05: tied logits then start at
-        a deviation of 0.7.
+        """Standard deviation of fresh weights: 1/sqrt(2 * width), but at most 0.05. Tied logits then start with a
+        standard deviation of 0.7.
         """
         return min(0.05, (2 * self.width) ** -0.5)
 
     @property
     def num_parameters(self) -> int:
-        """All weights; a tied embedding counts once."""
+        """Number of weights; a tied embedding counts once."""
         norms = self.layers * (2 * self.width + (2 * self.head_dim if self.head_norms else 0)) + self.width
         biases = self.layers * (self.heads + 2 * self.kv_heads) * self.head_dim if self.bias else 0
         return self.matmul_parameters + norms + biases + (0 if self.tied else self.vocab_size * self.width)
 
     def flops_per_token(self, context: int) -> int:
-        """Training FLOPs per token at this context, counted as in karpathy/nanochat: 6 per weight, 12 per attention
-        cell.
+        """Training FLOPs per token at this context length, counted as in karpathy/nanochat: 6 per weight, 12 per
+        attention cell.
         """
         return 6 * self.matmul_parameters + 12 * self.layers * self.heads * self.head_dim * context
 
@@ -159,7 +159,7 @@ class ModelConfig(_WingKeys):
 
     @classmethod
     def from_hf(cls, config: JsonObject) -> "ModelConfig":
-        """Read a `config.json`. Raises ModelError naming the unsupported key."""
+        """Read a `config.json`. Raises ModelError naming an unsupported, missing or invalid key."""
         kind = config.get("model_type")
         ours = [BIDIRECTIONAL, *(offer() for offer in wings.each("model_type"))]
         family = config.get("base_model_type", "qwen3") if kind in ours else kind
@@ -198,7 +198,7 @@ class ModelConfig(_WingKeys):
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """The shape in a directory's `config.json`. Raises ModelError."""
+    """The model shape in a directory's `config.json`. Raises ModelError."""
     return ModelConfig.from_hf(read_values(folder))
 
 
@@ -219,7 +219,7 @@ def read_values(folder: Path) -> JsonObject:
 
 
 def _reason(folder: Path) -> str:
-    """Why a directory contains no model, if it contains an adapter or only a README."""
+    """The end of an error message for a directory that contains an adapter or only a README instead of a model."""
     if (folder / "adapter_config.json").is_file():
         return " but a peft adapter; merge it into its model first (merge_and_unload, save_pretrained)"
     readme = folder / "README.md"
@@ -227,7 +227,7 @@ def _reason(folder: Path) -> str:
 
 
 def positive_int(config: JsonObject, key: str, default: int | None = None) -> int:
-    """A positive integer in `config.json`. Raises ModelError naming it, KeyError if absent without a `default`."""
+    """A positive integer in `config.json`. Raises ModelError naming the key, KeyError if absent without `default`."""
     value = config[key] if default is None else config.get(key)
     value = default if value is None and default is not None else value
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -236,7 +236,7 @@ def positive_int(config: JsonObject, key: str, default: int | None = None) -> in
 
 
 def finite_number(config: JsonObject, key: str, default: float) -> float:
-    """A finite number in `config.json`. Raises ModelError naming it."""
+    """A finite number in `config.json`. Raises ModelError naming the key."""
     value = config.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ModelError(f"config.json: {key}: expected a number, found {value!r:.80}")
@@ -244,7 +244,7 @@ def finite_number(config: JsonObject, key: str, default: float) -> float:
 
 
 def _object(config: JsonObject, key: str) -> JsonObject:
-    """An object in `config.json`, empty if absent or null. Raises ModelError naming it."""
+    """An object in `config.json`, empty if absent or null. Raises ModelError naming the key."""
     value = config.get(key) or {}
     if not isinstance(value, dict):
         raise ModelError(f"config.json: {key}: expected an object, found {value!r:.80}")
@@ -252,14 +252,14 @@ def _object(config: JsonObject, key: str) -> JsonObject:
 
 
 def _rope_theta(config: JsonObject) -> float:
-    """The RoPE base from either generation of keys. Raises ModelError if they disagree or both are missing."""
+    """The RoPE base, from the key of transformers 4 or 5. Raises ModelError if they disagree or both are missing."""
     inner = _object(config, "rope_parameters")
     bases = [finite_number(keys, "rope_theta", 0.0) for keys in (inner, config) if keys.get("rope_theta") is not None]
     if not bases:
         raise ModelError("config.json: found neither rope_theta nor rope_parameters.rope_theta; add the RoPE base")
     if bases[0] != bases[-1]:
         raise ModelError(
-            f"config.json: rope_theta is {bases[-1]}, rope_parameters.rope_theta is {bases[0]}; which one is right?"
+            f"config.json: rope_theta is {bases[-1]}, but rope_parameters.rope_theta is {bases[0]}; correct one of them"
         )
     return bases[0]
 
@@ -289,8 +289,8 @@ def _check_supported(config: JsonObject, family: str) -> None:
 # -- the user's checkpoint -------------------------------------------------------------------------------------
 
 
-SCRATCH = "scratch"  # models/scratch: no model
-PLACEHOLDER = "data/pretrained"  # in git, without a model
+SCRATCH = "scratch"  # models/scratch stands for no model
+PLACEHOLDER = "data/pretrained"  # a directory in git that contains no model
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 HUB_ID = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")
 COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -301,9 +301,9 @@ class BaseConfig:
     """The block `base`: the user's checkpoint. Raises ValueError."""
 
     folder: str = PLACEHOLDER
-    """Directory with safetensors, config.json and tokenizer.json of Qwen3, Qwen2, LLaMA, Dream, DiffuCoder or LLaDA."""
+    """Directory of a Qwen3, Qwen2, LLaMA, Dream, DiffuCoder or LLaDA model, with weights in safetensors."""
     hub: str | None = None
-    """owner/name@revision on the Hugging Face hub, instead of the folder; preferably a 40-digit commit."""
+    """owner/name@revision on the Hugging Face hub, used instead of `folder`; preferably with a 40-digit commit hash."""
 
     def __post_init__(self) -> None:
         if self.hub is not None and not HUB_ID.fullmatch(self.hub):
@@ -311,7 +311,7 @@ class BaseConfig:
 
     @property
     def absent(self) -> bool:
-        """Whether no checkpoint is configured: the folder is the repository's placeholder, and is empty."""
+        """Whether no checkpoint is configured: `folder` is the repository's placeholder and contains no model."""
         return (
             self.hub is None
             and self.folder == PLACEHOLDER
@@ -319,7 +319,7 @@ class BaseConfig:
         )
 
     def inputs(self) -> dict[str, str]:
-        """The inputs of stage base, by the names of its `Wiring` (run/stage.py). Raises ModelError."""
+        """The inputs of stage base, under the names in its `Wiring` (run/stage.py). Raises ModelError."""
         if self.hub is not None:
             return {}
         if not Path(self.folder).is_dir():
@@ -341,7 +341,7 @@ class Checkpoint:
 
 
 def fetched(hub: str) -> Checkpoint:
-    """The checkpoint `owner/name@revision` in huggingface_hub's cache, fetched if missing. Raises ModelError."""
+    """The checkpoint `owner/name@revision` from huggingface_hub's cache, fetched if missing. Raises ModelError."""
     match = HUB_ID.fullmatch(hub)
     assert match is not None  # checked by BaseConfig
     name, commit = match[1], _resolve_commit(match[1], match[2] or "main")
@@ -354,29 +354,29 @@ def _resolve_commit(name: str, revision: str) -> str:
     """The commit of a revision, taken from the path of the files that huggingface_hub fetched."""
     commit = _fetch(name, revision, "config.json").parent.name
     if not COMMIT.fullmatch(commit):
-        raise ModelError(f"{name}: the hub has no commit for {revision}; set one: base.hub={name}@<40 hex digits>")
+        raise ModelError(f"{name}: the hub has no commit for {revision}; set base.hub={name}@<40 hex digits>")
     if commit != revision:
         say(f"{name}: revision {commit}")
     return commit
 
 
 def _fetch_weights(name: str, commit: str) -> None:
-    """Fetch the single file, or the shards in the index. Raises ModelError, also for a pickle-only checkpoint."""
+    """Fetch the weights: a single file, or shards. Raises ModelError, including for a pickle-only checkpoint."""
     if _fetch(name, commit, WEIGHTS, optional=True) is not None:
         return
     index = _fetch(name, commit, INDEX, optional=True)
     if index is None:
         raise ModelError(
-            f"{name}@{commit}: has neither {WEIGHTS} nor {INDEX}; pickles (.bin) are not fetched: use a checkpoint in"
-            " safetensors"
+            f"{name}@{commit}: found neither {WEIGHTS} nor {INDEX}; pickles (.bin) are not fetched, so use a checkpoint"
+            " with safetensors"
         )
     try:
         shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (ValueError, KeyError, AttributeError) as error:
-        raise ModelError(f"{name}@{commit}: {INDEX}: expected a JSON object with weight_map ({error!r})") from error
+        raise ModelError(f"{name}@{commit}: {INDEX}: expected a JSON object with `weight_map` ({error!r})") from error
     for shard in shards:
         if Path(shard).name != shard or not shard.endswith(".safetensors"):
-            raise ModelError(f"{name}@{commit}: {INDEX} names {shard!r}; expected safetensors of the same folder")
+            raise ModelError(f"{name}@{commit}: {INDEX} names {shard!r}; expected safetensors files in the same folder")
         _fetch(name, commit, shard)
 
 
@@ -385,8 +385,8 @@ def _fetch(name: str, revision: str, file: str) -> Path: ...
 @overload
 def _fetch(name: str, revision: str, file: str, *, optional: bool) -> Path | None: ...
 def _fetch(name: str, revision: str, file: str, *, optional: bool = False) -> Path | None:
-    """A file in huggingface_hub's cache, fetched if missing; None for an optional file that the model lacks."""
-    import httpx  # here and below: takes seconds to import, needed only for the hub
+    """A file from huggingface_hub's cache, fetched if missing; None if it is optional and the model has none."""
+    import httpx  # this and the next take seconds to import and are needed only for the hub
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -402,29 +402,29 @@ def _fetch(name: str, revision: str, file: str, *, optional: bool = False) -> Pa
     except RemoteEntryNotFoundError as error:
         if optional:
             return None
-        raise ModelError(f"{name}@{revision}: the model has no {file}; it cannot be used as a base") from error
+        raise ModelError(f"{name}@{revision}: the model has no {file}, so it cannot be used as a base") from error
     except GatedRepoError as error:
         raise ModelError(
-            f"{name}: a gated model: accept its terms at https://huggingface.co/{name} and set HF_TOKEN"
+            f"{name}: the model is gated; accept its terms at https://huggingface.co/{name} and set HF_TOKEN"
         ) from error
     except (RepositoryNotFoundError, RevisionNotFoundError) as error:
         what = "such model" if isinstance(error, RepositoryNotFoundError) else f"revision {revision}"
         raise ModelError(
-            f"{name}: the hub has no {what}, or HF_TOKEN lacks access; check base.hub, expected owner/name@revision"
+            f"{name}: the hub has no {what}, or HF_TOKEN lacks access; check base.hub (expected owner/name@revision)"
         ) from error
     except (LocalEntryNotFoundError, OfflineModeIsEnabled, OSError, httpx.HTTPError) as error:
         offline = isinstance(error, OfflineModeIsEnabled) or isinstance(error.__cause__, OfflineModeIsEnabled)
         if offline and file == WEIGHTS:
-            return None  # the checkpoint may be in shards; if their index is missing too, fetching it raises
+            return None  # the checkpoint may be sharded; if the index is missing too, fetching it raises an error
         why = "HF_HUB_OFFLINE is set" if offline else f"the hub could not be reached ({_cause(error)})"
         raise ModelError(
-            f"{name}@{revision}: {why}, and {file} is not in huggingface_hub's cache. Run again with a network"
+            f"{name}@{revision}: {why}, and {file} is not in huggingface_hub's cache. Run again with network access"
             " (fetched files are kept), or copy the model to this machine and set base.folder=<folder>"
         ) from error
 
 
 def _cause(error: BaseException) -> str:
-    """The first line of the root cause."""
+    """The first line of the root cause's message."""
     while error.__cause__ is not None:
         error = error.__cause__
     return (str(error).splitlines() or [""])[0][:200] or type(error).__name__

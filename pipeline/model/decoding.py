@@ -1,17 +1,17 @@
-"""A decoding step in bf16 on a CPU: one new token for each of several rows of a cache, logits out.
+"""Decoding in bf16 on a CPU: append one token to each of several cache rows, and get the logits of the next.
 
-Under autocast, PyTorch spends most of such a step of a small model outside the matrix products: in conversions, in
-attention over rows of different lengths, and in building masks. Here the stream is float32, the cache and the operands
-of products are bf16, and everything between two products is one C++ pass (primitives.cpp):
+With a small model under autocast, PyTorch spends most of this step outside the matrix products: on conversions, on
+attention over rows of different lengths, and on masks. Here the residual stream is float32, the cache and the matrix
+operands are bf16, and everything between two matrix products is one C++ pass (primitives.cpp):
 
     add_unit           x += y, x / rms(x)                      RMSNorm (arXiv:1910.07467)
-    decode_heads       norms and RoPE of queries and keys, the new key and value into the cache
-    decode_attention   softmax over a row's shared prompt and its own tokens (cache.py) in one
+    decode_heads       norms and RoPE of queries and keys; writes the new key and value to the cache
+    decode_attention   a single softmax over a row's shared prompt and its own tokens (cache.py)
     gated              silu(g) * u
     choose             the next token from the logits (generation/sampling.py)
 
-It computes the same as bf16 training (layers.py), so sampled log-probabilities and those of the update agree up to
-summation order. It is used after `native.load`, for models without a hook; otherwise PyTorch's operators decode.
+The arithmetic is that of bf16 training (layers.py), so log-probabilities from sampling and from the update agree up to
+summation order. This module is used after `native.load`, for models without a hook; otherwise, PyTorch's operators are.
 
 Shapes: n rows, D width, H query heads, K key heads, h head size, F outputs of a gate, V vocabulary.
 """
@@ -30,15 +30,15 @@ from pipeline.model.lora import AdaptedLinear
 from pipeline.model.transformer import Transformer
 
 BF16 = torch.bfloat16
-LANE = 16  # elements of a head that primitives.cpp adds at once
-GROUPS = range(1, 9)  # queries per key head that it is compiled for
-FEW, MANY = 8, 32  # rows are padded to multiples of the first up to 64, then of the second
-CACHE_BLOCK = 64  # the cache grows in blocks of this many positions: each element of a new key touches a cache line
-TABLE_BLOCK = 256  # the same for the RoPE tables
+LANE = 16  # elements of a head that primitives.cpp processes at once
+GROUPS = range(1, 9)  # query heads per key head for which primitives.cpp is compiled
+FEW, MANY = 8, 32  # up to 64 rows are padded to a multiple of FEW, more rows to a multiple of MANY
+CACHE_BLOCK = 64  # positions by which the cache grows; small, since each element of a new key touches a cache line
+TABLE_BLOCK = 256  # positions by which the RoPE tables grow
 
 
 def fits(model: Transformer) -> bool:
-    """Whether this module can decode the model in the current context: bf16 on a CPU, with the C++ operations."""
+    """Whether this module can decode the model here: autocast to bf16 on a CPU, with the C++ operations loaded."""
     config = model.config
     return (
         loaded()
@@ -47,14 +47,14 @@ def fits(model: Transformer) -> bool:
         and model.hook is None
         and config.head_dim % (2 * LANE) == 0
         and config.heads // config.kv_heads in GROUPS
-        and type(model.model.embed_tokens.weight) is nn.Parameter  # not sharded over processes
+        and type(model.model.embed_tokens.weight) is nn.Parameter  # not sharded across processes
         and model.table.device.type == "cpu"
         and all(_has_matrices(layer) for layer in model.model.layers)
     )
 
 
 def _has_matrices(layer: nn.Module) -> bool:
-    """Whether all projections are float32 matrices: not 8-bit, not sharded."""
+    """Whether all projections of a block are float32 matrices, neither 8-bit nor sharded."""
     if not isinstance(layer, Block):
         return False
     attention, mlp = layer.self_attn, layer.mlp
@@ -64,7 +64,7 @@ def _has_matrices(layer: nn.Module) -> bool:
 
 
 class DecodingStep:
-    """The decoding step of one model, with its matrices in bf16. Later weight changes have no effect."""
+    """The decoding step of a model. It copies the matrices to bf16, so later weight changes have no effect."""
 
     @torch.no_grad()
     def __init__(self, model: Transformer) -> None:
@@ -74,7 +74,7 @@ class DecodingStep:
         self.cos = self.sin = torch.empty(0)
 
     def next(self, cache: KVCache, rows: Sequence[int], tokens: Sequence[int]) -> Tensor:
-        """Append `tokens[i]` to row `rows[i]` of a bf16 cache; returns logits (n, V) in bf16.
+        """Append `tokens[i]` to row `rows[i]` of a bf16 cache. Returns the next logits, (n, V) in bf16.
 
         Raises ValueError if a row would exceed the model's context; no row is changed in that case.
         """
@@ -114,9 +114,9 @@ class DecodingStep:
         return torch.mm(unit, self.head)[:n]
 
     def read(self, cache: KVCache, rows: Sequence[int], texts: Sequence[Sequence[int]]) -> Tensor:
-        """Write whole texts into empty rows of a bf16 cache; returns logits (n, V) in bf16 after each text.
+        """Process the token sequences `texts` into empty rows of a bf16 cache. Returns the next logits, (n, V) in bf16.
 
-        Raises ValueError if a text is longer than the model's context; no row is changed in that case.
+        Raises ValueError if a sequence is longer than the model's context; no row is changed in that case.
         """
         config, lengths = self.config, [len(text) for text in texts]
         cache.check_length(max(lengths))
@@ -159,7 +159,7 @@ class DecodingStep:
 
 
 class _LayerWeights:
-    """The matrices of a layer in bf16, (in, out), multiplied by the weights of the preceding norms."""
+    """A layer's matrices in bf16, (in, out), with the weights of the preceding norms folded in."""
 
     def __init__(self, layer: Block) -> None:
         attention, mlp = layer.self_attn, layer.mlp
@@ -183,7 +183,7 @@ class _LayerWeights:
 
 
 def _matrix(layer: nn.Module) -> Tensor:
-    """The weights (out, in) of a linear layer, with its adapter if it has one."""
+    """The weights (out, in) of a linear layer, with its adapter, if any, merged in."""
     assert isinstance(layer, Linear | AdaptedLinear)
     return (layer.folded() if isinstance(layer, AdaptedLinear) and layer.enabled else layer.weight).detach()
 

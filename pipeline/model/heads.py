@@ -1,16 +1,16 @@
 """Models with a scalar head: the reward model, PPO's actor with its critic, and a reward model with an auxiliary task.
 
-    r_t = w . h_t     h_t the trunk's hidden state after token t; an answer's reward is that of its last token
+    r_t = w . h_t     h_t is the trunk's hidden state after token t; an answer's reward is that of its last token
 
-The head is one row without bias, initialized to zero. `save_reward` and `load_reward` of `checkpoint.py` write and read
-its files (transformers' `Qwen3ForSequenceClassification`).
+The head is one row without bias, initialized to zero. `save_reward` and `load_reward` in `checkpoint.py` write and read
+reward models (as transformers' `Qwen3ForSequenceClassification`).
 
 `GuessingModel` also learns to predict, at each token of an answer, how likely the base model found that token.
-Likelihood is a good signal of whether an answer is right: it ranks 89% of pairs of a small policy's own programs
+Likelihood is a good signal of whether an answer is correct: it ranks 89% of pairs of a small policy's own programs
 correctly. But a language model predicts the next token; it never looks back at how likely the current one was, and a
-few thousand pairs are not enough to teach a reward model to do so (61%; docs/LOG.md). Trained on the likelihood of
-every token, it learns this, and the reward makes use of it. This is an auxiliary task (Jaderberg et al. 2017,
-arXiv:1611.05397): its row is not part of the published model.
+few thousand pairs are not enough to teach a reward model to do so (61%; docs/LOG.md). Trained to predict the likelihood
+of every token, the model learns to look back, and the reward makes use of it. This is an auxiliary task (Jaderberg et
+al. 2017, arXiv:1611.05397): its row is not part of the published model.
 
 Not here: losses, advantages, choosing the token to score.
 """
@@ -29,7 +29,7 @@ from pipeline.model.transformer import Checkpointing, Transformer
 from pipeline.run.errors import ConfigError
 
 T = TypeVar("T")
-MIN_STD = 1e-3  # below this, normalizing would only magnify rounding
+MIN_STD = 1e-3  # below this, normalizing would only magnify rounding errors
 
 
 class TrunkModel(nn.Module):
@@ -52,11 +52,11 @@ class TrunkModel(nn.Module):
         self.trunk.checkpointing = mode
 
     def num_parameters(self) -> int:
-        """All weights, including the head's."""
+        """Number of weights, including the head's."""
         return sum(parameter.numel() for parameter in self.parameters())
 
     def flops_per_token(self, context: int) -> int:
-        """Training FLOPs of one token; see `ModelConfig`."""
+        """Training FLOPs per token; see `ModelConfig`."""
         return self.config.flops_per_token(context)
 
 
@@ -68,7 +68,7 @@ class RewardModel(TrunkModel):
 
     def __init__(self, trunk: Transformer) -> None:
         """Raises ValueError for a bidirectional trunk or one with dropout: scores would depend on more than the
-        text.
+        preceding text.
         """
         super().__init__()
         if trunk.config.attention != "causal" or trunk.dropout:
@@ -98,17 +98,17 @@ class RewardModel(TrunkModel):
         """
         return _scores(self.trunk, self.score.weight, input_ids, positions, documents, select).squeeze(-1)
 
-    def normalised(self, rewards: Tensor) -> Tensor:
-        """(r - mean) / std: the learned part of a score, and a critic's first values."""
+    def normalized(self, rewards: Tensor) -> Tensor:
+        """(r - mean) / std: the learned part of a score, and a critic's initial values."""
         return (rewards - self.reward_mean) / self.reward_std
 
     def calibrate(self, rewards: Tensor) -> None:
-        """Set mean and deviation (unbiased, at least 1e-3) to those of the base model's answers' raw rewards (n,)."""
+        """Set mean and deviation (unbiased, at least 1e-3) from the raw rewards (n,) of the base model's answers."""
         self.reward_mean = float(rewards.double().mean())
         self.reward_std = max(MIN_STD, float(rewards.double().std()))
 
     def flops_per_token(self, context: int) -> int:
-        """Training FLOPs of one token: the trunk's, with one row instead of the vocabulary's."""
+        """Training FLOPs per token: the trunk's, but with a single head row instead of one per vocabulary entry."""
         return self.config.flops_per_token(context) - 6 * (self.config.vocab_size - 1) * self.config.width
 
 
@@ -135,16 +135,16 @@ def _scores(
 
 @torch.no_grad()
 def deepened(trunk: Transformer, count: int) -> Transformer:
-    """The trunk with `count` more layers on top, copies of its first ones with zero outputs: the function is unchanged.
+    """The trunk with `count` more layers on top: copies of its first layers with zero outputs, so it computes the same.
 
     A language model represents its prediction only in its last layer, so no layer is left to compare the prediction
     with the actual token. Judging an answer needs that comparison, so a shallow trunk ranks better with a few more
     layers. Stacking copies is from Kim et al. 2024 (arXiv:2312.15166); zero outputs preserve the function, as in Wu et
-    al. 2024 (arXiv:2401.02415). Raises ConfigError for more layers than the trunk has.
+    al. 2024 (arXiv:2401.02415). Raises ConfigError if `count` exceeds the trunk's number of layers.
     """
     if not 0 <= count <= trunk.config.layers:
         raise ConfigError(
-            f"reward.extra_layers: expected 0 to {trunk.config.layers}, the layers of the base model, got {count}"
+            f"reward.extra_layers: expected 0 to {trunk.config.layers} (the base model's layers), got {count}"
         )
     if not count:
         return trunk
@@ -165,10 +165,10 @@ class ActorCritic(nn.Module):
     """PPO's two models, trained together; they share no weights."""
 
     def __init__(self, actor: Transformer, critic: RewardModel) -> None:
-        """Raises ValueError if the actor has dropout: the ratio of equal policies would not be 1."""
+        """Raises ValueError if the actor has dropout: the ratio of identical policies would not be 1."""
         super().__init__()
         if actor.dropout:
-            raise ValueError(f"an actor must have no dropout, found {actor.dropout}")
+            raise ValueError(f"expected an actor without dropout, found dropout {actor.dropout}")
         assert actor is not critic.trunk, "the critic needs its own trunk"
         self.actor, self.critic = actor, critic
 
@@ -183,12 +183,12 @@ class ActorCritic(nn.Module):
     ) -> tuple[Tensor | T, Tensor]:
         """Logits of the next token, and the value of the state in which it is chosen: (n, V) and (n,) at `select`.
 
-        A single call for both, so that a wrapper that averages gradients over processes sees it. `head` is as in
-        `Transformer.forward`, the other arguments as in `RewardModel`.
+        Both come from a single call, so that a wrapper that averages gradients over processes covers both. `head` is as
+        in `Transformer.forward`, the other arguments are as in `RewardModel`.
         """
         logits = self.actor(input_ids, positions=positions, documents=documents, select=select, head=head)
         rewards = self.critic(input_ids, positions=positions, documents=documents, select=select)
-        return logits, self.critic.normalised(rewards)
+        return logits, self.critic.normalized(rewards)
 
     @property
     def checkpointing(self) -> Checkpointing:
@@ -227,13 +227,13 @@ class GuessingModel(TrunkModel):
 
     @property
     def trunk(self) -> Transformer:
-        """The reward model's."""
+        """The reward model's trunk."""
         return self.model.trunk
 
     def num_parameters(self) -> int:
-        """Those of the reward model."""
+        """Number of weights of the reward model."""
         return self.model.num_parameters()
 
     def flops_per_token(self, context: int) -> int:
-        """Those of the reward model; one more row is negligible."""
+        """Training FLOPs per token of the reward model; the extra row is negligible."""
         return self.model.flops_per_token(context)

@@ -1,35 +1,35 @@
-"""Weights before the first step: induction heads in a fresh model, or a pretrained checkpoint.
+"""Initial weights: induction heads in a fresh model, or a pretrained checkpoint.
 
 **Fresh weights that learn to copy sooner.** A small model learns to copy in one sudden drop of the loss, after
-about a million tokens or, in a short run, never: two layers have to find each other (Olsson et al. 2022,
-arXiv:2209.11895). `induction_heads` writes that circuit into the normal random weights, in the spirit of Trockman and
+about a million tokens or, in a short run, never, because two layers have to learn to work together (Olsson et al. 2022,
+arXiv:2209.11895). `induction_heads` writes this circuit into the usual random weights, in the spirit of Trockman and
 Kolter 2023 (arXiv:2305.09828), who initialize attention with the structure of trained attention. All weights stay
 trainable, and the architecture does not change.
 
     embedding   dimension 0 of every token is the same constant; the last norm hides it from the head
-    layer 0     query and key use only the constant, rotated so that RoPE's fast angles agree one token apart: head 0
-                attends to the previous token and adds a projection V of it, in directions O
+    layer 0     query and key use only the constant, rotated so that RoPE's fast angles match one token apart: head 0
+                attends to the previous token and adds its projection V, in directions O
     layer 1     query V x, key O^T x, on RoPE's slow angles: head 0 attends to the position whose previous token is
                 this token, and adds that position's token to the stream
 
-`relate_variants` gives the variants of one word (" Oslo", "Oslo", "_oslo") a shared half of their embeddings, so that a
-name seen after a space is also found and copied after a quotation mark, and "task" leads to "add_task". Without it,
-training has to learn this pair by pair.
+`relate_variants` makes the variants of a word (" Oslo", "Oslo", "_oslo") share half of their embeddings, so that a name
+seen after a space is also found and copied after a quotation mark, and "task" leads to "add_task". Otherwise, training
+has to learn each such pair separately.
 
-The embedding starts six times larger, and the branches at zero except for the two heads; otherwise the noise of the
-first layer drowns out the tokens. The last norm compensates for the scale, so fresh logits keep their size.
+The embedding starts six times larger, and the residual branches start at zero except for the two heads; otherwise, the
+first layer's noise would drown out the tokens. The last norm undoes the scale, so fresh logits keep their size.
 
-**A pretrained checkpoint** (`load`): its weights, with rows for added control tokens.
+**A pretrained checkpoint** (`load`): its weights, plus rows for added control tokens.
 
     folder of a Qwen3, Qwen2 or LLaMA checkpoint -> Transformer, Tokenizer
 
-The architecture is the checkpoint's; only the number of rows may grow (`text/tokenizer.py` determines how far). A new
+The architecture is the checkpoint's; only the vocabulary may grow (`text/tokenizer.py` determines by how much). A new
 control token's row is the mean of the rows of all tokens in the checkpoint, in the embedding and in an untied head: its
-logit is then the mean of the others', so it takes hardly any probability from them (Hewitt 2021, "Initializing new word
+logit is then the mean of theirs, so it takes hardly any probability from them (Hewitt 2021, "Initializing new word
 embeddings for pretrained language models"). The logits of the checkpoint's tokens do not change. Rows without a token
 keep the checkpoint's values.
 
-Not guaranteed: other families, scaled RoPE, pickles: `config.py` and `checkpoint.py` refuse them by name.
+Not supported: other families, scaled RoPE, pickles. `config.py` and `checkpoint.py` raise an error naming the cause.
 """
 
 import re
@@ -47,11 +47,11 @@ from pipeline.run.errors import ConfigError, ModelError
 from pipeline.text.tokenizer import Tokenizer, adopt
 
 EMBEDDING = 0.3  # standard deviation of the embedding's entries
-FAST, SLOW = 0.5, 0.01  # radians per token: angles from FAST up distinguish neighbors; angles up to SLOW span a context
+FAST, SLOW = 0.5, 0.01  # radians per token: angles >= FAST distinguish neighbors; angles <= SLOW span a context
 NOISE = 0.2  # fraction of the random weights kept in the two heads
-MEASURED_WIDTH = 192  # nano's: a token's own logit grows as sqrt(width), so the last norm shrinks for wider models
-STRENGTH = 1.7  # of a head's output, in lengths of an embedding
-LEADING = re.compile(rb"[^A-Za-z0-9\x80-\xff]+(?=[A-Za-z\x80-\xff])")  # what precedes a word in its token
+MEASURED_WIDTH = 192  # nano's width: a token's own logit grows as sqrt(width), so wider models get a smaller last norm
+STRENGTH = 1.7  # length of a head's output relative to an embedding's
+LEADING = re.compile(rb"[^A-Za-z0-9\x80-\xff]+(?=[A-Za-z\x80-\xff])")  # the characters before the word in a token
 
 
 @torch.no_grad()
@@ -64,14 +64,14 @@ def induction_heads(model: Transformer, generator: torch.Generator) -> None:
     width, size = config.width, config.head_dim
     if config.layers < 2 or config.attention != "causal":
         raise ConfigError(
-            "induction heads need a causal model of two layers or more; set language.induction_heads=false"
+            "induction heads need a causal model with at least two layers; set language.induction_heads=false"
         )
     angles = config.rope_theta ** (-torch.arange(0, size, 2) / size)
     fast, slow = angles >= FAST, angles <= SLOW
     if not slow.any():
         raise ConfigError(
             f"induction heads need angles up to {SLOW} per token; rope_theta {config.rope_theta} and head_dim {size}"
-            " have none. Raise rope_theta, or set language.induction_heads=false"
+            " give none. Raise rope_theta, or set language.induction_heads=false"
         )
 
     def draw_projection() -> Tensor:
@@ -86,7 +86,7 @@ def induction_heads(model: Transformer, generator: torch.Generator) -> None:
     table, last = model.model.embed_tokens.weight, model.model.norm.weight
     length = EMBEDDING * width**0.5
     table.mul_(EMBEDDING / config.initializer_range)
-    table[:, 0] = length  # as long as the rest of the row: the constant makes up half the squared norm of a normed row
+    table[:, 0] = length  # as long as the rest of the row, so the constant makes up half of the squared norm
     last.fill_(config.initializer_range / EMBEDDING * (MEASURED_WIDTH / width) ** 0.5)
     last[0] = 0
     added = STRENGTH * length * (2 / size) ** 0.5
@@ -94,7 +94,7 @@ def induction_heads(model: Transformer, generator: torch.Generator) -> None:
     query, key, value, out = _head(model, 0)
     previous, position = draw_projection(), draw_projection()
     rotation = torch.cat((angles.cos() * fast, -angles.sin() * fast))
-    constant = (2 * size / (width * int(fast.sum()))) ** 0.5  # makes queries and keys of length sqrt(head_dim)
+    constant = (2 * size / (width * int(fast.sum()))) ** 0.5  # gives queries and keys the length sqrt(head_dim)
     query[:, 0] += constant * rotation
     key[:, 0] += constant * torch.cat((fast, torch.zeros_like(fast)))
     value += previous
@@ -111,11 +111,11 @@ def induction_heads(model: Transformer, generator: torch.Generator) -> None:
 
 @torch.no_grad()
 def relate_variants(model: Transformer, token_bytes: Sequence[bytes], generator: torch.Generator) -> None:
-    """Give tokens that differ only in capitalization or in a leading space or sign a shared half of their embeddings.
+    """Make tokens that differ only in capitalization, leading spaces or punctuation share half of their embeddings.
 
-    `token_bytes[i]` are the bytes of token i. The squares of the old and shared parts' weights sum to 1, so lengths do
+    `token_bytes[i]` are the bytes of token i. The squared weights of the old and shared halves sum to 1, so lengths do
     not change.
-    Call it before `induction_heads`, which sets the scale. Draws from `generator`, on its device.
+    Call this before `induction_heads`, which sets the scale. Draws from `generator`, on its device.
     """
     words: dict[bytes, list[int]] = {}
     for token, text in enumerate(token_bytes):
@@ -145,7 +145,7 @@ TABLES = ("model.embed_tokens.weight", "lm_head.weight")
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Transformer, Tokenizer]:
-    """The checkpoint's weights as `dtype`, with a row for each tokenizer id, and its tokenizer, completed.
+    """The checkpoint's model in `dtype`, with a row for each tokenizer id, and its tokenizer with any missing tokens.
 
     Raises ModelError for a checkpoint that cannot be read or is not causal.
     """

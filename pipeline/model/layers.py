@@ -9,33 +9,33 @@ layers.
 | `Rows`      | equal length, one document each       | plain batches; the fast kernel with `is_causal`           |
 | `Masked`    | equal length, several documents each  | packed batches on accelerators and under compile          |
 | `Documents` | documents of any length, no padding   | packed or padded batches on a CPU: no mask, no waste      |
-| `Branches`  | the same, with common prefixes        | answers to one prompt on a CPU: the prefix runs once      |
-| `Cached`    | new tokens of some rows of a cache    | decoding (cache.py)                                       |
-| `Padded`    | those of another layout, then padding | bf16 on a CPU, where a new shape costs a compilation      |
+| `Branches`  | `Documents` with common prefixes      | answers to one prompt on a CPU: the prefix runs once      |
+| `Cached`    | new tokens for some rows of a cache   | decoding (cache.py)                                       |
+| `Padded`    | another layout's rows, then padding   | bf16 on a CPU, where each new shape needs a compilation   |
 
-In bf16 on a CPU, `attend` is not called: cpu/attention.py runs an `attention_plan` of the first, third or fourth.
+In bf16 on a CPU, `Rows`, `Documents` and `Branches` run as an `attention_plan` in cpu/attention.py, not with `attend`.
 
-Shapes: N tokens of the line, B rows, T time, H query heads, K key heads, G = H/K, h head size.
+Shapes: N tokens in the line, B rows, T tokens per row, H query heads, K key heads, G = H/K, h head size.
 
-**Parts**: embedding, norm, grouped-query attention with RoPE, SwiGLU, and their block, as in Qwen3 (arXiv:2505.09388),
-Qwen2 and LLaMA; `transformer.py` runs them. Parameters have Hugging Face's names. Under autocast to bf16 on a CPU,
+**Parts**: embedding, norm, grouped-query attention with RoPE, SwiGLU, and blocks, as in Qwen3 (arXiv:2505.09388), Qwen2
+and LLaMA; `transformer.py` runs the blocks. Parameters have Hugging Face's names. Under autocast to bf16 on a CPU,
 everything except decoding uses the hand-written passes of `cpu/layers.py` (`in_bf16`).
 
 **The hook**: a module that changes the residual stream after each layer, provided by a wing (pipeline/wings.py).
 
-What a wing registers for it:
+A wing registers for its hook:
 
     model_keys     () -> a dataclass of the hook's keys in a model file
-    check_model    (ModelConfig) -> None; raises ValueError if these keys do not fit the rest
-    layer_hook     (ModelConfig) -> the LayerHook described by the keys, with zero weights; None without them
-    hook_cache     (ModelConfig, rows, dtype, device) -> its `cache.HookCache`; None without the keys
+    check_model    (ModelConfig) -> None; raises ValueError if these keys are inconsistent with the others
+    layer_hook     (ModelConfig) -> the LayerHook described by the keys, with zero weights; None without the keys
+    hook_cache     (ModelConfig, rows, dtype, device) -> the hook's `cache.HookCache`; None without the keys
     hook_bytes     (ModelConfig, kind of device, precision, tokens) -> bytes the hook stores during a training pass
     model_type     () -> `model_type` in config.json of a model with the hook, so that no other engine runs it
     save_hook      (folder, LayerHook, weights, base) -> None; writes the hook's files into a model directory: `weights`
-                   are under its own names, `base` is the digest of the model's other weights
+                   have the hook's own names, `base` is the digest of the model's other weights
     load_hook      (Transformer, folder) -> None; attaches the hook stored in a model directory
 
-The core uses a hook only through this class; its weights are in `state_dict()` under its name.
+The core uses a hook only through `LayerHook`; the hook's weights are in the model's `state_dict()` under its `name`.
 """
 
 import importlib
@@ -58,7 +58,7 @@ from pipeline.model.cpu.attention import Plan
 from pipeline.model.cpu.layers import ragged_attention, rms_norm, rotate
 from pipeline.run.types import JsonObject
 
-KEPT_PROBABILITIES = 512  # up to this length, storing them is 1.4x faster than the fused kernel; equal at 2,048
+KEPT_PROBABILITIES = 512  # up to this length, storing them is 1.4x faster than the fused kernel; no faster at 2,048
 MAX_SHARING_LENGTH = 2048  # rows up to this length may share a prefix
 LEAST_SHARED = 16  # minimum length of a common prefix worth sharing
 
@@ -88,7 +88,7 @@ class Masked:
 
     @classmethod
     def of(cls, documents: Tensor, causal: bool) -> "Masked":
-        """From document ids (B, T): tokens of a row with equal ids attend to each other."""
+        """From document ids (B, T): tokens in the same row with equal ids attend to each other."""
         same = documents[:, None, :, None] == documents[:, None, None, :]  # (B, 1, T, T)
         return cls(same.tril() if causal else same)
 
@@ -112,7 +112,7 @@ class Documents:
 
 @dataclass(frozen=True)
 class Branches:
-    """Documents, some starting with a prefix of another; the line contains shared prefixes once. Causal, for CPUs.
+    """Documents, some of which share a prefix with another; the line contains it once. Causal, for CPUs.
 
     Document i adds `lengths[i]` tokens to the line after the first `before[i]` tokens of document `parents[i]`, which
     comes earlier; `keys` (N + sum(before),) are the line indices of all tokens of each document.
@@ -134,7 +134,7 @@ class Branches:
 
 @dataclass(frozen=True)
 class Padded:
-    """Another layout on the first `tokens` of the line; the padding after them attends to nothing and gets zeros."""
+    """Another layout on the first `tokens` of the line; the padding after them attends to nothing and outputs zeros."""
 
     layout: Layout
     tokens: int
@@ -145,7 +145,7 @@ class Padded:
 
 
 def attention_plan(layout: Layout, tokens: int, heads: int) -> Plan | None:
-    """The plan of attention in bf16 for `heads` query heads over a line of `tokens` tokens; None for other layouts."""
+    """The plan for bf16 attention of `heads` query heads over a line of `tokens` tokens; None if there is none."""
     if isinstance(layout, Padded):
         layout, tokens = layout.layout, layout.tokens
     if isinstance(layout, Rows):
@@ -161,7 +161,7 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, batch: int, mask: Tensor | None, cau
     """The fused kernel on `batch` rows of equal length."""
     q, k, v = (x.unflatten(0, (batch, -1)).transpose(1, 2) for x in (q, k, v))  # (B, heads, T, h)
     group = q.shape[1] // k.shape[1]
-    if group > 1 and q.device.type == "cpu":  # `enable_gqa` is slower there (50 vs. 46 ms); one key head is a view
+    if group > 1 and q.device.type == "cpu":  # `enable_gqa` is slower there (50 vs. 46 ms); one key head is not copied
         k, v = (x.expand(-1, group, -1, -1) if x.shape[1] == 1 else x.repeat_interleave(group, 1) for x in (k, v))
         group = 1
     out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=group > 1)
@@ -169,7 +169,7 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, batch: int, mask: Tensor | None, cau
 
 
 def positions_in(documents: Tensor) -> Tensor:
-    """Positions from 0 in each run of equal ids, (B, T) -> (B, T), computed on the device."""
+    """Positions within each run of equal ids, from 0: (B, T) -> (B, T), computed on the device of the ids."""
     time = torch.arange(documents.shape[1], device=documents.device)
     begins = documents.diff(dim=1, prepend=documents[:, :1] - 1) != 0
     return time - torch.where(begins, time, 0).cummax(dim=1).values
@@ -180,17 +180,17 @@ class Line:
     """A padded batch of documents laid out as one line: its attention, and the mapping back to the batch."""
 
     layout: Layout
-    positions: Tensor  # (N,) of the line's tokens, from 0 in each document
+    positions: Tensor  # (N,) for the line's tokens, from 0 in each document
     computed: Tensor | None  # (N,) flat indices of the line's tokens in the batch; None: all, in order
     kept: Tensor | None  # (M,) flat indices of all tokens that are not padding; None: no padding
-    source: Tensor | None  # (M,) the line's token for each of these; None: one each, in order
+    source: Tensor | None  # (M,) the index in the line of each kept token; None: the identity
 
     @classmethod
     def of(cls, documents: Tensor, causal: bool, ids: Tensor | None = None) -> "Line":
         """From document ids (B, T): runs of equal ids are documents; negative ids are padding, which is left out.
 
-        With the tokens `ids` (B, T), rows of one causal document each share their common prefixes. Raises ValueError
-        if a row returns to an earlier id, because its documents are then not contiguous.
+        If the tokens `ids` (B, T) are given and each row is one causal document, rows share their common prefixes.
+        Raises ValueError if a row returns to an earlier id, because its documents are then not contiguous.
         """
         numbers = documents.cpu().numpy()
         width = numbers.shape[1]
@@ -217,7 +217,7 @@ class Line:
     def _branches(
         cls, positions: Tensor, starts: np.ndarray, lengths: np.ndarray, prefixes: list[tuple[int, int, int]]
     ) -> "Line":
-        """Each document without the prefix it shares with another, in the order of `prefixes`."""
+        """A line of the documents in the order of `prefixes`, each without the prefix it shares with another."""
         order = np.array([row for row, _, _ in prefixes])
         place = np.argsort(order)  # position of each row in the line
         shared = np.array([number for _, _, number in prefixes])
@@ -238,12 +238,12 @@ class Line:
 
 
 def begin_alike(rows: Sequence[np.ndarray]) -> list[tuple[int, int, int]]:
-    """(row, other, number) for each row: its first `number` tokens equal those of the other row; 0 if none are shared.
+    """(row, other, number) for each row: its first `number` tokens equal those of row `other`; 0 if none are shared.
 
-    The other row comes earlier in the list, and no earlier row shares a longer prefix. Rows are sorted by their tokens,
-    so each follows the one it shares most with, and the part common to all rows counts once: answers share their
-    prompt, and prompts share their beginning. Each row keeps at least its last token, and prefixes shorter than
-    `LEAST_SHARED` are ignored.
+    `other` comes earlier in the list, and no earlier row shares a longer prefix. Rows are sorted by their tokens, so
+    each follows the row with which it shares the longest prefix, and a prefix of several rows is computed once: answers
+    share their prompt, and prompts share their beginning. Each row keeps at least its last token, and prefixes shorter
+    than `LEAST_SHARED` are ignored.
     """
     order = sorted(range(len(rows)), key=lambda row: rows[row].astype(">i8").tobytes())
     prefixes = [(order[0], 0, 0)] if order else []
@@ -280,8 +280,8 @@ class Embedding(nn.Embedding):
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, nf4: Any = None) -> Tensor:
-    """x W^T + b. A frozen weight may be stored at lower precision (learning/reference.py): bf16, which is widened to x
-    outside autocast, or NF4 with the state `nf4`, which is widened part by part.
+    """x W^T + b. A frozen weight may be stored at lower precision (learning/reference.py): in bf16, converted to the
+    dtype of x outside autocast, or in NF4 with the state `nf4`, dequantized on the fly.
     """
     if nf4 is not None:
         return importlib.import_module("bitsandbytes").matmul_4bit(x, weight.t(), quant_state=nf4, bias=bias)
@@ -291,21 +291,21 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, nf4: Any = Non
 
 
 def dense(weight: Tensor, nf4: Any) -> Tensor:
-    """A weight (out, in), widened to bf16 if stored in NF4."""
+    """A weight (out, in), dequantized to bf16 if stored in NF4."""
     if nf4 is None:
         return weight
     return importlib.import_module("bitsandbytes.functional").dequantize_4bit(weight, nf4)
 
 
 class Linear(nn.Linear):
-    """`nn.Linear` that starts at zero: its weights are drawn by `Transformer.initialise` or loaded."""
+    """`nn.Linear` that starts at zero: its weights are drawn by `Transformer.initialize` or loaded."""
 
     nf4: Any = None  # bitsandbytes' quantization state for an NF4 weight
 
     def __init__(self, num_in: int, num_out: int, bias: bool = False) -> None:
         super().__init__(num_in, num_out, bias=bias)
 
-    def forward(self, input: Tensor) -> Tensor:  # nn.Linear's name
+    def forward(self, input: Tensor) -> Tensor:  # named as in nn.Linear
         return linear(input, self.weight, self.bias, self.nf4)
 
     def reset_parameters(self) -> None:
@@ -337,7 +337,7 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention; RoPE on queries and keys, after their head norms."""
+    """Grouped-query attention, with RoPE on queries and keys after their head norms."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -426,7 +426,7 @@ class Block(nn.Module):
         dropout: float,
         chosen: Tensor | None = None,
     ) -> Tensor:
-        """(N, D) -> (N, D); with token indices `chosen` (U,), only those, (U, D)."""
+        """(N, D) -> (N, D), or (U, D) for only the tokens with the indices `chosen` (U,)."""
         plan = attention_plan(layout, len(x), self.self_attn.heads) if layers.runs_in_bf16(x) else None
         if plan is not None and self.self_attn.plain:
             attended = self.self_attn.in_bf16(x, self.input_layernorm, cos, sin, plan)
@@ -442,7 +442,7 @@ class Block(nn.Module):
 
 
 class Body(nn.Module):
-    """All but the head, with Hugging Face's names."""
+    """Everything but the head, with Hugging Face's names."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -456,31 +456,31 @@ class Body(nn.Module):
 # -- the hook for a wing -----------------------------------------------------------------------------------------------
 
 
-Reads = Callable[[int, Tensor], Tensor]  # (layer, stream (N, D) after it) -> stream after the hook
+Reads = Callable[[int, Tensor], Tensor]  # (layer, residual stream (N, D) after it) -> the stream after the hook
 
 
 class LayerHook(nn.Module):
     """A module that changes the residual stream after each layer."""
 
-    name: ClassVar[str]  # its attribute name in the model
-    hf_keys: ClassVar[JsonObject]  # its keys in config.json
-    added: bool = False  # to a trained model, whose weights then form one parameter group (learning/optim.py)
-    leaky: bool = False  # a position may depend on later ones
+    name: ClassVar[str]  # the hook's attribute name in the model
+    hf_keys: ClassVar[JsonObject]  # the hook's keys in config.json
+    added: bool = False  # whether to a trained model, whose weights then form one parameter group (learning/optim.py)
+    leaky: bool = False  # whether a position may depend on later ones
 
     def reads(self, positions: Tensor, padding: Tensor | None, computed: Tensor | None, reading: object) -> Reads:
-        """For a line of tokens: `positions` (N,) count from 0 in each document, `padding` (N,) bool.
+        """The function to apply after each layer to a line of tokens.
 
-        `computed` (N,) are the tokens' indices in the flattened batch, None if they are all of it. `reading` is what
-        the caller passed to the model for the hook.
+        `positions` (N,) count from 0 in each document; `padding` (N,) is bool. `computed` (N,) are the tokens' indices
+        in the flattened batch, None for the entire batch. `reading` is the caller's argument to the model for the hook.
         """
         raise NotImplementedError
 
     def going_on(self, layout: Layout) -> Reads:
-        """For new tokens of a cache's rows, already added to the lengths by `layout`."""
+        """Like `reads`, for new tokens of cache rows; `layout` has already added them to the row lengths."""
         raise NotImplementedError
 
-    def initialise(self, generator: torch.Generator) -> None:
-        """Fresh weights, with which the model starts out as if it had no hook."""
+    def initialize(self, generator: torch.Generator) -> None:
+        """Draw fresh weights, with which the hook has no effect at first."""
         raise NotImplementedError
 
     def flops_per_token(self) -> int:
@@ -488,7 +488,7 @@ class LayerHook(nn.Module):
         return 0
 
     def num_parameters(self) -> int:
-        """All its weights."""
+        """Number of the hook's weights."""
         return sum(parameter.numel() for parameter in self.parameters())
 
 

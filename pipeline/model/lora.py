@@ -9,15 +9,15 @@ weights, `disabled` runs it without them (the reference of DPO and RL), `merge` 
 keep their names (`...q_proj.weight`), next to the adapter's parameters (`...q_proj.lora_A.weight`). Adapters are at
 least float32, whatever the dtype of the base.
 
-`trained_tokens` are embedding rows that are fully trained, in addition to the adapters: with a frozen embedding, later
-layers cannot learn a template's own tokens, which the base model has never seen (docs/LOG.md).
+`trained_tokens` selects embedding rows that are fully trained, in addition to the adapters: with a frozen embedding,
+later layers cannot learn a template's own tokens, which the base model has never seen (docs/LOG.md).
 
 `export_peft` and `import_peft` write and read peft's `adapter_config.json` and `adapter_model.safetensors`.
 
-Not guaranteed: low-rank adapters on the embedding or the head, more than one at a time, ranks that differ between
-modules, trained biases, other peft types, modules saved whole. `import_peft` refuses those by file and key. DoRA
-recomputes its row norms in every forward pass, as peft does, at the cost of r extra tokens: merge before long
-decoding.
+Not supported: low-rank adapters on the embedding or the head, more than one at a time, ranks that differ between
+modules, trained biases, other peft types, fully saved modules. `import_peft` rejects these, naming the file and key.
+DoRA recomputes its row norms in every forward pass, as peft does, which costs as much as r extra tokens: merge before
+decoding many tokens.
 """
 
 import json
@@ -57,13 +57,13 @@ class AdapterConfig:
     dropout: float = 0.0
     """Dropout on the input of A, during training."""
     targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
-    """Modules that get an adapter, or just all-linear."""
+    """Modules that get an adapter; all-linear, on its own, selects all of them."""
     rslora: bool = False
     """Scale by alpha / sqrt(rank), so that larger ranks do not learn more slowly."""
     dora: bool = False
-    """Learn the norm of each row separately from its direction."""
+    """Learn the norm of each weight row separately from its direction."""
     trained_tokens: tuple[int, ...] = ()
-    """Token ids whose embeddings are also trained, such as template tokens the base has never seen."""
+    """Ids of tokens whose embeddings are also trained, such as template tokens that the base model has never seen."""
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -71,7 +71,7 @@ class AdapterConfig:
         if not self.alpha > 0:
             raise ValueError(f"adapter.alpha: expected a positive number, found {self.alpha}")
         if not 0 <= self.dropout < 1:
-            raise ValueError(f"adapter.dropout: expected at least 0 and below 1, found {self.dropout}")
+            raise ValueError(f"adapter.dropout: expected a number in [0, 1), found {self.dropout}")
         if self.targets != (ALL,) and (not self.targets or set(self.targets) - set(TARGETS)):
             raise ValueError(
                 f"adapter.targets: expected some of {', '.join(TARGETS)}, or only {ALL}; found {list(self.targets)}"
@@ -81,7 +81,7 @@ class AdapterConfig:
 
     @property
     def scale(self) -> float:
-        """k, the factor of B A."""
+        """k, the factor applied to B A."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     @property
@@ -91,7 +91,7 @@ class AdapterConfig:
 
 
 class Magnitude(nn.Module):
-    """m of DoRA: a learned norm for each row."""
+    """DoRA's m: a learned norm for each weight row."""
 
     def __init__(self, norms: Tensor) -> None:
         super().__init__()
@@ -150,7 +150,8 @@ class AdaptedLinear(nn.Module):
     def matrix(self) -> Tensor:
         """W + k B A (out, in), for which autograd computes the exact gradients dB = k dW A^T and dA = k B^T dW.
 
-        For many tokens, one product with it is faster than three, and dW faster than gradients through thin matrices.
+        For many tokens, one product with this matrix is faster than three products, and computing dW is faster than
+        computing gradients through thin matrices.
         """
         return self._sum() if self.enabled else dense(self.weight, self.nf4)
 
@@ -172,7 +173,7 @@ class AdaptedLinear(nn.Module):
 
     @torch.no_grad()
     def _norms(self) -> Tensor:
-        """Norms of the rows of W + k B A (out,), without gradient: section 4.3 of DoRA."""
+        """Row norms (out,) of W + k B A, without gradient (DoRA, section 4.3)."""
         return torch.linalg.vector_norm(self._sum(), dim=1)
 
 
@@ -283,21 +284,21 @@ def load_adapter_state(model: nn.Module, state: Mapping[str, Tensor], *, source:
         ]
         raise ModelError(
             f"{source}: expected the {len(own)} parameters of the attached adapter, found {' and '.join(differences)}; "
-            "attach with the adapter's training configuration, to the same base model"
+            "attach it with the configuration and the base model it was trained with"
         )
     for name, parameter in own.items():
         if state[name].shape != parameter.shape:
             found, expected = list(state[name].shape), list(parameter.shape)
-            raise ModelError(f"{source}: {name} has shape {found}, expected {expected}: different rank or base model")
+            raise ModelError(f"{source}: {name} has shape {found}, expected {expected}; the rank or base model differs")
     for name, parameter in own.items():
         parameter.copy_(state[name])
 
 
 @contextmanager
 def disabled(model: nn.Module) -> Iterator[None]:
-    """A context in which the model is the base model, bit for bit.
+    """A context in which the model's outputs are the base model's, bit for bit.
 
-    Do not run a backward pass of the adapted model inside it: recomputed layers would lack their adapters.
+    Do not run a backward pass of the adapted model in this context: recomputed layers would lack adapters.
     """
     layers = adapters(model)
     before = [layer.enabled for layer in layers]
@@ -360,10 +361,10 @@ def detach(model: nn.Module) -> None:
 
 @torch.no_grad()
 def merged_with_gate(model: Transformer, input_ids: Tensor) -> float:
-    """`merge` with a check: returns the largest difference in the logits of `input_ids` (64, T), without padding.
+    """`merge` with a check: returns the largest change in the logits of `input_ids` (64, T), which has no padding.
 
-    Raises GateError above 1e-4, or above 1e-5 of the largest logit if that is more: float32 rounding is that large in a
-    sharp model. Do not publish in that case. The logits before merging are kept on the CPU.
+    Raises GateError above 1e-4 or, if larger, 1e-5 times the largest logit (the float32 rounding error if logits are
+    large). The model must then not be published. The logits before merging are kept on the CPU.
     """
     assert len(input_ids) == MERGE_ROWS, f"the merge gate needs {MERGE_ROWS} rows"
     was_training = model.training
@@ -378,9 +379,9 @@ def merged_with_gate(model: Transformer, input_ids: Tensor) -> float:
     tolerance = max(MERGE_TOLERANCE, ROUNDING * largest)
     if not difference <= tolerance:
         raise GateError(
-            f"merge gate: expected the logits of {MERGE_ROWS} rows within {tolerance:.2g} before and after merging, "
+            f"merge gate: expected merging to change the logits of {MERGE_ROWS} rows by at most {tolerance:.2g}, "
             f"found {difference:.2e}. Likely cause: weights in {model.model.embed_tokens.weight.dtype} instead of "
-            "float32, or an adapter update that is not finite or far larger than its base weight (lower the rate)"
+            "float32, or an update that is not finite or far larger than its base weight (lower the learning rate)"
         )
     return difference
 
@@ -419,9 +420,9 @@ EMPTY: tuple[object, ...] = (None, False, {}, [])
 def export_peft(folder: Path, model: Transformer, config: AdapterConfig, *, base_name: str) -> None:
     """Write the attached adapter as peft does: `adapter_config.json` and `adapter_model.safetensors`.
 
-    The configuration has the keys that every peft since 0.11 reads; newer keys, if missing, take their defaults.
+    The configuration has the keys that every peft version since 0.11 reads; newer keys are left at their defaults.
     """
-    assert adapters(model), "there is no adapter to export; merge() removes it"
+    assert adapters(model), "there is no adapter to export; merge() removes adapters"
     folder.mkdir(parents=True, exist_ok=True)
     values = {
         "peft_type": "LORA",
@@ -495,7 +496,7 @@ def _check_rank(stored: dict[str, Tensor], rank: int, path: Path) -> None:
         if name.endswith("lora_A.weight") and rank > tensor.shape[0]:
             raise ModelError(
                 f"{path}: {name} has shape {list(tensor.shape)}, expected [{rank}, {tensor.shape[-1]}]: the rank"
-                " differs from r in adapter_config.json; fetch or export it again"
+                " differs from `r` in adapter_config.json; fetch or export the adapter again"
             )
 
 
@@ -519,7 +520,7 @@ def _read_peft_config(path: Path) -> AdapterConfig:
         if values.get(key, allowed[0]) not in allowed:
             raise ModelError(
                 f"{path}: {key} = {values[key]!r} is not supported here; expected"
-                f" {' or '.join(map(repr, allowed[:2]))}. Merge the adapter in peft and import the merged model"
+                f" {' or '.join(map(repr, allowed[:2]))}. Merge the adapter with peft and import the merged model"
             )
     try:
         # peft writes full paths for all-linear. If a layer is left out, its adapter is missing from the file.
@@ -538,7 +539,7 @@ def _read_peft_config(path: Path) -> AdapterConfig:
 
 
 def _trained_tokens(path: Path, value: object) -> tuple[int, ...]:
-    """`trainable_token_indices`: ids, or ids for the embedding only. Raises ModelError."""
+    """The ids in `trainable_token_indices`: a list, or a dict with a list for the embedding. Raises ModelError."""
     leaf = EMBEDDING.rpartition(".")[2]
     ids = value.get(leaf) if isinstance(value, dict) and set(value) <= {leaf} else value
     if ids is None or ids == {}:

@@ -3,7 +3,7 @@
     x = embed(ids);  per layer: x += attention(norm(x)), x += swiglu(norm(x));  logits = head(norm(x))
 
 Parameters have Hugging Face's names (`model.layers.0.self_attn.q_proj.weight`), so `state_dict()` has the keys of
-`model.safetensors`. Inside, all tokens of a batch are flattened to one line (N, D); a layout (`layers.py`) defines
+`model.safetensors`. Internally, a batch's tokens are flattened into one line (N, D); a layout (`layers.py`) defines
 which tokens attend to each other.
 
 Not here: losses (`learning/losses.py`), files (`checkpoint.py`), sampling (`generation/`). Dropout is off by default.
@@ -45,11 +45,11 @@ from pipeline.model.layers import (
 )
 
 T = TypeVar("T")
-EVEN_ROWS = 128  # above it, rows are padded to multiples of it, which limits the number of distinct shapes
-FEW = 0.75  # if at most this share of tokens is selected, the end of the last layer runs only for them
+EVEN_ROWS = 128  # more rows than this are padded to a multiple of it, which limits the number of distinct shapes
+FEW = 0.75  # if at most this share of tokens is selected, only they go through the end of the last layer
 Checkpointing = Literal["none", "full", "every_2", "selective"]
-# What "selective" saves: expensive to compute and small to store. Our CPU attention (cpu/layers.py) is
-# recomputed, because its scores are large.
+# What "selective" saves: results that are expensive to compute and small to store. Our CPU attention
+# (cpu/layers.py) is recomputed, because its scores are large.
 SAVED_OPERATIONS = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
@@ -81,17 +81,17 @@ class Transformer(nn.Module):
             self.lm_head = Linear(config.width, config.vocab_size)
         self.attach(layer_hook(config))
         if generator is not None:
-            self.initialise(generator)
+            self.initialize(generator)
 
     def attach(self, hook: LayerHook | None) -> None:
-        """Let `hook` change the stream after each layer. Its weights are registered under its name."""
+        """Let `hook` change the residual stream after each layer. Its weights are registered under its name."""
         self.hook_name = "" if hook is None else hook.name
         if hook is not None:
             self.add_module(hook.name, hook)
 
     @property
     def hook(self) -> LayerHook | None:
-        """The module that changes the stream after each layer."""
+        """The module that changes the residual stream after each layer, if any."""
         hook = self._modules.get(self.hook_name)
         assert hook is None or isinstance(hook, LayerHook)
         return hook
@@ -136,8 +136,8 @@ class Transformer(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """The distinct head inputs (U, D) at the n positions where `select` (B, T) is True.
 
-        Also returns each position's index into them, (n,), row by row; None if it is the identity. The other arguments
-        and errors are those of `hidden`.
+        Also returns each position's index into these inputs, (n,), row by row; None if it is the identity. The other
+        arguments and errors are those of `hidden`.
         """
         x, line, index = self._encode(input_ids, positions, documents, cache, reading, select)
         if index is not None:
@@ -156,9 +156,9 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """The head's input, after the last norm: (B, T, D) for `input_ids` (B, T).
 
-        `documents` (B, T) are ids of the documents packed into each row: tokens attend only within their own (None:
-        each row is one document). Negative ids are padding; the output there is undefined. `positions` (B, T) count
-        from 0 in each document; None derives them. On a CPU, the common prefix of rows with one document each is
+        `documents` (B, T) are ids of the documents packed into each row: tokens attend only within their own document
+        (None: each row is one). Negative ids are padding; the output there is undefined. `positions` (B, T) count from
+        0 in each document; if None, they are derived. On a CPU, the common prefix of rows with one document each is
         computed once. With a `cache`, the T tokens continue its B rows. `reading` is passed to the model's hook
         (model/layers.py). Raises ValueError if rows are longer than the context, a cache is combined with documents,
         or a row of `documents` returns to an earlier id.
@@ -175,10 +175,10 @@ class Transformer(nn.Module):
         reading: object = None,
         select: Tensor | None = None,
     ) -> tuple[Tensor, Line | None, Tensor | None]:
-        """Hidden states (N, D) of the computed tokens, and which tokens they are; None: all B * T.
+        """Hidden states (N, D) of the computed tokens, and which tokens these are (None: all B * T).
 
-        With `select` (B, T), possibly only the states of its positions (n, D); if rows share a prefix, only the
-        distinct ones (U, D) and each position's index into them, (n,).
+        With `select` (B, T), may compute only the states at its positions, (n, D); if rows share a prefix, only the
+        distinct states (U, D), and returns each position's index into them, (n,).
         """
         batch, time = input_ids.shape
         causal = self.config.attention == "causal"
@@ -227,8 +227,8 @@ class Transformer(nn.Module):
         """Run the layers on one line of tokens: `ids` and `positions` (N,) -> (N, D), after the last norm.
 
         `read` maps the stream (N, D) after each layer to the stream after the hook; None: the tokens continue rows of a
-        cache. With the indices `chosen` (U,), not allowed with a hook: only these tokens' results, (U, D). After the
-        last attention, nothing else depends on the other tokens.
+        cache. With the indices `chosen` (U,), not allowed with a hook, returns only these tokens' states, (U, D), which
+        depend on no other tokens after the last attention.
         """
         if read is None and (hook := self.hook) is not None:
             read = hook.going_on(layout)
@@ -278,7 +278,7 @@ class Transformer(nn.Module):
 
     @property
     def compiled(self) -> bool:
-        """Whether the blocks run under torch.compile, which needs equal shapes from batch to batch."""
+        """Whether the blocks run under torch.compile, which needs the same shapes in every batch."""
         return getattr(self.model.layers[0], "_compiled_call_impl", None) is not None
 
     @property
@@ -299,7 +299,7 @@ class Transformer(nn.Module):
         return torch.empty_like(x).uniform_(-1, 1) * (self.neftune_alpha / (lengths * x.shape[1]).sqrt())[:, None]
 
     def num_parameters(self) -> int:
-        """All weights; a tied embedding counts once."""
+        """Number of weights; a tied embedding counts once."""
         return sum(parameter.numel() for parameter in self.parameters())
 
     def flops_per_token(self, context: int) -> int:
@@ -307,11 +307,11 @@ class Transformer(nn.Module):
         return self.config.flops_per_token(context) + (0 if self.hook is None else self.hook.flops_per_token())
 
     @torch.no_grad()
-    def initialise(self, generator: torch.Generator) -> None:
-        """Fresh weights: normal, the two projections into the residual stream scaled by 1/sqrt(2 * layers).
+    def initialize(self, generator: torch.Generator) -> None:
+        """Draw fresh weights: normal, with the two projections into the residual stream scaled by 1/sqrt(2 * layers).
 
-        As in GPT-2 (Radford et al. 2019, 2.3), whose 0.02 is `ModelConfig.initializer_range` at width 1250. Norms are
-        one, biases zero. Depends only on the generator's state: weights are drawn on its device, in the order of
+        As in GPT-2 (Radford et al. 2019, 2.3), whose 0.02 is `ModelConfig.initializer_range` at width 1250. Norms start
+        at 1, biases at 0. Depends only on the generator's state: weights are drawn on its device, in the order of
         `state_dict()`.
         """
         for name, parameter in self.named_parameters():
@@ -325,7 +325,7 @@ class Transformer(nn.Module):
             weights = torch.empty(parameter.shape, device=generator.device).normal_(0.0, std, generator=generator)
             parameter.copy_(weights)
         if self.hook is not None:
-            self.hook.initialise(generator)
+            self.hook.initialize(generator)
 
 
 def _selective_contexts() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
@@ -340,18 +340,18 @@ def _selective_policy(
 
 
 def num_padding_rows(x: Tensor, rows: int) -> int:
-    """Rows of padding for a matrix product: oneDNN compiles a bf16 kernel for each new shape, in 4 to 20 ms."""
+    """Number of padding rows for a matrix product: oneDNN compiles a bf16 kernel for each new shape, in 4 to 20 ms."""
     return -rows % EVEN_ROWS if rows > EVEN_ROWS and cpu_autocast(x) else 0
 
 
 def _selected(select: Tensor, line: Line | None) -> Tensor:
-    """The tokens of the line selected by `select` (B, T), (n,)."""
+    """Indices (n,) of the line's tokens selected by `select` (B, T)."""
     kept = select.flatten() if line is None or line.kept is None else select.flatten()[line.kept]
     return kept.nonzero().squeeze(1)
 
 
 def _spread(x: Tensor, line: Line | None, input_ids: Tensor) -> Tensor:
-    """(N, D) -> (B, T, D), zeros where padding was left out."""
+    """(N, D) -> (B, T, D), with zeros where padding was left out."""
     if line is not None and line.source is not None:
         x = x.index_select(0, line.source)
     if line is not None and line.kept is not None:

@@ -1,6 +1,6 @@
 """The report's baseline: the metrics of another commit, from DVC's cache.
 
-    python -m pipeline.report.baseline pin [REV]     write the full hash of REV (HEAD) to report.baseline in params.yaml
+    python -m pipeline.report.baseline pin [REV]     set report.baseline in params.yaml to the hash of REV (or HEAD)
     python -m pipeline.report.baseline unpin         remove the baseline
 
 The hash is in params.yaml because a cached stage that read "the last commit" would depend on an input that DVC does not
@@ -43,7 +43,7 @@ def metrics_at(revision: str) -> Iterator[Path]:
             files = DVCFileSystem(rev=commit)
             built = _built(files)
             if not built:
-                raise InputError(f"{revision} has no metrics: expected a commit with dvc.lock; commit it after make")
+                raise InputError(f"{revision} has no metrics: expected a commit with dvc.lock; run make and commit it")
             for path in built:
                 target = Path(scratch) / path
                 target.parent.mkdir(parents=True, exist_ok=True)
@@ -58,7 +58,7 @@ def metrics_at(revision: str) -> Iterator[Path]:
 
 
 def _built(files: "DVCFileSystem") -> list[str]:
-    """The outs below metrics/ in the commit's dvc.lock; if only the spine was built, it lacks those of the branches."""
+    """The outputs below metrics/ in the commit's dvc.lock; without branches if only the spine was built."""
     if not files.exists("dvc.lock"):
         return []
     stages = yaml.safe_load(files.read_text("dvc.lock")).get("stages", {}).values()
@@ -70,7 +70,7 @@ def at(revision: str) -> MetricsRun:
     """The metrics at a revision; `workspace` is the working tree. Raises InputError."""
     if revision == WORKSPACE:
         if not Path("metrics").is_dir():
-            raise InputError("metrics/ does not exist; make it with: dvc repro")
+            raise InputError("metrics/ does not exist; run dvc repro")
         return metrics.read(Path("metrics"))
     with metrics_at(revision) as folder:
         return metrics.read(folder)
@@ -108,10 +108,10 @@ def file_at(revision: str, path: str) -> str:
 
 
 def pin(path: Path, value: str) -> None:
-    """Write `report.baseline` to params.yaml without changing anything else. Raises ConfigError without that line."""
+    """Write `report.baseline` to params.yaml without changing anything else. Raises ConfigError without the line."""
     text, count = LINE.subn(lambda match: f"{match[1]} {value}".rstrip(), path.read_text(encoding="utf-8"))
     if count != 1:
-        raise ConfigError(f"{path}: expected a block `report:` with a line `  baseline:`, found none; add them")
+        raise ConfigError(f"{path}: expected a block `report:` with a line `  baseline:`, found none; add it")
     path.write_text(text, encoding="utf-8")
 
 
@@ -122,7 +122,7 @@ def main(arguments: list[str]) -> int:
             revision = resolve(arguments[1] if len(arguments) == 2 else "HEAD")
             with metrics_at(revision):  # fail now instead of in the report
                 pin(Path("params.yaml"), revision)
-            sys.stdout.write(f"report.baseline is now {revision}; dvc repro stage_report compares with it\n")
+            sys.stdout.write(f"report.baseline is now {revision}; run dvc repro stage_report to compare with it\n")
         elif arguments == ["unpin"]:
             pin(Path("params.yaml"), "")
             sys.stdout.write("report.baseline is now null; the report has no baseline\n")

@@ -7,7 +7,7 @@ Equal input gives equal output. Every chart has axis labels and units. A page ca
 names: they share no ids, nothing is clipped (a clip path is a `url()`), and styles stay within their element.
 
 The graph contains only stages that were built, with their time if known. Edges implied by another path are omitted, so
-that the picture shows the chain. Stages within a column are ordered by the mean height of their inputs.
+that the picture shows the chain. Stages within a column are ordered by the mean vertical position of their inputs.
 
 Not included: interactivity (the numbers are in a table below each chart); a graph without crossing edges.
 
@@ -17,8 +17,8 @@ Not included: interactivity (the numbers are in a table below each chart); a gra
     reports/index.html
 
 The page has no scripts, external references or dates, so rebuilding it gives identical bytes. jinja2 escapes
-everything, since model outputs are untrusted. Times come from the work directory by work key; a stage restored from a
-cache is "built elsewhere". A change is colored only if it is statistically significant (report/claims.py).
+everything, since model outputs are untrusted. Times are looked up in the work directory by work key; a stage restored
+from a cache is "built elsewhere". A change is colored only if it is statistically significant (report/claims.py).
 
 `python -m pipeline.report.card [metrics]` prints the table shown at the end of `make`: the models that were built and
 their results on held-out data.
@@ -83,7 +83,7 @@ def thinned(series: list[Series], most: int = 24) -> list[list[str]]:
 
 
 def lines(name: str, series: Sequence[Series], *, x: str, y: str) -> str:
-    """A line chart. `name` is its label for screen readers, and unique within a page."""
+    """A line chart. `name` is its label for screen readers, and must be unique within a page."""
     figure, axes = _axes(x, y)
     for number, line in enumerate(series):
         xs, ys = [p[0] for p in line.points], [p[1] for p in line.points]
@@ -148,7 +148,7 @@ def _svg(figure: Figure, name: str) -> str:
     text = re.sub(r"<(style|metadata|clipPath)\b.*?</\1>", "", text, flags=re.DOTALL)
     text = re.sub(r' clip-path="[^"]*"', "", text)  # nothing lies outside autoscaled axes
     text = re.sub(r'<g id="[^"]*"', "<g", text)  # ids repeat across charts, and nothing refers to them
-    text = re.sub(r"font-family: [^;]*;", "", text)  # the page's font
+    text = re.sub(r"font-family: [^;]*;", "", text)  # the page sets the font
     text = re.sub(r"<defs>\s*</defs>\s*", "", text)
     text = text.replace("xlink:href", "href").replace(INK, "currentColor")
     label = html.escape(name)
@@ -161,12 +161,12 @@ def _svg(figure: Figure, name: str) -> str:
 # -- graph of a run ----------------------------------------------------------------------------------------------------
 
 
-WIDTH, HEIGHT, GAP_X, GAP_Y, MARGIN = 118, 40, 30, 12, 4  # of a box, between boxes, around everything
+WIDTH, HEIGHT, GAP_X, GAP_Y, MARGIN = 118, 40, 30, 12, 4  # size of a box, gaps between boxes, margin around all
 THIN = 4  # height of a passage, where an edge crosses a column
 
 
 def edges(run: MetricsRun) -> dict[str, list[str]]:
-    """stage -> the stages it was made from, without those implied by another of them."""
+    """stage -> the stages it was made from, except those that another of these stages depends on."""
     all_parents = {name: _parents(name, run) for name in run.stages}
 
     def ancestors(name: str) -> set[str]:
@@ -184,7 +184,7 @@ def _parents(name: str, run: MetricsRun) -> list[str]:
 
 
 def columns(parents: Mapping[str, list[str]]) -> list[list[str]]:
-    """The stages by their longest path from the start.
+    """The stages in columns, by the length of the longest path from the start.
 
     An edge that crosses a column gets its own position there (`_passage`), so that it avoids the boxes. The order
     within a column is by the mean position of the inputs.
@@ -240,7 +240,7 @@ def _layout(levels: list[list[str]]) -> tuple[dict[str, tuple[float, float]], fl
 
 
 def svg(run: MetricsRun, notes: Mapping[str, str], marked: frozenset[str] = frozenset()) -> str:
-    """The graph; `notes` are the second lines in the boxes, `marked` the boxes with a bold border."""
+    """The graph. `notes`: the second lines in the boxes; `marked`: the boxes with a bold border."""
     parents = edges(run)
     levels = columns(parents)
     if not levels:
@@ -289,7 +289,7 @@ MODELS = 4  # columns per text table; more would be wider than a terminal
 
 
 def _curve_series(run: MetricsRun, column: str) -> list[Series]:
-    """A series for each stage of LIKELIHOOD that logged `column`; other losses have other units."""
+    """A series for each stage of LIKELIHOOD that logged `column`; the losses of other stages have other units."""
     series = []
     for name, rows in run.curves.items():
         if name not in LIKELIHOOD:
@@ -301,7 +301,7 @@ def _curve_series(run: MetricsRun, column: str) -> list[Series]:
 
 
 def figures(run: MetricsRun) -> list[JsonObject]:
-    """The charts, each a dict with `title`, `svg` and its numbers as a table, `head` and `rows`."""
+    """The charts, each a dict with `title`, `svg`, and the numbers as a table in `head` and `rows`."""
     figures: list[JsonObject] = []
     for title, column, unit in (
         ("Training loss", "loss", "nats per token"),
@@ -366,7 +366,7 @@ def _has_numbers(row: dict[str, str], *names: str) -> bool:
 
 
 def table(run: MetricsRun) -> list[JsonObject]:
-    """A row per headline number with a cell per model: the value, its interval, the change from the model's base."""
+    """A row per headline number with a cell per model: the value, its interval and the change from its base."""
     rows = []
     for headline in HEADLINES:
         cells = []
@@ -413,7 +413,7 @@ def _lineage(run: MetricsRun, costs: list[Cost]) -> list[JsonObject]:
 
 
 def _duration(seconds: float | None) -> str:
-    """A time as text; empty if unknown."""
+    """A duration as text; empty if unknown."""
     return "" if seconds is None else duration(seconds)
 
 

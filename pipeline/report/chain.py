@@ -1,7 +1,7 @@
 """The first figure of the report: the chain from corpus to deployed model.
 
     metrics of a run, costs -> `steps`: a row for each stage of the chain that was built: its result on held-out data
-                                        with an interval, the change from the previous model, its time
+                                        with an interval, the change from the previous model, and its time
                             -> `kept`: how well each model in the chain retains what the others learned
 
 A stage's own result is the metric it exists to improve (MEASURES). A change is colored only if it is statistically
@@ -18,7 +18,7 @@ from pipeline.run.types import JsonObject
 CHAIN = ("corpus", "tokenizer", "language", "code", "tools", "reward", "rlhf", "deploy")
 MEASURES = {"language": "stories_pass", "code": "code_bpb", "tools": "medium", "reward": "pairs"}  # keys of HEADLINES
 KEPT = ("text_bpb", "stories_pass", "code_bpb", "easy", "medium", "ast")
-SHADES = (0.5, 0.85, 0.97)  # a cell gets darker at these fractions of the best: classes h1 to h4 of the page
+SHADES = (0.5, 0.85, 0.97)  # cells get darker at these fractions of the row's best: classes h1 to h4 of the page
 BAR, THICK = 120, 10  # width and height of the bars, pixels
 
 
@@ -35,7 +35,7 @@ class ChainStage:
     against: str = ""  # the interval of the change, and the model that it is measured against
     kind: str = ""  # better, worse: the color of the change
     seconds: float | None = None  # None: built elsewhere
-    spent: str = ""  # an `<svg>`: its time relative to the longest stage's
+    spent: str = ""  # an `<svg>`: the time relative to the longest stage's
 
 
 def steps(run: MetricsRun, costs: list[Cost]) -> list[ChainStage]:
@@ -53,7 +53,7 @@ def steps(run: MetricsRun, costs: list[Cost]) -> list[ChainStage]:
 
 
 def _result(run: MetricsRun, name: str, before: tuple[str, ...]) -> dict[str, str]:
-    """Title, value, interval, bar, change and kind of a stage."""
+    """Title, value, interval, bar, change and kind of a stage's result."""
     numbers = run.stages[name]
     match name:
         case "corpus":
@@ -88,7 +88,7 @@ def _gain(held_out: Mapping[str, float]) -> dict[str, str]:
     if not all(isinstance(number, int | float) for number in numbers):
         return {}
     value, low, high = (f"{number:+.3f}" for number in numbers)
-    return {"title": "Gain in true score over its start", "value": value, "interval": f"{low} to {high}"}
+    return {"title": "Gain in true score over the initial policy", "value": value, "interval": f"{low} to {high}"}
 
 
 def _change(run: MetricsRun, headline: Headline, name: str, before: tuple[str, ...]) -> dict[str, str]:
@@ -106,7 +106,7 @@ def _change(run: MetricsRun, headline: Headline, name: str, before: tuple[str, .
 
 
 def kept(run: MetricsRun) -> JsonObject:
-    """`models`, and `rows` with a title and a cell (text, shade) per model, for measures that at least two have."""
+    """`models`, and `rows` with a title and a cell (text, shade) per model, for measures that two or more have."""
     models = [name for name in CHAIN if name != "reward" and name in run.evaluations]
     rows = []
     for headline in (h for h in HEADLINES if h.key in KEPT):
@@ -120,7 +120,7 @@ def kept(run: MetricsRun) -> JsonObject:
 
 
 def _shade(headline: Headline, value: float | None, known: list[float]) -> int:
-    """1 to 4 by how close a value is to the best in its row; 0 for none."""
+    """A shade from 1 to 4, by how close a value is to the best in its row; 0 if there is no value."""
     if value is None:
         return 0
     best = max(known) if headline.higher_is_better else min(known)

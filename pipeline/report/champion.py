@@ -4,10 +4,10 @@
     python -m pipeline.report.champion crown       make the model in models/deploy the champion, if it is good enough
     python -m pipeline.report.champion crown --although "REASON"      despite objections; the reason is recorded
 
-Good enough means: the lower end of the interval of each measure in `report.gate` (by a headline's key, as `dvc metrics
-show` prints it) reaches its minimum, and no measure is significantly worse than the current champion's, item by item.
-A gate without a minimum is an objection, and so is a champion that was evaluated on different items. The evaluation
-must be of the model that was deployed. Otherwise the alias does not move.
+A model is good enough if, for each measure in `report.gate` (by a headline's key, as `dvc metrics show` prints it), the
+worse end of its interval reaches the target, and if no measure is significantly worse than the current champion's,
+compared item by item. An empty gate is an objection, and so is a champion that was evaluated on different items. The
+model that was evaluated must be the one that was deployed. Otherwise, the alias does not move.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from pipeline.run.mlflow_store import Version
 from pipeline.run.types import JsonObject
 
 METRICS = Path("metrics")
-NO_GATE = "report.gate sets no minimum; set one in params.yaml, such as `gate: {easy: 0.5}`"
+NO_GATE = "report.gate sets no target; set one in params.yaml, such as `gate: {easy: 0.5}`"
 
 
 def deployed() -> tuple[str, str, list[Path]]:
@@ -48,12 +48,12 @@ def deployed() -> tuple[str, str, list[Path]]:
 
 def _read(path: Path, command: str) -> JsonObject:
     if not path.is_file():
-        raise InputError(f"{path} does not exist; make it with: {command}")
+        raise InputError(f"{path} does not exist; run {command}")
     return json.loads(path.read_text(encoding="utf-8"))
 
 
 def objections(gates: list[claims.Claim], candidate: Measured, present: Measured | None) -> list[str]:
-    """Why the candidate is not good enough; empty if it is."""
+    """The reasons why the candidate is not good enough; empty if it is."""
     reasons = [f"{gate.title}: {gate.measured or gate.state}" for gate in gates if gate.state != claims.HOLDS]
     incomparable: dict[str, list[str]] = {}
     for headline in HEADLINES:
@@ -68,7 +68,7 @@ def objections(gates: list[claims.Claim], candidate: Measured, present: Measured
 
 
 def crown(although: str | None) -> str:
-    """Make the deployed model the champion. Raises GateError with the objections, InputError if not registered."""
+    """Make the deployed model the champion. Raises GateError naming the objections, InputError if not registered."""
     model, key, paths = deployed()
     gate = stage_params("report", Settings(Path(), [])).gate
     gates = claims.gates(read(METRICS), gate)
@@ -88,9 +88,9 @@ def crown(although: str | None) -> str:
         reasons += objections(gates, Measured(json.loads(paths[0].read_text()), lines(paths[1])), measured)
     if reasons and although is None:
         raise GateError(
-            f"version {candidate.number} ({model}) was not made champion: "
+            f"version {candidate.number} ({model}) was not made the champion: "
             + "; ".join(reasons)
-            + '. To override: crown --although "REASON"'
+            + '. To override, run crown --although "REASON"'
         )
     tags = {"champion.although": f"{although}: {'; '.join(reasons)}"} if reasons and although else {}
     mlflow_store.crown(client, candidate, paths, tags)

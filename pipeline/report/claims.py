@@ -1,21 +1,22 @@
 """Differences between two models or two runs, and whether they are significant; the claims that a run should meet.
 
-    change(headline, before, after)   the difference in a measure, by a paired bootstrap over the items of both
+    change(headline, before, after)   the difference in a measure, by a paired bootstrap over the common items
     stages(before, after)             the stages whose code, parameters or inputs differ, and how
-    claims(run)                       a model is better than the one it was made from, a reward model ranks, exports
-                                      match their model, ...
+    claims(run)                       for example: a model is better than the one it was made from, a reward model
+                                      ranks better than chance, exports match their model
     gates(run, gate)                  whether the deployed model may become champion
-    alarms(run)                       alarms raised by reinforcement learning about its own curve (rl/rollout.py)
+    alarms(run)                       alarms raised by reinforcement learning about its curves (rl/rollout.py)
     skipped(run)                      what was not measured, and why
 
 Items are the same if their ids and question hashes match (for rows without hashes: if the data has the same digest).
 If one model's items are a subset of the other's, the two are compared on the subset. Results on different items are not
-compared; the difference records why. With fewer than 20 items nothing is called better or worse. A measure that is not
-a sum over items counts as moved if the two 95% intervals do not overlap, which is stricter. Intervals cover items, not
-training seeds (benchmarks/seeds.py).
+compared; the difference records why. With fewer than 20 items, nothing is called better or worse. A measure that is not
+a sum over items counts as better or worse if the two 95% intervals do not overlap, which is stricter. Intervals reflect
+the choice of items, not of training seeds (benchmarks/seeds.py).
 
-A claim holds if its 95% interval is on the right side; a claim that fails is shown as failed. Not guaranteed: that a
-claim that holds here also holds for another seed (benchmarks/seeds.py compares runs with several seeds).
+A claim holds if its 95% interval lies entirely on the claimed side; a claim that fails is shown as failed. Not
+guaranteed: that a claim that holds here also holds for another seed (benchmarks/seeds.py compares runs with several
+seeds).
 """
 
 from collections.abc import Iterator
@@ -47,7 +48,7 @@ LIMITS = (
     "constrained",
     "fresh_seed",
 )  # settings that select items
-NAMED = 3  # item ids shown in a text
+NAMED = 3  # item ids listed in a message
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class Change:
     after: float
     low: float | None  # of the paired difference; None: not paired
     high: float | None
-    items: int  # common to both; 0: unknown
+    items: int  # number of items common to both; 0: unknown
     kind: str  # better, worse, or "" if it is not significant or the uncertainty is unknown
     refused: str = ""  # why the two cannot be compared
     apart: str = ""  # the items that differ, if the two cannot be compared
@@ -169,14 +170,14 @@ def _why_items_differ(suite: str, before: Measured, after: Measured) -> str:
 
 
 def _compare_items(old: dict[str, Row], new: dict[str, Row]) -> str:
-    """`12 of 100 and 100 are the same; only in one: a, b, c, ...`; empty if a run has no rows."""
+    """`12 of 100 and 100 items are the same; only in one run: a, b, c, ...`; empty if a run has no rows."""
     if not (old and new):
         return ""
     alone = [str(row["id"]) for item, row in (old | new).items() if not (item in old and item in new)]
     num_same = sum(item in new for item in old)
     ids = ", ".join(list(dict.fromkeys(alone))[:NAMED]) + (", ..." if len(alone) > NAMED else "")
-    text = f"{num_same} of {len(old)} and {len(new)} are the same"
-    return f"{text}; only in one: {ids}" if alone else text
+    text = f"{num_same} of {len(old)} and {len(new)} items are the same"
+    return f"{text}; only in one run: {ids}" if alone else text
 
 
 def measures(before: MetricsRun, after: MetricsRun, *, every: bool = False) -> dict[str, list[Change]]:
@@ -197,7 +198,7 @@ class Rebuilt:
     """A stage that differs between two runs."""
 
     stage: str
-    keys: tuple[str, str]  # work keys; "" if a run did not build it
+    keys: tuple[str, str]  # work keys; "" if a run did not build the stage
     why: list[str]
 
 
@@ -210,7 +211,7 @@ def stages(before: MetricsRun, after: MetricsRun) -> list[Rebuilt]:
         if keys[0] == keys[1]:
             continue
         if first is None or second is None:
-            why = ["built only " + ("after" if first is None else "before")]
+            why = ["built only in the " + ("second run" if first is None else "first run")]
         else:
             why = _causes(first, second, after)
         rebuilt.append(Rebuilt(name, (keys[0], keys[1]), why))
@@ -254,18 +255,18 @@ HOLDS, FAILS, UNKNOWN = "holds", "does not hold", "not measured"
 UNDECIDED = "no verdict"  # the two sides have different items, or too few
 # measure, the better model, the model it is compared with, title
 BETTER = (
-    ("code_bpb", "code", "language", "Learning code lowers the bits per byte of code"),
+    ("code_bpb", "code", "language", "Training on code lowers the bits per byte of code"),
     ("ast", "tools", "code", "Fine-tuning teaches tool calls"),
     ("easy", "tools", "code", "Fine-tuning teaches answering with programs"),
-    ("medium", "grpo", "tools", "GRPO solves more unseen compositions than its start"),
+    ("medium", "grpo", "tools", "GRPO solves more unseen compositions than its base model"),
 )
 # title, stage, path of the measure, the value that the lower end of its interval must exceed
 ABOVE = (
     ("The reward model ranks better than chance", "reward", ("test", "accuracy"), 0.5),
-    ("DPO ranks held-out pairs, relative to its reference", "dpo", ("test", "accuracy"), 0.5),
-    ("KTO ranks held-out pairs, relative to its reference", "kto", ("pairs", "accuracy"), 0.5),
+    ("DPO's implicit rewards rank held-out pairs better than chance", "dpo", ("test", "accuracy"), 0.5),
+    ("KTO's implicit rewards rank held-out pairs better than chance", "kto", ("pairs", "accuracy"), 0.5),
     ("Reinforcement learning from the reward model raises the true score", "rlhf", ("held_out", "gain"), 0.0),
-    ("An adapter learns a new skill from few examples", "lora", ("exact_match", "adapter", "accuracy"), 0.5),
+    ("An adapter learns a new skill from a few examples", "lora", ("exact_match", "adapter", "accuracy"), 0.5),
     ("GRPO raises pass@1 on held-out problems", "grpo", ("held_out", "gain"), 0.0),
     ("A student taught by another model solves more held-out problems", "distill", ("held_out", "gain"), 0.0),
 )
@@ -287,12 +288,12 @@ def claims(run: MetricsRun) -> list[Claim]:
 
 
 def better() -> list[tuple[str, str, str, str]]:
-    """BETTER, including the wings'."""
+    """BETTER, plus the wings' rows."""
     return [*BETTER, *(row for section in sections() for row in section.BETTER)]
 
 
 def above() -> list[tuple[str, str, tuple[str, ...], float]]:
-    """ABOVE, including the wings'."""
+    """ABOVE, plus the wings' rows."""
     return [*ABOVE, *(row for section in sections() for row in section.ABOVE)]
 
 
@@ -338,7 +339,7 @@ def _export_claim(run: MetricsRun) -> Iterator[Claim]:
 
 
 def gates(run: MetricsRun, gate: dict[str, float]) -> list[Claim]:
-    """What the deployed model must reach to become champion (`report.gate`), by the worse end of each interval."""
+    """Whether the deployed model reaches each target in `report.gate`, judged by the worse end of the interval."""
     by_key = {headline.key: headline for headline in HEADLINES}
     model = str(run.stages.get("deploy", {}).get("model", ""))
     claims = []

@@ -1,13 +1,13 @@
 """Compare two runs: what changed, what was rebuilt because of it, and how the results moved.
 
     python -m pipeline.report.compare A [B] [--md] [--all]        make compare A=HEAD~1 B=workspace
-    python -m pipeline.report.compare                             make experiments: all for this commit
+    python -m pipeline.report.compare                             make experiments: all experiments for this commit
 
 A and B are commits, branches, tags, experiments (`dvc exp show` lists them) or `workspace`, the default for B.
 Differences are B - A, on the same held-out items (report/claims.py); only significant ones are marked. Measures on
-different items are not compared: the row shows why, and the items are listed below the table. Each stage has its work
-key and MLflow run, so that every number can be traced. For an experiment, up to MOST measures that moved are shown,
-significant ones first, at most WIDTH characters per line.
+different items are not compared: the row shows why, and the items are listed below the table. Each stage is listed with
+its work key and MLflow run, so that every number can be traced. For an experiment, up to MOST measures that moved are
+shown, significant ones first, at most WIDTH characters per line.
 """
 
 import argparse
@@ -31,7 +31,7 @@ MOST, WIDTH = 4, 120
 def render(
     before: MetricsRun, after: MetricsRun, names: tuple[str, str], *, markdown: bool = False, every: bool = False
 ) -> str:
-    """The comparison as text; with `every`, including measures that did not move."""
+    """The comparison as text; `every`: include measures that did not move."""
     rebuilt = claims.stages(before, after)
     parts = [
         f"{names[0]} -> {names[1]}: {len(rebuilt)} {'stage differs' if len(rebuilt) == 1 else 'stages differ'}"
@@ -40,7 +40,7 @@ def render(
     if rebuilt:
         parts.append(_rebuilt_stages(rebuilt, after, names, markdown))
     if packages := claims.packages(before, after):
-        heading = "They used different package versions, which alone invalidates nothing:"
+        heading = "The runs used different package versions, which by itself invalidates no result:"
         parts.append("\n".join([heading, *(f"  {package}" for package in packages)]))
     rows: list[list[str]] = []
     apart: dict[str, list[str]] = {}  # which items differ -> models
@@ -57,7 +57,7 @@ def render(
         lines = (f"  {items} ({', '.join(dict.fromkeys(models))})" for items, models in apart.items())
         parts.append("\n".join(["Items of the measures that were not compared:", *lines]))
     parts.append(
-        "Differences with 95% intervals; better and worse only if they are significant, on at least "
+        "Differences have 95% intervals and are called better or worse only if significant, on at least "
         f"{claims.FEWEST} items."
     )
     return "\n\n".join(parts) + "\n"

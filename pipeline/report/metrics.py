@@ -1,13 +1,13 @@
 """A run's metrics, for the report card, the table printed by `make` and comparisons; headline numbers and costs.
 
-    metrics/*.json, *.csv, eval/*, folders of the wings                      -> Run
+    metrics/*.json, *.csv, eval/*, folders of the wings                      -> MetricsRun
     metrics/eval/<model>.json                                                -> HEADLINES, the top of the report
     work keys of the lineage + speed.json of the work folder + report.prices -> a Cost per stage: time, speed, memory,
                                                                                 energy, money
 
-Everything is in pipeline order; user-defined stages come after ours. A file without a lineage is ignored. Times come
-from this machine's work folder, by work key: a stage that was pulled or restored from a cache was built elsewhere.
-Costs are CPU core hours and GPU hours at `report.prices`; without prices there are none.
+Everything is in pipeline order; user-defined stages come after the built-in ones. A file without a lineage is ignored.
+Times come from this machine's work folder, by work key: a stage that was pulled or restored from a cache was built
+elsewhere. Costs are CPU core hours and GPU hours at `report.prices`; without prices, there are no costs.
 """
 
 import csv
@@ -39,8 +39,8 @@ BEFORE_WINGS = (
     "reward",
     "rlhf",
 )
-# What a model is compared with, if that is not the model in its lineage. "": the model generates no answers, so there
-# is nothing to compare.
+# What a model is compared with, if that is not the model in its lineage. "": the model generates no answers, so it is
+# not compared.
 COMPARED = {"reward": ""}
 
 
@@ -63,12 +63,12 @@ def order() -> tuple[str, ...]:
 
 
 def compared() -> dict[str, str]:
-    """COMPARED, including the wings'."""
+    """COMPARED, plus the wings' models."""
     return COMPARED | {name: model.compared for name, model in wing_models().items() if model.compared is not None}
 
 
 def stage_of_model(name: str) -> str:
-    """The stage that makes a model; its name may differ."""
+    """The stage that makes a model; their names may differ."""
     model = wing_models().get(name)
     return name if model is None else model.stage
 
@@ -104,10 +104,10 @@ class MetricsRun:
 class Section(Protocol):
     """What a wing offers as `report`: charts, and a section of the page."""
 
-    BETTER: tuple[tuple[str, str, str, str], ...]  # more of `claims.BETTER`
-    ABOVE: tuple[tuple[str, str, tuple[str, ...], float], ...]  # more of `claims.ABOVE`
+    BETTER: tuple[tuple[str, str, str, str], ...]  # added to `claims.BETTER`
+    ABOVE: tuple[tuple[str, str, tuple[str, ...], float], ...]  # added to `claims.ABOVE`
     FOLDER: str  # in metrics/, with a file for each model that the section shows
-    TEMPLATE: str  # jinja2, over `values`
+    TEMPLATE: str  # jinja2, rendered with `values`
 
     def figures(self, run: MetricsRun) -> list[JsonObject]:
         """The charts, as in `card.figures`."""
@@ -210,11 +210,11 @@ class Headline:
 
     @property
     def suite(self) -> str:
-        """The suite whose items it is measured on."""
+        """The suite whose items the number is measured on."""
         return self.rows[0] if self.rows else self.path[0]
 
     def items(self, rows: list[Row]) -> dict[str, Row]:
-        """The rows it is measured on, by item identity: its id, plus the question's hash if the row has one."""
+        """The rows the number is measured on, by item identity: its id, plus the question's hash if the row has one."""
         conditions = {"suite": self.suite} | self.asked | ({"group": self.group} if self.group else {})
         matching = (r for r in rows if conditions.items() <= r.items())
         if self.rows:
@@ -222,8 +222,8 @@ class Headline:
         return {f"{r['id']} {r['item']}" if "item" in r else str(r["id"]): r for r in matching}
 
     def counted(self, row: Row) -> tuple[float, float]:
-        """What an item adds to the numerator and denominator: bits and bytes, or correct and 1."""
-        assert self.rows, "only a number that rows count is a sum over them"
+        """What an item adds to the numerator and denominator: bits and bytes, or 1 if correct (else 0) and 1."""
+        assert self.rows, "only a headline with `rows` is a sum over rows"
         key = self.rows[1]
         return float(row[key]), float(row["bytes"]) if key.endswith("bits") else 1.0
 
@@ -234,7 +234,7 @@ CALLS, QUESTIONS, PAIRS = (
     "share of questions answered correctly",
     "share of pairs ranked correctly",
 )
-NO_TOOL = "share of prompts without a fitting tool"
+NO_TOOL = "share of prompts without a suitable tool"
 
 
 def _bits(suite: str, title: str, measure: str = "bpb", row: str = "bits", *, chart: bool = False) -> Headline:
@@ -288,30 +288,30 @@ HEADLINES = (
     ),
     Headline(
         ("problems", "phrasing", "pass_at_1"),
-        "The same in other words, pass@1",
+        "Rephrased problems, pass@1",
         SOLVED,
         "phrasing",
         rows=("problems", "sampled"),
         group="phrasing",
     ),
-    Headline(("tools", "ast"), "Tool calls right (AST)", CALLS, "ast", chart=True, asked={"wanted": "call"}),
+    Headline(("tools", "ast"), "Correct tool calls (AST)", CALLS, "ast", chart=True, asked={"wanted": "call"}),
     Headline(
         ("tools", "ast_constrained"),
-        "The same under the tools' grammar",
+        "Correct tool calls under the tools' grammar",
         CALLS,
         "ast_grammar",
         asked={"wanted": "call", "constrained": 1},
     ),
     Headline(
         ("tools", "ast_unseen_tool"),
-        "Calls of unseen tools right",
+        "Correct calls of unseen tools",
         CALLS,
         "ast_unseen",
         asked={"wanted": "call", "tool": "unseen"},
     ),
     Headline(("tools", "false_call_rate"), "False calls", NO_TOOL, "false_calls", False, asked={"wanted": "nothing"}),
-    Headline(("facts", "exact_match"), "Facts by heart", QUESTIONS, "facts", rows=("facts", "right")),
-    Headline(("reward", "accuracy"), "The better of two answers", PAIRS, "pairs", rows=("reward", "right")),
+    Headline(("facts", "exact_match"), "Facts recalled", QUESTIONS, "facts", rows=("facts", "right")),
+    Headline(("reward", "accuracy"), "Pairs ranked correctly", PAIRS, "pairs", rows=("reward", "right")),
 )
 
 
@@ -350,7 +350,7 @@ def lookup(numbers: JsonObject, headline: Headline) -> dict[str, float] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Prices:
-    """The block `report.prices`: hourly prices."""
+    """The `report.prices` block: hourly prices."""
 
     core: float = 0.0
     """Hourly price of each CPU core available to the stage."""
@@ -378,7 +378,7 @@ class Cost:
 
     @property
     def memory(self) -> float | None:
-        """Peak memory across all its processes, GB."""
+        """Peak memory across all the stage's processes, GB."""
         return self.speed.get("host_memory_gb", self.speed.get("memory_gb"))
 
 
@@ -404,7 +404,7 @@ def _price(speed: JsonObject, prices: Prices | None) -> float | None:
 
 
 def total(costs: list[Cost]) -> JsonObject:
-    """Sums over the stages with known cost: seconds, cpu_seconds, joules, price; `known` of `all`; maximum memory."""
+    """Sums over the stages with known cost (seconds, cpu_seconds, joules, price), their number, and maximum memory."""
     known = [cost for cost in costs if "seconds" in cost.speed]
     joules = [cost.speed["joules"] for cost in known if isinstance(cost.speed.get("joules"), int | float)]
     prices = [cost.price for cost in known if cost.price is not None]

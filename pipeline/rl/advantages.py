@@ -20,7 +20,7 @@ from pipeline.rl.rollout import Rollout, grouped
 from pipeline.run.types import JsonObject
 
 PerToken = Callable[[Sequence[Answer]], list[np.ndarray]]  # answers -> one value per token
-UNFINISHED = -1.0  # maximum score of an unfinished answer if the reward ignores whether it ended
+UNFINISHED = -1.0  # maximum score of an unfinished answer if the reward ignores whether answers end
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class PPOConfig:
     value_weight: float = 0.1
     """Weight of the critic loss relative to the policy loss."""
     critic_rate: float | None = None
-    """The critic's learning rate; none: the policy's."""
+    """The critic's learning rate; if none, the policy's."""
 
     def __post_init__(self) -> None:
         if self.beta < 0 or self.target_kl <= 0 or self.horizon < 1:
@@ -67,7 +67,7 @@ def annotate_ppo(rollouts: list[Rollout], *, reference: PerToken, values: PerTok
 def estimate_ppo(rollouts: list[Rollout], config: PPOConfig, carried: JsonObject) -> dict[str, float]:
     """Fill `advantages` and `returns`, and adapt `carried["beta"]` for the next iteration.
 
-    Returns metrics to log, like TRL's objective/*.
+    Returns metrics to log, named like TRL's objective/*.
     """
     beta = float(carried["beta"])
     mask = _mask(rollouts)
@@ -109,9 +109,10 @@ def annotate_group(rollouts: list[Rollout], *, reference: PerToken | None) -> No
 
 
 def scores_with_ends(rollouts: list[Rollout]) -> Tensor:
-    """The scores (B,), NaN if unknown; unfinished answers get at most UNFINISHED and the lowest finished score.
+    """The scores (B,), NaN if unknown, with those of unfinished answers capped.
 
-    So not ending never pays, whatever the scale of the rewards.
+    The cap is UNFINISHED or the lowest finished score, whichever is lower, so leaving an answer unfinished never pays,
+    whatever the scale of the rewards.
     """
     scores = torch.tensor([rollout.total for rollout in rollouts], dtype=torch.float64)
     ended = torch.tensor([rollout.answer.finished for rollout in rollouts])
@@ -125,7 +126,7 @@ def estimate_group(
 ) -> dict[str, float]:
     """Fill `advantages` for groups of `samples` consecutive answers. Returns metrics to log.
 
-    `must_end`: use `scores_with_ends`, for rewards that ignore whether an answer ended.
+    With `must_end`, uses `scores_with_ends`, for rewards that ignore whether an answer ended.
     """
     mask = _mask(rollouts)
     totals = torch.tensor([rollout.total for rollout in rollouts], dtype=torch.float64)
@@ -155,7 +156,7 @@ def estimate_group(
         advantages = per_answer.reshape(-1, 1) * mask
     _store(rollouts, mask, advantages=advantages)
     numbers["groups"] = float(len(grouped(rollouts, samples)))
-    return numbers | correct_for_engine(rollouts, whole=method.normaliser in ("ratio", "mean_ratio"))
+    return numbers | correct_for_engine(rollouts, whole=method.normalizer in ("ratio", "mean_ratio"))
 
 
 def correct_for_engine(rollouts: list[Rollout], *, whole: bool) -> dict[str, float]:
@@ -194,7 +195,7 @@ def _padded(rollouts: list[Rollout], name: str, mask: Tensor) -> Tensor:
 
 
 def _store(rollouts: list[Rollout], mask: Tensor, **padded: Tensor) -> None:
-    """Store (B, T) values with their rollouts."""
+    """Store each row of (B, T) values, without padding, in the arrays of its rollout."""
     for name, values in padded.items():
         for rollout, row, inside in zip(rollouts, values, mask, strict=True):
             rollout.arrays[name] = row[inside].numpy()

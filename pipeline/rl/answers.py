@@ -4,7 +4,7 @@
 
 `generate` is an argument (see `generation/`), so any sampler works. The seed of an answer is a hash of (seed, prompt,
 sample), independent of batch and process. An answer ends with the end-of-turn token, which the policy produces like any
-other; an answer that reaches its limit is not finished.
+other; an answer that reaches the token limit is not finished.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +26,7 @@ from pipeline.run.types import JsonObject
 from pipeline.text import chat
 from pipeline.text.tokenizer import Tokenizer
 
-ROWS = 64  # of one forward pass without gradients
+ROWS = 64  # per forward pass without gradients
 
 
 @dataclass(frozen=True)
@@ -55,14 +55,14 @@ class Answer:
 
     prompt: Prompt
     sample: int
-    ids: list[int]  # the policy's tokens, with the end of turn if it was sampled
-    logprobs: list[float]  # of each policy token when sampled, nats at the sampling temperature
+    ids: list[int]  # all of the answer's tokens, with the end of turn if it was sampled
+    logprobs: list[float]  # of each policy token when sampled, in nats at the sampling temperature
     finished: bool
-    text: str  # of the last turn, without end of turn
+    text: str  # of the last turn, without the end of turn
     # which ids are the policy's; None: all. The others are tool results, which are not trained on
     own: list[bool] | None = field(default=None, kw_only=True)
     calls: list[JsonObject] = field(default_factory=list, kw_only=True)  # {"name", "arguments"}, in order
-    # the engine's log-probabilities, if an engine sampled; `logprobs` are then the policy's
+    # the engine's log-probabilities, if an engine sampled the answer; `logprobs` are then the policy's
     sampled: list[float] | None = field(default=None, kw_only=True)
 
 
@@ -81,7 +81,7 @@ Generate = Callable[[list[list[int]], list[int]], Sequence[Sampled]]  # prompts,
 
 
 def sample(generate: Generate, requests: Sequence[tuple[Prompt, int]], tokenizer: Tokenizer, seed: int) -> list[Answer]:
-    """Sample an answer to each (prompt, sample number)."""
+    """Sample an answer to each (prompt, sample index)."""
     seeds = [seed_of(seed, prompt, number) for prompt, number in requests]
     completions = generate([prompt.ids for prompt, _ in requests], seeds) if requests else []
     answers = []
@@ -99,14 +99,14 @@ def seed_of(seed: int, prompt: Prompt, number: int, *turn: int) -> int:
 
 
 def repeated(prompts: Sequence[Prompt], count: int) -> list[tuple[Prompt, int]]:
-    """`count` requests: each prompt in turn, with samples numbered from 0."""
+    """`count` requests, cycling through the prompts, with sample indices from 0."""
     return [(prompts[n % len(prompts)], n // len(prompts)) for n in range(count)]
 
 
 def pair_prompts(split: PairSplit, max_new_tokens: int, kinds: Sequence[str] = ()) -> list[Prompt]:
-    """The distinct prompts of pairs whose better answer fits `max_new_tokens`, limited to `kinds` if given.
+    """The distinct prompts of pairs whose better answer fits in `max_new_tokens`, limited to `kinds` if given.
 
-    Raises DataError if none remains.
+    Raises DataError if no prompt remains.
     """
     prompts: dict[str, Prompt] = {}
     for encoded in split.pairs:
@@ -120,8 +120,8 @@ def pair_prompts(split: PairSplit, max_new_tokens: int, kinds: Sequence[str] = (
         prompts.setdefault(chat.render_text(pair.prompt, pair.tools), Prompt(pair.id, ids, pair.kind, pair))
     if not prompts:
         raise DataError(
-            f"no prompt of the preference pairs has an answer within {max_new_tokens} tokens"
-            + (f" and one of the kinds {', '.join(kinds)}" if kinds else "")
+            f"no prompt of the preference pairs has an answer of at most {max_new_tokens} tokens"
+            + (f" and is of the kinds {', '.join(kinds)}" if kinds else "")
             + "; raise max_new_tokens"
         )
     return list(prompts.values())
@@ -131,7 +131,7 @@ def problem_prompts(problems: Sequence[Problem], tokenizer: Tokenizer, max_promp
     """A prompt for each problem. Raises DataError for a problem without tests, or if too many are too long."""
     for problem in problems:
         if not problem.tests:
-            raise DataError(f"problem {problem.id} has no tests, so no answer to it can be scored; add some or drop it")
+            raise DataError(f"problem {problem.id} has no tests, so its answers cannot be scored; add tests or drop it")
     return _fitting(
         [(problem.id, problem, problem.question, []) for problem in problems], tokenizer, max_prompt, "code"
     )
@@ -155,7 +155,7 @@ def _fitting(
     if len(prompts) < 0.9 * len(asked) or not prompts:
         raise DataError(
             f"{len(asked) - len(prompts)} of {len(asked)} problems have prompts of more than max_prompt = {limit}"
-            " tokens; at most a tenth may be left out. Raise max_prompt, or drop them from the data"
+            " tokens; at most 10% may be left out. Raise max_prompt, or drop these problems from the data"
         )
     return prompts
 
@@ -199,7 +199,7 @@ def values_of(critic: RewardModel, answers: Sequence[Answer], pad: int) -> list[
     arrays: list[np.ndarray] = []
     for rows in _batches(answers, pad, _device(critic)):
         chosen = rows.targets >= 0
-        values = critic.normalised(
+        values = critic.normalized(
             critic(rows.input_ids, positions=rows.positions, documents=rows.documents, select=chosen)
         )
         arrays += split_rows(values.float().cpu().numpy(), chosen.sum(1).tolist())

@@ -1,10 +1,10 @@
 """Sample answers with an external inference engine: a separate server process that runs the policy's current weights.
 
-    engine = RolloutEngine(url, folder, temperature=..., ...)      ConfigError if none answers; `close` disconnects
+    engine = RolloutEngine(url, folder, temperature=..., ...)      ConfigError if no engine answers; `close` disconnects
     engine.publish(write)           writes the weights to `folder`, has the engine load them, checks that it did
-    engine.generate(ids, seeds)     one completion each: ids, log-probabilities as sampled by the engine, stop
+    engine.generate(ids, seeds)     one completion per prompt: ids, the engine's log-probabilities, reason for stopping
 
-It uses the OpenAI protocol, with vLLM's and SGLang's extensions for reinforcement learning:
+The client uses the OpenAI protocol, with vLLM's and SGLang's extensions for reinforcement learning:
 
     POST /v1/completions                prompt as ids, one answer per request, `return_token_ids` (vLLM): the response
                                         has `prompt_token_ids` and `token_ids`, so nothing is re-tokenized
@@ -13,12 +13,12 @@ It uses the OpenAI protocol, with vLLM's and SGLang's extensions for reinforceme
 
     python -m pipeline.serve models/tools --rollouts .work          ours
 
-Log-probabilities must be those at the sampling temperature (`--rollouts` does that; vLLM: `--logprobs-mode
+Log-probabilities must be at the sampling temperature (`--rollouts` does that; vLLM: `--logprobs-mode
 processed_logprobs`). Engines with a different precision or different kernels compute slightly different values than the
 policy, so the policy rescores each answer, and `policy_losses.importance` corrects for the difference.
 
 The run ends with a SamplerError if the engine is down, times out, or answers with unexpected ids or weights.
-The state is saved first, so rerunning the same command resumes.
+The state is saved first, so rerunning the same command resumes the run.
 
 Weights are published as a folder, so engine and trainer must share a file system. Only our server reports which weights
 it uses (`system_fingerprint`). With other servers, log-probabilities that are far off are detected (MISMATCH), but
@@ -50,11 +50,11 @@ CONNECTIONS = 64  # concurrent requests
 ANSWER_SECONDS = 600.0  # for one answer, including queueing
 LOAD_SECONDS = 1800.0  # for weights: 14 GB from a slow disk
 SLOW_SECONDS = 60.0  # interval of progress messages while waiting
-MISMATCH = 0.5  # nats per token between engine and policy: more is not rounding
+MISMATCH = 0.5  # nats per token between engine and policy: a larger difference is not rounding
 
 
 class RolloutEngine:
-    """An engine at an address."""
+    """A client for the engine at an address."""
 
     def __init__(
         self, url: str, folder: Path, *, vocab_size: int, stop: int, max_new_tokens: int, temperature: float
@@ -92,7 +92,7 @@ class RolloutEngine:
         except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
             raise ConfigError(
                 f"runtime.sampler.url: expected an engine at {self.url}, found none ({error or type(error).__name__});"
-                " start one: python -m pipeline.serve MODEL --rollouts .work --port 8100"
+                " start one with python -m pipeline.serve MODEL --rollouts .work --port 8100"
             ) from error
 
     # -- weights -------------------------------------------------------------------------------------------------------
@@ -146,16 +146,16 @@ class RolloutEngine:
             ids, sent, reason = choice["token_ids"], choice["prompt_token_ids"], choice["finish_reason"]
             logprobs = choice["logprobs"]["token_logprobs"]
         except (LookupError, TypeError) as error:
-            self._fail(f"answered without {error}: expected token_ids, prompt_token_ids and logprobs of a completion")
+            self._fail(f"sent a response without {error}: expected token_ids, prompt_token_ids and logprobs")
         if sent != list(prompt):
             self._fail(f"used a different prompt than it was sent: {str(sent)[:60]} for {str(list(prompt))[:60]}")
         if not _are(ids, int) or any(not 0 <= id_ < self.vocab_size for id_ in ids):
-            self._fail(f"answered with ids outside the vocabulary of {self.vocab_size}: {str(ids)[:60]}")
+            self._fail(f"returned ids outside the vocabulary of {self.vocab_size} tokens: {str(ids)[:60]}")
         if not _are(logprobs, int, float) or len(logprobs) != len(ids) or not all(map(math.isfinite, logprobs)):
             self._fail(f"returned {len(ids)} ids with mismatched log-probabilities: {str(logprobs)[:60]}")
         fingerprint = str(answer.get("system_fingerprint") or "")
         if fingerprint.startswith(OUR_FINGERPRINT) and fingerprint != self.fingerprint:
-            self._fail(f"uses weights {fingerprint}, expected {self.fingerprint}: is another run using it?")
+            self._fail(f"uses weights {fingerprint}, expected {self.fingerprint}: is another run using this engine?")
         stopped = bool(ids) and ids[-1] == self.stop
         if reason not in ("stop", "length") or stopped != (reason == "stop") or self.stop in ids[:-1]:
             self._fail(f"ended an answer with {reason!r} and ids {ids[-3:]!s}: expected {self.stop} only at a stop")
@@ -164,7 +164,7 @@ class RolloutEngine:
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def _post(self, path: str, body: JsonObject, seconds: float) -> JsonObject | None:
-        """The response JSON; None for 404. Retries while the engine is full. Raises SamplerError."""
+        """The response JSON; None for 404. Retries while the engine is at capacity. Raises SamplerError."""
         until = time.monotonic() + seconds
         while True:
             try:

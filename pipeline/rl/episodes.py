@@ -2,21 +2,22 @@
 
     conf/environment/<name>.py   task(split, number, seed) -> {"question", "tools", "state", "goal"}
                                  call(state, name, arguments) -> result       may change the state, or raise
-                                 score(state, goal, answer) -> 0 to 1         of the end state and the last turn
+                                 score(state, goal, answer) -> 0 to 1         for the end state and the last turn
 
     prompt --sample--> a turn --its calls--> results --append--> prompt and turn and results --sample--> the next turn
 
 Everything is plain data, and all of it runs in the sandbox: standard library only, no files, no network, resource
-limits. Sandbox children are stateless, so an answer's calls are replayed from its task's state, one more each time. The
-state is a function of the task and the calls, and a killed run resumes bit-exactly.
+limits. Sandbox children are stateless, so an answer's calls are replayed from its task's state for each new call. The
+state is a function of the task and the calls, so a killed run resumes bit-exactly.
 
 Sampled tokens are never changed: results are appended as ids (`chat.results`) and nothing is re-tokenized. Result
-tokens are not the policy's: no log-probability, no loss (`Answer.own`). If a call cannot be parsed, raises, hangs or
-returns anything but plain data, the reason becomes its result; results over LONGEST characters are truncated. An answer
-ends with a turn without calls, with turn `max_turns`, or unfinished at `max_new_tokens`, results included.
+tokens are not the policy's: they have no log-probability and no loss (`Answer.own`). If a call cannot be parsed,
+raises, hangs or returns anything but plain data, the reason becomes its result; results over LONGEST characters are
+truncated. An answer ends with a turn without calls, at turn `max_turns`, or unfinished at `max_new_tokens` tokens,
+including results.
 
-The environment is trusted; the policy's arguments are not. A tool that passes them to `eval` is a hole in the
-environment and lets a policy write its own score.
+The environment is trusted; the policy's arguments are not. A tool that passes these to `eval` is a security hole that
+lets a policy write its own score.
 """
 
 import ast
@@ -38,9 +39,9 @@ from pipeline.text import chat
 from pipeline.text.tokenizer import Tokenizer
 
 FUNCTIONS = ("task", "call", "score")
-LONGEST = 2000  # characters of a result
+LONGEST = 2000  # maximum characters of a result
 AT_ONCE = 50  # tasks created per child
-DONE = 1 - 1e-9  # a score that counts as solved
+DONE = 1 - 1e-9  # a task with at least this score counts as solved
 DRIVER = """
 
 def stagecoach_tasks(split, first, last, seed):
@@ -81,18 +82,18 @@ class Environment:
 
     @classmethod
     def of(cls, path: Path, judge: Judge) -> "Environment":
-        """Load an environment. Raises DataError if the file is not one."""
+        """Load an environment. Raises DataError if the file does not define one."""
         source = path.read_text(encoding="utf-8")
         try:
             defined = {node.name for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
         except SyntaxError as error:
             raise DataError(f"{path}: not Python ({error})") from error
         if missing := [name for name in FUNCTIONS if name not in defined]:
-            raise DataError(f"{path}: expected the functions {', '.join(FUNCTIONS)}; it has no {missing[0]}")
+            raise DataError(f"{path}: expected the functions {', '.join(FUNCTIONS)}; found no {missing[0]}")
         return cls(path.stem, source + DRIVER, judge)
 
     def tasks(self, split: str, count: int, seed: int) -> dict[str, Task]:
-        """The first `count` tasks of train or val, by id. Raises DataError if the environment fails."""
+        """The first `count` tasks of a split (train or val), by id. Raises DataError if the environment fails."""
         chunks: list[list[object]] = [
             [split, first, min(first + AT_ONCE, count), seed] for first in range(0, count, AT_ONCE)
         ]
@@ -118,7 +119,7 @@ class Environment:
         return [text if text is not None else _error(f"the tool failed: {reason}") for text, reason in found]
 
     def scores(self, given: Sequence[Answer]) -> list[float | None]:
-        """The score of each answer, 0 to 1; None if the sandbox returns none."""
+        """The score of each answer, 0 to 1; None if the sandbox returns no score."""
         rows = []
         for answer in given:
             task = answer.prompt.record
@@ -175,7 +176,7 @@ def play(
     max_turns: int,
     max_new_tokens: int,
 ) -> list[Answer]:
-    """A multi-turn answer to each (task, sample number). Output of `generate` beyond the token budget is cut off."""
+    """A multi-turn answer to each (prompt, sample index). Output of `generate` beyond the token budget is cut off."""
     episodes = [_Episode(prompt, number) for prompt, number in requests]
     going = list(episodes)
     for turn in range(max_turns):
@@ -237,7 +238,7 @@ class EpisodeSetting(CausalSetting):
         max_turns: int,
         engine_for: Path | None = None,
     ) -> None:
-        """Raises DataError if the file is not an environment."""
+        """Raises DataError if the file `environment` does not define an environment."""
         super().__init__(start, config, job, engine_for=engine_for)
         assert judge is not None  # required by the reward `task`
         self.environment, self.max_turns = Environment.of(environment, judge), max_turns

@@ -4,7 +4,7 @@
     ├── CausalSetting     for causal models: rlhf, grpo
     └── (CanvasSetting)   for masked-diffusion models: diffusion_grpo
 
-A setting provides what a rollout needs as functions of answers, so that `rollout.py` and `advantages.py` need no model.
+A setting provides what a rollout needs, as functions of answers; `rollout.py` and `advantages.py` then need no model.
 """
 
 from abc import ABC, abstractmethod
@@ -43,10 +43,10 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class Setting(ABC):
-    """Policy and reference of a run, and how they are sampled. A sample depends only on its prompt and number.
+    """Policy and reference of a run, and how they are sampled. A sample depends only on its prompt and index.
 
     If FSDP2 shards the policy, each process samples with a full copy (`processes.Copies`), in bf16 where that rounds
-    only what autocast would round.
+    only what autocast would round anyway.
     """
 
     policy: nn.Module  # the model being trained
@@ -60,7 +60,7 @@ class Setting(ABC):
         self.copies = Copies(self.ranks)
 
     def copied(self, model: M) -> M:
-        """The model, or if it will be sharded, a full copy that is synchronized whenever answers are sampled."""
+        """The model or, if it will be sharded, a full copy that is synchronized whenever answers are sampled."""
         has_adapter = bool(lora.adapters(model))
         return self.copies.of(model, lambda own: own if has_adapter else reference.narrowed(own, self.hardware))
 
@@ -77,7 +77,7 @@ class Setting(ABC):
     def held_out(
         self, requests: Sequence[tuple[Prompt, int]], *, of_reference: bool = False, purpose: str = "held out"
     ) -> list[Answer]:
-        """Answers of the policy or the reference, with separate seeds per purpose."""
+        """Sample answers from the policy or the reference, with separate seeds for each `purpose`."""
         seed = device.stable_hash(purpose, self.seed) % 2**62
         self.copies.refresh()
         if not of_reference:
@@ -87,14 +87,14 @@ class Setting(ABC):
 
     @abstractmethod
     def _answers(self, model: nn.Module, requests: Sequence[tuple[Prompt, int]], seed: int) -> list[Answer]:
-        """Answers of the policy or the reference."""
+        """Sample answers from `model`, which is the policy or the reference."""
 
     @abstractmethod
     def divergence(self, batch: Sequence[Answer]) -> tuple[float, float]:
-        """The mean divergence from the reference over answers, in nats per answer: by k1 and by k3."""
+        """The mean divergence from the reference, in nats per answer, estimated by k1 and by k3."""
 
     def judge(self, sandbox: SandboxConfig, *, wanted: Collection[str]) -> AbstractContextManager[Judge | None]:
-        """The sandbox for these rewards; see `judge_or_none`."""
+        """The sandbox for the rewards `wanted`; see `judge_or_none`."""
         return judge_or_none(sandbox, self.workers, self.sandbox_url, wanted=wanted)
 
 
@@ -111,7 +111,7 @@ class CausalSetting(Setting):
         reward_model: RewardModel | None = None,
         engine_for: Path | None = None,
     ) -> None:
-        """`engine_for`: the directory of a policy to be sampled by the engine at `runtime.sampler.url`.
+        """`engine_for`: the model directory of a policy that the engine at `runtime.sampler.url` samples.
 
         Raises ConfigError if there is no engine.
         """
@@ -128,7 +128,7 @@ class CausalSetting(Setting):
         self._engine, self._engine_has, self._job, self._base = None, "", job, engine_for
         if engine_for is not None:
             if job.runtime.sampler_url is None:
-                raise ConfigError("runtime.sampler.url: missing; sampler: server needs an engine, set its address")
+                raise ConfigError("runtime.sampler.url: missing; `sampler: server` needs the address of an engine")
             self._engine = RolloutEngine(
                 job.runtime.sampler_url,
                 job.folder / "sampler",
@@ -169,8 +169,8 @@ class CausalSetting(Setting):
         return self._reread(drawn, own)
 
     def _reread(self, drawn: Sequence[Answer], own: Sequence[np.ndarray]) -> list[Answer]:
-        """The engine's answers with the policy's log-probabilities. Raises SamplerError on all ranks if those on any
-        rank are far from the engine's.
+        """The engine's answers with the policy's log-probabilities. Raises SamplerError on all ranks if, on any rank,
+        these are far from the engine's.
         """
         assert self._engine is not None
         both = [
@@ -184,13 +184,13 @@ class CausalSetting(Setting):
         if mean > MISMATCH:
             raise SamplerError(
                 f"runtime.sampler.url: the log-probabilities of the engine at {self._engine.url} differ from the"
-                f" policy's by {mean:.2f} nats per token (at most {MISMATCH}): it uses other weights, or does not"
-                " report them at the sampling temperature"
+                f" policy's by {mean:.2f} nats per token (at most {MISMATCH} allowed): it uses different weights, or"
+                " does not report log-probabilities at the sampling temperature"
             )
         return both
 
     def _publish(self, engine: RolloutEngine) -> None:
-        """Have the engine load the policy's weights, unless already loaded. Raises SamplerError."""
+        """Have the engine load the policy's weights, unless they are already loaded. Raises SamplerError."""
         digest = checkpoint.weights_digest(self.whole)
         if digest != self._engine_has:
             engine.publish(self._write)
@@ -234,7 +234,7 @@ class CausalSetting(Setting):
         """The reward model's normalized scores, (n,)."""
         assert self.reward_model is not None
         with self.hardware.autocast():
-            return self.reward_model.normalised(answers.raw_rewards(self.reward_model, batch, self.pad)).numpy()
+            return self.reward_model.normalized(answers.raw_rewards(self.reward_model, batch, self.pad)).numpy()
 
     def preferred(self, prompts: Sequence[Prompt]) -> Preferred:
         """A comparison of answers to these prompts with the reference's own answers."""
@@ -270,8 +270,8 @@ def judge_or_none(
 ) -> Iterator[Judge | None]:
     """The sandbox, which runs each distinct answer only once.
 
-    None if no sandbox is available, so that true scores of code stay empty. In that case raises ConfigError if a reward
-    runs code ("code" or "task" in `wanted`).
+    None if no sandbox is available; true scores of code then stay empty. Raises ConfigError instead if a reward runs
+    code ("code" or "task" in `wanted`).
     """
     judge = RememberingJudge(sandbox, workers, url=url)
     try:

@@ -2,18 +2,18 @@
 
 | part          | value                                                                                                |
 |---------------|------------------------------------------------------------------------------------------------------|
-| `code_format` | 1: one closed Python block that parses; 0.5: it does not parse; else 0                               |
-| `code`        | 0 unless `code_format` is 1; else hidden tests passed / all, by the sandbox                          |
+| `code_format` | 1: one closed Python block that parses; 0.5: one that does not parse; else 0                         |
+| `code`        | 0 unless `code_format` is 1; else the share of hidden tests passed in the sandbox                    |
 | `tool_call`   | 1: correct by BFCL's rules; else 0.1 * parses + 0.4 * (name correct) * (argument F1)                 |
 | `length`      | 0 up to max_new - c, then (max_new - c - length) / c; -1 unfinished; c = max_new / 4                 |
 | `learned`     | the reward model, normalized                                                                         |
 | `preferred`   | probability of being preferred to the reference's answers, minus one half (`Preferred`)              |
 | `task`        | degree to which an environment's task is solved, 0 to 1 (rl/episodes.py)                             |
 
-A part maps answers to numbers. None means unknown, which never counts as 0: the whole answer is then unscorable. The
-total is the sum of weight * part, clipped to +-10.
+A part maps answers to numbers. None means unknown, which never counts as 0: the answer is then unscorable. The total is
+the sum of weight * part, clipped to [-10, 10].
 
-`Preferred` is a reward on the same scale for every prompt. Rewards of a Bradley-Terry model are only comparable within
+`Preferred` is a reward on the same scale for every prompt. Rewards of a Bradley-Terry model are comparable only within
 a prompt, so in PPO their per-prompt offset is noise that the critic has to learn first. Comparing with the rewards of
 the reference's answers to the same prompt cancels the offset. The result is a probability, so it is bounded: no answer
 is worth more than a sure win (Fu et al. 2025, arXiv:2502.18770, "preference as reward"). The reference answers every
@@ -39,11 +39,11 @@ from pipeline.text import chat
 
 MOST_REWARD = 10.0
 REFERENCE_ANSWERS = 2  # reference answers per prompt
-PROMPTS = 256  # answered by the reference at a time
+PROMPTS = 256  # number answered by the reference at a time
 
 Part = Callable[[Sequence[Answer]], list[float | None]]
-GenerateAnswers = Callable[[Sequence[tuple[Prompt, int]]], list[Answer]]  # (prompt, sample number) -> an answer to each
-Rewards = Callable[[Sequence[Answer]], np.ndarray]  # in the units of the ranking loss, (n,)
+GenerateAnswers = Callable[[Sequence[tuple[Prompt, int]]], list[Answer]]  # (prompt, sample index) -> an answer to each
+Rewards = Callable[[Sequence[Answer]], np.ndarray]  # on the scale of the ranking loss, (n,)
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Scorer:
 
     weights: dict[str, float]
     resources: Resources
-    verdicts: dict[int, str] = field(default_factory=dict)  # of the last call, by the index of the answer
+    verdicts: dict[int, str] = field(default_factory=dict)  # of the last call, by answer index
 
     def __post_init__(self) -> None:
         if not self.weights:
@@ -82,15 +82,15 @@ class Scorer:
             if name not in PARTS:
                 raise ConfigError(f"rewards: unknown reward {name!r}; valid names: {', '.join(PARTS)}")
         if "code" in self.weights and self.resources.judge is None:
-            raise ConfigError("rewards: code needs the sandbox")
+            raise ConfigError("rewards: `code` needs the sandbox")
         if "learned" in self.weights and self.resources.learned is None:
-            raise ConfigError("rewards: learned needs a reward model")
+            raise ConfigError("rewards: `learned` needs a reward model")
         if "preferred" in self.weights and self.resources.preferred is None:
-            raise ConfigError("rewards: preferred needs a reward model and the reference's answers")
+            raise ConfigError("rewards: `preferred` needs a reward model and the reference's answers")
         if "task" in self.weights and self.resources.task is None:
-            raise ConfigError("rewards: task needs an environment; set grpo.environment")
+            raise ConfigError("rewards: `task` needs an environment; set grpo.environment")
         if "tool_call" in self.weights and self.resources.call_score is None:
-            raise ConfigError("rewards: tool_call needs prompts with a known right call")
+            raise ConfigError("rewards: `tool_call` needs prompts with a known correct call")
 
     def __call__(self, answers: Sequence[Answer]) -> list[Score]:
         """A score for each answer."""
@@ -106,7 +106,7 @@ class Scorer:
 
 
 def _finite(value: float | None) -> float | None:
-    """None for a non-finite value: clipping would turn it into the best score."""
+    """None for a non-finite value: clipping could turn it into the best score."""
     return value if value is not None and math.isfinite(value) else None
 
 
@@ -116,7 +116,7 @@ def code_format(scorer: Scorer, answers: Sequence[Answer]) -> list[float | None]
 
 
 def format_of(answer: Answer) -> float:
-    """1, 0.5 or 0, as in the module's table."""
+    """1, 0.5 or 0, as in the module docstring's table."""
     if not chat.formatted(answer.text):
         return 0.0
     return 1.0 if chat.tree(chat.extract(answer.text) or "") is not None else 0.5
@@ -155,7 +155,7 @@ def program_of(answer: Answer) -> Candidate:
 
 
 def length(scorer: Scorer, answers: Sequence[Answer]) -> list[float | None]:
-    """0 for short answers, a slope in the last quarter, -1 if unfinished (Yu et al. 2025, arXiv:2503.14476, eq. 13)."""
+    """0 for short answers, falling in the last quarter, -1 if unfinished (Yu et al. 2025, arXiv:2503.14476, eq. 13)."""
     most = scorer.resources.max_new_tokens
     slope = most / 4
     return [min(0.0, (most - slope - len(answer.ids)) / slope) if answer.finished else -1.0 for answer in answers]
@@ -229,7 +229,7 @@ class Preferred:
                 bar.update(len(batch))
 
     def __call__(self, answers: Sequence[Answer]) -> list[float | None]:
-        """The value of each answer, for prompts passed to `ask` before."""
+        """The value of each answer; its prompt must have been passed to `ask`."""
         rewards = self.rewards(answers)
         return [
             chance(reward, self.theirs[answer.prompt.id]) - 0.5 for reward, answer in zip(rewards, answers, strict=True)
@@ -237,5 +237,5 @@ class Preferred:
 
 
 def chance(reward: float, theirs: np.ndarray) -> float:
-    """Mean of sigmoid(reward - r) over their rewards r: the Bradley-Terry probability of being preferred."""
+    """Mean of sigmoid(reward - r) over the rewards r in `theirs`: the Bradley-Terry probability of being preferred."""
     return float(torch.from_numpy(float(reward) - theirs.astype(np.float64)).sigmoid().mean())

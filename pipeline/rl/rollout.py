@@ -3,7 +3,7 @@
     prompts --sample--> answers --score--> scores --annotate, estimate--> arrays per token --rows--> RolloutBatch
 
 `fit` trains on a `RolloutStream` (learning/protocols.Rolling). A `Method` provides the functions that sample, score and
-estimate advantages, so PPO and the group methods differ in two functions. Each process samples its share of the
+estimate advantages, so PPO and the group methods differ only in two functions. Each process samples its share of the
 prompts; then the answers are gathered on all processes, so that global operations (whitening, groups) need no further
 communication.
 
@@ -13,8 +13,8 @@ bit-exactly.
 With a rehearsal, an update also includes rows of other data and adds their loss (`rehearsed_too`), so that the policy
 does not forget what the prompts do not cover.
 
-Alarms are symptoms of an unhealthy run. They only warn and never stop it. `alarms_of` is a function of the curve alone,
-so a resumed run has the same alarms. `watch_alarms` prints each new alarm once.
+Alarms report symptoms of an unhealthy run. They only warn and never stop it. `alarms_of` is a function of the training
+curve only, so a resumed run has the same alarms. `watch_alarms` prints each new alarm once.
 
 An answer may have several turns with tool results in between (rl/episodes.py): only the policy's tokens have a
 probability, an advantage and a gradient.
@@ -49,14 +49,14 @@ from pipeline.run.types import JsonObject
 
 Array = np.ndarray
 EXTRA_ROUNDS = 3  # of dynamic sampling
-EMPTY_ITERATIONS = 10  # consecutive ones that end a run
+EMPTY_ITERATIONS = 10  # consecutive iterations with nothing to learn that end a run
 ALL_EQUAL = 1e-6  # a group with a smaller spread of scores has no learning signal
 UNSCORABLE_STOPS = 0.05  # share of unscored answers that ends a run
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig(TrainingConfig):
-    """A run over the policy's own answers. Its length is set by exactly one of iterations and passes."""
+    """A run over the policy's own answers. Its length is set by exactly one of `iterations` and `passes`."""
 
     prompts: int
     """Prompts per iteration."""
@@ -65,26 +65,26 @@ class RolloutConfig(TrainingConfig):
     iterations: int | None = None
     """Number of rollout iterations."""
     passes: float | None = None
-    """or: number of passes over the prompts."""
+    """Number of passes over the prompts, instead of `iterations`."""
     epochs: int = 1
     """Epochs over the answers of an iteration."""
     minibatches: int = 1
     """Updates per epoch."""
     max_prompt: int
-    """tokens; longer prompts are left out and counted."""
+    """Maximum tokens per prompt; longer prompts are left out and counted."""
     max_new_tokens: int
     """Maximum tokens per answer."""
     temperature: float = 1.0
     """For sampling and for all log-probabilities."""
     on_spike: str = "ignore"
-    """skip, stop, or ignore: policy gradient norms are heavy-tailed; six deviations are not rare."""
+    """skip, stop, or ignore. Policy gradient norms are heavy-tailed, so spikes of six deviations are not rare."""
 
     length_keys: ClassVar[tuple[str, ...]] = ("iterations", "passes")
     length_key: ClassVar[str] = "max_prompt + max_new_tokens"
 
     def __post_init__(self) -> None:
         if (self.iterations is None) == (self.passes is None):
-            raise ValueError("expected exactly one of iterations and passes")
+            raise ValueError("expected exactly one of `iterations` and `passes`")
         counts = (self.prompts, self.samples, self.epochs, self.minibatches, self.max_prompt, self.max_new_tokens)
         length = self.passes if self.iterations is None else self.iterations
         if min(counts) < 1 or (length or 0) <= 0 or self.temperature <= 0:
@@ -93,14 +93,14 @@ class RolloutConfig(TrainingConfig):
                 "expected > 0"
             )
         if "rollback" in (self.on_spike, self.on_nonfinite):
-            raise ValueError("on_spike, on_nonfinite: expected skip or stop; a policy cannot go back to other data")
+            raise ValueError("on_spike, on_nonfinite: expected skip or stop; rollback cannot give a policy other data")
         if self.prompts * self.samples < self.minibatches:
             raise ValueError(f"minibatches: expected at most prompts * samples, got {self.minibatches}")
         self.check()
 
     @property
     def row_length(self) -> int:
-        """Prompt plus answer."""
+        """Maximum tokens of a prompt plus its answer."""
         return self.max_prompt + self.max_new_tokens
 
     @property
@@ -118,7 +118,7 @@ class RolloutConfig(TrainingConfig):
         return self.epochs * self.minibatches
 
     def resolve_steps(self, tokens_per_epoch: int) -> int:
-        """Updates in the whole run; `tokens_per_epoch` is prompts * row_length."""
+        """Number of updates in the run; `tokens_per_epoch` is prompts * row_length."""
         if self.iterations is not None:
             return self.iterations * self.steps_per_rollout
         num_prompts = tokens_per_epoch / self.row_length
@@ -148,8 +148,8 @@ class RolloutBatch:
     documents: Tensor  # (B, T) int32
     positions: Tensor  # (B, T) int64
     row_of: Tensor  # (N,) int64, the row of each policy token
-    old: Tensor  # (N,) float32, log-probabilities before the update (of an external engine: recomputed)
-    arrays: dict[str, Tensor]  # (N,) float32 each: advantages and others of the method
+    old: Tensor  # (N,) float32, log-probabilities before the update (the policy's own, even if an engine sampled)
+    arrays: dict[str, Tensor]  # (N,) float32 each: advantages and the method's other arrays
     counts: dict[str, int]  # tokens, sequences, positions; rehearsed: targets in the rehearsal data
     fresh: bool  # the policy has not been updated since sampling
     rehearsed: TokenBatch | None = None
@@ -188,7 +188,7 @@ class RolloutStream:
         state: JsonObject | None = None,
         rehearsal: TokenStream | None = None,
     ) -> None:
-        """`state`: what the method carries across iterations (a KL coefficient); included in saved states.
+        """`state`: what the method carries across iterations, such as a KL coefficient; included in saved states.
 
         Each update includes a batch of `rehearsal`, if given.
         """
@@ -233,7 +233,7 @@ class RolloutStream:
         return numbers
 
     def _requests(self, iteration: int, extra: int, num: int) -> list[tuple[Prompt, int]]:
-        """(prompt, sample number) of a round: the next `num` prompts, reshuffled each pass, with `samples` each."""
+        """(prompt, sample index) pairs of a round: `samples` each for the next `num` prompts, reshuffled each pass."""
         count, config = len(self.prompts), self.config
         start = iteration * config.prompts + extra * config.prompts  # an extra round uses upcoming prompts
         requests = []
@@ -241,7 +241,7 @@ class RolloutStream:
             epoch, within = divmod(position, count)
             order = np.random.default_rng(stable_hash("prompts", self._seed, epoch) % 2**63).permutation(count)
             prompt = self.prompts[int(order[within])]
-            # no two groups share a number
+            # unique among all groups of the run
             group = (iteration * (EXTRA_ROUNDS + 1) + extra) * config.prompts + position - start
             first = group * config.samples if config.samples > 1 else epoch
             requests += [(prompt, first + n) for n in range(config.samples)]
@@ -268,8 +268,8 @@ class RolloutStream:
             )
 
     def rows(self, step: int, context: int) -> Array:
-        """Indices of this update's rollouts. -1 is padding, so that all processes have the same number; -2 - n is row n
-        of the rehearsal. Rehearsal rows are interleaved, so that each micro-batch has its share.
+        """Indices of this update's rollouts. -1 is padding, so that all processes get equally many rows; -2 - n is row
+        n of the rehearsal. Rehearsal rows are interleaved, so that each micro-batch gets its share.
 
         An epoch shuffles prompts, not rows: answers to the same prompt stay adjacent, so that rows with a common prefix
         (`attention.Branches`) compute the prompt only once. Only a minibatch boundary may separate them.
@@ -300,7 +300,7 @@ class RolloutStream:
             given = -2 - rows[rows <= -2]
             if given.size:
                 rehearsed = self._rehearsal.batch(step, context, given)
-            elif self._ranks.sharding:  # all ranks need the same number of passes: this one has no targets
+            elif self._ranks.sharding:  # all ranks need the same number of passes; this pass has no targets
                 rehearsed = self._rehearsal.batch(step, context, self._rehearsal.rows(step, context)[:1])
                 rehearsed = replace(rehearsed, targets=torch.full_like(rehearsed.targets, IGNORED))
             counts["rehearsed"] = rehearsed.num_targets if rehearsed else 0
@@ -319,7 +319,7 @@ class RolloutStream:
         return iter(())
 
     def state(self) -> JsonObject:
-        """The state needed to resume, besides the weights."""
+        """The state needed to resume, in addition to the weights."""
         return {"carried": self.carried, "empty_in_row": self.empty_in_row}
 
     def load_state(self, state: JsonObject) -> None:
@@ -351,10 +351,10 @@ def group_loss(model: Transformer, batch: RolloutBatch, *, method: GroupMethod, 
 
 
 def rehearsed_too(loss: Callable[..., Loss], policy: Transformer, coefficient: float) -> Callable[..., Loss]:
-    """`loss` of an update plus `coefficient` times the cross-entropy of its rehearsal, per token, in nats.
+    """`loss` plus `coefficient` times the cross-entropy of the update's rehearsal rows, in nats per token.
 
-    The gradient of PPO-ptx (Ouyang et al. 2022, arXiv:2203.02155, equation 2). `policy` is the trained model inside any
-    wrapper: its gradients are accumulated with those of `loss` in the same backward pass.
+    This gives the gradient of PPO-ptx (Ouyang et al. 2022, arXiv:2203.02155, equation 2). `policy` is the trained model
+    inside any wrapper: its gradients are accumulated with those of `loss` in the same backward pass.
     """
 
     def both(model: nn.Module, batch: RolloutBatch) -> Loss:
@@ -384,7 +384,7 @@ def informative(rollouts: Sequence[Rollout], samples: int) -> list[Rollout]:
 
 
 def numbers_of(rollouts: Sequence[Rollout], samples: int) -> dict[str, float]:
-    """The metrics of an iteration, with TRL's names: rewards, lengths, verdicts."""
+    """The metrics of an iteration, under TRL's names: rewards, lengths, verdicts."""
     totals = [r.total for r in rollouts if r.score.total is not None]
     lengths = [len(r.answer.ids) for r in rollouts]
     groups = grouped(rollouts, samples)
@@ -412,7 +412,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _deviation(values: Sequence[float]) -> float:
-    """Unbiased; 0 for fewer than two values."""
+    """The unbiased standard deviation; 0 for fewer than two values."""
     return float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
 
 
@@ -420,13 +420,13 @@ def _deviation(values: Sequence[float]) -> float:
 
 
 WITHOUT_FIT = 10  # iterations with a critic worse than the mean
-WITHOUT_SPREAD = 5  # iterations with equal rewards within groups: with few prompts, one may occur by chance
+WITHOUT_SPREAD = 5  # iterations with equal rewards within groups: with few prompts, one such iteration may be chance
 EXPLOITED = 2  # evaluations with falling gold and rising proxy
-LOW_ENTROPY = 0.2  # of the initial entropy
+LOW_ENTROPY = 0.2  # fraction of the initial entropy
 
 
 def alarms_of(rows: Sequence[JsonObject], *, target_kl: float | None = None) -> dict[str, int]:
-    """The alarms of a curve: message -> first step."""
+    """The alarms for a training curve: message -> first step."""
     alarms: dict[str, int] = {}
     for row in rows:
         for message in _of_row(row, target_kl):
@@ -452,7 +452,7 @@ def alarms_of(rows: Sequence[JsonObject], *, target_kl: float | None = None) -> 
             [row["frac_reward_zero_std"] > 0.9 for row in groups],
             WITHOUT_SPREAD,
             (
-                f"90% of the groups had equal rewards for {WITHOUT_SPREAD} iterations: choose problems of medium"
+                f"over 90% of the groups had equal rewards for {WITHOUT_SPREAD} iterations: choose problems of medium"
                 " difficulty"
             ),
         ),
@@ -470,7 +470,7 @@ def alarms_of(rows: Sequence[JsonObject], *, target_kl: float | None = None) -> 
 
 
 def _of_row(row: JsonObject, target_kl: float | None) -> list[str]:
-    """The alarms of a single row."""
+    """The alarms for a single row of the curve."""
     limits = {
         "objective/kl": (-1.0, 4 * target_kl if target_kl else None),
         "val/ratio": (0.9, 1.1),

@@ -1,12 +1,13 @@
 """Distillation: a teacher's answers, recorded once (`data/taught`), and how a policy learns from them.
 
     models/<teacher> + prompts --> answers.jsonl      id, sample, ids, logprobs, finished: one answer per line
-                                   top_k.safetensors  ids, logprobs (N, k): the k most likely at each of their tokens
+                                   top_k.safetensors  ids, logprobs (N, k): the k most likely at each answer token
                                    meta.json          the teacher and its tokenizer, by hash; temperature, k
 
-`Taught` reads them. `Lessons` provides the functions of a `rollout.Method`: an answer to a prompt is the student's own
-with probability `on_policy`, else one of the teacher's, chosen by a hash of (seed, prompt, sample). With `on_policy` 0
-the recorded probabilities suffice and the teacher is not needed again; otherwise it rescores every answer.
+`Taught` reads these files. `Lessons` provides the functions of a `rollout.Method`: an answer to a prompt is the
+student's own with probability `on_policy`, else one of the teacher's, chosen by a hash of (seed, prompt, sample). If
+`on_policy` is 0, the recorded probabilities suffice and the teacher is not needed again; otherwise, it rescores every
+answer.
 
 The score of an answer is the mean over its tokens of the teacher's log-probability minus the sampling model's.
 """
@@ -112,7 +113,7 @@ def write(
     temperature: float,
     teacher: str,
 ) -> None:
-    """Write data/taught. `top` has one row per answer token, in order; `teacher` is the digest of its weights."""
+    """Write data/taught. `top` has a row per answer token, in order; `teacher` is the digest of the teacher."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ANSWERS).open("w", encoding="utf-8") as file:
         for answer in given:
@@ -125,7 +126,7 @@ def write(
 
 
 def mass(logprobs: np.ndarray) -> float:
-    """The mean total probability of the k tokens."""
+    """The mean total probability of the k most likely tokens."""
     return float(np.exp(logprobs).sum(1).mean())
 
 
@@ -133,16 +134,16 @@ class Taught:
     """data/taught. Raises ModelError, ConfigError or DataError if the student cannot learn from it."""
 
     def __init__(self, folder: Path, tokenizer: Tokenizer, *, temperature: float, max_new_tokens: int) -> None:
-        """Answers of more than `max_new_tokens` are left out and counted in `dropped`."""
+        """Answers of more than `max_new_tokens` tokens are left out and counted in `dropped`."""
         meta = json.loads((folder / META).read_text(encoding="utf-8"))
         if meta["tokenizer"] != tokenizer.hash:
             raise ModelError(
-                f"{folder}: the teacher has another tokenizer than the student, so its tokens cannot be used;"
+                f"{folder}: the teacher's tokenizer differs from the student's, so its tokens cannot be used;"
                 " choose a teacher with the same tokenizer (teach.teacher)"
             )
         if meta["temperature"] != temperature:
             raise ConfigError(
-                f"distill.temperature: expected {meta['temperature']}, used to create {folder}"
+                f"distill.temperature: expected {meta['temperature']}, as used to create {folder}"
                 f" (teach.temperature), got {temperature}"
             )
         top = load_file(folder / TOP_K)
@@ -163,11 +164,11 @@ class Taught:
             self.of.setdefault(record["id"], []).append(said)
         if first != len(top["ids"]):
             raise DataError(
-                f"{folder}: {ANSWERS} has {first} tokens and {TOP_K} {len(top['ids'])}; run dvc repro stage_teach"
+                f"{folder}: {ANSWERS} has {first} tokens, but {TOP_K} has {len(top['ids'])}; run dvc repro stage_teach"
             )
 
     def answer(self, prompt: str, number: int) -> TeacherAnswer:
-        """The teacher's answer for sample `number`."""
+        """The teacher's answer for the sample with index `number`."""
         choices = self.of[prompt]
         return choices[number % len(choices)]
 
@@ -195,7 +196,7 @@ class Lessons:
         return stable_hash("own answer", self.setting.seed, prompt.id, number) / 2**64 < self.on_policy
 
     def sample(self, requests: Sequence[tuple[Prompt, int]]) -> list[Answer]:
-        """An answer to each (prompt, sample number). Collective: all ranks must call it."""
+        """An answer to each (prompt, sample index). Collective: all ranks must call it."""
         own = [request for request in requests if self.is_own(*request)]
         drawn = iter(self.setting.sample(own) if self.on_policy else ())
         return [next(drawn) if self.is_own(*request) else self._said(*request) for request in requests]
@@ -207,7 +208,7 @@ class Lessons:
         return Answer(prompt, number, said.ids, said.logprobs, said.finished, text)
 
     def score(self, given: Sequence[Answer]) -> list[Score]:
-        """See the module docstring; 0 without a teacher to rescore."""
+        """The scores defined in the module docstring; 0 if there is no teacher to rescore answers."""
         means = [0.0] * len(given)
         if self.teacher is not None:
             with self.setting.hardware.autocast():
@@ -243,7 +244,7 @@ class Lessons:
         return Whole(hidden, self.teacher.table)
 
     def loss(self, model: Transformer, batch: RolloutBatch) -> Loss:
-        """The loss of a minibatch. `jsd`: divergence per token; `minillm`: that plus the policy gradient (LOSSES)."""
+        """The loss of a minibatch. `jsd`: divergence per token; `minillm`: also the policy gradient (LOSSES)."""
         compare = partial(
             distillation.compared, teacher=self.teacher_of(batch), beta=self.beta, temperature=self.temperature
         )

@@ -1,24 +1,25 @@
-"""A hash of the code each stage runs, per definition: code that a stage cannot reach does not affect its hash.
+"""Hashes the code each stage runs, per definition: code that a stage cannot reach does not affect its hash.
 
     pipeline/, stages/ -> build/code/<stage>.txt        (`python -m pipeline.run.codehash`, stage code_versions)
 
 `stages/<s>.py` is hashed in full. From there the hash follows the names used by the code to the top-level functions,
 classes and constants of our two packages, through module imports, name imports and re-exports. Each line
-`hash  module  names` covers the definitions of one module that are reached; a class is hashed in full. The hash is
-computed over syntax trees without docstrings, positions and empty fields (with our own dump: `ast.dump` differs between
-Python versions).
+`hash  module  names` covers the reached definitions of one module; a class is hashed in full. The hash is
+computed over syntax trees without docstrings, source positions and empty fields (with our own dump: `ast.dump`
+differs between Python versions).
 
 Top-level statements with possible side effects are hashed wherever their module is imported: calls, loops, `if`,
 assignments that call our own code, functions with decorators that are not in PLAIN_DECORATORS. A module is hashed in
-full if its names cannot be followed: a module used as a value (`getattr(module, name)`), a name that it does not
-define, star imports, `globals()`, `__getattr__`. Code that uses `__file__` pulls in the Python files of its folder. Any
-other file in a folder (a template, a word list) is hashed with the definitions in that folder that contain its name as
-a string; a file that nothing names is hashed with every definition in the folder. `wings.each("x")` uses the definition
-`x` of every `pipeline/*/wing.py` that has one; with an argument that is not a string literal, all of those modules. If
-a module is used as a value, names it imports are not followed: it must define them itself.
+full if its names cannot be followed: it is used as a value (`getattr(module, name)`) or for a name that it does not
+define, or contains star imports, `globals()` or `__getattr__`. Code that uses `__file__` pulls in the Python files of
+its folder. Any other file in a folder (a template, a word list) is hashed with the definitions in that folder that
+contain its name as a string; a file that nothing names is hashed with every definition in the folder. `wings.each("x")`
+uses the definition `x` of every `pipeline/*/wing.py` that has one; with an argument that is not a string literal, it
+uses all of these modules in full. A module used as a value must define what is accessed: the names it imports are not
+followed.
 
 The modules in IGNORED are skipped: they do not affect results, so no stage default may live in them. Module summaries
-are cached in `.work/code.json`. Not covered: modules named in a string, and changes in installed packages.
+are cached in `.work/code.json`. Not covered: modules named only in a string, and changes in installed packages.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ IGNORED = frozenset(
 )
 PLAIN_DECORATORS = frozenset({"cache", "contextmanager", "dataclass", "lru_cache", "no_grad", "overload"})  # no effects
 FILE, GLOBALS = "*file", "*globals"  # uses of `__file__` and `globals()`
-WINGS = "pipeline.wings.each"  # its uses with a string argument become `pipeline.wings.each:string`
+WINGS = "pipeline.wings.each"  # calls with a string argument become `pipeline.wings.each:string`
 ALWAYS, MAIN = "*always", "*main"  # names for statements with side effects, and for `if __name__ == "__main__"`
 FILE_NAME = re.compile(r"[\w-]+\.\w+")
 MAX_CACHED = 2_000  # module versions
@@ -95,7 +96,7 @@ def _data_files(modules: ModuleTable, module: str, path: Path, names: Iterable[s
 
 
 class Reach:
-    """What a stage reaches in our packages: `reached[module]` is the set of definition names."""
+    """What a stage reaches in our packages: `reached[module]` is the set of names of its reached definitions."""
 
     def __init__(self, modules: ModuleTable) -> None:
         self.summary, self.file, self.wings = modules.summary, modules.file, modules.wings
@@ -103,7 +104,7 @@ class Reach:
         self._queue: list[tuple[str, str]] = []  # (module, definition name) still to follow
 
     def load(self, module: str) -> None:
-        """Import a module: its parent packages, its statements with side effects, and the modules that it imports."""
+        """Follow the import of a module: parent packages, statements with side effects, the modules that it imports."""
         queue = [module]
         while queue:
             name = queue.pop()
@@ -144,7 +145,7 @@ class Reach:
                     self._add_use(use)
 
     def _add_neighbors(self, module: str, name: str) -> None:
-        """Add Python files from a module's folder, which may also be run as scripts: one, or all of them for `.py`."""
+        """Add the Python file `name` in a module's folder, or all of them for `.py`; they may be run as scripts."""
         path = self.file(module)
         assert path is not None
         package = module if path.name == "__init__.py" else module.rpartition(".")[0]
@@ -153,7 +154,7 @@ class Reach:
                 self.add_module(f"{package}.{file.stem}", started=True)
 
     def _add_offers(self, offer: str) -> None:
-        """Add what the wings offer under a name; if the name is unknown, everything they offer."""
+        """Add what the wings offer under the name `offer`; if it is empty (not known), everything they offer."""
         self._add_use("pipeline.wings.each")
         for wing in self.wings:
             self.load(wing)
@@ -163,7 +164,7 @@ class Reach:
                 self._queue.append((wing, offer))
 
     def _add_use(self, dotted: str) -> None:
-        """Follow one of our names to its definition."""
+        """Follow a dotted name in our packages to its definition."""
         for _ in range(20):  # re-exports
             parts = dotted.split(".")
             length = next((n for n in range(len(parts), 0, -1) if self.file(".".join(parts[:n]))), 0)
@@ -185,11 +186,11 @@ class Reach:
             if module not in PACKAGES or rest:
                 self.add_module(module)
             return
-        raise AssertionError(f"{dotted}: imports in a circle")
+        raise AssertionError(f"{dotted}: circular import")
 
 
 class ModuleTable:
-    """What the modules below `root` define, each read once."""
+    """What the modules below `root` define; each module is read only once."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -221,7 +222,7 @@ class ModuleTable:
 
 
 def module_file(root: Path, module: str) -> Path | None:
-    """The file of one of our modules, or None if there is none (a name inside a module)."""
+    """The file of one of our modules, or None if it is not a module but a name inside one."""
     base = root.joinpath(*module.split("."))
     for path in (base.with_suffix(".py"), base / "__init__.py"):
         if path.is_file():
@@ -237,7 +238,7 @@ def _cache_key(module: str, text: str) -> str:
 
 @cache
 def _reader_version() -> bytes:
-    """The version of the reader: a new version of this file or of Python starts with an empty cache."""
+    """The version of this file and of Python: a change in either invalidates the cache."""
     return sys.version.encode() + Path(__file__).read_bytes()
 
 
@@ -251,8 +252,8 @@ class Summary(TypedDict):
     names: dict[str, tuple[str, list[str]]]  # definition -> (digest, references)
     imports: dict[str, str]  # name bound here -> dotted name
     files: dict[str, list[str]]  # definition -> the file names among its strings
-    loads: list[str]  # modules that are imported with this one
-    opaque: bool  # whether it is hashed in full
+    loads: list[str]  # modules that importing this one imports
+    opaque: bool  # whether the module is hashed in full
 
 
 def summarize(path: Path, text: str, module: str) -> Summary:
@@ -300,7 +301,7 @@ def summarize(path: Path, text: str, module: str) -> Summary:
 
 
 def _neighbor_patterns(statements: list[ast.stmt]) -> list[str]:
-    """The Python files next to a module that it may run or import by path: those it names, or all of them."""
+    """Patterns for the files in its folder that a module may run or import by path: those it names, or all of them."""
     nodes = (node for statement in statements for node in ast.walk(statement))
     if any(isinstance(node, ast.Attribute) and ast.unparse(node) == "sys.path" for node in nodes):
         return ["*.py"]
@@ -320,7 +321,7 @@ def _is_type_checking_block(statement: ast.stmt) -> bool:
 
 
 def _defined_names(statement: ast.stmt) -> list[str]:
-    """The names that a top-level statement defines; ALWAYS or MAIN for one with side effects."""
+    """The names that a top-level statement defines, and ALWAYS if it has side effects; MAIN for the main block."""
     match statement:
         case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
             return [statement.name]
@@ -345,7 +346,7 @@ def _defined_names(statement: ast.stmt) -> list[str]:
 
 
 def _has_effects(statement: ast.stmt, known: dict[str, str], package: str) -> bool:
-    """Whether a definition may have side effects on import: it calls our code, or registers itself."""
+    """Whether a definition may have side effects on import, by calling our code or registering itself."""
     match statement:
         case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
             return any(_decorator_name(decorator) not in PLAIN_DECORATORS for decorator in statement.decorator_list)
@@ -357,7 +358,7 @@ def _has_effects(statement: ast.stmt, known: dict[str, str], package: str) -> bo
 
 
 def _decorator_name(decorator: ast.expr) -> str:
-    """`lru_cache` of `@functools.lru_cache(maxsize=2)`."""
+    """A decorator's name: `lru_cache` for `@functools.lru_cache(maxsize=2)`."""
     while isinstance(decorator, ast.Call):
         decorator = decorator.func
     return decorator.attr if isinstance(decorator, ast.Attribute) else ast.unparse(decorator)
@@ -375,7 +376,7 @@ def bindings(statement: ast.Import | ast.ImportFrom, package: str) -> dict[str, 
 
 
 def imported_modules(statement: ast.Import | ast.ImportFrom, package: str) -> list[str]:
-    """Our modules that an import runs, or names inside them."""
+    """The modules in our packages that an import runs; may include names inside them."""
     if isinstance(statement, ast.Import):
         names = [alias.name for alias in statement.names]
     else:
@@ -392,7 +393,7 @@ def _source(statement: ast.ImportFrom, package: str) -> str:
 
 
 class NameUses:
-    """The dotted names used by code, among those known to its module. Local names shadow the module's, as in Python.
+    """The dotted names that code uses, among those its module knows. Local names shadow the module's, as in Python.
 
     Annotations of functions and local variables are skipped: they have no effect at run time. Annotations of class
     fields are included, since configurations are built from them.
@@ -547,7 +548,7 @@ def dump(node: object) -> str:
 
 
 def _without_docstrings(node: ast.AST, body: list[ast.stmt]) -> list[ast.stmt]:
-    """A body without its docstring; for a class, without its field docstrings too."""
+    """A body without its docstring and, for a class, without its field docstrings."""
     if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         return body
     last = len(body) if isinstance(node, ast.ClassDef) else 1

@@ -1,8 +1,8 @@
-"""params.yaml + conf/ + command line -> frozen dataclasses, strictly.
+"""params.yaml + conf/ + command line -> frozen dataclasses, strictly checked.
 
-Precedence, highest first: command line, non-null value in params.yaml, the stage's preset
-(`conf/preset/<stage>/<name>.yaml`), its block in the scale file, the dataclass default. Groups are names in
-params.yaml (`model: nano`); Hydra's compose API loads the files they name. An unknown key, a missing key or a wrong
+Precedence, highest first: the command line, params.yaml unless the value is null, the stage's preset
+(`conf/preset/<stage>/<name>.yaml`), its block in the scale file, the dataclass default. In params.yaml, a config group
+names a file in conf/ (`model: nano`), which Hydra's compose API loads. An unknown key, a missing key or a wrong
 type raises a ConfigError that names the file, block, key and valid keys.
 
     python -m stages.language language.steps=3 runtime.fresh=true     one stage, without DVC
@@ -12,9 +12,9 @@ type raises a ConfigError that names the file, block, key and valid keys.
 The `runtime` block of params.yaml controls how a run is executed. All stages read it and none tracks it, because it
 changes results at most by rounding.
 
-Not guaranteed: interpolation (`${...}` in params.yaml is rejected: the first `dvc exp run -S` would freeze it);
-bit-identical results across precisions, micro-batches or process counts, or between compiled and eager layers (a
-resumed run logs such a change).
+Not supported: interpolation (`${...}` in params.yaml is rejected: the first `dvc exp run -S` would freeze it). Not
+guaranteed: bit-identical results across precisions, micro-batches or process counts, or between compiled and eager
+layers (a resumed run logs such a change).
 """
 
 from __future__ import annotations
@@ -85,13 +85,13 @@ class Runtime:
     workers: int | str = "auto"
     """Worker processes for data stages; auto: one per core."""
     gradient_checkpointing: str = "none"
-    """none, full, every_2, selective: recompute activations to save memory."""
+    """Which activations to recompute to save memory: none, full, every_2, selective."""
     compile: bool | str = "auto"
     """Whether to compile the layers; auto: when it pays off (learning/performance.py)."""
     pin_memory: bool | str = "auto"
     """Copy batches to the GPU through pinned memory; auto: if there is a GPU."""
     logging_steps: int = 10
-    """Steps between logged rows of the curve."""
+    """Steps between rows of the training curve."""
     save_steps: int = 500
     """Steps between checkpoints (resumable training states)."""
     save_minutes: float = 2.0
@@ -105,15 +105,15 @@ class Runtime:
     profile: bool = False
     """Record a few steps with torch.profiler (learning/performance.py)."""
     find_lr: bool = False
-    """Instead of training, run a learning rate search; writes a plot and a line for params.yaml."""
+    """Run a learning rate search instead of training; it writes a plot and a line for params.yaml."""
     trackers: tuple[str, ...] = ()
     """In addition to DVC and MLflow: tensorboard, wandb (extra `trackers`)."""
     fresh: bool = False
-    """Delete this key's checkpoints and finished result first."""
+    """Delete this run's checkpoints and finished result before starting."""
     sandbox: SandboxAddress | None = None
     """{url: http://machine:8801}: run and judge generated code on another machine."""
     sampler: SamplerAddress | None = None
-    """{url: http://127.0.0.1:8100}: the engine for grpo.sampler: server."""
+    """{url: http://127.0.0.1:8100}: the sampling engine for stages with `sampler: server`."""
 
     @property
     def sandbox_url(self) -> str | None:
@@ -122,7 +122,7 @@ class Runtime:
 
     @property
     def sampler_url(self) -> str | None:
-        """`runtime.sampler.url`."""
+        """`runtime.sampler.url`; None if it is not set."""
         return None if self.sampler is None else self.sampler.url
 
     def __post_init__(self) -> None:
@@ -143,7 +143,7 @@ class Runtime:
         for name in ("micro_batch", "workers"):
             value = getattr(self, name)
             if value != "auto" and (isinstance(value, str) or value < 1):
-                raise ValueError(f"{name}: expected auto or a number of at least 1, got {value!r}")
+                raise ValueError(f"{name}: expected auto or an integer of at least 1, got {value!r}")
         if unknown := sorted(set(self.trackers) - set(TRACKERS)):
             raise ValueError(f"trackers: expected some of {', '.join(TRACKERS)}, got {unknown[0]!r}")
         for name, minimum in {"keep": 1, "logging_steps": 1, "save_steps": 1, "save_minutes": 0}.items():
@@ -238,7 +238,7 @@ class Settings:
         return convert(Value(self.overrides.get(key, self.params.get(key)), origin), int, key)
 
     def layers(self, name: str) -> dict[str, Value]:
-        """The raw values of a stage's block, each from the highest layer that sets its key."""
+        """The raw values of a stage's block, each from the layer of highest precedence that sets its key."""
         merged: dict[str, Value] = {}
         scale = self.name("scale")
         _merge(merged, self.groups.get(name), f"conf/scale/{scale}.yaml", name)
@@ -291,7 +291,7 @@ def read_yaml(path: Path) -> JsonObject:
         text = path.read_text(encoding="utf-8")
         tree = YAML(typ="safe", pure=True).load(text)
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file; run from the folder of dvc.yaml") from None
+        raise ConfigError(f"{path}: no such file; run from the folder that contains dvc.yaml") from None
     except (YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not valid YAML: {_fault(error)}") from error
     if not isinstance(tree, dict):
@@ -351,13 +351,13 @@ def stage_names(root: Path) -> list[str]:
 
 
 def suggest(key: str, known: Iterable[str]) -> str:
-    """` (did you mean ...?)` if a valid key is close, else empty."""
+    """` (did you mean ...?)` if a valid key is similar, else an empty string."""
     close = difflib.get_close_matches(key, list(known), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def listing(names: Iterable[str]) -> str:
-    """Names, sorted, for a message."""
+    """The sorted names, separated by commas, for a message."""
     return ", ".join(sorted(names))
 
 
@@ -372,7 +372,7 @@ def is_flat(kind: object) -> bool:
 
 
 def as_written(parameters: DataclassInstance) -> JsonObject:
-    """A stage's Params with the keys of its block: flat fields inlined, other blocks nested under their names."""
+    """A stage's Params as a dict with the keys of its block: flat fields inlined, other blocks nested by name."""
     hints, plain = typing.get_type_hints(type(parameters)), dataclasses.asdict(parameters)
     written: JsonObject = {}
     for field in dataclasses.fields(parameters):
@@ -405,7 +405,7 @@ def build(kind: type[T], values: dict[str, Value], where: str, settings: Setting
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             raise ConfigError(
                 f"params.yaml: {where}.{field.name}: missing: expected {type_name(hints[field.name])}; "
-                "set it in params.yaml or in the selected files of conf/"
+                "set it in params.yaml or in the selected files in conf/"
             )
     try:
         return kind(**arguments)
@@ -463,11 +463,11 @@ def type_name(kind: object) -> str:
 
 
 def convert(value: Value, kind: object, where: str) -> Any:
-    """Convert a raw YAML value to `kind`; floats accept integers and text such as "1e-3". Raises ConfigError."""
+    """Convert a raw YAML value to `kind`; floats accept integers and strings such as "1e-3". Raises ConfigError."""
     raw, wrong = value.raw, f'{value.origin}: {where}: expected {type_name(kind)}, got "{value.raw}"'
     if isinstance(kind, types.UnionType):
         blocks = [option for option in typing.get_args(kind) if dataclasses.is_dataclass(option)]
-        if blocks and isinstance(raw, Mapping):  # its own message is more precise than "expected this or that"
+        if blocks and isinstance(raw, Mapping):  # the block's own message is more precise than "expected this or that"
             return convert(value, _meant(blocks, raw), where)
         for option in typing.get_args(kind):
             try:
@@ -528,8 +528,8 @@ def resolve(kind: type[T], settings: Settings, stage: str) -> tuple[T, Runtime]:
 
 
 def check(argv: list[str]) -> int:
-    """`python -m pipeline.run.config`: build the parameters of every stage, to catch typos and globs that match
-    nothing before DVC deletes outs.
+    """`python -m pipeline.run.config`: build the parameters of every stage, to catch typos and globs without
+    matches before DVC deletes outs.
     """
     sys.path.insert(0, str(Path.cwd()))
     faults = 0

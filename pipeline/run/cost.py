@@ -9,7 +9,7 @@ that time, across all programs; it is "not measured" where the system does not a
 a killed attempt stay in usage.json and are added to those of the attempt that resumes it, so the cost of a result
 includes both.
 
-None of this is a result: it goes to speed.json and MLflow, never into an out. Not guaranteed: memory peaks between two
+None of this is a result: it goes to speed.json and MLflow, never into an out. Not measured: memory peaks between two
 samples (except this process's own, which the system records), or other machines in the run.
 """
 
@@ -209,11 +209,11 @@ def nvml() -> list[Gpu]:
 
 @contextmanager
 def measured(folder: Path, began: float | None = None) -> Iterator[Usage]:
-    """Measure the block; `folder`/usage.json has the totals of all attempts up to the last sample."""
+    """Measure the `with` block; `folder`/usage.json has the totals of all attempts up to the last sample."""
     path = folder / "usage.json"
     try:
         earlier = json.loads(path.read_text())
-    except (OSError, ValueError):  # the first attempt, or the machine went down mid-write
+    except (OSError, ValueError):  # this is the first attempt, or the machine crashed mid-write
         earlier = {}
     usage, stopped = Usage(earlier, began), threading.Event()
 

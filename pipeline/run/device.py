@@ -1,4 +1,4 @@
-"""What this process runs on: device, precision, threads, ranks, seeds. The only module that queries torch for them.
+"""What this process runs on: device, precision, threads, ranks, seeds. The only module that queries torch for these.
 
 None of this is an experiment parameter: it follows from the machine and the `runtime` block, and is recorded by
 `tracking`. torch is imported inside the functions because data stages start worker processes that hash and seed but
@@ -79,8 +79,8 @@ def claim_gpus(number: int = 1, locks: Path | None = None) -> str:
     """Restrict this process and its children to `number` GPUs that no other stage of this user has claimed, so that
     concurrent stages use different GPUs. The claim ends with the process.
 
-    Does nothing without a GPU, or in a rank, since its parent has already claimed GPUs. Returns a message for the user,
-    or "". Call it before CUDA is initialized.
+    Does nothing without a GPU, or in a worker rank, whose parent has already claimed GPUs. Returns a message for the
+    user, or "". Call it before CUDA is initialized.
     """
     if "LOCAL_RANK" in os.environ or not (count := num_gpus()):
         return ""
@@ -114,7 +114,7 @@ def request_kind(kind: str) -> None:
 
 
 def requested_kind() -> str:
-    """The kind that `request_kind` set, here or in a parent process."""
+    """The device kind that `request_kind` set, here or in a parent process."""
     return os.environ.get(ASKED, "auto")
 
 
@@ -168,7 +168,7 @@ class Hardware:
 
 @functools.cache
 def keep_freed_memory() -> None:
-    """Keep glibc from returning large blocks to the system: otherwise the 33 MB of logits are remapped every step."""
+    """Keep glibc from returning large blocks to the system: otherwise, 33 MB of logits are remapped at every step."""
     if platform.libc_ver()[0] != "glibc":
         return
     libc = ctypes.CDLL(None)
@@ -177,11 +177,12 @@ def keep_freed_memory() -> None:
 
 
 def hardware(precision: str = "auto", base_weights: str = "auto") -> Hardware:
-    """Device and precision of this process. `auto`: bf16 or fp16 on CUDA; on a CPU bf16 if it has bf16 instructions,
-    else fp32. Frozen matrices are bf16 on a GPU that computes in bf16; on a CPU memory is rarely scarce.
+    """Device and precision of this process. `precision: auto` is bf16 or fp16 on CUDA, bf16 on a CPU that has bf16
+    instructions, else fp32. `base_weights: auto` is bf16 on a GPU that computes in bf16, else fp32: on a CPU, memory is
+    rarely scarce.
 
-    Raises ConfigError if frozen matrices use less than fp32 but forward passes are not in bf16, and for NF4 without
-    CUDA and bitsandbytes.
+    Raises ConfigError if frozen matrices are bf16 or NF4 but forward passes are not in bf16, and for NF4 without CUDA
+    and bitsandbytes.
     """
     import torch
 
@@ -197,13 +198,13 @@ def hardware(precision: str = "auto", base_weights: str = "auto") -> Hardware:
     precision = best if precision == "auto" else precision
     if base_weights in ("bf16", "nf4") and precision != "bf16":
         raise ConfigError(
-            f"runtime.base_weights: {base_weights} requires passes in bf16, but they are in {precision}; set it to"
-            " auto or fp32"
+            f"runtime.base_weights: {base_weights} requires forward passes in bf16, but they are in {precision}; set it"
+            " to auto or fp32"
         )
     if base_weights == "nf4" and (device.type != "cuda" or importlib.util.find_spec("bitsandbytes") is None):
         raise ConfigError(
             f"runtime.base_weights: nf4 needs CUDA and bitsandbytes (pip install -e '.[gpu]'); this is {device.type},"
-            f" bitsandbytes is {'here' if importlib.util.find_spec('bitsandbytes') else 'not installed'}; expected bf16"
+            f" bitsandbytes is {'' if importlib.util.find_spec('bitsandbytes') else 'not '}installed; use bf16 instead"
         )
     if base_weights == "auto":
         base_weights = "bf16" if device.type == "cuda" and precision == "bf16" else "fp32"
@@ -233,7 +234,7 @@ def has_fast_bf16() -> bool:
 
 
 def accelerator(precision: str, folder: str) -> Accelerator:
-    """An Accelerator with everything that could change the math disabled."""
+    """An Accelerator with every feature that could change the math disabled."""
     from accelerate import Accelerator
 
     config = hardware(precision)
@@ -242,7 +243,7 @@ def accelerator(precision: str, folder: str) -> Accelerator:
 
 
 def describe(precision: str = "auto") -> dict[str, str]:
-    """Versions and device, for the tracker: facts about the run that never go into an out."""
+    """Device and versions for the tracker: facts about the run that never go into an out."""
     import torch
 
     config = hardware(precision)
@@ -290,7 +291,7 @@ def gpu_utilisation(device: torch.device) -> float | None:
 def pins(setting: bool | str, device: torch.device) -> bool:
     """Whether batches go through pinned memory. Raises ConfigError for `true` without a GPU."""
     if setting is True and device.type != "cuda":
-        raise ConfigError(f"runtime.pin_memory: true needs a CUDA device, this run is on {device.type}; set it to auto")
+        raise ConfigError(f"runtime.pin_memory: true needs a CUDA device, but this is {device.type}; set it to auto")
     return device.type == "cuda" and setting is not False
 
 
@@ -373,7 +374,7 @@ def held_memory(device: torch.device) -> int:
 
 
 def give_back(device: torch.device) -> None:
-    """Release the allocator's cached memory: its block sizes differ from those needed from now on."""
+    """Release the allocator's cached memory: the sizes of its blocks differ from those needed from now on."""
     import gc
 
     import torch
@@ -392,5 +393,5 @@ def need_memory(num_bytes: int, what: str) -> None:
     total = psutil.virtual_memory().total + psutil.swap_memory().total
     if num_bytes > total:
         raise ConfigError(
-            f"{what}: {num_bytes / 1e9:,.1f} GB needed, this machine has {total / 1e9:,.1f} GB; use a smaller model"
+            f"{what}: needs {num_bytes / 1e9:,.1f} GB, but this machine has {total / 1e9:,.1f} GB; use a smaller model"
         )

@@ -1,12 +1,12 @@
 """Errors the user can act on, and their exit codes.
 
     StagecoachError                 exit 1
-    ├── InputError (ValueError)     exit 2  invalid input: configuration, data, a model that does not fit
+    ├── InputError (ValueError)     exit 2  invalid input: configuration, data, an incompatible model
     │   ├── ConfigError                      params.yaml, conf/, the command line
     │   ├── DataError                        a data file or a record
     │   └── ModelError                       a checkpoint, a tokenizer, or a mismatched pair
-    ├── SamplerError                exit 1   the policy's sampling engine is gone or gives wrong answers
-    └── GateError (RuntimeError)    exit 3   a health gate failed: the run would produce something wrong
+    ├── SamplerError                exit 1   the policy's sampling engine has stopped or returns wrong answers
+    └── GateError (RuntimeError)    exit 3   a health gate failed: the run would produce a wrong result
 
 Each message states what was expected, what was found, where, and how to fix it. `pipeline.run.stage.main` prints it
 without a traceback. Any other exception is a bug in this project and keeps its traceback (exit 1).
@@ -30,7 +30,7 @@ class ConfigError(InputError):
 
 
 class DataError(InputError):
-    """A data file or a record is wrong; the message names file, line and field."""
+    """A data file or a record is wrong; the message names the file, line and field."""
 
 
 class ModelError(InputError):
@@ -42,6 +42,6 @@ class SamplerError(StagecoachError):
 
 
 class GateError(StagecoachError, RuntimeError):
-    """A health gate failed: the run would produce something wrong. Exit code 3."""
+    """A health gate failed: the run would produce a wrong result. Exit code 3."""
 
     exit_code = 3

@@ -1,6 +1,6 @@
-"""dvc.yaml as data: each stage's inputs, outputs and tracked parameters. The graph is defined only there.
+"""dvc.yaml as data: each stage's inputs, outputs and tracked parameters. The graph is defined only in that file.
 
-    stages(root)              every stage, with the items of a matrix
+    stages(root)              every stage, one entry per matrix item
     maker(root, path)         the stage that makes a path, or part of it
     waits()                   the dependencies between stages, as DVC resolves them
 
@@ -27,8 +27,8 @@ class GraphStage:
 
     name: str  # stage_encode@text
     deps: tuple[str, ...]
-    outs: tuple[str, ...]  # with metrics and plots
-    tracked: frozenset[str]  # keys of params.yaml, up to the first dot
+    outs: tuple[str, ...]  # including metrics and plots
+    tracked: frozenset[str]  # top-level keys of params.yaml
 
 
 def stages(root: Path) -> dict[str, GraphStage]:
@@ -45,7 +45,7 @@ def stages(root: Path) -> dict[str, GraphStage]:
 
 
 def maker(root: Path, path: PurePosixPath) -> str | None:
-    """The stage, without its item, whose out is this path or a parent or child of it; None if no stage makes it."""
+    """The stage, without its matrix item, with an out that is, contains or is in this path; None if there is none."""
     for stage in stages(root).values():
         for out in map(PurePosixPath, stage.outs):
             if path == out or out in path.parents or (path in out.parents and len(path.parts) > 1):
@@ -55,7 +55,7 @@ def maker(root: Path, path: PurePosixPath) -> str | None:
 
 def waits() -> dict[str, set[str]]:
     """Every stage and the stages it depends on, in topological order, according to DVC."""
-    from dvc.repo import Repo  # here: the import takes a second
+    from dvc.repo import Repo  # imported here because it takes a second
 
     with Repo() as repo:
         nodes = repo.index.graph

@@ -1,18 +1,18 @@
 """MLflow: the store, one run per stage that is built, and the model registry.
 
     connect()                      a client for the store, and the experiment that contains our runs
-    MlflowRun, Spool, deliver      a stage's run; the same calls as lines in the work folder; replaying those calls
+    MlflowRun, Spool, deliver      a stage's run; its calls as lines in the work folder; replaying those lines
     register(client, run_id, ...)  a version of the model `stagecoach`, made by a run of stage deploy
     versions, champion, crown      the versions, the one with the alias `champion`, and assigning the alias
 
-    workspace                      a run per DVC experiment (or the workspace) and commit: headline metrics, report
+    workspace                      a run per DVC experiment (or for the workspace) and commit: headline metrics, report
       workspace/language           nested under it, a run per stage: parameters under their params.yaml names,
                                    inputs as datasets with their digests, the curve, final numbers, artifacts
 
 The store is `sqlite:///$DVC_ROOT/mlflow.db` unless MLFLOW_TRACKING_URI is set. A version is an MLflow model with a copy
-of the deployed model, so it loads after `prune` and on other machines (`pipeline/export/pyfunc.py`). A champion's
-evaluation is stored with its run as the artifact `evaluation`, so that later versions can be compared with it item by
-item. Which version may become champion is decided in report/champion.py.
+of the deployed model, so it still loads after `prune`, and on other machines (`pipeline/export/pyfunc.py`). A
+champion's evaluation is stored with its run as the artifact `evaluation`, so that later versions can be compared with
+it item by item. Which version may become champion is decided in report/champion.py.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ NAME, ALIAS, EVALUATION = "stagecoach", "champion", "evaluation"
 WORKSPACE = "workspace"  # as in `dvc exp show`: what was built outside any experiment
 GROUP = "stagecoach.group"  # tag of an experiment's parent run
 NOTE = "mlflow.json"  # in the work folder: the id of its MLflow run
-SPOOL, LATER = "mlflow.jsonl", "later"  # spooled MlflowRun calls in the work folder; the STAGECOACH_MLFLOW that spools
-WAIT, SHORT_WAIT = 120.0, 5.0  # seconds to wait for the store: for a training run, for one that is being stopped
-MAX_DIGEST = 36  # characters, in MLflow's tables
+SPOOL, LATER = "mlflow.jsonl", "later"  # file of spooled calls in a work folder; value of STAGECOACH_MLFLOW to spool
+WAIT, SHORT_WAIT = 120.0, 5.0  # seconds to wait for the store: normally, and in a run that is being stopped
+MAX_DIGEST = 36  # characters in a column of MLflow's tables
 DEFAULTS = {  # by default MLflow would retry for four minutes and warn each time
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "DO_NOT_TRACK": "true",
@@ -58,12 +58,12 @@ DEFAULTS = {  # by default MLflow would retry for four minutes and warn each tim
 }
 LOADER = "pipeline.export.pyfunc"
 ANOTHER_PROGRAMS = ("gguf", "ollama", "onnx")  # folders of an export that are left out of MLflow's copy
-NEEDED = ("torch", "numpy", "pyyaml", "ruamel.yaml", "safetensors", "tokenizers", "tqdm")  # packages for LOADER
+NEEDED = ("torch", "numpy", "pyyaml", "ruamel.yaml", "safetensors", "tokenizers", "tqdm")  # packages that LOADER needs
 
 
 @dataclass(frozen=True)
 class Description:
-    """What a stage's run is created with."""
+    """What the MLflow run of a stage is created from."""
 
     name: str  # evaluate@tools
     tags: dict[str, str] = field(default_factory=dict)
@@ -83,7 +83,7 @@ class Description:
 
 @dataclass(frozen=True)
 class Version:
-    """A registered model."""
+    """A version of the registered model."""
 
     number: str
     run_id: str
@@ -101,7 +101,7 @@ def connect() -> tuple[MlflowClient, str]:
         os.environ.setdefault(variable, value)
     root = Path(os.environ.get("DVC_ROOT", ".")).resolve()
     uri = os.environ.get("MLFLOW_TRACKING_URI", f"sqlite:///{root / 'mlflow.db'}")
-    with warnings.catch_warnings(), _locked():  # otherwise two first users would both create the tables
+    with warnings.catch_warnings(), _locked():  # otherwise the first two processes could both create the tables
         warnings.simplefilter("ignore")
         _check_file(uri)
         from mlflow.tracking import MlflowClient
@@ -116,7 +116,7 @@ def connect() -> tuple[MlflowClient, str]:
 
 @contextmanager
 def _locked() -> Iterator[None]:
-    """Allow only one process of this repository at a time."""
+    """Let only one process of this repository run the block at a time."""
     folder = Path(os.environ.get("DVC_ROOT", ".")).resolve() / ".work"
     folder.mkdir(exist_ok=True)
     with (folder / "mlflow.lock").open("w") as lock:
@@ -148,8 +148,8 @@ class MlflowRun:
     """One MLflow run, opened in a thread (importing MLflow takes seconds) and resumed by its id in the work folder.
 
     The first log waits up to WAIT seconds for the store (`connect`). If the store does not respond, then or later, the
-    run continues after one warning through `warn`. STAGECOACH_MLFLOW=off disables MLflow (for unrelated tests); under
-    the launcher a stage uses a Spool instead.
+    stage continues without MLflow after one warning through `warn`. STAGECOACH_MLFLOW=off disables MLflow (in tests of
+    other features); under the launcher a stage uses a Spool instead.
     """
 
     def __init__(self, description: Description, folder: Path, warn: Callable[[str], None]) -> None:
@@ -165,7 +165,7 @@ class MlflowRun:
     def _start(self) -> None:
         try:
             self._open()
-        except Exception as error:  # MLflow raises many types; none may end a training run
+        except Exception as error:  # can be of many types; none may end a training run
             self._fail(error)
 
     def _open(self) -> None:
@@ -267,7 +267,7 @@ class MlflowRun:
             self._send(client, self.run_id, values)
 
     def register(self, folder: Path, tags: Mapping[str, str]) -> None:
-        """Register a version of the model, with this run's tags and its own."""
+        """Register `folder` as a version of the model, with `tags` and this run's key and commit."""
         if (client := self._wait_for_client()) is None:
             return
         try:
@@ -312,7 +312,7 @@ class MlflowRun:
             self._fail(error)
 
     def back_to(self, step: int) -> None:
-        """Accept the steps after this one again; values the run already has for them are kept too."""
+        """Accept steps after `step` again; the values that the run already has for them are kept too."""
         if self._wait_for_client() is not None:
             self._last_step = min(self._last_step, step)
 
@@ -337,20 +337,20 @@ class MlflowRun:
 
 
 def unknown(rows: list[dict[str, Number]], last: int, names: Set[str]) -> list[dict[str, Number]]:
-    """The rows after the step `last`, and the values other than `names` in the row of `last`."""
+    """The rows after step `last`, plus the values at step `last` whose names are not in `names`."""
     new_rows = [row for row in rows if int(row["step"]) > last]
     more = [{k: v for k, v in row.items() if k not in names} for row in rows if int(row["step"]) == last]
     return [row for row in more if len(row) > 1] + new_rows
 
 
 def names_at(row: dict[str, Number], last: int, names: Set[str]) -> set[str]:
-    """The values a tracker has at the step of `row`, the last row it received; before, it had `names` at `last`."""
+    """Names of the values a tracker has at the step of `row`, its newest; before, it had `names` at step `last`."""
     return row.keys() - {"step"} | (names if int(row["step"]) == last else set())
 
 
 class Spool:
-    """Records MlflowRun calls as lines in the work folder. Importing MLflow takes two CPU seconds, so the launcher
-    makes the calls of all stages from one process (`deliver`).
+    """Records MlflowRun calls as lines in the work folder. Importing MLflow takes two seconds of CPU time, so the
+    launcher makes the calls of all stages from one process (`deliver`).
     """
 
     def __init__(self, description: Description, folder: Path) -> None:
@@ -363,36 +363,36 @@ class Spool:
             file.write(json.dumps(call, default=str) + "\n")
 
     def log(self, rows: list[dict[str, Number]]) -> None:
-        """MlflowRun.log, later."""
+        """Spool a call of MlflowRun.log."""
         if rows:
             self._add("log", rows)
 
     def system(self, samples: Sequence[tuple[int, Mapping[str, float]]]) -> None:
-        """MlflowRun.system, later."""
+        """Spool a call of MlflowRun.system."""
         self._add("system", samples)
 
     def register(self, folder: Path, tags: Mapping[str, str]) -> None:
-        """MlflowRun.register, later."""
+        """Spool a call of MlflowRun.register."""
         self._add("register", folder.resolve(), tags)
 
     def artifacts(self, files: Sequence[Path]) -> None:
-        """MlflowRun.artifacts, later."""
+        """Spool a call of MlflowRun.artifacts."""
         self._add("artifacts", [path.resolve() for path in files])
 
     def summarize(self, numbers: Mapping[str, float], files: Sequence[Path]) -> None:
-        """MlflowRun.summarize, later."""
+        """Spool a call of MlflowRun.summarize."""
         self._add("summarize", numbers, [path.resolve() for path in files])
 
     def back_to(self, step: int) -> None:
-        """MlflowRun.back_to, later."""
+        """Spool a call of MlflowRun.back_to."""
         self._add("back_to", step)
 
     def finish(self, final: JsonObject) -> None:
-        """MlflowRun.finish, later."""
+        """Spool a call of MlflowRun.finish."""
         self._add("finish", final)
 
     def end(self, status: str, wait: float | None = None) -> None:
-        """MlflowRun.end, later; does not wait."""
+        """Spool a call of MlflowRun.end; does not wait."""
         self._add("end", status)
 
 
@@ -456,8 +456,8 @@ def known_run(folder: Path) -> str:
 
 
 def register(client: MlflowClient, run_id: str, folder: Path, tags: Mapping[str, str]) -> Version:
-    """A run's version, created from `folder` if it does not exist yet: an MLflow model with a copy of the export,
-    without the files for other programs.
+    """The model version of a run, created from `folder` if missing: an MLflow model with a copy of the export, without
+    the files for other programs.
     """
     from mlflow.exceptions import MlflowException
 
@@ -538,7 +538,7 @@ def crown(client: MlflowClient, version: Version, evaluation: list[Path], tags: 
         client.log_artifact(version.run_id, str(path), EVALUATION)
     for key, value in tags.items():
         client.set_model_version_tag(NAME, version.number, key, value)
-    client.set_registered_model_alias(NAME, ALIAS, version.number)  # last: the evaluation is stored by now
+    client.set_registered_model_alias(NAME, ALIAS, version.number)  # last, so that a champion always has its evaluation
 
 
 def evaluation(client: MlflowClient, version: Version, scratch: Path) -> Path:

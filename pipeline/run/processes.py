@@ -4,16 +4,16 @@
     beside(module, arguments, log)              one of our modules in the background while a block runs
     output_of(command)                          the output of an external program, bounded in bytes and time
     plan()                                      the processes that a stage trains in: STAGECOACH_LAUNCH
-    run_workers(plan, module, argv)             run them; returns their common exit code
+    run_workers(plan, module, argv)             run these processes; returns their common exit code
 
-STAGECOACH_LAUNCH is empty or 1 (one process), `4` (processes on this machine, each with the full model: DDP),
-`fsdp2:4` (each with a shard) or an Accelerate config file (conf/launch/*.yaml), the only option for several machines;
-MACHINE_RANK is this machine's number. Workers read their settings from the variables that `accelerate launch` sets, so
-launching them with it directly works too. On GPUs, Accelerate starts the workers. On a CPU it would silently turn FSDP
-into DDP and start one process, so torch.distributed.run starts them instead, even for
+STAGECOACH_LAUNCH is empty or 1 (one process), `4` (four processes on this machine, each with the full model: DDP),
+`fsdp2:4` (four, each with a shard) or an Accelerate config file (conf/launch/*.yaml), the only option for several
+machines; MACHINE_RANK is this machine's index. Workers read their settings from the environment variables that
+`accelerate launch` sets, so running it directly works too. On GPUs, Accelerate starts the workers. On a CPU it would
+silently turn FSDP into DDP and start one process, so torch.distributed.run starts the workers instead, even for
 `accelerate launch --cpu --num_processes 2 -m stages.language`.
 
-Not guaranteed: restarting a failed worker (rerun the same command to resume), an elastic number of machines.
+Not supported: restarting a failed worker (rerun the same command to resume), an elastic number of machines.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ BESIDE = (
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel send SIGTERM when the parent dies, so that killing DVC leaves no orphaned training process.
+    """Have the kernel send this process SIGTERM when its parent dies, so that killing DVC leaves no orphaned stage.
 
     Raises SystemExit if the parent is already gone (it died between the fork and this call).
     """
@@ -111,7 +111,7 @@ class Plan:
 
     processes: int  # per machine
     machines: int = 1
-    machine: int = 0  # this machine's number; machine 0 has rank 0, which writes
+    machine: int = 0  # index of this machine; machine 0 has rank 0, which writes the results
     address: str = ""  # of machine 0
     port: int = 0
     on_cpu: bool
@@ -148,24 +148,24 @@ def plan() -> Plan | None:
     else:
         files = ", ".join(sorted(str(p) for p in Path("conf/launch").glob("*.yaml"))) or "none"
         raise ConfigError(
-            "STAGECOACH_LAUNCH: expected a number of processes (4), fsdp2 and a number (fsdp2:4), or an Accelerate"
+            "STAGECOACH_LAUNCH: expected a number of processes (4), fsdp2: and a number (fsdp2:4), or an Accelerate"
             f" config file, got {launch!r}; files: {files}"
         )
     if workers.processes * workers.machines > 1:
         return workers
     if workers.sharded:
         raise ConfigError(
-            f"STAGECOACH_LAUNCH: {launch} asks for one process, which has nothing to shard"
-            f"{' and offloads nothing' if workers.offload else ''}: expected at least 2, or leave it out"
+            f"STAGECOACH_LAUNCH: {launch} requests one process, which has nothing to shard"
+            f"{' and offloads nothing' if workers.offload else ''}; request at least 2, or unset STAGECOACH_LAUNCH"
         )
     return None
 
 
 def _asked_of_accelerate() -> str:
-    """If `accelerate launch` started one process of several, its request in STAGECOACH_LAUNCH form; else "".
+    """The equivalent of STAGECOACH_LAUNCH if `accelerate launch` started only one of several processes; else "".
 
-    On a CPU it sets the address of the process group and leaves starting the others to mpirun. Raises ConfigError if
-    its command line does not give their number.
+    On a CPU, Accelerate sets the address of the process group and leaves starting the others to mpirun. Raises
+    ConfigError if its command line does not give the number of processes.
     """
     by_accelerate = {"MASTER_ADDR", "ACCELERATE_MIXED_PRECISION"} <= os.environ.keys()
     if not by_accelerate or any(name in os.environ for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")):
@@ -177,14 +177,14 @@ def _asked_of_accelerate() -> str:
     options, _ = parser.parse_known_args(parent.cmdline() if parent else [])
     if not (options.num_processes or options.config_file):
         raise ConfigError(
-            "accelerate launch started one process of several: on a CPU it needs mpirun for the others; expected"
-            " --num_processes in its command line, or STAGECOACH_LAUNCH=2 without accelerate"
+            "accelerate launch started only one of several processes: on a CPU it needs mpirun for the others; add"
+            " --num_processes to its command line, or use STAGECOACH_LAUNCH=2 without accelerate"
         )
     return options.num_processes or options.config_file
 
 
 def _read_plan(path: Path) -> Plan:
-    """The plan of an Accelerate config file. Raises ConfigError for one that is invalid or not supported."""
+    """The plan of an Accelerate config file. Raises ConfigError if it is invalid or not supported."""
     from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
     from yaml import YAMLError
 
@@ -204,7 +204,7 @@ def _read_plan(path: Path) -> Plan:
     expected = {"distributed_type": (kind, KINDS), "mixed_precision": (config.mixed_precision or "no", ("no",))}
     for key, value in sections.items():
         if key != "fsdp_config" or kind != "FSDP":
-            raise ConfigError(f"{path}: {key} changes nothing here; remove it")
+            raise ConfigError(f"{path}: {key} has no effect here; remove it")
         for name, entry in value.items():
             expected[name] = (entry, FSDP_KEYS.get(name, ()))
     if kind == "FSDP":
@@ -213,7 +213,7 @@ def _read_plan(path: Path) -> Plan:
         if not allowed:
             raise ConfigError(f"{path}: unknown key {name}; expected some of {', '.join(FSDP_KEYS)}")
         if value not in allowed:
-            why = " (precision is runtime.precision)" if name == "mixed_precision" else ""
+            why = " (set runtime.precision instead)" if name == "mixed_precision" else ""
             raise ConfigError(f"{path}: {name}: expected {' or '.join(map(str, allowed))}, got {value}{why}")
     assert isinstance(config, ClusterConfig)  # Amazon SageMaker's kinds are not in KINDS
     return _plan_of(path, config, sections.get("fsdp_config", {}), sharded=kind == "FSDP")
@@ -232,7 +232,7 @@ def _plan_of(path: Path, config: ClusterConfig, fsdp: JsonObject, *, sharded: bo
         )
     if machines > 1 and not (config.main_process_ip and config.main_process_port):
         raise ConfigError(
-            f"{path}: num_machines is {machines}: main_process_ip and main_process_port must be those of machine 0"
+            f"{path}: num_machines is {machines}, so main_process_ip and main_process_port must be those of machine 0"
         )
     return Plan(
         processes=total // machines,
@@ -249,7 +249,7 @@ def _plan_of(path: Path, config: ClusterConfig, fsdp: JsonObject, *, sharded: bo
 
 
 def run_workers(workers: Plan, module: str, argv: list[str]) -> int:
-    """Run `python -m module argv` in all processes of this machine; returns 0, or the `exit_code` of those that failed.
+    """Run `python -m module argv` in all processes of this machine; returns 0, or the `exit_code` of the failed ones.
 
     The processes die with this one, receive its signals, and have SAVE_SECONDS to save a checkpoint.
     """
@@ -328,9 +328,9 @@ def _accelerate_workers(workers: Plan, module: str, argv: list[str]) -> None:
 
 
 def exit_code(codes: dict[int, int]) -> int:
-    """The common exit code of failed processes (rank -> code, negative for a signal); reports a killed one.
+    """The common exit code of failed processes (rank -> code, negative for a signal); reports a killed one on stderr.
 
-    A failed gate or invalid input is assumed to be the root cause; then a killed process, then an error.
+    A failed gate or invalid input is assumed to be the root cause; failing that, a killed process, then any error.
     """
     killed = {rank: -code for rank, code in codes.items() if code < 0}
     causes = sorted(code for code in codes.values() if code in (2, 3))
@@ -338,8 +338,8 @@ def exit_code(codes: dict[int, int]) -> int:
         rank, number = min(killed.items())
         sys.stderr.write(
             f"process {rank} was killed by {signal.Signals(number).name}"
-            + (" (the kernel does so when memory runs out)" if number == signal.SIGKILL else "")
-            + "; the others were stopped. Rerun the same command to resume from the newest state\n"
+            + (" (the kernel does this when memory runs out)" if number == signal.SIGKILL else "")
+            + "; the others were stopped. Rerun the same command to resume from the newest checkpoint\n"
         )
         return 128 + number
     others = sorted(code for code in codes.values() if code > 0)
@@ -350,7 +350,7 @@ def exit_code(codes: dict[int, int]) -> int:
 def beside(module: str, arguments: list[str], log: Path, handed: Sequence[int] = ()) -> Iterator[Process]:
     """Run one of our modules in its own process while the block runs, with its output in `log`.
 
-    At the end of the block it gets SIGTERM, then SIGKILL if it has not exited within END_SECONDS. It also gets SIGTERM
+    At the end of the block, it gets SIGTERM, then SIGKILL if it has not exited within END_SECONDS. It also gets SIGTERM
     when this process dies for any reason, or when the thread that entered the block ends. It inherits the file
     descriptors `handed`.
     """

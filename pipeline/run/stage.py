@@ -2,8 +2,9 @@
 
     main(run, inputs={...}, outs={...})        at the end of every stages/<s>.py, called through pipeline.run.config
 
-A finished key is only exported; an unfinished one resumes. Outs are published atomically. Exit codes: 0 success, 2
-invalid configuration or input, 3 a failed gate, 128 + signal when stopped, 1 anything else (`pipeline/run/errors.py`).
+A run with a finished key is only exported; an unfinished one resumes. Outs are published atomically. Exit codes: 0
+success, 2 invalid configuration or input, 3 a failed gate, 128 + signal when stopped, 1 anything else
+(`pipeline/run/errors.py`).
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 ANY = ("*",)
 LOGS = Path("logs")  # for watching a stage while it runs; not in any out, and not in git
 RESUME = "--resume"
-WIDEST = 40  # characters of a value in a stage's summary
+WIDEST = 40  # maximum length of a value in a stage's summary
 WITHOUT_TORCH = ("corpus", "tasks", "encode")
 SHOWN = ("seed", "data_seed", "scale", "model", "data")  # also shown in MLflow, from params.yaml
 
@@ -64,7 +65,7 @@ def main(run: Callable[..., None], **wiring: Any) -> None:
     start = time.monotonic()
     module = sys.modules[run.__module__]
     stage = Path(inspect.getfile(run)).stem
-    _write_exit_code(1)  # until the real one is known: for an exception or a kill
+    _write_exit_code(1)  # until the real one is known, in case of an exception or a kill
     try:
         _logged(run, module, stage, Wiring(**wiring), sys.argv[1:], start)
     except StagecoachError as error:
@@ -81,12 +82,12 @@ def main(run: Callable[..., None], **wiring: Any) -> None:
             raise
         _complain(
             f"stage_{stage}: no space left on the device of {error.filename or 'the work folder'}. Nothing was"
-            " published; free some space (python -m pipeline.run.workdir prune removes unfinished work) and rerun:"
-            " it resumes."
+            " published; free some space (python -m pipeline.run.workdir prune removes unfinished work), then rerun"
+            " to resume."
         )
         _exit(1)
     except workdir.Stopped as end:
-        _complain(f"stage_{stage}{_rank_suffix()}: stopped by {end.name} outside the loop; rerun to resume")
+        _complain(f"stage_{stage}{_rank_suffix()}: stopped by {end.name} outside the training loop; rerun to resume")
         _exit(end.status)
     except KeyboardInterrupt:  # data stages; a training stage handles the signal itself
         _complain(f"stage_{stage}: interrupted; rerun to resume")
@@ -196,7 +197,7 @@ def _run(
 
 
 def _family(stage: str, item: str | None, seed: int, parameters: DataclassInstance, lineage: JsonObject) -> str:
-    """The key without the settings that only change the number of steps; empty if there are none."""
+    """A key that ignores settings that change only the number of steps; empty if the stage has none."""
     fit = getattr(parameters, "fit", None)
     lengths = getattr(fit, "length_keys", ())
     if fit is None or not lengths:
@@ -209,10 +210,10 @@ def _family(stage: str, item: str | None, seed: int, parameters: DataclassInstan
 def _finder_folder(folder: Path, stage: str, wiring: Wiring) -> Path:
     """The work folder of a learning rate search, next to the run's own. Raises ConfigError."""
     if not wiring.trains:
-        raise ConfigError(f"runtime.find_lr: stage_{stage} trains nothing; set it on the command line of one that does")
+        raise ConfigError(f"runtime.find_lr: stage_{stage} trains nothing; set it only for a stage that trains")
     if os.environ.get("DVC_STAGE"):
         raise ConfigError(
-            "runtime.find_lr: a search produces no out for DVC; remove it from params.yaml and run "
+            "runtime.find_lr: a search has no outs for DVC; remove the key from params.yaml and run "
             f"python -m stages.{stage} runtime.find_lr=true"
         )
     return folder.with_name(f"{folder.name}-find-lr")
@@ -277,7 +278,7 @@ def split_arguments(argv: list[str], stage: str, wiring: Wiring) -> tuple[str | 
         place = argv.index(RESUME)
         argv, step = [*argv[:place], *argv[place + 2 :]], "".join(argv[place + 1 : place + 2])
         if not wiring.trains or not step.isdecimal():
-            raise ConfigError(f"usage: python -m stages.{stage} {RESUME} STEP, for a training stage; got {step!r}")
+            raise ConfigError(f"usage: python -m stages.{stage} {RESUME} STEP (training stages only); got {step!r}")
         resumed = int(step)
     items = [text for text in argv if "=" not in text]
     overrides = [text for text in argv if "=" in text]
@@ -308,7 +309,7 @@ def remedy(path: Path) -> str:
     """What to do about a missing input: usually the `dvc repro` command that makes it."""
     if stage := graph.maker(Path(), PurePosixPath(path)):
         return f"make it with: dvc repro {stage}"
-    if path.parts[0] == "models" and path.name != "scratch":  # it is in git
+    if path.parts[0] == "models" and path.name != "scratch":  # models/scratch is in git
         return f"models/ contains: {', '.join(sorted(p.name for p in path.parent.glob('*'))) or 'nothing'}"
     if path.parts[0] == "metrics":
         return "make it with: dvc repro"
@@ -329,15 +330,15 @@ def _lineage(stage: str, item: str | None, seed: int, resolved: JsonObject, inpu
 
 
 def _lineage_path(path: Path) -> str:
-    """An input's path in the lineage. Outside the repository, just its name: the location does not affect results."""
+    """An input's path in the lineage; outside the repository, only its name, since its location has no effect."""
     return path.name if path.is_absolute() else str(path)
 
 
 def _make_job(
     stage: str, item: str | None, seed: int, written: JsonObject, runtime: Runtime, folder: Path, lineage: JsonObject
 ) -> workdir.Job:
-    """The job of an unfinished key. The caller must hold the key's lock: this opens its MLflow run, with parameters as
-    `written` in params.yaml.
+    """The job of an unfinished key. The caller must hold the key's lock: this opens the job's MLflow run. `written`:
+    the parameters as in params.yaml.
     """
     tags = {
         "stage": stage,
@@ -391,7 +392,7 @@ def git_commit() -> str:
 
 
 def summary(job: workdir.Job, seconds: float) -> str:
-    """The closing lines of a stage: its time and its first final numbers, in columns."""
+    """The closing lines of a stage: its time and the first of its final numbers, in columns."""
     flat = tracking.flatten(tracking.clean(job.tracker.final))
 
     def text(key: str) -> str:
@@ -422,7 +423,7 @@ def help_text(module: ModuleType, stage: str, wiring: Wiring) -> str:
         "keys:",
         *explain(module.Params, settings, stage),
     ]
-    lines += ["runtime (changes no result):", *explain(Runtime, settings, "runtime")]
+    lines += ["runtime (does not affect results):", *explain(Runtime, settings, "runtime")]
     return "\n".join(lines) + "\n"
 
 

@@ -1,23 +1,23 @@
-"""Metrics and logging: the step curve, final metrics, MLflow, other trackers, the progress bar. All go through here.
+"""All metrics and logging: the step curve, final metrics, MLflow, other trackers, the progress bar.
 
     metrics/<stage>.csv             the curve, a row per logged step          (DVC plots)
     metrics/<stage>.json            final numbers and `lineage`
-    metrics/training/<stage>.json   the headline numbers among them           (DVC metrics)
+    metrics/training/<stage>.json   the headline numbers from that file       (DVC metrics)
     .work/.../speed.json            speed and hardware: never in an out
-    logs/<stage>.log, .jsonl        a stage's messages, and its curve with speed and memory, live
+    logs/<stage>.log, .jsonl        a stage's messages, and its live curve with speed and memory
     MLflow                          one run per built stage (`pipeline/run/mlflow_store.py`)
     runtime.trackers                TensorBoard, Weights & Biases: the curve, through Accelerate's trackers
 
-DVC's files contain no clock, id or host: identical runs give identical bytes. An MLflow failure causes one warning and
-never stops the run. The other trackers come with the extra `trackers`. TensorBoard's files are in the work folder
-(`tensorboard --logdir .work`); the environment variables of Weights & Biases set where its runs go
+DVC's files contain no timestamps, ids or host names: identical runs give identical bytes. An MLflow failure causes one
+warning and never stops the run. The other trackers come with the extra `trackers`. TensorBoard's files are in the work
+folder (`tensorboard --logdir .work`); the environment variables of Weights & Biases set where its runs go
 (WANDB_MODE=offline keeps them in the work folder).
 
 A row is sent once it is complete, within SEND_SECONDS of its step or after its evaluation, with `speed/` values that
 are not in any out. Steps that a resumed run repeats are sent only once: they are identical.
 
 Not guaranteed: that MLflow receives what was in flight when the launcher was killed; that the other trackers have each
-step only once after a `kill -9`; that Weights & Biases, which rejects steps it already has, shows what follows a
+step only once after a `kill -9`; that Weights & Biases, which rejects steps it already has, shows the steps after a
 rollback.
 """
 
@@ -52,9 +52,9 @@ LOG = logging.getLogger("stagecoach.stage")  # receives the output of `say`; goe
 
 
 class Tracker:
-    """The numbers of one stage run. `parameters` and `inputs` (path -> digest) describe it for MLflow; `quiet` opens
-    neither MLflow nor other trackers, as on ranks other than 0; `others`: names of `runtime.trackers`; `live`: the file
-    for the live curve.
+    """The numbers of one stage run. `parameters` and `inputs` (path -> digest) describe the run for MLflow. `quiet`:
+    open neither MLflow nor other trackers, as on ranks other than 0; `others`: the names in `runtime.trackers`; `live`:
+    the file for the live curve.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Tracker:
         self._logged = 0  # MlflowRun.log and Others.log skip the steps they already have
 
     def report(self, **numbers: object) -> None:
-        """Final numbers for metrics/<stage>.json."""
+        """Add final numbers to metrics/<stage>.json."""
         self.final.update(numbers)
 
     def register(self, folder: Path, **tags: str) -> None:
@@ -111,11 +111,11 @@ class Tracker:
         self._model = (folder, tags)
 
     def store(self, *files: Path) -> None:
-        """Store files with the MLflow run, once it has succeeded."""
+        """Store files with the MLflow run, once this run has succeeded."""
         self._files += files
 
     def summarize(self, numbers: Mapping[str, float], *files: Path) -> None:
-        """Log numbers and files to the MLflow run of the whole experiment, once this one has succeeded."""
+        """Log numbers and files to the MLflow run of the whole experiment, once this run has succeeded."""
         self._summary = (dict(numbers), list(files))
 
     def headlines(self) -> dict[str, Number]:
@@ -129,7 +129,7 @@ class Tracker:
         self._send(max(self._logged, len(self.rows) - 1))
 
     def beat(self, measured: Mapping[str, float]) -> None:
-        """Show the last row, which is complete, with what was `measured` since the previous one."""
+        """Add what was `measured` since the previous row to the last row, which is complete; show it live."""
         if not self.rows:
             return
         step = int(self.rows[-1]["step"])
@@ -164,7 +164,7 @@ class Tracker:
             self._mlflow.end(status, wait=SHORT_WAIT)
 
     def finish(self, system: Sequence[tuple[int, Mapping[str, float]]] = ()) -> None:
-        """Close the run: speed.json, MLflow's final metrics, `system` metrics (milliseconds, values) and status."""
+        """Close the run: write speed.json; send final metrics, `system` metrics (milliseconds, values) and status."""
         self._send(len(self.rows))
         if self._mlflow is not None:
             write_json(self.folder / "speed.json", self.speed)  # device and timings do not belong in an out
@@ -190,7 +190,7 @@ class Others:
         if missing := [name for name in names if not installed[name]]:
             raise ConfigError(f"runtime.trackers: {missing[0]} is not installed: pip install '.[trackers]', or drop it")
         self.names, self.run, self.folder, self.parameters = names, run, folder, parameters
-        self.note = folder / "trackers.json"  # the last step they have
+        self.note = folder / "trackers.json"  # stores the last step sent
         known = json.loads(self.note.read_text()) if self.note.is_file() else {}
         self._last, self._names = int(known.get("step", -1)), set[str](known.get("names", ()))
         self._open: list[GeneralTracker] = []
@@ -285,7 +285,7 @@ def write_curve(path: Path, rows: list[dict[str, Number]]) -> None:
 
 
 class Progress:
-    """A progress bar with ETA on a terminal, a line every 30 seconds elsewhere; silent if done within two seconds."""
+    """A progress bar with ETA on a terminal, shown after two seconds; elsewhere, a line every LINE_SECONDS."""
 
     def __init__(self, total: float | None, desc: str, unit: str, initial: float = 0) -> None:
         self._bar = tqdm(
@@ -329,7 +329,7 @@ class Progress:
 
 @contextmanager
 def progress(*, total: float | None = None, desc: str, unit: str = "it", initial: float = 0) -> Iterator[Progress]:
-    """Show the progress of a task with `total` units (None: unknown); a resumed one starts at `initial`."""
+    """Show the progress of a task with `total` units (None: unknown); a resumed task starts at `initial`."""
     bar = Progress(total, desc, unit, initial)
     try:
         yield bar

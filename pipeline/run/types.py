@@ -1,4 +1,4 @@
-"""The type of free-form JSON, so that `Any` is used for nothing else."""
+"""A type for free-form JSON objects."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The keyed work directory: checkpoints and finished artifacts, keyed by what they are computed from.
+"""The work directory: checkpoints and finished artifacts, keyed by what they are computed from.
 
     $DVC_ROOT/.work/<stage>[@item]/<key>/
         lock            flock: a second run of the same key waits, then exports
@@ -6,18 +6,18 @@
         step-00000400/  checkpoints of training stages (learning/states.py)
         out/            what is published; complete once finished.json exists
         finished.json   sizes and sha256 of everything in out/
-    family          the key without the length of the run: a longer run can continue from one of its checkpoints
+        family          a key that ignores the length of the run: a longer run can continue from a checkpoint here
 
     python -m pipeline.run.workdir prune           remove unfinished work not in use, and checkpoints of finished runs
     ... prune --finished                           also remove finished work: DVC's cache has what was published
 
-key = 16 hex of sha256 over canonical JSON of [format, stage, item, seed, resolved parameters, digest of each input,
-code closure]. Device, dtype, process and worker counts are not part of it: they do not affect any guaranteed result.
-STAGECOACH_WORK moves the directory.
+key = 16 hex digits of the sha256 of the canonical JSON of [format, stage, item, seed, resolved parameters, digest of
+each input, code closure]. Device, dtype, process and worker counts are not part of it: they do not affect any
+guaranteed result. STAGECOACH_WORK selects a different directory.
 
 Publishing creates hard links (copies across file systems) in `.<name>.<pid>.part` next to the target, then moves the
 old target away and renames the new one into place. We never write to a published file, so links into the DVC cache
-stay intact. Not guaranteed: different keys publishing the same out concurrently (DVC's own lock prevents it).
+stay intact. Not handled: different keys that publish the same out concurrently (DVC's own lock prevents that).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Stopped(SystemExit):
 
 
 class StopRequest:
-    """SIGTERM and SIGINT in a training stage.
+    """Handles SIGTERM and SIGINT in a training stage.
 
     While a model is built, data is loaded or a result is written, the first signal raises Stopped: only work since the
     last checkpoint is lost. Within `heeded` it sets a flag that the training loop checks at every step. A second signal
@@ -114,7 +114,7 @@ class Job:
     tracker: Tracker
     lineage: JsonObject
     stop: StopRequest
-    family: str = ""  # the key without the settings for run length; empty if they affect anything else
+    family: str = ""  # a key that ignores settings for run length; empty if they affect anything else
 
     @property
     def name(self) -> str:
@@ -122,7 +122,7 @@ class Job:
         return f"{self.stage}@{self.item}" if self.item else self.stage
 
     def report(self, **numbers: object) -> None:
-        """Final numbers for metrics/<stage>.json."""
+        """Add final numbers to metrics/<stage>.json."""
         self.tracker.report(**numbers)
 
     def register(self, folder: Path, **tags: str) -> None:
@@ -140,22 +140,22 @@ def versions() -> dict[str, str]:
 
 
 def root() -> Path:
-    """Where `.work` is: next to dvc.yaml in the main checkout, even in a temporary copy made by `dvc exp run`."""
+    """The path of `.work`, next to dvc.yaml in the main checkout, even in a temporary copy made by `dvc exp run`."""
     return Path(os.environ.get("STAGECOACH_WORK") or Path(os.environ.get("DVC_ROOT", ".")) / ".work").resolve()
 
 
 def canonical(value: object) -> str:
-    """JSON with sorted keys and no spaces, so equal values give equal text."""
+    """JSON with sorted keys and no spaces, so that equal values give equal strings."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
 
 
 def canonical_hash(value: object) -> str:
-    """16 hex of sha256 over the canonical JSON."""
+    """The first 16 hex digits of the sha256 of the canonical JSON."""
     return hashlib.sha256(canonical(value).encode()).hexdigest()[:16]
 
 
 def sha256(path: Path) -> str:
-    """sha256 of a file's contents, 64 hex."""
+    """The sha256 of a file's contents, 64 hex digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -179,7 +179,7 @@ def digest(path: Path) -> str:
 
 
 def _file_state(path: Path) -> str:
-    """Size, mtime and inode, so that large unchanged files are not reread."""
+    """A file's path, size, mtime and inode, so that large unchanged files are not reread."""
     stat = path.stat()
     return f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}|{stat.st_ino}"
 
@@ -203,7 +203,7 @@ class JsonCache:
         return self.entries[key]
 
     def save(self) -> None:
-        """Write the file atomically if there are new entries; a folder that cannot be written keeps none."""
+        """Write the file atomically if there are new entries; do nothing if the folder is not writable."""
         if not self.changed:
             return
         with suppress(OSError):
@@ -237,7 +237,7 @@ def need_space(folder: Path, num_bytes: int) -> None:
     if free < num_bytes:
         raise StagecoachError(
             f"{folder}: no space: {num_bytes / 1e6:,.1f} MB needed, {free / 1e6:,.1f} MB free. Nothing was written; "
-            "free some space (python -m pipeline.run.workdir prune removes unfinished work) and rerun: it resumes."
+            "free some space (python -m pipeline.run.workdir prune removes unfinished work), then rerun to resume."
         )
 
 
@@ -254,7 +254,7 @@ def need_writable(*targets: Path) -> None:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the key's flock; wait for another holder, reporting its pid every minute. The descriptor survives `execv`.
+    """Wait for the key's flock and hold it; report a holder's pid every minute. The descriptor survives `execv`.
 
     Raises StagecoachError in a training process whose key differs from the one its launcher has locked.
     """
@@ -280,8 +280,8 @@ def locked(folder: Path) -> Iterator[None]:
                 if num_tries % 600 == 0:
                     file.seek(0)
                     say(
-                        f"{folder.parent.name}: waiting for process {file.read().strip() or '?'}, which runs the"
-                        " same key"
+                        f"{folder.parent.name}: waiting for process {file.read().strip() or '?'}, which is running"
+                        " the same key"
                     )
                 num_tries += 1
                 time.sleep(0.1)
@@ -316,7 +316,7 @@ def mark_finished(folder: Path) -> None:
 
 
 def drop_states(folder: Path) -> None:
-    """Remove what only an unfinished run needs: parts, and checkpoints except those in KEPT, for a longer run."""
+    """Remove what only an unfinished run needs: parts, and checkpoints except those kept (KEPT) for a longer run."""
     for entry in (*folder.glob("step-*"), folder / "parts"):
         if entry.name not in kept_states(folder):
             remove(entry)
@@ -334,8 +334,8 @@ def back_to(folder: Path, step: int) -> None:
     if step not in steps:
         listed = ", ".join(map(str, steps)) or "none"
         raise ConfigError(
-            f"--resume {step}: this run has no such state; {folder} has states for the steps: {listed}."
-            " Without --resume the run resumes at the last one; runtime.fresh=true starts over"
+            f"--resume {step}: this run has no such checkpoint; {folder} has checkpoints for steps: {listed}."
+            " Without --resume the run resumes from the last one; runtime.fresh=true starts over"
         )
     remove(folder / "finished.json")
     for late in steps:
@@ -345,7 +345,7 @@ def back_to(folder: Path, step: int) -> None:
 
 @contextmanager
 def held(folder: Path) -> Iterator[bool]:
-    """Take a key's lock if it is free, and yield whether it was: if so, nothing in the key changes in the meantime."""
+    """Take a key's lock if it is free, and yield whether it was: if so, nothing in the key changes inside the block."""
     with (folder / "lock").open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -416,14 +416,14 @@ def _is_alive(pid: int) -> bool:
 
 
 def start_over(folder: Path) -> None:
-    """Empty a key (`runtime.fresh: true`), except for its lock."""
+    """Empty a key's folder (`runtime.fresh: true`), except for its lock."""
     for entry in folder.iterdir():
         if entry.name != "lock":
             remove(entry)
 
 
 def prune_finished(stage_folder: Path, current: str) -> None:
-    """Empty this stage's finished keys over 30 days old, but keep the newest 4, the current one, and speed.json."""
+    """Empty the stage's finished keys over 30 days old, but keep the newest 4, the current one, and each speed.json."""
     finished = sorted(stage_folder.glob("*/finished.json"), key=lambda p: p.stat().st_mtime, reverse=True)
     for mark in finished[KEEP_NEWEST:]:
         if mark.parent.name != current and time.time() - mark.stat().st_mtime > KEEP_SECONDS:
@@ -445,7 +445,7 @@ def prune(*, finished: bool = False) -> Iterator[tuple[Path, int]]:
             doomed = [lock.parent] if not done else sorted(lock.parent.glob("step-*"))
             if done and finished:
                 doomed = [entry for entry in lock.parent.iterdir() if entry.name not in ("speed.json", "lock")]
-                doomed.sort(key=lambda entry: entry.name != "finished.json")  # a half-removed key is unfinished
+                doomed.sort(key=lambda entry: entry.name != "finished.json")  # first: a half-removed key is unfinished
             for path in doomed:
                 num_bytes = freed_by_removing(path)
                 remove(path)

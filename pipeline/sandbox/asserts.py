@@ -1,12 +1,12 @@
 """Public tests written as `assert` statements: the candidate calls they need, and whether they hold.
 
 `assert f(1, [2]) == 3` must not run next to the candidate: the process that evaluates the `==` can be manipulated into
-yielding True. So the calls with literal arguments are extracted with `ast` and answered in the sandbox as values. The
+yielding True. So the calls with literal arguments are extracted with `ast`, and the sandbox returns their values. The
 rest of the expression is evaluated here, on decoded values, by a small interpreter for literals, comparisons,
 `and`/`or`/`not`, arithmetic on numbers, subscripts and the functions in FUNCTIONS. Comparisons follow Python's `==` on
 plain data (`messages.equal`, mode `python`). An assert that needs more is "unprotected": `parse` returns None.
 
-Not guaranteed: short-circuit evaluation of the calls (all are made), or asserts about objects, exceptions and output.
+Not guaranteed: short-circuit evaluation of the calls (all are made); asserts about objects, exceptions and output.
 """
 
 import ast
@@ -47,7 +47,7 @@ class _EvaluationError(Exception):
 
 @dataclass(frozen=True)
 class AssertedCall:
-    """One call of the candidate: the texts of a literal list and a literal dict."""
+    """One call of the candidate; both fields are source code, of a literal list and a literal dict."""
 
     args: str
     kwargs: str
@@ -120,7 +120,7 @@ class _Interpreter:
         raise _Unsupported(ast.dump(node)[:80])
 
     def _apply(self, function: Callable[..., Any] | None, *arguments: Any) -> Any:
-        """The function's value; None without answers."""
+        """The function's result, or None if there are no answers."""
         if function is None:
             raise _Unsupported("operator")
         arguments = tuple(self.value(a) if isinstance(a, ast.expr) else a for a in arguments)

@@ -45,7 +45,7 @@ class Cell:
 def enter(cell: Cell, memory: int, cpu_seconds: float) -> None:
     """Isolate this process. `memory` and `cpu_seconds` are the candidate's own allowance.
 
-    Raises OSError or Refused if a layer cannot be installed; then no untrusted code may run.
+    Raises OSError or Refused if a layer cannot be installed; in that case no untrusted code may run.
     """
     kernel.isolate(cell.memory + memory, cpu_seconds, cell.parent, alone=cell.alone)
     if "landlock" in cell.layers and kernel.landlock_version():
@@ -147,7 +147,7 @@ def _run_program(job: ChildJob) -> NoReturn:
     for stream in {id(s): s for s in (sys.stdout, out)}.values():
         try:
             stream.flush()
-        except (ValueError, OSError, AttributeError):  # closed or replaced by the candidate; earlier output counts
+        except (ValueError, OSError, AttributeError):  # the candidate closed or replaced it; earlier output counts
             continue
     answer = '"i":0,"v":null' if failure is None else f'"i":0,"e":{failure[1]}'
     write_all(CHANNEL, frame(answer) + last, write)
@@ -170,7 +170,7 @@ def _load(source: str, module: types.ModuleType) -> tuple[str, str] | None:
 
 
 def _describe(error: BaseException) -> str:
-    """The exception's type and the start of its message, as JSON. First drops its frames, which keep memory alive."""
+    """The exception's type and the start of its message, as JSON. First drops its frames, which keep memory in use."""
     error.__traceback__ = error.__context__ = None
     name, message = type(error).__name__, ""
     try:

@@ -1,7 +1,7 @@
-"""Block `sandbox` of params.yaml: what a candidate may use and import, and whether it may run without a sandbox.
+"""The block `sandbox` of params.yaml: what a candidate may use and import, and whether it may run without a sandbox.
 
-All of these settings affect verdicts, so DVC tracks them. Where candidates run (`runtime.sandbox.url`) does not, and is
-not tracked.
+All of these settings affect verdicts, so DVC tracks them. Where candidates run (`runtime.sandbox.url`) does not, so it
+is not tracked.
 """
 
 from dataclasses import dataclass, field
@@ -12,25 +12,25 @@ class Limits:
     """Limits for one candidate."""
 
     cpu_seconds: float = 0.5
-    """CPU limit per test, unless the problem sets one."""
+    """CPU limit per test, unless the problem sets its own."""
     job_cpu_seconds: float = 10.0
     """CPU limit for all tests of a candidate together."""
     wall_extra_seconds: float = 2.0
-    """Wall-clock limit per test: 4 x its CPU limit plus this."""
+    """Wall-clock limit per test: 4 x its CPU limit plus this value."""
     timeouts: int = 3
     """After this many timeouts, the remaining tests count as timed out."""
     memory_mib: int = 256
-    """Address space on top of the server's own."""
+    """Address space in addition to the server's own."""
     stdout_kib: int = 64
-    """Maximum stdout; a candidate that writes more is killed."""
+    """Maximum size of stdout; a candidate that writes more is killed."""
     stderr_kib: int = 8
-    """The same for stderr."""
+    """Maximum size of stderr; a candidate that writes more is killed."""
     results_kib: int = 4096
-    """Maximum size of all answers of a candidate."""
+    """Maximum total size of a candidate's answers."""
     source_kib: int = 64
     """Maximum size of the candidate's code; longer code is not run."""
     max_tests: int = 256
-    """Maximum tests per problem; a problem with more is rejected."""
+    """Maximum number of tests per problem; a problem with more is rejected."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -44,13 +44,13 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class SandboxConfig:
-    """Block `sandbox` of params.yaml; the keys of `limits` are not nested in it."""
+    """The block `sandbox` of params.yaml; the keys of `limits` are at its top level."""
 
     limits: Limits = field(default_factory=Limits)
     preload: tuple[str, ...] = ()
-    """Modules that candidates may import besides the standard library: [numpy]."""
+    """Modules that candidates may import in addition to the standard library, such as [numpy]."""
     allow_unsafe: bool = False
-    """Without a sandbox: run with resource limits only, and mark the results."""
+    """If there is no sandbox, run with resource limits only, and mark the results."""
 
 
 def job_limits(limits: Limits, cpu_seconds: float, job_cpu: float, job_wall: float) -> dict[str, float]:

@@ -17,20 +17,20 @@ Related modules: `child.py` runs in the forks, `kernel.py` implements the layers
 `messages.py` defines the messages. `python -m pipeline.sandbox.jail --probe` prints what this machine enforces.
 Standard library only, no project imports.
 
-The attacker is the code of a model that is rewarded for passing: careless, greedy, tuned to cheat, and one of a group
-that the same server judges in turn. Through the service it may be hostile, and one tenant among several. Profile
-`sealed` guarantees:
+The attacker is the code of a model that is rewarded for passing tests: careless, greedy, tuned to cheat, and one of a
+group that the same server runs in turn. Through the service it may be hostile, and one tenant among several. The
+profile `sealed` guarantees:
 
     no way out         no file, no network, no program, no other process touched (signal, trace, limit, memory)
     no secret          nothing from the trainer, another candidate or another tenant in its address space: its initial
                        memory was set up before the first job, and no job, answer or exit status reaches the process
                        it is forked from
-    no forged pass     what it sends is a claim that `judge.py` compares; expected values never leave the trainer
-    bounds             CPU and wall time, address space, 64 threads, 32 descriptors, output; reading arguments counts
-    nothing left over  no process, descriptor, shared memory; all die with the watcher, which ends with the trainer
+    no forged pass     what it sends is a claim that `judge.py` checks; expected values never leave the trainer
+    bounds             CPU and wall time, address space, 64 threads, 32 descriptors, output; includes reading arguments
+    nothing left over  no process, descriptor or shared memory; all die with the watcher, which ends with the trainer
 
-`sealed` needs Linux with seccomp, otherwise it is refused; Landlock is added if the kernel supports it. `unsafe` means
-resource limits only, for machines without a sandbox if the user allows it, and guarantees none of this.
+`sealed` needs Linux with seccomp and is refused otherwise; Landlock is added if the kernel supports it. `unsafe` sets
+only resource limits. It is for machines without a sandbox, if the user allows it, and guarantees none of this.
 
 Not guaranteed: protection from bugs in the kernel (a candidate makes system calls, though few) or the processor (CPU
 caches, timing, speculation: a candidate can measure time and what else runs on a core); secrecy of hidden test inputs,
@@ -60,10 +60,10 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import NoReturn, TypedDict
 
-# The after-fork handlers of threading, random and logging would run Python in every child and touch 170 pages: a sixth
+# The after-fork handlers of threading, random and logging would run Python in every child and touch 170 pages, a sixth
 # of a child's cost. A server has one thread, and a child seeds `random` itself.
 _register_at_fork, os.register_at_fork = os.register_at_fork, lambda **_: None
-sys.path.insert(0, str(Path(__file__).parent))  # omitted by -P; neighbors are imported without the project package
+sys.path.insert(0, str(Path(__file__).parent))  # -P omits it; neighbors are imported without the project package
 import child  # noqa: E402
 import kernel  # noqa: E402
 from messages import ChildJob, ChildResult, Fault, read_frame, write_frame  # noqa: E402
@@ -92,7 +92,7 @@ MEMORY = 1 << 30
 
 
 class Enforced(TypedDict):
-    """What a server enforces; `alone`: its user has no other processes, `memory`: its own address space in bytes."""
+    """What a server enforces; `alone`: its user has no other processes; `memory`: its own address space in bytes."""
 
     profile: str
     architecture: str
@@ -115,7 +115,7 @@ def prepare(preload: list[str], paths: list[str], profile: str) -> Enforced:
     for name in [*MODULES.split(), *preload]:
         importlib.import_module(name)
     os.register_at_fork = _register_at_fork
-    builtins.exit = builtins.quit = sys.exit  # programs call them; `site`, which -S leaves out, would define them
+    builtins.exit = builtins.quit = sys.exit  # programs call them; `site`, which -S skips, normally defines them
     sys.path_importer_cache.clear()
     os.environ.clear()
     alone = kernel.drop_identity()
@@ -124,7 +124,7 @@ def prepare(preload: list[str], paths: list[str], profile: str) -> Enforced:
     if profile == "sealed":
         self_test(alone=alone)
     gc.collect()
-    gc.freeze()  # so that the collector's writes do not copy pages in a child
+    gc.freeze()  # so that the garbage collector's writes do not copy pages in a child
     return {
         "profile": profile,
         "architecture": platform.machine(),
@@ -183,7 +183,7 @@ class Zygote:
     """
 
     def __init__(self, cell: child.Cell) -> None:
-        """`cell` is the isolation of every child."""
+        """`cell` describes the isolation of every child."""
         self.cell, self.pid = cell, 0
         self.control, inside = socket.socketpair()
         if sys.platform != "linux":
@@ -204,7 +204,7 @@ class Zygote:
         return struct.unpack("<i", answer)[0]
 
     def stop(self) -> None:
-        """End the zygote and wait for it."""
+        """Stop the zygote and wait for it."""
         self.control.close()
         if self.pid:
             os.waitpid(self.pid, 0)
@@ -244,7 +244,7 @@ def run(job: ChildJob, zygote: Zygote, jobs: int) -> ChildResult | Fault:
 
 
 def probe() -> Mapping[str, object]:
-    """What profile `sealed` enforces on this machine, or `refused`: why it is unavailable.
+    """What the profile `sealed` enforces on this machine, or `refused` with the reason why it is unavailable.
 
     Runs in a child, because the process cannot write to files afterward.
     """
@@ -257,18 +257,18 @@ def probe() -> Mapping[str, object]:
         write_frame(sink, answer)
         os._exit(0)
     os.close(sink)
-    answer = read_frame(source) or {"refused": "the self-test ended without a word"}
+    answer = read_frame(source) or {"refused": "the self-test ended without a result"}
     os.close(source)
     os.wait()
     return answer
 
 
 def self_test(*, alone: bool) -> None:
-    """Before the first job, attempt in a child what must not succeed. Raises Refused naming what did.
+    """Before the first job, attempt in a child what must not succeed. Raises Refused naming what succeeded.
 
     One child runs behind only the seccomp filter and one behind only Landlock, so that neither layer hides the absence
-    of the other. The rest (identity, limits, descriptors, session, no_new_privs) is read back. This shows that each
-    layer is present, not that the kernel has no holes.
+    of the other. The other settings (identity, limits, descriptors, session, no_new_privs) are read back. This shows
+    that each layer is present, not that the kernel has no holes.
     """
     kernel.filter_code()  # built once, inherited by every child; raises Refused for an unsupported architecture
     if b"CapEff:\t0000000000000000" not in Path("/proc/self/status").read_bytes():
@@ -304,7 +304,7 @@ def _fork() -> None:
 
 
 def _path_attempts() -> dict[str, Callable[[], object]]:
-    """File accesses that every child must be refused."""
+    """File accesses that must be refused in every child."""
     return {
         "read a folder": lambda: os.open("/", os.O_RDONLY),
         "read a file": lambda: os.open("/proc/self/stat", os.O_RDONLY),
@@ -314,7 +314,7 @@ def _path_attempts() -> dict[str, Callable[[], object]]:
 
 
 def _link_attempts() -> dict[str, Callable[[], object]]:
-    """File operations that Landlock does not cover, or only in recent ABIs."""
+    """File operations that Landlock does not cover, or covers only in recent ABIs."""
     return {
         "symlink": lambda: Path("link").symlink_to("/"),
         "hard link": lambda: os.link("own", "link"),
@@ -366,7 +366,7 @@ def _find_faults(*, alone: bool) -> list[str]:
 
 
 def _run_in_child(layers: tuple[str, ...], trial: Callable[[int], list[str]], *, alone: bool) -> None:
-    """Run a trial in a child behind the layers. Raises Refused with its report, or if it reports nothing."""
+    """Run a trial in a child behind the layers. Raises Refused if it reports faults or nothing."""
     parent, (outside, inside) = os.getpid(), os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -384,11 +384,11 @@ def _run_in_child(layers: tuple[str, ...], trial: Callable[[int], list[str]], *,
     report = os.read(outside, 65536) if ready else b""
     os.close(outside)
     failed = json.loads(report) if report else ["a child reported nothing"]
-    failed += [] if kernel.num_threads(pid) == 1 else ["the number of its threads cannot be seen"]
+    failed += [] if kernel.num_threads(pid) == 1 else ["its thread count cannot be read"]
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     if failed:
-        raise kernel.Refused(f"self-test behind {' and '.join(layers)}: not held: {', '.join(failed)}")
+        raise kernel.Refused(f"self-test behind {' and '.join(layers)}: failed: {', '.join(failed)}")
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
-"""From a candidate's source and a problem's tests to a verdict. Runs no code: the sandbox does, this module compares.
+"""Turns a candidate's source and a problem's tests into a verdict. The sandbox runs the code; this module compares.
 
     with Judge(config, workers) as judge:
-        for verdict in judge.judge([Program(source, "add", problem.tests)]):
+        for verdict in judge.judge([Candidate(source=source, entry_point="add", tests=problem.tests)]):
             verdict.verdict, verdict.score      # "passed", 1.0
 
 Expected values stay in this process; the child gets only arguments. A child's reports are mere claims: a wrong nonce,
@@ -23,15 +23,15 @@ Not guaranteed: that the tests are strong, that hidden inputs stay hidden from t
 that need more than values (`asserts.py`): these are counted in `unprotected` and do not affect the score.
 
 There are two ways to judge many candidates with fewer runs. `scores` judges candidates written by our own generators.
-Several sources for one problem share one child, because forking for each costs more than running them.
+Several sources for one problem share one child, because forking one for each costs more than running it.
 
     [(tests, entry_point, [source, ...]), ...]  --one program each-->  scores of every source, in order
 
-The judged program contains the sources as strings, and its tests select which to call, and with what. Each source has
-its own namespace, so it behaves as if it ran alone. If anything but a value or an exception comes back (a timeout, out
-of memory, an exit, too much output), that problem's candidates are judged again one by one, so they get the scores they
-would get alone. Never use this for model-generated programs: programs that share a child can read each other's answers
-and forge each other's verdicts.
+The judged program contains the sources as strings, and its tests select which one to call, and with which arguments.
+Each source has its own namespace, so it behaves as if it ran alone. If anything but a value or an exception comes back
+(a timeout, out of memory, an exit, too much output), that problem's candidates are judged again one by one, so they get
+the scores they would get alone. Never use this for model-generated programs: programs that share a child can read each
+other's answers and forge each other's verdicts.
 
 `RememberingJudge` deduplicates what a policy samples repeatedly. A small policy's eight answers to one problem contain
 three or four distinct ones, and many recur an epoch later. It has the interface of `Judge`; its cache lives as long as
@@ -89,7 +89,7 @@ class Verdict:
     passed: int
     total: int  # tests that can be judged
     score: float | None  # passed / total, 0 if unsafe, None if unscorable
-    results: list[TestResult]  # of the tests that can be judged, in their order
+    results: list[TestResult]  # of the tests that can be judged, in the order of the tests
     unprotected: int = 0  # asserts that cannot be judged safely
     profile: str = "sealed"  # of the sandbox; "unsafe": it ran with resource limits only
 
@@ -136,7 +136,7 @@ class Judge:
         self.pool.__exit__(*exception)
 
     def judge(self, programs: Iterable[Candidate]) -> Iterator[Verdict]:
-        """Yield verdicts in the order of the programs; reads only a few programs ahead, so they may be endless.
+        """Yield verdicts in the order of the programs; reads only a few ahead, so `programs` may be infinite.
 
         Raises DataError for a malformed test.
         """
@@ -153,7 +153,7 @@ class Judge:
             yield self._verdict(program, checks, unprotected, reports)
 
     def texts(self, source: str, entry_point: str, calls: Iterable[list[object]]) -> Iterator[tuple[str | None, str]]:
-        """Call a function of our own code, one child per call; yields the returned text, or None and the reason.
+        """Call a function of our own code, one child per call; yields the returned string, or None and the reason.
 
         `calls` are lists of plain arguments. The results are trusted, so the source must not be a candidate's.
         """
@@ -176,7 +176,7 @@ class Judge:
         parsed = [parse_test(test, program.entry_point) for test in program.tests]
         checks = [check for check in parsed if check is not None]
         if len({_is_program(check) for check in checks}) > 1:
-            raise DataError(f"{program.entry_point}: tests with stdin and tests with arguments do not mix")
+            raise DataError(f"{program.entry_point}: tests with stdin and tests with arguments cannot be mixed")
         return checks, len(parsed) - len(checks)
 
     def _task(self, program: Candidate, checks: list[_Check]) -> CandidateJob | None:
@@ -262,7 +262,7 @@ def parse_test(test: JsonObject, entry_point: str) -> _Check | None:
         expected = _parse_expected(test["args"], test["expected"], entry_point)
         return _Check([{"args": test["args"], "kwargs": "{}"}], visible, expected=expected)
     raise DataError(
-        f"{entry_point}: expected a test with args and expected, with assert, or with stdin and stdout (all text), "
+        f"{entry_point}: expected a test with `args` and `expected`, `assert`, or `stdin` and `stdout` (all strings), "
         f"found the keys {sorted(test)}"
     )
 
@@ -271,7 +271,7 @@ def parse_test(test: JsonObject, entry_point: str) -> _Check | None:
 def _parse_expected(args: str, expected: str, entry_point: str) -> object:
     """The expected value as `messages.decode` returns it, after checking both texts. Raises DataError."""
     if not isinstance(_read_literal(args, entry_point), list):
-        raise DataError(f"{entry_point}: args: expected the text of a list, found {args[:80]!r}")
+        raise DataError(f"{entry_point}: args: expected a list literal, found {args[:80]!r}")
     value = _read_literal(expected, entry_point)
     try:
         return messages.check(value)
@@ -473,7 +473,7 @@ class RememberingJudge(Judge):
     def judge(self, programs: Iterable[Candidate]) -> Iterator[Verdict]:
         """Like `Judge.judge`, for a finite number of programs."""
         pending: deque[bytes] = deque()  # programs read but not yet answered with a verdict
-        running: deque[bytes] = deque()  # those running in the sandbox
+        running: deque[bytes] = deque()  # programs running in the sandbox
         verdicts: dict[bytes, Verdict | None] = {}  # of this call; None: still running
 
         def new_programs() -> Iterator[Candidate]:

@@ -1,16 +1,16 @@
 """The kernel side of the sandbox, through ctypes: seccomp, Landlock, resource limits, process identity (Linux).
 
-Every function acts on the calling process and cannot be undone; the child of `jail.py` calls them between fork and the
-first line of untrusted code. Standard library only, no project imports: `jail.py` loads this file by its path.
+Every function acts on the calling process, and its effect is permanent; the child of `jail.py` calls them between fork
+and the first line of untrusted code. Standard library only, no project imports: `jail.py` loads this file by its path.
 
-The seccomp filter of profile `sealed` (classic BPF) is an allowlist of system calls and their arguments. Everything
+The seccomp filter of the profile `sealed` (classic BPF) is an allowlist of system calls and their arguments. Everything
 else returns EPERM; clone3 and calls beyond LAST_KNOWN return ENOSYS, so that libc falls back. A call from a foreign
 architecture kills the process.
 
-Sources: seccomp(2), landlock(7), prctl(2), setrlimit(2); bpf's classic instruction set in linux/filter.h; syscall
+Sources: seccomp(2), landlock(7), prctl(2), setrlimit(2); the classic BPF instructions in linux/filter.h; syscall
 numbers from the kernel's arch/x86/entry/syscalls/syscall_64.tbl and include/uapi/asm-generic/unistd.h (aarch64).
 
-Not guaranteed: protection from kernel bugs or CPU side channels; architectures other than these two.
+Not guaranteed: protection from kernel bugs or CPU side channels; architectures other than x86_64 and aarch64.
 """
 
 import ctypes
@@ -24,7 +24,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-OWN_UIDS = range(1 << 30, 1 << 31)  # root switches to a random one, so that no other processes count toward its limit
+OWN_UIDS = range(1 << 30, 1 << 31)  # root switches to a random uid, whose process limit no other processes share
 UIDS = (61000, 65534)  # tried in turn if the user namespace maps none of those
 NOFILE, STACK = 32, 8 << 20
 THREADS = 64  # per candidate, including its main thread
@@ -35,11 +35,11 @@ PR_SET_NO_NEW_PRIVS, PR_GET_NO_NEW_PRIVS = 38, 39
 SIGKILL, SIGCHLD = 9, 17
 CLONE_PARENT = 0x8000
 _libc = ctypes.CDLL(None, use_errno=True)
-_libc_with_gil = ctypes.PyDLL(None, use_errno=True)  # keeps the interpreter's lock during a call
+_libc_with_gil = ctypes.PyDLL(None, use_errno=True)  # holds the interpreter's lock during a call
 
 
 def call(number: int, *arguments: int | bytes | None) -> int:
-    """A raw system call. Raises OSError with its errno."""
+    """Make a raw system call. Raises OSError with its errno."""
     wide = [ctypes.c_long(a) if isinstance(a, int) else a for a in arguments]
     result = _libc.syscall(ctypes.c_long(number), *wide)
     if result < 0:
@@ -48,7 +48,7 @@ def call(number: int, *arguments: int | bytes | None) -> int:
 
 
 def prctl(option: int, value: int = 0) -> int:
-    """prctl(2) with one number. Raises OSError."""
+    """Call prctl(2) with one argument. Raises OSError."""
     result = _libc.prctl(option, *[ctypes.c_ulong(v) for v in (value, 0, 0, 0)])
     if result < 0:
         raise OSError(ctypes.get_errno(), f"prctl {option}")
@@ -62,7 +62,7 @@ def install_seccomp() -> None:
 
 @functools.cache
 def landlock_version() -> int:
-    """The kernel's Landlock ABI version, 0 without Landlock."""
+    """The kernel's Landlock ABI version, or 0 without Landlock."""
     try:
         return call(architecture().landlock_create, None, 0, 1)
     except (OSError, Refused):
@@ -83,7 +83,7 @@ def install_landlock() -> None:
 def write_only_below(folder: Path) -> None:
     """Deny this process and its children any file changes outside `folder`, and signals to other processes.
 
-    For a repository's own tests, which may read what the user may. Needs no_new_privs. Raises OSError, Refused.
+    For a repository's own tests, which may read what the user may read. Needs no_new_privs. Raises OSError, Refused.
     """
     version, machine = landlock_version(), architecture()
     if not version:
@@ -102,7 +102,7 @@ def write_only_below(folder: Path) -> None:
 
 
 def install_no_network() -> None:
-    """Deny this process and its children any sockets except local ones (AF_UNIX), and io_uring.
+    """Deny this process and its children io_uring and all sockets except local ones (AF_UNIX).
 
     Needs no_new_privs. Raises OSError, Refused.
     """
@@ -132,7 +132,7 @@ def drop_identity() -> bool:
             except OSError:
                 continue
     if 0 in os.getresuid():
-        raise Refused(f"running as root, and the ids {UIDS} cannot be taken: run as another user")
+        raise Refused(f"running as root, and the ids {UIDS} cannot be used: run as another user")
     return os.getuid() == own
 
 
@@ -157,7 +157,7 @@ def limit(which: int, value: int) -> None:
 
 
 def harden() -> None:
-    """Restrict the server and thus its children: core dumps, new privileges, files, open descriptors.
+    """Deny the server, and thus its children, core dumps, new privileges and file writes; limit its descriptors.
 
     Call this after `drop_identity`, which would make the process dumpable again.
     """
@@ -169,9 +169,9 @@ def harden() -> None:
 
 
 def fork_sibling() -> int:
-    """fork(2), but the new process is a child of our parent, which then waits for it. Raises OSError.
+    """fork(2), but the new process is a child of our parent, which must wait for it. Raises OSError.
 
-    Skips Python's own after-fork work: it handles locks and threads, and the caller has one thread.
+    Skips Python's own after-fork work, which handles locks and threads: the caller has only one thread.
     """
     number = architecture().clone
     pid = _libc_with_gil.syscall(*[ctypes.c_long(word) for word in (number, CLONE_PARENT | SIGCHLD, 0, 0, 0, 0)])
@@ -220,7 +220,7 @@ def faults(memory: int, *, alone: bool) -> list[str]:
 
 
 def trace(pid: int) -> None:
-    """ptrace(PTRACE_CONT) on a process we do not trace, for the self-test. Raises OSError: ESRCH, or refused."""
+    """ptrace(PTRACE_CONT) on a process we do not trace, for the self-test. Raises OSError: ESRCH or a refusal."""
     if _libc.ptrace(7, pid, None, None) < 0:
         raise OSError(ctypes.get_errno(), "ptrace")
 
@@ -236,7 +236,7 @@ def cpu_clock(pid: int) -> float:
 
 
 def num_threads(pid: int) -> int:
-    """The thread count of a process not yet reaped, from the link count of its task folder. 0 if unknown."""
+    """The thread count of an unreaped process, from the link count of its task folder. 0 if unknown."""
     try:
         return os.stat(f"/proc/{pid}/task").st_nlink - 2  # noqa: PTH116  a Path would cost three times as much
     except OSError:  # /proc is hidden, or there is none
@@ -328,7 +328,7 @@ CHECKED = {  # allowed only with certain arguments
 }
 CLONE3 = 435
 LAST_KNOWN = 470
-# The flags with which glibc and musl start a thread; with fewer, it would have its own descriptors or signals
+# The flags with which glibc and musl start a thread; with fewer, a thread would have its own descriptors or signals
 CLONE_OF_THREADS = (0x003D0F00, 0x007D0F00)
 FCNTL_COMMANDS = (0, 1030, 1, 2, 3)  # F_DUPFD, F_DUPFD_CLOEXEC, F_GETFD, F_SETFD, F_GETFL
 IOCTL_REQUESTS = (0x5401, 0x5451)  # TCGETS, FIOCLEX

@@ -1,11 +1,11 @@
-"""Messages between the processes of the sandbox: frames of JSON, and plain Python values as JSON from a candidate.
+"""Messages between the processes of the sandbox: JSON frames, and a candidate's plain Python values as JSON.
 
 A frame is 4 bytes of little-endian length, then JSON in ASCII. `read_frame` reads only what our own processes send;
 `watch.py` reads what a candidate sends.
 
 The child calls `encode`. It accepts only exact built-in types, so a subclass, or an object whose `__eq__` always
 returns True, becomes an opaque marker. The judge calls `decode` and `equal`, which never run the child's code and never
-hash its keys. Sets and dicts are compared as sorted lists of canonical texts, so colliding keys cost nothing.
+hash its keys. Sets and dicts are compared as sorted lists of canonical strings, so colliding keys cost nothing.
 
     null true false "text" [list] 12        as they are (integers below 2^53)
     {"i": hex} {"f": float.hex} {"c": [re, im]} {"b": base64} {"t": tuple} {"s": set} {"z": frozenset} {"d": [[k, v]]}
@@ -13,8 +13,8 @@ hash its keys. Sets and dicts are compared as sorted lists of canonical texts, s
 
 Standard library only, no project imports: `jail.py` loads this file by its path.
 
-Not guaranteed: a bound on the size of a frame; the order of dict keys, identity (one list referenced twice), or the
-sign and payload of a NaN.
+Not guaranteed: a bound on the size of a frame. Not preserved: the order of dict keys, identity (one list referenced
+twice), or the sign and payload of a NaN.
 """
 
 import base64
@@ -79,7 +79,7 @@ class Opaque:
 
 
 def encode(value: object) -> str:
-    """ASCII JSON text of a value, at most MAX_BYTES long; beyond the limits `{"o": type}`."""
+    """A value as ASCII JSON, at most MAX_BYTES long; `{"o": type}` if it exceeds the limits."""
     try:
         text = json.dumps(_tree(value, [MAX_NODES, MAX_BYTES], 0), separators=(",", ":"))
     except _TooLarge:
@@ -138,10 +138,10 @@ def parse(text: str) -> Any:
     """Parse JSON, with objects as tuples of (key, value) pairs to avoid hashing. Raises Malformed."""
 
     def refuse(word: str) -> NoReturn:
-        raise Malformed(f"{word[:20]!r} is no value of this protocol")
+        raise Malformed(f"{word[:20]!r} is not a value of this protocol")
 
     if len(text) > MAX_FRAME or not text.isascii():
-        raise Malformed("not ASCII text of a bounded length")
+        raise Malformed("not ASCII, or too long")
     # Count before parsing, which would create the objects.
     if text.count(",") > _MAX_COMMAS and _STRING.sub("", text).count(",") > _MAX_COMMAS:
         raise Malformed("more nodes than encode writes")
@@ -173,7 +173,7 @@ def _decode(tree: Any, budget: list[int], depth: int) -> Any:
     if isinstance(tree, list):
         return [_decode(item, budget, depth + 1) for item in tree]
     if len(tree) != 1:
-        raise Malformed("an object with other than one tag")
+        raise Malformed("an object that does not have exactly one tag")
     tag, content = tree[0]
     if tag in ("i", "f", "b", "o"):
         return _decode_text(tag, content)
@@ -192,7 +192,7 @@ def _decode(tree: Any, budget: list[int], depth: int) -> Any:
 
 def _decode_text(tag: str, content: Any) -> Any:
     if not isinstance(content, str):
-        raise Malformed(f"tag {tag!r} without a text")
+        raise Malformed(f"tag {tag!r} without a string")
     try:
         if tag == "i":
             if not _HEX.fullmatch(content):
@@ -201,15 +201,15 @@ def _decode_text(tag: str, content: Any) -> Any:
         if tag == "f":
             value = float.fromhex(content)
             if value.hex() != content:
-                raise Malformed("not the canonical text of a float")
+                raise Malformed("not the canonical form of a float")
             return value
         return base64.b64decode(content, validate=True) if tag == "b" else Opaque(content[:80])
     except (ValueError, OverflowError, binascii.Error) as error:
-        raise Malformed("not the text of its tag") from error
+        raise Malformed("not a valid string for its tag") from error
 
 
 def bag(items: list[Any]) -> Bag:
-    """Build a set of values without duplicates; hashes only their texts. Raises ValueError for opaque values."""
+    """Build a set of values without duplicates; hashes only canonical strings. Raises ValueError for opaque values."""
     return Bag([item for item, _ in mapping([(item, None) for item in items]).pairs], frozen=False)
 
 
@@ -269,8 +269,8 @@ def equal(expected: object, actual: object, mode: str = "strict") -> bool:
     """Whether two decoded values are equal.
 
     `strict`: equal types at every level, a NaN equals a NaN, -0.0 differs from 0.0. `python`: like `==` on plain data.
-    `close`: like strict, but a float also equals a float or int within 1e-6 relative or 1e-9 absolute, never a bool.
-    Opaque equals nothing.
+    `close`: like `strict`, but a float also equals a float or int within 1e-6 relative or 1e-9 absolute, never a bool.
+    Opaque values equal nothing.
     """
     assert mode in MODES, mode
     try:
@@ -282,7 +282,7 @@ def equal(expected: object, actual: object, mode: str = "strict") -> bool:
 
 
 def canonical(value: object, mode: str = "strict") -> str:
-    """A text that is the same for two values if and only if they are equal in mode `strict` or `python`.
+    """A string, identical for two values if and only if they are equal in the mode (`strict` or `python`).
 
     Raises Incomparable.
     """
@@ -363,7 +363,7 @@ def _close_numbers(expected: float | complex, actual: complex) -> bool:
 
 
 def _sort_key(value: object) -> tuple[int, float, str]:
-    """Order numbers by size, so that close elements of two sets are compared; everything else by text."""
+    """Sort numbers by size, so that `_close` compares close elements of two sets; everything else by string."""
     if isinstance(value, int | float) and not isinstance(value, bool) and value == value:
         try:
             return 0, float(value), ""
@@ -397,7 +397,7 @@ class ChildJob(TypedDict):
 
 
 class ChildResult(TypedDict):
-    """What a child did. `status` and `signal` only if it ended on its own, `cut` if the server killed it."""
+    """What a child did. `status` and `signal` are set if it ended on its own, `cut` if the server killed it."""
 
     id: str
     frames: list[str]
@@ -445,7 +445,7 @@ def frame(message: object) -> bytes:
 
 
 def write_frame(fd: int, message: object) -> None:
-    """Send one whole message."""
+    """Send one complete message."""
     write_all(fd, frame(message))
 
 

@@ -1,8 +1,8 @@
-"""Runs candidates as jobs: splits them, retries after a timeout, applies a candidate's limits across all its children.
+"""Runs candidates as jobs: splits them, retries after timeouts, limits each candidate across all its children.
 
-A `Task` is one candidate and its tests, without expected values. A function becomes one job (a test that times out is
-abandoned and a fresh child continues with the next one); a program that reads stdin becomes one job per test. The
-result is `Report`s: what each child sent and how it ended, which only `judge.py` interprets.
+A `CandidateJob` is one candidate and its tests, without expected values. A function becomes one job (a test that times
+out is abandoned and a fresh child continues with the next one); a program that reads stdin becomes one job per test.
+The result is a list of `Report`s: what each child sent and how it ended, which only `judge.py` interprets.
 
 Jobs run in the fork servers of this machine (`servers.py`) or, given an address, in those of a sandbox service
 (`remote.py`); both implement `call`, so a candidate's verdict does not depend on where it ran. Threads here only wait.
@@ -30,12 +30,12 @@ __all__ = ["CandidateJob", "Limits", "NoSandboxError", "Pool", "Report", "Sandbo
 
 LOG = logging.getLogger(__name__)
 AHEAD = 4  # tasks to read ahead per thread
-GRACE_SECONDS = 30.0  # beyond a job's own wall limit before the server counts as hung
+GRACE_SECONDS = 30.0  # beyond a job's own wall-clock limit before the server counts as hung
 
 
 @dataclass(frozen=True)
 class CandidateJob:
-    """One candidate. A test has `args` and `kwargs` (texts of a literal list and dict) or `stdin`."""
+    """One candidate. A test has `args` and `kwargs` (source of a literal list and dict) or `stdin`."""
 
     source: str
     entry: str | None  # the function to call; None: a program, whose tests have stdin
@@ -45,7 +45,7 @@ class CandidateJob:
 
 @dataclass(frozen=True)
 class Report:
-    """The result of one child: it ran `given` tests starting at number `first` and answered len(frames) of them."""
+    """One child's result: it received `given` tests, the first with index `first`, and answered len(frames) of them."""
 
     first: int
     given: int
@@ -62,12 +62,12 @@ class Report:
 
     @property
     def timed_out(self) -> bool:
-        """Whether the server killed it at a time limit."""
+        """Whether the server killed the child at a time limit."""
         return self.cut in ("cpu", "wall")
 
 
 class Pool:
-    """Runs tasks, as a context manager; `url` is the address of a sandbox service, None: this machine.
+    """Runs tasks, as a context manager; `url` is the address of a sandbox service, or None for this machine.
 
     Entering raises ConfigError if there is no sandbox and `allow_unsafe` is false, or no compatible service.
     """
@@ -88,7 +88,7 @@ class Pool:
     def map(self, tasks: Iterable[CandidateJob | None]) -> Iterator[list[Report] | None]:
         """Yield the reports of each task in order; None if the task is None or its server died twice.
 
-        Reads only a few tasks ahead, so `tasks` may be endless.
+        Reads only a few tasks ahead, so `tasks` may be infinite.
         """
         waiting: deque[Future[list[Report] | None] | None] = deque()
         try:

@@ -1,15 +1,16 @@
-"""Runs a repository's own tests in a process that can change only its copy, and records calls to its functions.
+"""Runs a repository's own tests in a process that can change only a copy of it, and records function calls.
 
-    python -P -S? recorder.py  <- {"folder", "paths": [to import from], "functions": {file: [names]}, "seconds"}
+    python -P -B recorder.py   <- {"folder", "paths": [to import from], "functions": {file: [names]}, "out", ...}
                                -> {"tests": {passed, failed, ...}, "calls": {file::name: [[args, kwargs, result], ...]}}
 
-Started by `sandbox/recording.py`. A call counts if its arguments, serialized beforehand, and its result are plain data
-(numbers, strings, None, lists, tuples, dicts, sets of these): written as Python literals, they become the tests of a
-task. Calls that returned different results for equal arguments are dropped. The tests run with pytest if installed,
-including doctests, otherwise with unittest and doctest. Results are written repeatedly, so a killed run loses little.
+Started by `sandbox/recording.py`. A call counts if its arguments, serialized before the call, and its result are plain
+data (numbers, strings, None, lists, tuples, dicts, sets of these): written as Python literals, they become the tests of
+a task. Calls that returned different results for equal arguments are dropped. The tests, including doctests, run with
+pytest if it is installed, otherwise with unittest and doctest. Results are written repeatedly, so a killed run loses
+little.
 
-The repository's tests are the user's code: they may read what the user may. They have no network, cannot change files
-outside their copy or signal other processes, and each has a time limit. Standard library only, no project imports.
+The repository's tests are the user's code: they may read what the user may read. They have no network and cannot change
+files outside their copy or signal other processes; each has a time limit. Standard library only, no project imports.
 """
 
 import ast
@@ -85,7 +86,7 @@ def literal(value: Any, depth: int = 0) -> str:
 
 
 def recorder(key: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """The decorator for one function."""
+    """A decorator that records the calls to one function."""
 
     def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
         seen = TABLE.setdefault(key, FunctionCalls())
@@ -119,7 +120,7 @@ def recorder(key: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 class Loader(importlib.machinery.SourceFileLoader):
-    """Loads a file with its functions recorded; reads and writes no bytecode."""
+    """Loads a file so that calls to its functions are recorded; reads and writes no bytecode."""
 
     def __init__(self, name: str, path: str, file: str, names: Sequence[str]) -> None:
         super().__init__(name, path)
@@ -143,7 +144,7 @@ class Loader(importlib.machinery.SourceFileLoader):
 
 
 class Finder(importlib.abc.MetaPathFinder):
-    """Finds the repository's files for the loader above."""
+    """Finds the repository's files and loads them with `Loader`."""
 
     def __init__(self, folder: Path, functions: dict[str, list[str]]) -> None:
         self.functions = {str(folder / file): (file, names) for file, names in functions.items()}
@@ -183,13 +184,13 @@ class OutcomeCounter:
         self.out, self.counts, self.written = out, dict[str, int](), 0.0
 
     def count(self, outcome: str) -> None:
-        """One more test."""
+        """Count one test."""
         self.counts[outcome] = self.counts.get(outcome, 0) + 1
         if time.monotonic() - self.written > 1:
             self.write()
 
     def write(self) -> None:
-        """Write everything atomically."""
+        """Write all results atomically."""
         calls = {
             key: [[*asked, result] for asked, result in seen.calls.items() if asked not in seen.unequal]
             for key, seen in sorted(TABLE.items())
@@ -201,24 +202,24 @@ class OutcomeCounter:
 
 
 class Plugin:
-    """pytest plugin: a time limit for each test, and its outcome."""
+    """A pytest plugin that limits the time of each test and counts its outcome."""
 
     def __init__(self, report: OutcomeCounter) -> None:
         self.report = report
 
     def pytest_runtest_call(self, item: Any) -> Any:
-        """Around the test itself."""
+        """Start the time limit before the test itself."""
         signal.signal(signal.SIGALRM, self._stop)
         signal.setitimer(signal.ITIMER_REAL, TEST_SECONDS)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        """After each phase of a test."""
+        """Stop the time limit after each phase of a test, and count the outcome."""
         signal.setitimer(signal.ITIMER_REAL, 0)
         if report.when == "call" or report.outcome != "passed":
             self.report.count(report.outcome)
 
     def pytest_collectreport(self, report: Any) -> None:
-        """A file that cannot be collected."""
+        """Count a file that cannot be collected."""
         if report.failed:
             self.report.count("not collected")
 
@@ -240,18 +241,18 @@ def by_pytest(folder: Path, report: OutcomeCounter) -> bool:
 
 
 class Outcomes(unittest.TestResult):
-    """The same for unittest."""
+    """Like `Plugin`, for unittest."""
 
     report: OutcomeCounter
 
     def startTest(self, test: unittest.TestCase) -> None:
-        """Before each test."""
+        """Start the time limit before each test."""
         super().startTest(test)
         signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(TooLong()))
         signal.setitimer(signal.ITIMER_REAL, TEST_SECONDS)
 
     def stopTest(self, test: unittest.TestCase) -> None:
-        """After each test."""
+        """Stop the time limit after each test, and count the outcome."""
         signal.setitimer(signal.ITIMER_REAL, 0)
         failed = any(one is test for one, _ in (*self.failures, *self.errors))
         self.report.count("failed" if failed else "passed")
@@ -274,7 +275,7 @@ def by_unittest(folder: Path, files: Sequence[str], report: OutcomeCounter) -> N
 
 
 def main() -> None:
-    """Read the task from stdin."""
+    """Read the task from stdin, run the tests and write the results."""
     task = json.load(sys.stdin)
     folder = Path(task["folder"])
     out = folder / task["out"]

@@ -1,10 +1,10 @@
 """Records what a repository's functions return in its own tests, by running `recorder.py` on a copy.
 
-    record(root, files, functions, seconds) -> Recorded
+    record(root, files, paths, functions, seconds) -> Recording
 
-The copy has every regular file except hidden ones and links, up to MOST_BYTES; tests that delete files only affect the
+The copy has every regular file except hidden ones and links, up to MOST_BYTES; tests that delete files affect only the
 copy. The process is killed after `seconds`; everything recorded by then counts. Each test makes the same calls on
-every machine, but which tests run varies: those that need the network, a missing package or a C extension fail.
+every machine, but which tests pass varies: those that need the network, a missing package or a C extension fail.
 """
 
 import contextlib
@@ -38,13 +38,13 @@ class Recording:
     tests: dict[str, int]  # passed, failed, skipped, not collected
     calls: dict[str, list[tuple[str, str, str]]]  # file::function -> (arguments, keyword arguments, result), literals
     timed_out: bool
-    said: str  # the end of their output
+    said: str  # the end of the tests' output
 
 
 def record(
     root: Path, files: Sequence[str], paths: Sequence[str], functions: Mapping[str, Sequence[str]], seconds: float
 ) -> Recording:
-    """Run the tests below `root`.
+    """Run the tests below `root` and record calls.
 
     `files`: its Python files; `paths`: folders from which its modules are imported; `functions`: file -> names to
     record. Raises DataError with the reason if nothing was recorded, NoSandboxError without Landlock.
@@ -87,7 +87,7 @@ def record(
         found = folder / FOUND
         if not found.is_file():
             if "Landlock" in said:
-                raise NoSandboxError(f"the tests of {root} cannot run: this kernel has no Landlock (Linux 5.13)")
+                raise NoSandboxError(f"the tests of {root} cannot run: this kernel has no Landlock (new in Linux 5.13)")
             reason = f"they took more than {seconds:g} seconds" if timed_out else said or "no output"
             raise DataError(f"{root}: its tests could not be run: {reason}")
         row = json.loads(found.read_text(encoding="utf-8"))
@@ -96,7 +96,7 @@ def record(
 
 
 def _end(process: subprocess.Popen[bytes], scratch: Path) -> None:
-    """Kill the process, and any that its tests left running: their working directory is in the copy."""
+    """Kill the process, and any process that its tests left running, whose working directory is in the copy."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -107,7 +107,7 @@ def _end(process: subprocess.Popen[bytes], scratch: Path) -> None:
 
 
 def _copy(root: Path, folder: Path) -> None:
-    """Copy the regular files. Raises DataError for too many bytes."""
+    """Copy the regular files. Raises DataError if there are too many bytes."""
     left = MOST_BYTES
 
     def ignored(directory: str, names: list[str]) -> list[str]:
@@ -120,7 +120,7 @@ def _copy(root: Path, folder: Path) -> None:
             elif path.is_file():
                 left -= path.stat().st_size
                 if left < 0:
-                    raise DataError(f"{root}: has more than {MOST_BYTES >> 20} MiB; name a folder of it")
+                    raise DataError(f"{root}: has more than {MOST_BYTES >> 20} MiB; name one of its folders instead")
         return leave
 
     shutil.copytree(root, folder, ignore=ignored)

@@ -1,8 +1,9 @@
 """The client of a sandbox service, used by `Pool`: sends the jobs of many threads in batches over HTTP.
 
 Only jobs are sent: sources, arguments, stdin. Expected values, and thus the verdicts, stay in the trainer. Jobs are
-pure, so a batch that fails in transit is retried three times; then its candidates are unscorable (`harness`). If the
-service reports that it is full, the request is retried for ten minutes. The token is STAGECOACH_SANDBOX_TOKEN.
+pure, so a batch that fails in transit is retried three times; after that, its candidates are unscorable (`harness`). If
+the service reports that it is full, the request is retried for ten minutes. The token is read from the environment
+variable STAGECOACH_SANDBOX_TOKEN.
 
 `start` queries what the service enforces and rejects a service whose ceilings or modules would change verdicts. A user
 name and password in the URL are sent, but never appear in messages.
@@ -36,7 +37,7 @@ TIMEOUT = httpx.Timeout(10.0, read=900.0)  # 128 sleepers on two workers take fi
 TOKEN = "STAGECOACH_SANDBOX_TOKEN"
 ANSWER = frozenset({"id", "frames", "status", "signal", "cpu_ms", "wall_ms", "max_rss_kb", "stdout", "stderr", "cut"})
 
-_PendingJob = tuple[str, "Future[JsonObject]"]  # the text of a job, and the future of its answer
+_PendingJob = tuple[str, "Future[JsonObject]"]  # a job as JSON, and the future of its answer
 
 
 class Remote:
@@ -61,7 +62,7 @@ class Remote:
             answer = self._client.get("/health", timeout=10.0)
         except httpx.HTTPError as error:
             raise ConfigError(
-                f"runtime.sandbox.url: expected a sandbox service at {self.url}, found none ({error}); start it there "
+                f"runtime.sandbox.url: expected a sandbox service at {self.url}, found none ({error}); start one there "
                 "with python -m pipeline.sandbox.service, or set the url to null"
             ) from error
         _check_status(answer)
@@ -84,7 +85,7 @@ class Remote:
         if above or limits.max_tests > self.enforced["ceilings"]["tests"]:
             raise ConfigError(
                 f"sandbox.limits: expected at most the ceilings of the service at {self.url}"
-                f" ({self.enforced['ceilings']}), found {above or limits.max_tests}; lower them, or judge on this"
+                f" ({self.enforced['ceilings']}), found {above or limits.max_tests}; lower the limits, or judge on this"
                 " machine"
             )
 
@@ -98,7 +99,7 @@ class Remote:
         return answer
 
     def _send_batches(self) -> None:
-        """Send batches until `stop`; one sender thread runs this."""
+        """Send batches until `stop`; each sender thread runs this."""
         while (first := self._jobs.get()) is not None:
             batch = self._collect_batch(first)
             try:
@@ -133,11 +134,11 @@ class Remote:
                     time.sleep(float(answer.headers.get("Retry-After", 1)))
                     continue
                 if answer.status_code == 413:
-                    raise HarnessError(f"{self.url}: a job of {len(body)} bytes is too large for it")
+                    raise HarnessError(f"{self.url}: a request of {len(body)} bytes is too large for it")
                 if answer.status_code < 500 and answer.status_code != 429:
                     _check_status(answer)
                     return _parse_answers(answer, len(texts))
-                fault = f"{self.url} answers {answer.status_code}"
+                fault = f"{self.url} answered {answer.status_code}"
             except (httpx.HTTPError, ValueError) as error:
                 if isinstance(error, ConfigError):
                     raise
@@ -176,13 +177,13 @@ def address(url: str, key: str = "runtime.sandbox.url") -> str:
 def _check_status(answer: httpx.Response) -> None:
     if answer.status_code in (401, 403):
         raise ConfigError(
-            f"runtime.sandbox.url: {without_password(str(answer.url))} refuses the token; expected the service's"
-            f" {TOKEN} in the environment"
+            f"runtime.sandbox.url: {without_password(str(answer.url))} rejected the token; set the environment variable"
+            f" {TOKEN} to the service's token"
         )
     if answer.status_code != 200:
         raise ConfigError(
             f"runtime.sandbox.url: {without_password(str(answer.url))}: expected status 200, found"
-            f" {answer.status_code}: {answer.text[:300]}; is it a sandbox service, and of the same version?"
+            f" {answer.status_code}: {answer.text[:300]}; is it a sandbox service of the same version?"
         )
 
 

@@ -31,8 +31,8 @@ ENVIRONMENT = {"PYTHONHASHSEED": "0"}  # same iteration order of sets in every r
 ATTEMPTS = 2  # a job that kills its server this many times is unscorable
 START_SECONDS = 120.0
 UNSAFE_WARNING = (
-    "no sandbox here: programs run with resource limits only, and could read and write your files. They come from our"
-    " own generators, or sandbox.allow_unsafe is true"
+    "there is no sandbox here: programs run with resource limits only, and could read and write your files. They come"
+    " from our own generators, or sandbox.allow_unsafe is true"
 )
 NO_SANDBOX = (
     "Running generated code safely needs Linux with seccomp. Set runtime.sandbox.url to a Linux machine, "
@@ -153,7 +153,7 @@ class Servers:
             self._start("sealed")
         except NoSandboxError as error:
             if not self.config.allow_unsafe:
-                raise NoSandboxError(f"{NO_SANDBOX} Here: {error}.") from error
+                raise NoSandboxError(f"{NO_SANDBOX} On this machine: {error}.") from error
             LOG.warning(UNSAFE_WARNING)
             self.profile = "unsafe"
             self._start("unsafe")

@@ -6,9 +6,9 @@
     POST /run_batch  {"jobs": [job]} -> [answer] in order; both as in `jail.py`
 
 The trainer's client is `remote.py` (`runtime.sandbox.url`). Judging stays there: no expected values go over the wire.
-With STAGECOACH_SANDBOX_TOKEN set, every request must carry it; without one, only this machine may send requests, and
-only to a loopback name. Limits above CEILINGS are clamped. At most 1024 jobs and 16 MiB per request; a full queue
-returns 429. There is no `allow_unsafe` here: without a sandbox the service does not start.
+If STAGECOACH_SANDBOX_TOKEN is set, every request must carry that token; otherwise only this machine may send requests,
+and only to a loopback name. Limits above CEILINGS are clamped. A request may have at most 1024 jobs and 16 MiB; if the
+queue is full, it gets 429. There is no `allow_unsafe` here: without a sandbox the service does not start.
 
 Not guaranteed: fairness between clients, privacy in transit (put TLS in front of it), or defense against a flood of
 connections; run strangers' code on a separate machine.
@@ -90,7 +90,7 @@ class SandboxService:
         }
 
     def check(self, request: Request) -> None:
-        """Check the token in constant time; without one the host name, to keep web pages out. Raises _Refusal."""
+        """Check the token in constant time or, without one, the host name, to keep web pages out. Raises _Refusal."""
         if self.token is not None:
             token = request.headers.get("authorization", "").removeprefix("Bearer ")
             digests = [hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest() for text in (token, self.token)]
@@ -139,7 +139,7 @@ class SandboxService:
                 future.cancel()
 
     def call(self, job: JsonObject) -> JsonObject:
-        """Run one job; blocks until it is answered."""
+        """Run one job; blocks until its answer arrives."""
         try:
             return self.servers.call(job, job["limits"]["job_wall"] + GRACE_SECONDS)
         except HarnessError as error:
@@ -166,7 +166,7 @@ def create_app(service: SandboxService) -> FastAPI:
         jobs = parse_jobs(await service.body(request))
         service.enqueue(len(jobs))
         chunks = _encode_list(service.run(jobs))
-        first = await anext(chunks)  # start it, so that its `finally` runs even if the client is gone
+        first = await anext(chunks)  # start the generator, so that its `finally` runs even if the client is gone
         return StreamingResponse(_chain(first, chunks), media_type="application/json")
 
     return app
@@ -210,9 +210,9 @@ def _find_fault(job: object) -> str | None:
     tests, limits = job["tests"], job["limits"]
     arguments = {"stdin"} if job["entry"] is None else {"args", "kwargs"}
     checks = {
-        "id: a text of at most 64 characters": isinstance(job["id"], str) and len(job["id"]) <= 64,
+        "id: a string of at most 64 characters": isinstance(job["id"], str) and len(job["id"]) <= 64,
         "nonce: 32 hexadecimal digits": isinstance(job["nonce"], str) and _NONCE.fullmatch(job["nonce"]) is not None,
-        "source: a text": isinstance(job["source"], str) and len(job["source"]) <= CEILINGS["source"],
+        "source: a string within limits": isinstance(job["source"], str) and len(job["source"]) <= CEILINGS["source"],
         "entry: a name, or null for a program": job["entry"] is None or isinstance(job["entry"], str),
         "tests: 1 to 1024 tests": isinstance(tests, list) and 1 <= len(tests) <= CEILINGS["tests"],
         "tests: one test for a program": job["entry"] is not None or (isinstance(tests, list) and len(tests) == 1),
@@ -224,7 +224,7 @@ def _find_fault(job: object) -> str | None:
     if failed is not None:
         return failed
     if not all(isinstance(t, dict) and set(t) == arguments and all(type(v) is str for v in t.values()) for t in tests):
-        return f"tests: texts named {', '.join(sorted(arguments))}"
+        return f"tests: strings named {', '.join(sorted(arguments))}"
     if "args" in arguments and any(len(text) > MAX_ARGUMENT for test in tests for text in test.values()):
         return f"tests: arguments of at most {MAX_ARGUMENT} characters"
     return None

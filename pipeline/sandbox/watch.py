@@ -1,12 +1,12 @@
 """The watcher's view of one child: sends its job and input, reads its output, measures its time, kills it.
 
 The child owns its end of every pipe, so nothing that arrives is trusted: bytes are counted, frames must begin like an
-answer to this job, an answer must follow its question, and the judge checks the contents. A child's CPU clock is read
-while it waits for its next "go", so machine load pushes no test over its limit. Time spent reading the arguments counts
-toward the whole job but not toward any test. Standard library and neighboring modules only: `jail.py` loads this file
-by its path.
+answer to this job, an answer must follow its "go", and the judge checks the contents. A child's CPU clock is read while
+it waits for its next "go", so machine load cannot push a test over its limit. Time spent reading the arguments counts
+toward the job's limit but not toward any test's. Standard library and neighboring modules only: `jail.py` loads this
+file by its path.
 
-Not guaranteed: an exact wall-clock limit under load; it targets programs that sleep.
+Not guaranteed: an exact wall-clock limit under load; this limit targets programs that sleep.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ TICK = 0.01  # maximum seconds between checks of a child's clock and threads
 class Watch:
     """One child's frames, output and clocks."""
 
-    start_seconds = 20.0  # for a child to isolate itself; runs no candidate code, so only a stalled machine exceeds it
+    start_seconds = 20.0  # for a child to isolate itself; no candidate code runs, so only a stalled machine exceeds it
 
     def __init__(self, job: ChildJob, pid: int, channel: int, out: int, err: int, stdin: int) -> None:
         self.job, self.pid, self.limits = job, pid, job["limits"]
@@ -45,7 +45,7 @@ class Watch:
         self.handshake = b""  # the bytes R and A received so far
         self.ended, self.closed = False, False
         self.cut: str | None = None
-        self.exit: tuple[int, resource.struct_rusage] | None = None  # wait status and usage, once waited for
+        self.exit: tuple[int, resource.struct_rusage] | None = None  # wait status and usage, once reaped
         self.died = False  # without being killed
         self.cpu_start = self.cpu_mark = 0.0
         self.started = time.monotonic()
@@ -54,7 +54,7 @@ class Watch:
 
     def until_done(self, jobs: int) -> None:
         """Serve the child until it ends, dies, or exceeds a limit. Exits when the trainer closes `jobs`."""
-        self.poller.register(jobs, 0)  # only to detect its closing
+        self.poller.register(jobs, 0)  # only to detect that it closes
         for fd in (self.channel, self.out, self.err, self.stdin):
             os.set_blocking(fd, False)
         # Registered first, so that frames are read before output.
@@ -128,7 +128,7 @@ class Watch:
             data = data[os.write(fd, data[:65536]) :] if data else data
         except BlockingIOError:
             return
-        except OSError:  # it does not read, or has died: end of file on the channel shows which
+        except OSError:  # the child does not read, or has died: end of file on the channel shows which
             data = memoryview(b"")
         self.pending[fd] = data
         if data:
@@ -179,7 +179,7 @@ class Watch:
             self.cpu_start, self.started = self.cpu_mark, self.wall_mark
 
     def _next_frame(self) -> str | None:
-        """The next whole frame, or None. Bytes that do not begin like an answer to this job are forged."""
+        """The next complete frame, or None. Bytes that do not begin like an answer to this job are forged."""
         start = bytes(self.buffer[4 : 4 + len(self.head)])
         if not self.head.startswith(start):
             self.cut = "forged"
@@ -187,7 +187,7 @@ class Watch:
         if len(self.buffer) < 4:
             return None
         size = struct.unpack("<I", self.buffer[:4])[0]
-        if size > self.limits["results"]:  # an oversized answer to this job, or a made-up number
+        if size > self.limits["results"]:  # an oversized answer to this job, or a made-up length
             self.cut = "output" if len(start) == len(self.head) else "forged"
         if self.cut is not None or len(self.buffer) < 4 + size:
             return None
@@ -225,7 +225,7 @@ class Watch:
         self._kill()
         for fd in (self.out, self.err):
             size = -1
-            while self.cut != "output" and size != len(self.output[fd]):  # the rest in the pipe
+            while self.cut != "output" and size != len(self.output[fd]):  # what is left in the pipe
                 size = len(self.output[fd])
                 self._read_output(fd)
         for fd in (self.channel, self.out, self.err, self.stdin):
@@ -245,10 +245,10 @@ class Watch:
             self.exit = os.wait4(self.pid, 0)[1:]
 
     def answer(self) -> ChildResult | Fault:
-        """The answer for the pool. `status` and `signal` only if the child ended on its own, `cut` if we killed it."""
+        """The answer for the pool. `status` and `signal` are set if the child ended itself, `cut` if we killed it."""
         assert self.exit is not None
         status, usage = self.exit
-        if not self.handshake and self.cut != "output":  # only a candidate writes; R may arrive after its output
+        if not self.handshake and self.cut != "output":  # only candidates write output; R may arrive after it
             return {"id": self.job["id"], "fault": f"a child could not isolate itself (wait status {status})"}
         if self.cut is None and not self.ended and self.buffer:
             self.cut = "forged"

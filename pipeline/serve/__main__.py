@@ -4,21 +4,21 @@
         [--weights int8|native] [--rows 8] [--queue 32] [--rate 200] [--api-key-file FILE]
         [--feedback FILE] [--allow-host NAME ...] [--allow-origin ORIGIN ...]
 
-Without arguments it serves models/deploy, or else rlhf, tools or code, together with the reward model. Port 0 picks a
-free port and prints it. API keys come from a file (one per line) or from STAGECOACH_API_KEYS; without keys, only
-loopback addresses are allowed.
+Without arguments, it serves models/deploy or, if that is missing, models/rlhf, models/tools or models/code, together
+with the reward model. Port 0 picks a free port and prints it. API keys come from a file (one per line) or from
+STAGECOACH_API_KEYS; without keys, only loopback addresses are allowed.
 
-To serve an adapter, name its base too; here the adapter becomes the model `tools:lora`:
+To serve an adapter, also name its base; here the adapter becomes the model `tools:lora`:
 
     python -m pipeline.serve models/tools models/lora/adapter
 
-To sample for a policy in training (grpo.sampler: server), serve that model alone; the training run publishes its
+To sample for a policy in training (grpo.sampler: server), serve only that model; the training run publishes its
 weights below the given folder.
 
     python -m pipeline.serve models/tools --rollouts .work --port 8100
 
 One worker process (granian, HTTP/1.1) handles all requests and is restarted if it dies. SIGTERM stops the server;
-running requests get 20 seconds to finish. No TLS; put a proxy in front.
+running requests get 20 seconds to finish. There is no TLS: put a proxy in front.
 """
 
 import argparse
@@ -46,7 +46,7 @@ from pipeline.serve.guard import KEYS, Keys, Options
 DEFAULT_MODELS = ("deploy", "rlhf", "tools", "code")  # the first that was built
 DRAIN_SECONDS = 20
 HEADER_BYTES, HEADER_MILLISECONDS = 16_384, 10_000
-# how long the engine's thread may block a request's thread; Python's default of 5 ms is half the budget of a refusal
+# how long the engine's thread may block a request's thread; Python's default, 5 ms, is half of a refusal's time budget
 SWITCH_SECONDS = 0.001
 
 
@@ -68,13 +68,13 @@ def check_address(host: str, keys: Keys) -> None:
     except ValueError:
         raise ConfigError(f"--host: expected an address such as 127.0.0.1 or 0.0.0.0, got {host!r}") from None
     if not loopback and not keys:
-        raise ConfigError(f"--host {host} is open to others: set {KEYS} or --api-key-file first (openssl rand -hex 24)")
+        raise ConfigError(f"--host {host} is open to others: first set {KEYS} or --api-key-file (openssl rand -hex 24)")
 
 
 def free_port(host: str, port: int) -> int:
     """The port, or a free one for 0. Raises ConfigError if it is taken or invalid."""
     if not 0 <= port <= 65535:
-        raise ConfigError(f"--port: expected 0 (a free one) to 65535, got {port}")
+        raise ConfigError(f"--port: expected 0 (a free port) to 65535, got {port}")
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -89,18 +89,18 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m pipeline.serve", description="Serve models: an OpenAI-compatible API and a chat page."
     )
-    parser.add_argument("models", type=Path, nargs="*", help="model directories (default: the ones make built)")
+    parser.add_argument("models", type=Path, nargs="*", help="model directories (default: those that make built)")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000, help="0: pick a free port")
     parser.add_argument(
         "--weights", choices=("int8", "native"), help="default: int8 for 50 M parameters and up on an x86 CPU"
     )
     parser.add_argument(
-        "--rows", type=int, help="requests decoded at a time (8; with --rollouts 64): twice the concurrent users"
+        "--rows", type=int, help="requests decoded at a time (8; with --rollouts, 64): about 2 per concurrent user"
     )
-    parser.add_argument("--queue", type=int, help="requests that may wait (32; with --rollouts 1024); more get 429")
+    parser.add_argument("--queue", type=int, help="requests that may wait (32; with --rollouts, 1024); more get 429")
     parser.add_argument(
-        "--rate", type=float, help="requests a second per key or address (200; with --rollouts no limit); 0: no limit"
+        "--rate", type=float, help="requests per second per key or address (200; with --rollouts, no limit); 0: none"
     )
     parser.add_argument(
         "--rollouts", type=Path, help="serve a policy in training; its run publishes weights below this folder (.work)"

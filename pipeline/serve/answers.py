@@ -1,6 +1,6 @@
-"""The answers to one request: turns tokens from an engine's thread into an HTTP response, whole or as an event stream.
+"""The answers to one request: turns tokens from an engine's thread into one JSON response or an event stream.
 
-    Assembler(tokenizer, stops).hear(SampledToken) -> deltas     .close() -> the rest
+    Assembler(tokenizer, stops).hear(SampledToken) -> deltas     .close() -> the remaining deltas
     async with Answers(engine, requests, assemblers) as answers:
         async for event in answers: ...         (index, Delta), Frame, Finished or Ping
 
@@ -14,9 +14,9 @@ The concatenated deltas are the answer, however it was tokenized. Not here: chec
 (`chat_completions.py`).
 
 Leaving the `Answers` block for any reason cancels whatever is still running: when a client disconnects, its rows are
-free before the next step. The same applies to a client that stops reading. Its answers are cancelled only when they are
-both MOST_UNREAD events and UNREAD_SECONDS behind, because a briefly blocked event loop also receives many events at
-once. The stream ends when one event has waited SEND_SECONDS for the connection, or up to a quarter longer. The
+free before the next step. The same applies to a client that stops reading, but its answers are cancelled only when they
+are both MOST_UNREAD events and UNREAD_SECONDS behind, because a briefly blocked event loop also receives many events at
+once. The stream ends when one event has waited SEND_SECONDS for the connection (or up to a quarter longer). The
 connection itself stays open until the client reads or closes it, or the server exits.
 """
 
@@ -76,7 +76,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class CallPiece:
-    """Part of a call: the first piece has its id and name, later pieces have more of the arguments."""
+    """Part of a call: the first piece has the call's id and name; later pieces have more of its arguments."""
 
     index: int
     arguments: str = ""
@@ -95,7 +95,7 @@ class Delta:
 
 @dataclass
 class PartialCall:
-    """A call generated so far."""
+    """A call, as far as it has been generated."""
 
     id: str
     text: str = ""  # everything between its tags
@@ -120,7 +120,7 @@ class Assembler:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._buffer = ""  # decoded, not yet sent
         self._tokens: list[SampledToken] = []  # not yet sent
-        self._call: PartialCall | None = None  # the open one
+        self._call: PartialCall | None = None  # the open call
 
     def hear(self, event: SampledToken) -> list[Delta]:
         """Add a token and return the deltas that are now final."""
@@ -176,7 +176,7 @@ class Assembler:
         return max(most, spaces)
 
     def _strip_layout(self, text: str, *, last: bool) -> str:
-        """Strip the white space around a call, which is layout."""
+        """Strip the white space around a call, which is only layout."""
         return text.rstrip() if (self.tools and (not last or self.calls)) else text
 
     def _make_delta(self, text: str) -> list[Delta]:
@@ -240,7 +240,7 @@ class TokenUsage:
     cached: int
 
     def body(self) -> JsonObject:
-        """OpenAI's object."""
+        """OpenAI's usage object."""
         return {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.completion,
@@ -251,7 +251,7 @@ class TokenUsage:
 
 @dataclass(frozen=True)
 class Finished:
-    """An answer has ended; reason: stop, length."""
+    """An answer has ended; `reason` is "stop" or "length"."""
 
     index: int
     reason: str
@@ -293,7 +293,7 @@ class Answers:
         n: int = 1,
         identity: str = "",
     ) -> None:
-        """Every `n` consecutive requests share a prompt. Sets their listeners and `identity`, the HTTP request's id."""
+        """Every `n` consecutive requests share a prompt. Each gets a listener and the HTTP request's `identity`."""
         self.engine, self.requests, self.assemblers, self.n = engine, requests, assemblers, n
         self.identity = identity
         self.prompt_scores: list[list[Read]] = [[] for _ in requests]
@@ -306,8 +306,8 @@ class Answers:
         self._loop = asyncio.get_running_loop()
 
     async def __aenter__(self) -> "Answers":
-        """Raises ApiFault: 429 if the queue is full, 400 if the request can never be served, 503 if the engine is
-        dead.
+        """Submit the requests. Raises ApiFault: 429 if the queue is full, 400 if a request can never be served, 503
+        if the engine is dead.
         """
         try:
             for index, request in enumerate(self.requests):
@@ -346,8 +346,8 @@ class Answers:
         self._queue.put_nowait((index, event))
 
     def _ping(self) -> None:
-        """Queue a Ping after a silence. One timer covers all events: a timeout per event would cost more than sending
-        the event.
+        """Queue a Ping after a time without events. One timer covers all events: a timeout per event would cost more
+        than sending the event.
         """
         silence = time.monotonic() - self._read
         if silence >= PING_SECONDS:
@@ -414,12 +414,12 @@ class Mailbox:
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = weakref.ref(loop)  # which owns its mailbox
+        self._loop = weakref.ref(loop)  # weak, because the loop owns its mailbox
         self._pending: deque[tuple[Callable[[int, Event], None], int, Event]] = deque()
         self._scheduled = False
 
     def post(self, handler: Callable[[int, Event], None], index: int, event: Event) -> None:
-        """From any thread, schedule `handler(index, event)` on the loop, in the order of the posts. Raises RuntimeError
+        """Schedule `handler(index, event)` on the loop, from any thread, in the order of the calls. Raises RuntimeError
         if the loop is closed.
         """
         self._pending.append((handler, index, event))
@@ -433,7 +433,7 @@ class Mailbox:
         self._scheduled = True
         try:
             loop.call_soon_threadsafe(self._deliver)
-        except RuntimeError:  # it is closed: the next post must raise too
+        except RuntimeError:  # the loop is closed: the next post must raise too
             self._scheduled = False
             raise
 
@@ -449,7 +449,7 @@ class Mailbox:
 
     @staticmethod
     def of(loop: asyncio.AbstractEventLoop) -> "Mailbox":
-        """The one mailbox of a loop."""
+        """The only mailbox of a loop."""
         return MAILBOXES.setdefault(loop, Mailbox(loop))
 
 
@@ -486,7 +486,7 @@ async def _wait_for_disconnect(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events. The answers must already be entered, so that a refusal can still set the status; this class
+    """Server-sent events. `answers` must already be entered, so that a refusal can still set the status; this class
     exits them.
     """
 
@@ -532,7 +532,7 @@ class EventStream(Response):
             await self._send(send, b"data: " + dumps(fault.body) + b"\n\n")
         except Exception:
             status = 500
-            LOG.exception("%s failed in its stream", scope["identity"])
+            LOG.exception("%s failed while streaming", scope["identity"])
             await self._send(send, b"data: " + dumps(internal(scope["identity"]).body) + b"\n\n")
         await self._send(send, DONE, more=False)
         return status, code

@@ -3,9 +3,9 @@
     make(options) -> an ASGI application; models load in the background, and /health returns 503 until they are ready
 
 Routes are thin: a body is validated (`protocol.py`), prepared (`chat_completions.py`, `completions.py`), submitted to
-an engine and answered, whole or as a stream (`answers.py`). Slow work that needs no engine runs on separate pools
-(`guard.py`), never on the event loop. Every error is an OpenAI error object, and every request has passed the guard.
-The log records a request's id, counts and times, never text or keys.
+an engine and answered, all at once or as a stream (`answers.py`). Slow work that needs no engine runs in separate
+thread pools (`guard.py`), never on the event loop. Every error is an OpenAI error object, and every request has passed
+the guard. The log records a request's id, counts and times, never text or keys.
 
 Routes in addition to OpenAI's, for the page: tokenization, rewards and human feedback.
 
@@ -91,7 +91,7 @@ def make(options: Options) -> ASGIApp:
 
     @app.get("/health")
     async def health() -> Response:
-        """200 if the server can answer requests, else 503; public."""
+        """200 if the server can answer requests, else 503; needs no key."""
         state = service.health()
         return JsonResponse({"status": "ok" if state == "ready" else state}, 200 if state == "ready" else 503)
 
@@ -115,7 +115,7 @@ class Service:
         self._metrics: Metrics | None = None
 
     def start(self) -> None:
-        """Load the models and start their engines; requests before that get 503."""
+        """Load the models and start their engines; until then, requests get 503."""
         try:
             catalog = Catalog(
                 load(
@@ -158,7 +158,7 @@ class Service:
             for served in self._catalog.served.values() if self._catalog is not None else ():
                 if served.engine is not None and not served.engine.alive and self.state == "ready":
                     await asyncio.to_thread(served.engine.restart)
-                    LOG.error("%s: its engine died and was restarted", served.id)
+                    LOG.error("the engine of %s died and was restarted", served.id)
                     self.metrics.restarts.labels(served.id).inc()
 
     def stop(self) -> None:
@@ -175,13 +175,13 @@ class Service:
 
     @property
     def metrics(self) -> Metrics:
-        """The metrics. Raises like `catalogue`."""
+        """The metrics. Raises the same error as `catalogue`."""
         _ = self.catalogue
         assert self._metrics is not None
         return self._metrics
 
     def health(self) -> str:
-        """ready, or why not."""
+        """The state: "ready", or why the server is not ready."""
         if self.state == "ready" and not all(
             model.engine is None or model.engine.alive for model in self.catalogue.served.values()
         ):
@@ -231,7 +231,7 @@ def _openai(service: Service) -> APIRouter:
 
     @routes.post("/v1/completions")
     async def text_completions(body: CompletionBody, request: Request) -> Response:
-        """Complete a text."""
+        """Complete a text prompt."""
         served, engine = service.catalogue.causal(body.model)
         sender = Sender.of(request)
         refuse_when_full(engine, sender.owner)
@@ -325,7 +325,7 @@ def _about(service: Service, app: FastAPI) -> APIRouter:
 
     @routes.get("/metrics")
     async def metrics() -> Response:
-        """For Prometheus."""
+        """The metrics, in Prometheus text format."""
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @routes.get("/openapi.json", include_in_schema=False)
@@ -341,7 +341,7 @@ def _texts(service: Service) -> APIRouter:
 
     @routes.post("/tokenize")
     async def tokenize(body: TokenizeBody, request: Request) -> Response:
-        """Tokenize a text. Control tokens spelled out in it are treated as text."""
+        """Tokenize text. Control tokens spelled out in it are treated as ordinary text."""
         served = service.catalogue.find(body.model)
 
         def build() -> Response:
@@ -397,12 +397,12 @@ def _judgments(service: Service) -> APIRouter:
 
     @routes.post("/score")
     async def score(body: ScoreBody, request: Request) -> Response:
-        """Compute raw rewards, comparable only within a prompt."""
+        """Compute raw rewards, comparable only between answers to the same prompt."""
         served = service.catalogue.find(body.model, "reward")
         scores = []
         for index, conversation in enumerate(body.conversations):
             if conversation.messages[-1].role != "assistant":
-                raise invalid("conversations", f"conversations.{index}: expected to end with an assistant's message")
+                raise invalid("conversations", f"conversations.{index}: expected a final assistant message")
             messages = [message.plain() for message in conversation.messages]
             tools = [tool.plain() for tool in conversation.tools or []]
             served.refuse_overlong("".join(message["content"] for message in messages), "conversations")
@@ -442,10 +442,10 @@ def _weights(service: Service, folder: Path) -> APIRouter:
 
     @routes.post("/update_weights_from_disk")
     async def update_weights(body: WeightsBody) -> Response:
-        """Load new weights from a directory and clear the prefix cache; SGLang's route."""
+        """Load new weights from a directory and clear the prefix cache; the route is SGLang's."""
         path, (served, *_) = Path(body.model_path).resolve(), service.catalogue.served.values()
         if not path.is_relative_to(folder):
-            raise invalid("model_path", "model_path: expected a directory below the folder of --rollouts")
+            raise invalid("model_path", "model_path: expected a directory below the --rollouts folder")
         try:
             await asyncio.to_thread(update, served, path)
         except (InputError, OSError) as error:
@@ -458,7 +458,7 @@ def _weights(service: Service, folder: Path) -> APIRouter:
 
 
 def _page() -> APIRouter:
-    """The page. It is public, since it has no secrets; its API calls need the key."""
+    """The page. It is public, since it contains no secrets; its API calls need the key."""
     routes = APIRouter()
     files = {path.name: path.read_bytes() for path in sorted(PAGE.iterdir()) if path.suffix in MEDIA_TYPES}
 
@@ -513,7 +513,7 @@ def _handle_errors(app: FastAPI, service: Service) -> None:
 
 
 def _validation_fault(errors: Sequence[JsonObject]) -> ApiFault:
-    """The first invalid field of a body."""
+    """The error for the first invalid field of a body."""
     first = errors[0]
     path = [
         str(part) for part in first["loc"][1:] if isinstance(part, int) or re.fullmatch(r"[A-Za-z_]{1,40}", str(part))
@@ -524,7 +524,7 @@ def _validation_fault(errors: Sequence[JsonObject]) -> ApiFault:
 
 
 class _ErrorLog:
-    """Log unexpected exceptions with the request's id; the client gets only the id."""
+    """Logs unexpected exceptions with the request's id; the client gets only the id."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app

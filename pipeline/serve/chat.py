@@ -6,8 +6,8 @@ Each line is a turn; end a line with a backslash to continue on the next. `/quit
 `/help` lists the other commands; unknown commands are rejected, not sent. `--tools` takes a JSON file with the tools
 the model may call (OpenAI format). Calls are always complete and match their tools (`generation/constrain.py`); they
 are shown, not run. Ctrl-C stops an answer and drops it together with its question; the same happens when an answer
-only repeats itself. Decoding uses the server's engine, so earlier turns are not re-read. Not guaranteed: that a small
-model knows anything.
+keeps repeating itself. Decoding uses the server's engine, so earlier turns are not reprocessed. Not guaranteed: that a
+small model knows anything.
 """
 
 import argparse
@@ -40,15 +40,15 @@ NEW = ("/new", "/clear")
 HELP = """end a line with \\ to continue on the next
 /new or /clear starts a new conversation
 /regenerate answers the last question again
-/temperature X, /seed N: sampling of the next answers; temperature 0 is greedy
-/tool TEXT returns a result to the model's call
+/temperature X and /seed N set the sampling of the next answers; temperature 0 is greedy
+/tool TEXT sends TEXT as the result of the model's call
 /quit, an empty line or Ctrl-D quits
 """
-REPEATED, PERIOD = 48, 8  # an answer is stopped when its last 48 tokens repeat a piece of at most 8
+REPEATED, PERIOD = 48, 8  # an answer is stopped when its last 48 tokens repeat a piece of at most 8 tokens
 
 
 class Repetition(Exception):
-    """The model is only repeating itself."""
+    """The model keeps repeating itself."""
 
 
 class Conversation:
@@ -56,7 +56,7 @@ class Conversation:
 
     def __init__(self, model: Transformer, tokenizer: Tokenizer, tools: list[JsonObject], system: str) -> None:
         self.model, self.tokenizer, self.tools, self.system = model, tokenizer, tools, system
-        self.engine = Engine(Fused(model).trace(), rows=1, queue=0)  # stepped here, not by a thread, for Ctrl-C
+        self.engine = Engine(Fused(model).trace(), rows=1, queue=0)  # stepped here rather than by a thread, for Ctrl-C
         self.grammar = Grammars(tokenizer, model.config.vocab_size).tool_calls(tools) if tools else None
         self.messages: list[JsonObject] = []
         self.start_over()
@@ -66,15 +66,17 @@ class Conversation:
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
 
     def answer(self, message: JsonObject, sampling: Sampling, seed: int, screen: TextIO) -> JsonObject:
-        """Add a user or tool message, stream the assistant's turn to `screen`, add it and return it.
+        """Add a user or tool message, stream the assistant's turn to `screen`, then add and return that turn.
 
-        Raises InputError if the conversation no longer fits the context, and Repetition; then nothing is added.
+        Raises InputError if the conversation no longer fits the context, and Repetition; in both cases nothing is
+        added.
         """
         prompt = chat.render(self.tokenizer, [*self.messages, message], self.tools, generation_prompt=True).ids
         room = self.model.config.max_context - len(prompt)
         if room < 16:
             raise InputError(
-                f"the conversation has {len(prompt)} tokens, the context {self.model.config.max_context}: /new"
+                f"the conversation has {len(prompt)} tokens, too many for a context of"
+                f" {self.model.config.max_context}; start over with /new"
             )
         stream = TokenWriter(self.tokenizer, screen)
         limit = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
@@ -121,7 +123,7 @@ def speak(
     constraint: OutputConstraint | None,
     on_token: Callable[[int], None],
 ) -> Completion:
-    """Generate one answer; `on_token` receives each token. Any exception, including one from `on_token`, cancels it."""
+    """Generate one answer; `on_token` receives each token. Any exception, even from `on_token`, cancels the answer."""
     tokens: list[SampledToken] = []
     ends: list[Ended] = []
 
@@ -161,7 +163,7 @@ class TokenWriter:
         self.last: list[int] = []
 
     def token(self, token: int) -> None:
-        """Show one more token. Raises Repetition when the last tokens repeat one short piece."""
+        """Show one more token. Raises Repetition when the last tokens repeat a short piece."""
         self.screen.write(printable(self.decoder.decode(self.tokenizer.token_bytes[token])))
         self.screen.flush()
         self.last = [*self.last[1 - REPEATED :], token]
@@ -169,7 +171,7 @@ class TokenWriter:
             raise Repetition
 
     def close(self) -> None:
-        """Show what remains: an incomplete character."""
+        """Show the remaining bytes: an incomplete character."""
         self.screen.write(printable(self.decoder.decode(b"", final=True)))
 
 

@@ -1,18 +1,18 @@
-"""POST /v1/chat/completions: a conversation in, one or more assistant turns out, whole or as a stream of chunks.
+"""POST /v1/chat/completions: takes a conversation and returns assistant turns, either complete or in chunks.
 
     request = await prepare(body, served, engine, sender, pools)
     complete(request, answers) -> the JSON object       stream(request, answers) -> the chunks
 
 A stream follows OpenAI's order: a delta with the role; deltas of content or calls; an empty delta with the finish
-reason; if requested, a chunk without choices that has the token counts; [DONE]. A masked-diffusion model sends the text
-to the left of its first mask. With stream_options.include_denoising, each step's canvas is a chunk too. Extensions:
-`return_token_ids` adds the prompt's ids to the very first chunk, the answer's ids to each choice, and `id` to each
-log-probability.
+reason; if requested, a chunk without choices that has the token counts; [DONE]. For a masked-diffusion
+model, the deltas are the text to the left of the first mask. With stream_options.include_denoising, the canvas after
+each step is also sent as a chunk. As an extension, `return_token_ids` adds the prompt's ids to the very first chunk,
+the answer's ids to each choice, and an `id` to each log-probability.
 
 Required tool calls and JSON are decoded under a grammar. The worker process checks it first (`workshop.py`); this
-process compiles it only if it proved cheap. Before an answer is reported as a call, its output is parsed and validated
-by different code from the one that constrained it: a wrong grammar is our failure (a 500 and a counter), never a
-surprise for the client.
+process compiles it only if it proved cheap. Before an answer is reported as a call, it is parsed and validated by code
+other than the code that constrained it. So an incorrect grammar leads to a 500 error, which is counted, and never to
+an invalid call.
 """
 
 import asyncio
@@ -52,8 +52,8 @@ MIN_TEMPERATURE = 1e-5
 class Sender:
     """Who sent a request."""
 
-    owner: str  # owns the rows: a key's digest, or ""
-    asker: str  # takes the places: the owner, or an address
+    owner: str  # who owns the rows: a key's digest, or ""
+    asker: str  # who takes the places: the owner, or an address
     identity: str  # the request's id
 
     @classmethod
@@ -75,7 +75,7 @@ class Pools:
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """A validated chat request: it passed every check that can run early."""
+    """A validated chat request, which has passed every check that can run early."""
 
     body: ChatBody
     served: Served
@@ -86,13 +86,13 @@ class ChatRequest:
     created: int
 
     def answers(self, identity: str) -> Answers:
-        """The answers, not yet submitted."""
+        """The answers; their requests are not yet submitted."""
         tools = bool(self.body.tools) and self.body.tool_choice != "none"
         assemblers = [Assembler(self.served.tokenizer, self.body.stops, tools=tools) for _ in self.requests]
         return Answers(self.engine, self.requests, assemblers, n=len(self.requests), identity=identity)
 
     def envelope(self, kind: str) -> JsonObject:
-        """The leading fields of an answer and of each chunk."""
+        """The first fields of a response and of each chunk."""
         return envelope(self.id, kind, self.created, self.served)
 
 
@@ -199,7 +199,7 @@ async def encode(
     *,
     generation_prompt: bool,
 ) -> list[int]:
-    """A conversation's ids; a long one is encoded on another thread. Raises ApiFault."""
+    """A conversation's token ids; a long conversation is encoded on another thread. Raises ApiFault."""
     served.refuse_overlong("".join(message["content"] for message in messages), "messages")
     length = len(json.dumps([messages, tools], ensure_ascii=False))
     render = functools.partial(chat.render, served.tokenizer, messages, tools, generation_prompt=generation_prompt)
@@ -232,11 +232,11 @@ def refuse_unsupported(body: ChatBody) -> None:
 
 
 def refuse_frames(body: GenerationBody, served: Served) -> None:
-    """Raise ApiFault if a causal model is asked for canvases: it has none."""
+    """Raise ApiFault if a request wants canvases from a causal model, which has none."""
     if body.with_frames:
         raise invalid(
             "stream_options",
-            f"stream_options.include_denoising: {served.id!r} is a causal model, only masked-diffusion models"
+            f"stream_options.include_denoising: {served.id!r} is a causal model; only masked-diffusion models"
             " have canvases",
         )
 
@@ -248,15 +248,16 @@ def token_budget(prompt: list[int], served: Served, requested: int | None, param
         # starts like OpenAI's message: litellm and others recognize the error by these words
         raise invalid(
             param,
-            f"This model's maximum context length is {served.context} tokens, the prompt has {len(prompt)}; shorten it",
+            f"This model's maximum context length is {served.context} tokens, but the prompt has {len(prompt)};"
+            " shorten it",
             "context_length_exceeded",
         )
     return min(room, requested) if requested is not None else room
 
 
 def make_sampling(temperature: float | None, top_p: float | None, top_k: int | None, budget: int) -> Sampling:
-    """Sampling with OpenAI's defaults: temperature 1, no truncation. Greedy below MIN_TEMPERATURE, where float32 makes
-    no difference.
+    """Sampling with OpenAI's defaults: temperature 1, no truncation. Greedy below MIN_TEMPERATURE, which gives the
+    same result in float32.
     """
     temperature = 1.0 if temperature is None else temperature
     temperature = temperature if temperature >= MIN_TEMPERATURE else 0.0
@@ -270,7 +271,7 @@ def make_seeds(seed: int | None, count: int) -> list[int]:
 
 
 def ban_control_tokens(tokenizer: Tokenizer, *, with_calls: bool) -> dict[int, float]:
-    """Biases against the control tokens that an assistant must not generate, those of calls included unless
+    """Biases against the control tokens that an assistant must not generate, including those of tool calls unless
     `with_calls`.
     """
     calling = () if with_calls else (tokenizer.tool_call, tokenizer.tool_call_end)
@@ -288,7 +289,7 @@ def check_biases(biases: dict[int, float], served: Served) -> dict[int, float]:
 
 
 def envelope(id_: str, kind: str, created: int, served: Served) -> JsonObject:
-    """The leading fields of an answer and of each chunk."""
+    """The first fields of a response and of each chunk."""
     first = {"id": id_, "object": kind, "created": created, "model": served.id}
     return first | {"system_fingerprint": served.fingerprint}
 
@@ -316,7 +317,7 @@ def _delta_body(delta: Delta) -> JsonObject:
 async def finish_reason(request: ChatRequest, answers: Answers, event: Finished) -> str:
     """OpenAI's finish reason. Raises ApiFault if a call or an object does not match its schema.
 
-    The check runs on a thread: a schema can require ten thousand checks of an answer.
+    The check runs on another thread: a schema can require ten thousand checks of an answer.
     """
     assembler, form = answers.assemblers[event.index], request.body.response_format
     if assembler.calls:
@@ -325,11 +326,11 @@ async def finish_reason(request: ChatRequest, answers: Answers, event: Finished)
     if form is None or form.type == "text":
         return event.reason
     await asyncio.to_thread(check_format, form, assembler)
-    return "stop"  # a complete object was not truncated, even if it used the whole budget
+    return "stop"  # a complete object was not truncated, even if it used the entire budget
 
 
 def token_fields(request: ChatRequest, tokens: tuple[SampledToken, ...]) -> JsonObject:
-    """A choice's log-probabilities and token ids, where requested."""
+    """A choice's log-probabilities and token ids, if requested."""
     fields: JsonObject = {}
     if request.body.logprobs:
         fields["logprobs"] = {"content": [_logprob(request, event) for event in tokens], "refusal": None}
@@ -364,7 +365,7 @@ def decode_token(tokenizer: Tokenizer, token: int) -> tuple[bytes, str]:
 async def make_constraints(
     body: ChatBody, served: Served, budget: int, asker: str, pools: Pools
 ) -> list[Constraint | None]:
-    """A constraint for each of the `n` answers, or None. Raises ApiFault: 400 for an unsupported schema, 429."""
+    """A constraint for each of the `n` answers, or None. Raises ApiFault: 400 for an invalid schema, 429 if busy."""
     count, job = body.n or 1, _grammar_job(body)
     if job is None:
         return [None] * count
@@ -383,7 +384,7 @@ def _grammar_job(body: ChatBody) -> JsonObject | None:
     if body.tools and choice != "none":
         name = choice.function.name if isinstance(choice, NamedTool) else choice
         tools = [tool.plain() for tool in body.tools]
-        # a model that is told which tool to call calls it once
+        # a tool that the request names is called once
         parallel = body.parallel_tool_calls is not False and not isinstance(choice, NamedTool)
         return {"kind": "tools", "tools": tools, "choice": name, "parallel": parallel}
     if form is None or form.type == "text":
@@ -392,10 +393,10 @@ def _grammar_job(body: ChatBody) -> JsonObject | None:
 
 
 def check_calls(body: ChatBody, assembler: Assembler) -> None:
-    """Raise ApiFault 500 if a call is incomplete or does not match its tool."""
+    """Raise ApiFault 500 if a call is incomplete or does not match its tool's schema."""
     rules = {tool.function.name: tool.function.parameters or {} for tool in body.tools or []}
     if any(not _fits(call, rules) for call in assembler.calls):
-        raise ApiFault(500, "the model's call does not match its tool", code=INVALID_STRUCTURE)
+        raise ApiFault(500, "the model's call does not match its tool's schema", code=INVALID_STRUCTURE)
 
 
 def _fits(call: PartialCall, rules: dict[str, JsonObject]) -> bool:

@@ -1,11 +1,11 @@
-"""POST /v1/completions: continues a text, or fills in between a prefix and a `suffix`; the prompt is text or ids.
+"""POST /v1/completions: continues text, or fills in the middle between a prompt and a `suffix`.
 
-`echo` prepends the prompt to the answer; with `logprobs` it also returns the prompt's log-probabilities, as
-under teacher forcing. `max_tokens: 0` returns only the prompt, which is how benchmarks score a text. A scored prompt
-waits in the engine's queue like any other request, and is scored alongside other answers before its own begin. With
-`echo`, the token that ended an answer also has a log-probability, though it adds no text: a client that scores a prompt
-with `max_tokens: 1`, as lm-evaluation-harness does, drops the last entry as the generated one. Stop strings, `n` and
-streams work as in chat.
+The prompt is text or token ids. `echo` prepends it to the answer; with `logprobs` it also returns the prompt's
+log-probabilities, as under teacher forcing. `max_tokens: 0` returns only the prompt, which is how benchmarks score
+text. A prompt to score waits in the engine's queue like any other request and is scored while the engine generates
+other answers; its own answers begin afterward. With `echo`, the token that ended an answer
+also has a log-probability, though it adds no text: a client that scores a prompt with `max_tokens: 1`, as
+lm-evaluation-harness does, drops the last entry as the generated one. Stop strings, `n` and streams work as in chat.
 """
 
 import asyncio
@@ -35,14 +35,14 @@ from pipeline.serve.models import Served
 from pipeline.serve.protocol import CompletionBody, dumps, invalid
 from pipeline.text.tokenizer import Tokenizer
 
-DEFAULT_TOKENS = 16  # OpenAI's
+DEFAULT_TOKENS = 16  # OpenAI's default
 
 Score = tuple[float | None, tuple[tuple[int, float], ...]]  # a token's log-probability, and the most likely tokens
 
 
 @dataclass
 class Told:
-    """Collects tokens with their log-probabilities in the form of OpenAI's completions."""
+    """Collects tokens with their log-probabilities in the format of OpenAI's completions."""
 
     tokenizer: Tokenizer
     offset: int = 0  # characters of text before the next token
@@ -52,7 +52,7 @@ class Told:
     )
 
     def add(self, token: int, logprob: float | None, top: tuple[tuple[int, float], ...]) -> None:
-        """Append a token; `logprob` is None for the first one of a prompt."""
+        """Append a token; `logprob` is None for a prompt's first token."""
         text, _ = self._name(token)
         self.fields["tokens"].append(text)
         self.fields["token_logprobs"].append(None if logprob is None else max(logprob, -9999.0))
@@ -73,8 +73,8 @@ class Told:
 
 
 def label(tokenizer: Tokenizer, token: int) -> str:
-    """A token as a key of `top_logprobs`: its text, or its bytes if they are an incomplete character, since all of
-    those have the same text.
+    """A token as a key of `top_logprobs`: its text, or its bytes if they form an incomplete character,
+    since all incomplete characters have the same text.
     """
     raw, text = decode_token(tokenizer, token)
     return text if text.encode() == raw else "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
@@ -93,16 +93,16 @@ class CompletionRequest:
 
     @property
     def n(self) -> int:
-        """Answers to each prompt."""
+        """The number of answers to each prompt."""
         return self.body.n or 1
 
     @property
     def num_choices(self) -> int:
-        """Answers to all prompts."""
+        """The total number of answers to all prompts."""
         return len(self.prompts) * self.n
 
     def answers(self, identity: str) -> Answers:
-        """The answers, not yet submitted."""
+        """The answers; their requests are not yet submitted."""
         assemblers = [Assembler(self.served.tokenizer, self.body.stops) for _ in self.requests]
         return Answers(self.engine, self.requests, assemblers, n=self.n, identity=identity)
 
@@ -111,7 +111,7 @@ class CompletionRequest:
         return answers.usage if self.requests else TokenUsage(sum(map(len, self.prompts)), 0, 0)
 
     def envelope(self) -> JsonObject:
-        """The leading fields of an answer and of each chunk."""
+        """The first fields of a response and of each chunk."""
         return envelope(self.id, "text_completion", self.created, self.served)
 
 
@@ -126,7 +126,7 @@ def prepare(body: CompletionBody, served: Served, engine: Engine, owner: str) ->
     for ids in prompts:
         if max_tokens == 0 and not body.echo:
             raise invalid(
-                "max_tokens", "max_tokens: 0 is for echo, which returns the prompt with its log-probabilities"
+                "max_tokens", "max_tokens: 0 requires echo, which returns the prompt with its log-probabilities"
             )
         if len(ids) + (max_tokens > 0) > served.context:
             token_budget([*ids, 0], served, None, "prompt")
@@ -159,7 +159,7 @@ def _encode(prompt: str | list[int], suffix: str | None, served: Served) -> list
     for part in (prompt if isinstance(prompt, str) else "", suffix or ""):
         served.refuse_overlong(part, "prompt")
     if isinstance(prompt, list) and (wrong := next((id_ for id_ in prompt if id_ >= served.vocab_size), None)):
-        raise invalid("prompt", f"prompt: token {wrong} is not in the vocabulary of {served.vocab_size}")
+        raise invalid("prompt", f"prompt: token {wrong} is not in the vocabulary of size {served.vocab_size}")
     ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
     if suffix is not None:
         return [tokenizer.fim_prefix, *ids, tokenizer.fim_suffix, *tokenizer.encode(suffix), tokenizer.fim_middle]
@@ -167,9 +167,9 @@ def _encode(prompt: str | list[int], suffix: str | None, served: Served) -> list
 
 
 async def score_prompts(request: CompletionRequest, identity: str) -> list[list[Score]]:
-    """The score of every prompt token, if the request needs them; each first token has no log-probability.
+    """The scores of all prompt tokens, or [] if the request needs none; a first token has no log-probability.
 
-    Raises ApiFault, as an answer does.
+    Raises ApiFault like `Answers`.
     """
     top = request.body.logprobs if request.body.echo else None
     if top is None:
@@ -190,7 +190,7 @@ async def score_prompts(request: CompletionRequest, identity: str) -> list[list[
 
 
 async def complete(request: CompletionRequest, scores: list[list[Score]], answers: Answers) -> bytes:
-    """All choices in one JSON object; `scores` belong to the prompts. Raises ApiFault."""
+    """All choices in one JSON object; `scores` are those of the prompts. Raises ApiFault."""
     tokens: list[list[SampledToken]] = [[] for _ in request.requests]
     reasons = ["length"] * request.num_choices
     async for event in answers:
@@ -222,7 +222,7 @@ def _write_completion(
         if request.body.return_token_ids:
             choice["token_ids"] = [event.token for event in tokens[index]] if request.requests else []
             choice["prompt_token_ids"] = request.prompts[index // request.n]
-        choices.append(to_json(choice))  # one at a time: each one blocks other Python threads
+        choices.append(to_json(choice))  # one at a time, since serializing blocks other Python threads
     end = dumps(request.envelope() | {"usage": request.usage(answers).body()})
     return b'{"choices":[' + b",".join(choices) + b"]," + end[1:]
 

@@ -4,14 +4,14 @@
                                                                             is called on the engine's thread
 
 Each step feeds every busy row up to CHUNK tokens of its prompt, or its last token. So a new prompt slows the other rows
-by one chunk a step and never blocks them (Yu et al. 2022, Orca). While few rows are busy, each may generate several
+by one chunk per step and never blocks them (Yu et al. 2022, Orca). While few rows are busy, each may generate several
 tokens a step by checking a draft (`Drafter`).
 
 An answer depends only on (model, prompt, sampling, seed): each token is chosen by one uniform number, a function of
 (seed, position), so other rows, cached prefixes, drafts and cancelled requests change nothing but rounding
 (`generation/sampling.py`).
 
-A scored prompt is processed like any other, SCORE_CHUNK tokens a step, using SCORE_SHARE of the time while others
+A scored prompt is processed like any other, SCORE_CHUNK tokens per step, using SCORE_SHARE of the time while other rows
 generate.
 
 A failure in a row's own work (its grammar, sampling, draft or listener) fails only that row. A grammar that takes more
@@ -24,9 +24,9 @@ request takes the row that has been idle longest. Only rows of the same owner ar
 reveal to one user what another asked.
 
 Decoder: a server mostly decodes one or two of its rows, each by one token or a short draft. `RowDecoder` reads the keys
-and values of these rows in place and copies nothing; the queries of a group become rows of one product. Idle rows cost
-nothing, except those between busy ones when TOGETHER or more rows share a product. Shapes as in `model/cache.py`:
-keys (R, K, h, S), values (R, K, S, h); n new tokens of a row, N of all rows, G = H / K.
+and values of these rows in place and copies nothing; the queries of a group become rows of one matrix product. Idle
+rows cost nothing, except those between busy rows when TOGETHER or more rows share a product. Shapes are as in
+`model/cache.py`: keys (R, K, h, S), values (R, K, S, h). A row has n new tokens and all rows N; G = H / K.
 """
 
 import contextlib
@@ -65,16 +65,16 @@ from pipeline.serve.loop import (
 __all__ = ["Ended", "Engine", "EngineStopped", "Event", "GenerationRequest", "QueueFull", "SampledToken", "Ticket"]
 
 CHUNK = 256  # prompt tokens per row per step
-SCORE_CHUNK = 64  # the same for a scored prompt: each token needs the logits of the whole vocabulary
-SCORE_SHARE = 0.25  # share of time for scoring while others generate, here or on another engine in the process
+SCORE_CHUNK = 64  # the same for a scored prompt: each token needs the logits of the entire vocabulary
+SCORE_SHARE = 0.25  # share of time for scoring while rows generate, here or on another engine in the process
 PAUSE_SECONDS = 0.005
 CONSTRAINT_SECONDS = 2.0  # CPU time per answer
 CONSTRAINT_SECONDS_PER_TOKEN = 0.01  # plus this much per token
 DRAFT_ROWS = 2  # with more busy rows a step is bound by compute, not by reading weights, and drafts are not free
-SHARED = 16  # a shorter common prefix is recomputed: looking for it costs more
+SHARED = 16  # shorter common prefixes are recomputed, which costs less than looking for them
 FREE_SHARE = 0.25  # share of the free memory that keys and values may take
 CGROUP = Path("/sys/fs/cgroup")
-NARROW = 16  # up to this many new tokens in a row, plain products beat the fused kernel, which needs a copy of the keys
+NARROW = 16  # up to this many new tokens per row, plain products beat the fused kernel, which needs a copy of the keys
 TOGETHER = 4  # with at least this many rows of one token each, one product serves all rows
 DRAFT = 8  # tokens per draft
 MATCHED = (3, 2)  # lengths of the suffixes to look up, longest first
@@ -115,7 +115,7 @@ class _Candidate:
 
 
 class Engine(Loop):
-    """Decodes many requests together. `with` runs its thread; otherwise only `step` makes progress."""
+    """Decodes many requests together. A `with` block runs its thread; otherwise only `step` makes progress."""
 
     slots: list[Slot]
 
@@ -138,13 +138,13 @@ class Engine(Loop):
         self._reset()
 
     def load(self, model: Transformer) -> None:
-        """Switch to another model of the same shape. Raises like `between_answers`."""
+        """Switch to another model of the same shape. Raises the same errors as `between_answers`."""
         self.between_answers(lambda: setattr(self, "model", model.train(False)))
 
     def _reset_rows(self) -> None:
         self.decoder = RowDecoder(self.model, self.rows)
         self.slots = [Slot() for _ in range(self.rows)]
-        self._scored_until = 0.0  # while others generate, scoring pauses until this time
+        self._scored_until = 0.0  # while other rows generate, scoring pauses until this time
 
     def _assign_row(self, ticket: Ticket) -> None:
         request = ticket.request
@@ -165,7 +165,7 @@ class Engine(Loop):
         self._counts.update(prompt_tokens=len(ids), cached_tokens=num_cached)
 
     def _advance(self, busy: list[int]) -> None:
-        """Feed every busy row, and emit tokens for those whose prompt is done."""
+        """Feed every busy row, and emit tokens for rows whose prompt is done."""
         began, scoring = time.monotonic(), [row for row in busy if self._request(row).score is not None]
         if began < self._scored_until and (len(scoring) < len(busy) or any(other.busy for other in self.others)):
             busy, scoring = [row for row in busy if row not in scoring], []
@@ -173,7 +173,7 @@ class Engine(Loop):
                 time.sleep(min(PAUSE_SECONDS, self._scored_until - began))
                 return
         drafts = {row: self._draft(row) for row in busy if len(busy) <= DRAFT_ROWS and self._will_generate(row)}
-        busy = [row for row in busy if self.slots[row].ticket is not None]  # a draft may have failed
+        busy = [row for row in busy if self.slots[row].ticket is not None]  # a failed draft has ended its request
         chunks = [self.slots[row].pending[: self._max_chunk(row)] for row in busy]
         wanted = []
         for row, chunk in zip(busy, chunks):
@@ -197,7 +197,7 @@ class Engine(Loop):
             self._scored_until = now + (now - began) * (1 / SCORE_SHARE - 1)
 
     def _max_chunk(self, row: int) -> int | None:
-        """How many tokens a row may take in a step; None: no limit, since its hook needs the whole prompt."""
+        """How many tokens a row may take in a step; None: no limit, since its hook needs the entire prompt."""
         if self.decoder.cache.reads_at_once:
             return None
         return CHUNK if self._request(row).score is None else SCORE_CHUNK
@@ -208,11 +208,11 @@ class Engine(Loop):
         return self._request(row).score is None and (most is None or len(self.slots[row].pending) <= most)
 
     def _score(self, row: int, num: int, logits: Tensor) -> None:
-        """Report the log-probabilities of the tokens that follow the last `num` processed ones; `logits` (num, V). The
-        last token ends the request.
+        """Report the log-probabilities of the tokens that the last `num` processed tokens predict, from their `logits`
+        (num, V). The prompt's last token ends the request.
         """
         slot, request = self.slots[row], self._request(row)
-        begin = len(slot.held) - num + 1  # of the tokens that these logits predict
+        begin = len(slot.held) - num + 1  # index of the first token that these logits predict
         targets = torch.tensor(request.ids[begin : begin + num], dtype=torch.long, device=logits.device)
         logprobs = logits[: len(targets)].float().log_softmax(-1)
         target_logprobs = logprobs.gather(1, targets[:, None]).squeeze(1)
@@ -354,7 +354,7 @@ class Engine(Loop):
             self._finish(row, "length")
 
     def _fail(self, row: int, error: BaseException) -> None:
-        """Like `Loop._fail`, but also clears the row: a NaN past its end would reach the next request."""
+        """Like `Loop._fail`, but also clears the row: a NaN left in it would reach the next request."""
         super()._fail(row, error)
         self.slots[row].held, cache = [], self.decoder.cache
         for tensor in (*cache.keys, *cache.values):
@@ -386,7 +386,7 @@ def take_row(slots: Sequence[Slot], cache: KVCache, ids: list[int], owner: str) 
     best = max(free, key=lambda row: (lengths.get(row, 0), -slots[row].used))
     cached = lengths.get(best, 0)
     donor = max(lengths, key=lambda row: lengths[row], default=best)
-    if lengths.get(donor, 0) > cached:  # a busy row has more
+    if lengths.get(donor, 0) > cached:  # a busy row shares more
         cached, best = lengths[donor], min(free, key=lambda row: slots[row].used)
         for tensors, dim in ((cache.keys, 2), (cache.values, 1)):
             for tensor in tensors:
@@ -408,20 +408,20 @@ def _common_prefix(held: list[int], ids: list[int]) -> int:
 
 
 def check_memory(config: ModelConfig, rows: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise InputError if the keys and values of that many rows may take more than FREE_SHARE of the free memory."""
+    """Raise InputError if the keys and values of `rows` rows may take more than FREE_SHARE of the free memory."""
     row = 2 * config.layers * config.kv_heads * config.head_dim * config.max_context * dtype.itemsize
     most = int(free_memory(device) * FREE_SHARE)
     if rows * row > most:
         fits = most // row
         advice = f"use at most --rows {fits}" if fits else "use a larger machine, or a model with a shorter context"
         raise InputError(
-            f"--rows {rows}: rows of {config.max_context} tokens take {rows * row / 2**30:.1f} GiB of keys and"
+            f"--rows {rows}: rows of {config.max_context} tokens take {rows * row / 2**30:.1f} GiB for keys and"
             f" values, more than a quarter of the free memory ({most / 2**30:.1f} GiB); {advice}"
         )
 
 
 def free_memory(device: torch.device) -> int:
-    """Free bytes on a CUDA device, else on this machine or in its control group."""
+    """Free bytes on a CUDA device, else on this machine or in its control group, whichever is less."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     free = [psutil.virtual_memory().available]
@@ -438,10 +438,10 @@ class RowDecoder(Decoder):
 
     @torch.no_grad()
     def advance(self, rows: Sequence[int], tokens: Sequence[Sequence[int]], wanted: Sequence[int]) -> Tensor:
-        """Append `tokens[i]` (at least one) to row `rows[i]`. Returns logits (sum of wanted, V), row by row, after the
-        last `wanted[i]` tokens of each.
+        """Append `tokens[i]` (at least one) to row `rows[i]`. Returns the logits after the last `wanted[i]` tokens of
+        each row, row by row: (sum of wanted, V).
 
-        Raises ValueError if a row would exceed the model's context; then no row has changed.
+        Raises ValueError if a row would exceed the model's context; in that case no row has changed.
         """
         counts = [len(row_tokens) for row_tokens in tokens]
         layout = RowLayout(self.cache, rows, counts)
@@ -462,7 +462,7 @@ class RowDecoder(Decoder):
 
 
 class RowLayout:
-    """An attention layout: row `rows[i]` of a cache receives `counts[i]` tokens of the line. The constructor extends
+    """An attention layout: row `rows[i]` of a cache receives `counts[i]` of the N tokens. The constructor extends
     the rows.
     """
 
@@ -479,7 +479,7 @@ class RowLayout:
         self.batched = len(rows) >= TOGETHER and len(positions) == len(rows)
         if self.batched:
             self.row_of = torch.tensor(self.rows, device=device)
-            self.span = slice(min(rows), max(rows) + 1)  # includes the rows between: cheaper than copying keys
+            self.span = slice(min(rows), max(rows) + 1)  # includes the rows in between: cheaper than copying keys
             lengths = torch.ones(self.span.stop - self.span.start, dtype=torch.long, device=device)
             lengths[self.row_of - self.span.start] = self.positions + 1
             future = torch.arange(max(self.totals), device=device) >= lengths[:, None]
@@ -546,7 +546,7 @@ class Drafter:
     """Drafts by prompt lookup: finds an earlier occurrence of the last few tokens and proposes what followed them.
 
     Prompt lookup (Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding) is speculative decoding (Leviathan et al.
-    2022, arXiv:2211.17192) without a second model. One step of the model checks a whole draft. A draft token is
+    2022, arXiv:2211.17192) without a second model. One step of the model checks an entire draft. A draft token is
     accepted if it equals the token sampled with the position's own uniform number, so an answer is the same with and
     without drafts, at any temperature.
 
@@ -567,7 +567,7 @@ class Drafter:
         self._append(token)
 
     def guess(self, most: int) -> list[int]:
-        """Up to min(`most`, DRAFT) tokens that may come next; repetitive text is drafted to keep repeating."""
+        """Up to min(`most`, DRAFT) tokens that may come next; repetitive text is assumed to keep repeating."""
         if self.wait or most < 1:
             return []
         for length in MATCHED:

@@ -3,10 +3,10 @@
     preferences.jsonl   one answer is better than another (`ingest/records.py`, Pair), as in `data/preferences`
     labels.jsonl        an answer is good or bad (Label), as in `data/labels`; in the same folder
 
-Each line has the source "page" and the name of the API key that sent it: `key-` and the first 8 hex digits of its
-sha256, or null without keys. A line is written completely or not at all, even with several servers and on a full disk.
-Duplicates are stored once. If someone changes their mind about an answer, both labels are stored and cancel out. A file
-can grow to 16 MiB.
+Each line has the source "page" and the name of the API key that sent it: `key-` and the first 8 hex digits of the
+key's SHA-256, or null without keys. A line is written completely or not at all, even with several servers and on a full
+disk. Duplicates are stored once. If someone changes their mind about an answer, both labels are stored and cancel out.
+A file can grow to 16 MiB.
 
 Files are append-only. A line that cannot be parsed (truncated by a crash, broken by an editor) stays where it is and
 does no harm: `stage_tasks` reports it in `feedback-rejected.jsonl`. That stage also decides how far to trust the rows
@@ -37,7 +37,7 @@ class Feedback:
     """A file of preferences or of labels."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ConfigError if it cannot be written."""
+        """Raises ConfigError if the file cannot be written."""
         self.path = path
         try:
             with _open_locked(path):
@@ -46,8 +46,8 @@ class Feedback:
             raise ConfigError(f"--feedback {path}: cannot be written ({error})") from error
 
     def add(self, body: PreferenceBody | LabelBody, owner: str) -> tuple[bool, int]:
-        """Store a preference or a label. Returns whether it is new and how many the file has. `owner`: the digest of
-        the request's key, empty without keys.
+        """Store a preference or a label. Returns whether it is new, and how many records the file has.
+        `owner` is the digest of the request's key, empty without keys.
 
         Raises ApiFault without storing anything: 413 if the file is full, 507 if the disk is full, 503 if the file
         cannot be written.
@@ -78,7 +78,7 @@ class Feedback:
         if len(content) + len(line) > MOST_BYTES:
             raise ApiFault(
                 413,
-                f"{self.path} is full ({len(content)} of {MOST_BYTES} bytes); train on it, then start a new one",
+                f"{self.path} is full ({len(content)} of {MOST_BYTES} bytes); train on it, then start a new file",
                 code="feedback_full",
             )
         try:
@@ -95,7 +95,7 @@ def labels_beside(preferences: Path) -> Path:
     """The label file for a preference file. Raises ConfigError if both would be the same file."""
     labels = preferences.with_name("labels.jsonl")
     if labels == preferences:
-        raise ConfigError(f"--feedback {preferences}: labels are stored under this name; name it preferences.jsonl")
+        raise ConfigError(f"--feedback {preferences}: this name is reserved for labels; use preferences.jsonl")
     return labels
 
 

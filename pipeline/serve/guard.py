@@ -2,36 +2,37 @@
 
     Host          one of ours, else 421: another site's page whose name resolves to this address gets nothing
                   (DNS rebinding)
-    Origin        none, our own, or an allowed one, else 403; no answer carries CORS headers for others
-    key           on every request that can have a body, else 401: checked before the body is read, on any path;
+    Origin        none, our own, or an allowed one, else 403; no answer has CORS headers for other origins
+    key           required on every request that can have a body, else 401; checked on any path before the body is read;
                   compared as digests in constant time. Also a dependency of every route except the public ones
                   (`Keys.authenticate`)
     rate          per key, or per address if no keys are set (`Rates`), else 429 after HOLD_SECONDS
     Content-Type  JSON, else 415: a form on another site cannot submit anything
-    body          1 MiB within 10 seconds, else 413 or 408; JSON without constants or lone surrogates, else 400;
+    body          1 MiB within 10 seconds, else 413 or 408; JSON without NaN, infinity or lone surrogates, else 400;
                   parsed once
 
-The HTTP server limits headers (16 KB, 10 seconds, `__main__.py`). No encryption; put a proxy in front.
+The HTTP server limits headers (16 KB, 10 seconds, `__main__.py`). There is no encryption: put a proxy in front.
 
 The module also limits how many jobs run alongside the engines, and how many requests a client can send:
 
-    async with Places("texts to render", running=2, waiting=16).place(asker): ...    ApiFault 429 where all are taken
+    async with Places("texts to render", running=2, waiting=16).place(asker): ...    ApiFault 429 if all are taken
     await Pool("conversations to score", running=1, waiting=8).run(asker, function, ...)   the same, on its own threads
     Rates(per_second).take(asker, cost) -> seconds to wait, 0 if the cost was charged
 
 `asker` is a key's digest, or an address if no keys are set.
 
 Places: a free place goes to the asker with the fewest running jobs, first come, first served among equals. One asker
-gets at most half of all places, and never all running ones if there are several. Each kind of work has its own
-places, so a client that fills one does not affect the others.
+gets at most half of all places, and never all running places if there are several. Each kind of work has its own
+places, so a client that takes all places for one kind does not affect the others.
 
 Rates: a token bucket per asker (Turner 1986), refilled at `per_second` up to BURST_SECONDS' worth. A request costs 1,
 plus 1 for each full COST_BYTES of its body. A request refused by the queue costs REFUSED_COST more, so that a client
-that retries immediately is refused by the guard, which is cheap. Beyond MOST_BUCKETS the least recently used buckets
+that retries immediately is refused by the guard, which is cheap. Beyond MOST_BUCKETS, the least recently used buckets
 are dropped, which resets their askers.
 
-Not guaranteed: a limit per client behind a proxy (without keys, its clients share an address). Not here: killable
-processes (`workshop.py`), the engines' queue (`loop.py`). Does not import torch, so the command starts immediately.
+Not guaranteed: a limit per client behind a proxy (without keys, the proxy's clients share an address). Not here:
+killable processes (`workshop.py`), the engines' queue (`loop.py`). Does not import torch, so the command starts
+immediately.
 """
 
 import asyncio
@@ -175,7 +176,7 @@ class Guard:
             raise wrong_key
 
     def _charge(self, asker: str, price: float) -> None:
-        """Raises ApiFault 429."""
+        """Charge an asker. Raises ApiFault 429 if the price is more than the asker has left."""
         if self.rates is not None and (seconds := self.rates.take(asker, price)):
             raise ApiFault(
                 429, "too many requests in a short time; try again", code="rate_limited", retry=math.ceil(seconds)
@@ -201,7 +202,7 @@ class Guard:
 
 
 def _host_name(host: str) -> str:
-    """A Host header without its port. A malformed one yields a name that no list contains."""
+    """A Host header without its port. A malformed header yields a name that no list contains."""
     name, colon, port = host.rpartition(":")
     if colon and port.isdecimal() and not name.endswith(":"):
         host = name
@@ -228,7 +229,7 @@ async def _send_empty(status: int, headers: dict[str, str], send: Send) -> None:
 
 
 async def _read_json(headers: Headers, receive: Receive) -> tuple[bytes, object]:
-    """The whole body, as bytes and parsed. Raises ApiFault."""
+    """The complete body, as bytes and as parsed JSON. Raises ApiFault."""
     if headers.get("content-type", "").split(";")[0].strip().lower() != "application/json":
         raise ApiFault(415, "expected Content-Type: application/json", code="unsupported_media_type")
     length = headers.get("content-length", "")
@@ -240,7 +241,7 @@ async def _read_json(headers: Headers, receive: Receive) -> tuple[bytes, object]
         async with asyncio.timeout(MOST_SECONDS):
             body = await _read_body(receive)
     except TimeoutError:
-        raise ApiFault(408, f"the body took more than {MOST_SECONDS:.0f} seconds", code="body_too_slow") from None
+        raise ApiFault(408, f"the body took over {MOST_SECONDS:.0f} seconds to arrive", code="body_too_slow") from None
     try:
         text = body.decode()
         parsed = json.loads(text, parse_constant=_refuse_constant)
@@ -302,13 +303,13 @@ class _ParsedRequest(Request):
 
 
 class Keys:
-    """The valid API keys; without any, access is open."""
+    """The valid API keys; if there are none, access is open."""
 
     def __init__(self, keys: Collection[str]) -> None:
         """Raises ConfigError if a key is short enough to guess."""
         if short := sum(len(key) < SHORTEST_KEY for key in keys):
             raise ConfigError(
-                f"{short} of the API keys have fewer than {SHORTEST_KEY} characters; generate one: openssl rand -hex 24"
+                f"{short} of the API keys have fewer than {SHORTEST_KEY} characters; make one with openssl rand -hex 24"
             )
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
@@ -345,7 +346,7 @@ class Keys:
         digest = hashlib.sha256(key.strip().encode("utf-8", "replace")).digest()
         matches = [hmac.compare_digest(digest, valid) for valid in self._digests]
         if kind.lower() != "bearer" or not any(matches):
-            raise ApiFault(401, "expected a valid key: Authorization: Bearer KEY", code="invalid_api_key")
+            raise ApiFault(401, "expected a valid key in the header Authorization: Bearer KEY", code="invalid_api_key")
         return digest.hex()
 
 
@@ -359,7 +360,7 @@ class Places:
     """Places for jobs of one kind, on one event loop."""
 
     def __init__(self, jobs: str, *, running: int, waiting: int) -> None:
-        """`jobs` is the name used in messages; at most `running` run and `waiting` wait."""
+        """`jobs` names the jobs in messages; at most `running` of them run and `waiting` wait."""
         self.jobs, self.running, self.waiting = jobs, running, waiting
         self._running: Counter[str] = Counter()
         self._waiting: list[_Waiter] = []
@@ -422,7 +423,7 @@ class ThreadPlaces(Places):
     async def run(
         self, asker: str, function: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
     ) -> Result:
-        """Run the function and return its result. Raises what it raises, and ApiFault like `place`."""
+        """Run the function and return its result. Raises what the function raises, and ApiFault like `place`."""
         async with self.place(asker):
             loop = asyncio.get_running_loop()
             return await loop.run_in_executor(self._threads, lambda: function(*args, **kwargs))
@@ -464,8 +465,8 @@ class Options:
     """What to serve and to whom; built from the command line and sent to the worker process."""
 
     models: tuple[Path, ...]
-    weights: Weights | None = None  # None: by size
-    rows: int = 8  # requests that run at once
+    weights: Weights | None = None  # None: chosen by model size
+    rows: int = 8  # requests that run concurrently
     queue: int = 32  # requests that wait
     rate: float = 200.0  # requests per second per key, or per address if no keys are set (`Rates`); 0: no limit
     api_key_file: Path | None = None
@@ -473,14 +474,14 @@ class Options:
     hosts: tuple[str, ...] = ()
     origins: tuple[str, ...] = ()
     rollouts: Path | None = None  # the folder below which a training run publishes the model's weights
-    failure: Path | None = None  # where the worker writes why it cannot start, for its parent
+    failure: Path | None = None  # where the worker writes for its parent why it cannot start
 
     def check(self) -> None:
-        """Raise ConfigError if a model would fail to load in the worker."""
+        """Raise ConfigError for options that would fail later, in the worker."""
         for model in self.models:
             if not (model / "config.json").is_file() and not (model / "adapter_config.json").is_file():
                 raise ConfigError(f"{model}: expected a model directory with config.json; build one with dvc repro")
         if self.rollouts is not None and (len(self.models) > 1 or self.weights == "int8"):
-            raise ConfigError("--rollouts: expected one model with native weights; int8 is for serving people")
+            raise ConfigError("--rollouts: expected one model with native weights; int8 is only for serving users")
         if self.rollouts is not None and not self.rollouts.is_dir():
             raise ConfigError(f"--rollouts: expected a folder, found none at {self.rollouts}")

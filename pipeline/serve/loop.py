@@ -3,18 +3,18 @@
     with Loop(...) as engine: engine.submit(GenerationRequest) -> Ticket     events go to the request's listener, which
                                                                              is called on the engine's thread
 
-The events of a request are SampledToken, ..., Ended; of a scored prompt Read, Read, ..., Ended; of a masked-diffusion
-model also Denoised.
+A request's events are SampledToken, ..., Ended. A scored prompt yields Read, Read, ..., Ended instead; a
+masked-diffusion model also yields Denoised.
 
-A request that cannot be served fails alone, no matter where it fails: in its sampling, grammar, draft or listener. A
-failure in shared work (the forward pass, the queue) fails all open requests and marks the engine dead (`alive`) until
-its owner restarts it.
+A failure in a request's own work (its sampling, grammar, draft or listener) ends only that request. A failure in shared
+work (the forward pass, the queue) ends all open requests and marks the engine as dead (`alive`) until its owner
+restarts it.
 
-An owner has at most MOST_OF_ONE rows, unless it has the engine to itself. A free row goes to the owner with the fewest
-rows, then to the earliest request. A full queue still accepts requests from an owner with less than half of the places,
-so no owner can lock out another.
+An owner has at most MOST_OF_ONE rows, unless it has the engine to itself (`alone`). A free row goes to the owner with
+the fewest rows, then to the earliest request. A full queue still accepts requests from an owner with less than half of
+the places, so no owner can lock out another.
 
-Not here: what a row does in a step. `engine.py` decodes left to right, a wing may denoise canvases (`Denoised`).
+Not here: what a row does in a step. `engine.py` decodes from left to right; a wing may denoise canvases (`Denoised`).
 """
 
 import logging
@@ -44,7 +44,7 @@ class QueueFull(InputError):
 
 
 class EngineStopped(RuntimeError):
-    """The engine's loop has ended, by a failure or because it was closed; it accepts no requests."""
+    """The engine's loop has failed or was closed; it accepts no more requests."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class SampledToken:
 
 @dataclass(frozen=True)
 class Read:
-    """The tokens of a scored prompt processed in one step: each one's log-probability, and the most likely
+    """Scores of the prompt tokens processed in one step: each token's log-probability, and the most likely
     alternatives.
 
     The first token of a prompt has no score: nothing precedes it.
@@ -72,7 +72,7 @@ class Read:
 class Ended:
     """The last event of a request."""
 
-    reason: str  # stop, length, cancelled, timeout, slow (its grammar), error
+    reason: str  # stop, length, cancelled, timeout, slow (the grammar), error
     prompt_tokens: int
     cached_tokens: int  # prompt tokens taken from an earlier request's row
     new_tokens: int
@@ -81,11 +81,11 @@ class Ended:
 
 @dataclass(frozen=True)
 class Denoised:
-    """A canvas after a step of a masked-diffusion model."""
+    """A masked-diffusion model's canvas after one step."""
 
     step: int  # from 1
     steps: int
-    offset: int  # of its first position in the answer
+    offset: int  # position in the answer of the canvas's first token
     tokens: tuple[int | None, ...]  # None: still masked
 
 
@@ -96,7 +96,7 @@ class OutputConstraint(Protocol):
     """Restricts the tokens of an answer. Each object serves one request and is called only on the engine's thread.
 
     `remaining` is how many tokens may still be generated, including the current one. Both methods are called once per
-    token, in this order. An exception from either ends the request with "error".
+    token, in this order. An exception in either ends the request with "error".
     """
 
     def allowed(self, remaining: int) -> Tensor | None:
@@ -104,7 +104,7 @@ class OutputConstraint(Protocol):
         ...
 
     def take(self, token: int, remaining: int) -> int:
-        """Advance by the sampled token and return the token to emit, the same or another. A stop token ends the
+        """Advance by the sampled token and return the token to emit, which may differ. A stop token ends the
         answer.
         """
         ...
@@ -112,7 +112,7 @@ class OutputConstraint(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationRequest:
-    """A prompt and how to continue it. `listener` is called on the engine's thread and must return at once."""
+    """A prompt and how to continue it. `listener` is called on the engine's thread and must return quickly."""
 
     ids: Sequence[int]  # the prompt
     sampling: Sampling
@@ -123,11 +123,11 @@ class GenerationRequest:
     bias: dict[int, float] = field(default_factory=dict)  # token -> value added to its logit
     top: int = 0  # how many alternatives to report with each token
     owner: str = ""  # rows are shared only between requests of the same owner
-    seconds: float = 600.0  # counted from `submit`
+    seconds: float = 600.0  # time limit, counted from `submit`
     constraint: OutputConstraint | None = None
-    frames: bool = False  # report each step of a canvas
+    frames: bool = False  # report the canvas after each step
     score: int | None = None  # generate nothing; report the prompt's log-probabilities with this many alternatives
-    identity: str = "a request"  # of the HTTP request, for the log
+    identity: str = "a request"  # the HTTP request's id, for the log
 
 
 class Ticket:
@@ -139,8 +139,8 @@ class Ticket:
         self.cancelled = threading.Event()
 
     def cancel(self) -> None:
-        """Cancel the request, from any thread, including within the listener: no more tokens are sent, and the row is
-        free before the next step.
+        """Cancel the request; may be called from any thread and from the listener. No more tokens are sent, and the
+        row is freed before the next step.
         """
         self.cancelled.set()
 
@@ -154,31 +154,31 @@ class Stats:
     cache_share: float  # share of the cache's positions used by running requests
     steps: int
     prompt_tokens: int
-    cached_tokens: int  # of these, reused from a row instead of computed
+    cached_tokens: int  # prompt tokens reused from a row instead of computed
     generated_tokens: int
     drafted_tokens: int
-    accepted_tokens: int  # of these, generated
+    accepted_tokens: int  # drafted tokens that were accepted
 
 
 class Row(Protocol):
     """What the loop needs from an engine's row."""
 
-    ticket: Ticket | None  # the request that runs on it
+    ticket: Ticket | None  # the request that occupies it
     owner: str
 
     @property
     def held(self) -> list[int]:
-        """Its tokens, prompt and answer."""
+        """The row's tokens: prompt and answer."""
         ...
 
 
 class Loop(ABC):
-    """Base of the engines. `with` runs the thread; otherwise only `step` makes progress."""
+    """Base class of the engines. A `with` block runs the thread; otherwise only calls of `step` make progress."""
 
     slots: Sequence[Row]
 
     def __init__(self, *, rows: int, queue: int, context: int, vocabulary: int, alone: bool = False) -> None:
-        """`context` limits prompt and answer together. `alone`: one owner may use all rows and places.
+        """`context` limits prompt and answer together. `alone`: one owner may use all rows and queue places.
 
         Raises ValueError for invalid numbers.
         """
@@ -186,7 +186,7 @@ class Loop(ABC):
             raise ValueError(f"expected rows >= 1 and queue >= 0, got {rows} and {queue}")
         self.rows, self.queue, self.context, self.vocabulary = rows, queue, context, vocabulary
         self.alone = alone
-        self.others: Sequence[Loop] = ()  # in the same process: low-priority work yields to their answers
+        self.others: Sequence[Loop] = ()  # engines in the same process: low-priority work yields to their answers
         self._changed = threading.Condition()
         self._errands: deque[tuple[Callable[[], None], Future[None]]] = deque()
         self._counts: Counter[str] = Counter()
@@ -197,7 +197,7 @@ class Loop(ABC):
 
     @abstractmethod
     def _assign_row(self, ticket: Ticket) -> None:
-        """Assign a free row to a request. An exception fails only this request."""
+        """Assign a free row to a request. An exception ends only this request."""
 
     @abstractmethod
     def _advance(self, busy: list[int]) -> None:
@@ -208,7 +208,7 @@ class Loop(ABC):
         """Free a row and send the last event of its request."""
 
     def _reset(self) -> None:
-        """Create empty rows, an empty queue, and a thread that is not started."""
+        """Create empty rows, an empty queue, and a thread, without starting it."""
         self._reset_rows()
         self.waiting: deque[Ticket] = deque()
         self.alive, self._stopping = True, False
@@ -227,10 +227,10 @@ class Loop(ABC):
     def restart(self) -> None:
         """Restart a dead loop with an empty cache; earlier requests have ended with "error".
 
-        Call from any thread but the engine's. Raises RuntimeError if the loop is not dead.
+        Call it from any thread but the engine's. Raises RuntimeError if the loop is not dead.
         """
         if self.alive:
-            raise RuntimeError("the engine is alive: only a dead one is restarted")
+            raise RuntimeError("the engine is alive; only a dead engine can be restarted")
         self._thread.join()
         with self._changed:
             self._reset()
@@ -242,7 +242,7 @@ class Loop(ABC):
         return sum(slot.ticket is not None for slot in self.slots)
 
     def stats(self) -> Stats:
-        """Counts and gauges, from any thread."""
+        """Counts and gauges; may be called from any thread."""
         running = [len(slot.held) for slot in self.slots if slot.ticket is not None]
         return Stats(
             running=len(running),
@@ -259,7 +259,7 @@ class Loop(ABC):
         """
         num, most = len(request.ids), self.context - (request.score is None)
         if not 0 < num <= most:
-            raise InputError(f"the prompt has {num} tokens; expected 1 to {most}, the context minus the answer")
+            raise InputError(f"the prompt has {num} tokens; expected 1 to {most}, as many as the context allows")
         if wrong := [id_ for id_ in (*request.ids, *request.bias) if not 0 <= id_ < self.vocabulary]:
             raise InputError(f"token {wrong[0]} is not in the vocabulary of {self.vocabulary}")
         ticket = Ticket(request)
@@ -267,13 +267,13 @@ class Loop(ABC):
             if not self.alive or self._stopping:
                 raise EngineStopped("the engine has stopped")
             if self.full(request.owner):
-                raise QueueFull(f"{self.busy} requests run and {len(self.waiting)} wait")
+                raise QueueFull(f"{self.busy} requests are running and {len(self.waiting)} are waiting")
             self.waiting.append(ticket)
             self._changed.notify()
         return ticket
 
     def full(self, owner: str) -> bool:
-        """Whether this owner's request must be refused: all places are taken, at most half of them by others."""
+        """Whether a request from this owner must be refused: all places are taken, at most half by other owners."""
         with self._changed:
             places, taken = self.queue + self.rows, len(self.waiting) + self.busy
             own = sum(ticket.request.owner == owner for ticket in self.waiting)
@@ -282,8 +282,8 @@ class Loop(ABC):
 
     def between_answers(self, errand: Callable[[], None]) -> None:
         """Run `errand` on the engine's thread, then empty all rows. Busy rows finish first, and waiting requests
-        begin afterward; returns once the errand is done. Raises EngineStopped, and whatever the errand raises: the
-        engine is then dead too, since its rows may mix old and new state.
+        begin afterward; returns once the errand is done. Raises EngineStopped, and whatever the errand raises; the
+        engine is then dead, since its rows may mix old and new state.
         """
         done: Future[None] = Future()
         with self._changed:
@@ -327,7 +327,7 @@ class Loop(ABC):
             errand()
             self._reset_rows()
         except BaseException as error:
-            self.alive = False  # before notifying the caller, who may restart the engine at once
+            self.alive = False  # before notifying the caller, who may restart the engine immediately
             done.set_exception(error)
             raise
         done.set_result(None)
@@ -358,7 +358,7 @@ class Loop(ABC):
                 notify(ticket, Ended("error", len(ticket.request.ids), 0, 0, type(error).__name__))
 
     def _next_ticket(self) -> Ticket | None:
-        """The waiting request whose owner has the fewest rows, and fewer than its limit; the first among equals.
+        """The waiting request whose owner has the fewest rows and is below its limit; the earliest one in a tie.
 
         Only one prompt is scored at a time: scoring steps are the longest, and no answer should wait for many of them.
         """
@@ -374,7 +374,7 @@ class Loop(ABC):
 
     @contextmanager
     def _isolate(self, row: int) -> Iterator[None]:
-        """An exception inside ends only this row's request."""
+        """Make an exception in the block end only this row's request."""
         try:
             yield
         except (KeyboardInterrupt, SystemExit):
@@ -383,9 +383,9 @@ class Loop(ABC):
             self._fail(row, error)
 
     def _fail(self, row: int, error: BaseException) -> None:
-        """End a row after a failure of its own request, and log the cause."""
+        """End a row whose request has failed, and log the cause."""
         ticket = self.slots[row].ticket
-        if ticket is None:  # its last event was sent already
+        if ticket is None:  # the request's last event was already sent
             LOG.error("a request failed after its end", exc_info=error)
             return
         LOG.error("%s failed", ticket.request.identity, exc_info=error)
@@ -412,7 +412,7 @@ class Loop(ABC):
 
 
 def _drop_reason(ticket: Ticket, now: float) -> str:
-    """Why a request must be dropped; empty if it need not be dropped."""
+    """The reason why a request must be dropped, or "" if it need not be."""
     return "cancelled" if ticket.cancelled.is_set() else "timeout" if now > ticket.deadline else ""
 
 

@@ -5,12 +5,12 @@
     models/reward        -> kind reward: /score
     models/diffusion     -> a kind provided by a wing: chat
 
-A model is named after its folder. An adapter is named after its base, a colon, and its folder (or its parent for a
-folder called `adapter`). All adapters of a base share its weights; each has its own engine and cache. Not here: which
-files a directory may contain (`export/huggingface.py`, `check`).
+A model is named after its folder. An adapter's name is its base's name, a colon, and its folder's name (or the parent
+folder's, if the folder is called `adapter`). All adapters of a base share its weights; each has its own engine and
+cache. Not here: which files a directory may contain (`export/huggingface.py`, `check`).
 
-Prometheus metrics use vLLM's names under `stagecoach:`, so vLLM dashboards only need a different prefix. Requests are
-counted here; the engines' counts (rows, queue, tokens, drafts) are collected on each scrape.
+Prometheus metrics use vLLM's names with the prefix `stagecoach:`, so vLLM dashboards only need a different prefix.
+Requests are counted here; the engines' counts (rows, queue, tokens, drafts) are collected on each scrape.
 """
 
 import ctypes
@@ -55,12 +55,12 @@ class Served:
 
     id: str
     kind: str  # causal, reward, or a wing's
-    stage: str  # that built it
+    stage: str  # the stage that built it
     tokenizer: Tokenizer
     parameters: int
     context: int
     vocab_size: int  # rows of the embedding
-    fingerprint: str  # of the weights
+    fingerprint: str  # a hash of the weights
     weights: Weights
     engine: Loop | None = None  # only for generative models
     reward_model: RewardModel | None = None
@@ -69,7 +69,7 @@ class Served:
 
     @property
     def grammars(self) -> Grammars:
-        """Compiled grammars over its vocabulary; created on first use."""
+        """The compiled grammars for the model's vocabulary; created on first use."""
         with self.lock:
             if self._grammars is None:
                 self._grammars = Grammars(self.tokenizer, self.vocab_size, GRAMMAR_CACHE_BYTES)
@@ -85,7 +85,7 @@ class Served:
             least = len(text) // self.longest_token
             raise invalid(
                 param,
-                f"This model's maximum context length is {self.context} tokens, the prompt has at least {least};"
+                f"This model's maximum context length is {self.context} tokens, but the prompt has at least {least};"
                 " shorten it",
                 "context_length_exceeded",
             )
@@ -111,7 +111,7 @@ class Served:
         if len(ids) > self.context:
             raise invalid(
                 "conversations",
-                f"the conversation has {len(ids)} tokens, the model's context is {self.context}",
+                f"the conversation has {len(ids)} tokens, but the model's context is {self.context}",
                 "context_length_exceeded",
             )
         with self.lock:
@@ -120,7 +120,7 @@ class Served:
 
 
 class OwnKind(Protocol):
-    """A wing's `serving`: a kind of model that generates whole canvases; see `loop.Denoised`."""
+    """A wing's `serving`: a kind of model that generates entire canvases; see `loop.Denoised`."""
 
     KIND: str
 
@@ -141,8 +141,8 @@ def own_kinds() -> list[OwnKind]:
 def load(
     folders: Sequence[Path], *, rows: int, queue: int, weights: Weights | None, rollouts: bool = False
 ) -> list[Served]:
-    """Load model directories; creates their engines without starting them. `weights`: None chooses by size.
-    `rollouts`: the engine serves a policy in training, see `Engine`.
+    """Load model directories; creates their engines without starting them. `weights`: if None, chosen by size.
+    `rollouts`: the engine serves a policy in training; see `Engine`.
 
     Raises ConfigError if two models share a name, ModelError, InputError if the rows do not fit in memory.
     """
@@ -164,7 +164,7 @@ def load(
         else:
             served.append(_load_causal(folder, name, stage, rows, queue, weights, rollouts))
     if rollouts and not (served and isinstance(served[0].engine, Engine)):
-        raise ConfigError("--rollouts: expected a causal model, from which a policy starts")
+        raise ConfigError("--rollouts: expected a causal model as the policy")
     bases = {model.id: (model, folder) for model, folder in zip(served, folders, strict=True)}
     for folder in adapters:
         served.append(_load_adapter(folder, bases, rows, queue))
@@ -195,7 +195,7 @@ def _load_adapter(folder: Path, bases: dict[str, tuple[Served, Path]], rows: int
     if base is None or not isinstance(base.engine, Engine):
         raise ConfigError(
             f"{folder} is an adapter of {base_name!r}, which is not served; served: {', '.join(bases) or 'nothing'}."
-            f" Name its directory too: python -m pipeline.serve models/{base_name} {folder}"
+            f" Also name its directory: python -m pipeline.serve models/{base_name} {folder}"
         )
     shared = base.engine.model
     assert isinstance(shared, inference.Fused)
@@ -244,9 +244,9 @@ def _load_causal(
 
 
 def update(served: Served, folder: Path) -> None:
-    """Switch to the weights of another directory. Answers in progress finish with the old ones.
+    """Switch to the weights of another directory. Answers in progress finish with the old weights.
 
-    Raises ModelError for a different shape or tokenizer, EngineStopped.
+    Raises ModelError for a different shape or tokenizer, and EngineStopped.
     """
     assert isinstance(served.engine, Engine) and served.engine.rollouts
     huggingface.check(folder)
@@ -286,7 +286,7 @@ def fingerprint_of(model: Transformer | RewardModel) -> str:
 
 
 def _trim_heap() -> None:
-    """Return memory freed by loading and fusing to the system: glibc would keep it, 230 of 680 MiB for an int8 model
+    """Return to the system what loading and fusing has freed: glibc would keep it, 230 of 680 MiB for an int8 model
     of 82 M parameters.
     """
     if platform.libc_ver()[0] == "glibc":
@@ -320,13 +320,13 @@ class Catalog:
         return model
 
     def causal(self, name: str) -> tuple[Served, Engine]:
-        """A causal model and its engine. Raises like `find`."""
+        """A causal model and its engine. Raises the same errors as `find`."""
         model = self.find(name, "causal")
         assert isinstance(model.engine, Engine)
         return model, model.engine
 
     def generative(self, name: str) -> tuple[Served, Loop]:
-        """A generative model and its engine. Raises like `find`."""
+        """A generative model and its engine. Raises the same errors as `find`."""
         model = self.find(name, "causal", *(own.KIND for own in own_kinds()))
         assert model.engine is not None
         return model, model.engine
@@ -354,7 +354,7 @@ class Metrics:
             "invalid_structures", "calls or objects that did not match their schema", "model_name"
         )
         self.first_token_seconds = seconds("time_to_first_token", "from the request to its first token")
-        self.inter_token_seconds = seconds("inter_token_latency", "mean of a request, after its first token")
+        self.inter_token_seconds = seconds("inter_token_latency", "mean time per token of a request, after the first")
         self.request_seconds = seconds("e2e_request_latency", "from the request to its end")
         self.restarts = counter("engine_restarts", "engines that died and were restarted", "model_name")
         self.registry.register(_EngineCollector(catalog))

@@ -1,12 +1,12 @@
 """The HTTP API's request bodies, validated field by field, and its errors.
 
 Names and meanings follow OpenAI (platform.openai.com, API reference), with a few extensions that other servers also
-have. Every number has a range and every list a maximum length, so that no body can request an unreasonable amount of
-work. A list is validated up to its first mistake (`fail_fast`); otherwise a body with 300,000 mistakes would get as
-many errors. An unsupported OpenAI field is refused by name if its value has an effect (`REFUSED`). Unknown fields are
-ignored, because clients send new ones every month.
+support. Every number has a range and every list a maximum length, so that no body can request an unreasonable amount of
+work. A list is validated up to its first mistake (`fail_fast`); otherwise a body with 300,000 mistakes would produce
+300,000 error messages. If an unsupported OpenAI field has a value that would have an effect, the request is refused
+with the field's name (`REFUSED`). Unknown fields are ignored, because clients send new ones every month.
 
-Errors are OpenAI error objects, with the status codes that its SDKs expect:
+Errors are OpenAI error objects, with the status codes that OpenAI's SDKs expect:
 
     {"error": {"message": str, "type": str, "param": str | null, "code": str | null}}
 
@@ -28,7 +28,7 @@ from pipeline.run.types import JsonObject
 
 MOST_MESSAGES, MOST_TOOLS, MOST_BIASES = 512, 64, 300
 NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
-MOST_CHARACTERS = 1_000_000  # the guard already limits the body
+MOST_CHARACTERS = 1_000_000  # the guard already limits the body's size
 
 # unsupported fields of chat and completions, with the values accepted because they have no effect
 REFUSED: dict[str, tuple[object, ...]] = {
@@ -56,27 +56,27 @@ Name = Annotated[str, Field(max_length=256)]
 
 
 class RequestBody(BaseModel):
-    """Base of all bodies. Unknown fields are ignored; numbers must be numbers, not text."""
+    """Base class of all request bodies. Unknown fields are ignored; numbers must be JSON numbers, not strings."""
 
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
 
 
 class TextPart(RequestBody):
-    """Part of a message's content."""
+    """A text part of a message's content."""
 
     type: Literal["text"]
     text: Text
 
 
 class FunctionCall(RequestBody):
-    """The called function; `arguments` is JSON text."""
+    """The called function; `arguments` is a string of JSON."""
 
     name: Name
     arguments: Text
 
 
 class ToolCall(RequestBody):
-    """A call in an assistant's message."""
+    """A tool call in an assistant message."""
 
     id: Name
     type: Literal["function"] = "function"
@@ -96,10 +96,10 @@ class Message(RequestBody):
     def _check_fields(self) -> "Message":
         if self.content is None and not (self.role == "assistant" and self.tool_calls):
             raise ValueError(
-                f"content: expected text in a {self.role} message; only an assistant message with calls may omit it"
+                f"content: expected text in a {self.role} message; only assistant messages with tool calls may omit it"
             )
         if self.tool_calls and self.role != "assistant":
-            raise ValueError(f"tool_calls: expected only in an assistant message, found in a {self.role} message")
+            raise ValueError(f"tool_calls: allowed only in an assistant message, found in a {self.role} message")
         if self.role == "tool" and self.tool_call_id is None:
             raise ValueError("tool_call_id: expected the id of the call that this result belongs to")
         return self
@@ -127,7 +127,7 @@ class Function(RequestBody):
     @classmethod
     def _check_name(cls, name: str) -> str:
         if not NAME.fullmatch(name):
-            raise ValueError("expected 1 to 64 letters, digits, underscores, dots and dashes")
+            raise ValueError("expected 1 to 64 letters, digits, underscores, dots or dashes")
         return name
 
 
@@ -147,7 +147,7 @@ Tools = Annotated[list[Tool], Field(fail_fast=True, max_length=MOST_TOOLS)]
 
 
 class NamedFunction(RequestBody):
-    """The name in a `tool_choice`."""
+    """The function's name in a `tool_choice`."""
 
     name: Name
 
@@ -160,7 +160,7 @@ class NamedTool(RequestBody):
 
 
 class Schema(RequestBody):
-    """A `response_format` of type json_schema. The key on the wire is `schema`."""
+    """The `json_schema` of a `response_format`. In JSON, the field `rules` is called `schema`."""
 
     name: str | None = None
     description: str | None = None
@@ -177,7 +177,7 @@ class ResponseFormat(RequestBody):
     @model_validator(mode="after")
     def _check_schema(self) -> "ResponseFormat":
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("json_schema: expected with type json_schema and no other type")
+            raise ValueError("json_schema: required if type is json_schema, not allowed otherwise")
         return self
 
 
@@ -233,22 +233,22 @@ class GenerationBody(RequestBody):
     def _check_stops(cls, value: str | list[str] | None) -> str | list[str] | None:
         stops = [value] if isinstance(value, str) else value or []
         if any(not 0 < len(stop) <= 256 for stop in stops):
-            raise ValueError("expected texts of 1 to 256 characters")
+            raise ValueError("expected strings of 1 to 256 characters")
         return value
 
     @property
     def stops(self) -> list[str]:
-        """The texts that end an answer."""
+        """The strings that end an answer."""
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
 
     @property
     def biases(self) -> dict[int, float]:
-        """The value added to each token's logit; 100 and -100 practically force and forbid, since e^100 is 10^43."""
+        """The value added to each token's logit; 100 practically forces a token, -100 forbids it (e^100 is 10^43)."""
         return {int(key): value for key, value in (self.logit_bias or {}).items()}
 
     @property
     def with_frames(self) -> bool:
-        """Whether to send each step of a canvas; only in a stream."""
+        """Whether to send the canvas after each step; possible only in a stream."""
         return bool(self.stream and self.stream_options and self.stream_options.include_denoising)
 
     @property
@@ -277,27 +277,27 @@ class ChatBody(GenerationBody):
     def _check_combinations(self) -> "ChatBody":
         names = [tool.function.name for tool in self.tools or []]
         if len(set(names)) != len(names):
-            raise ValueError("tools: two of them have the same name")
+            raise ValueError("tools: two tools have the same name")
         if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
-            raise ValueError(f"tool_choice: no tool is called {self.tool_choice.function.name!r:.80}")
+            raise ValueError(f"tool_choice: no tool is named {self.tool_choice.function.name!r:.80}")
         if self.tool_choice == "required" and not names:
-            raise ValueError("tool_choice: 'required' needs tools")
+            raise ValueError("tool_choice: 'required' needs at least one tool")
         if self.top_logprobs and not self.logprobs:
-            raise ValueError("top_logprobs: only with logprobs: true")
+            raise ValueError("top_logprobs: requires logprobs: true")
         shaped = self.response_format is not None and self.response_format.type != "text"
         if shaped and names and self.tool_choice != "none":
-            raise ValueError("response_format: not together with tools; set tool_choice to 'none'")
+            raise ValueError("response_format: cannot be combined with tools; set tool_choice to 'none'")
         if self.ignore_eos and (shaped or (names and self.tool_choice != "none")):
             raise ValueError(
-                "ignore_eos: not together with tools or a response_format, whose answers end when complete"
+                "ignore_eos: cannot be combined with tools or a response_format: such answers end when complete"
             )
         if shaped and self.stops:
-            raise ValueError("stop: not together with a response_format, whose answers end when complete")
+            raise ValueError("stop: cannot be combined with a response_format: such answers end when complete")
         return self
 
     @property
     def budget(self) -> int | None:
-        """The most tokens of an answer; `max_completion_tokens` overrides the older `max_tokens`."""
+        """The maximum number of tokens in an answer; `max_completion_tokens` overrides the older `max_tokens`."""
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
 
@@ -319,21 +319,23 @@ class CompletionBody(GenerationBody):
     @model_validator(mode="after")
     def _check_combinations(self) -> "CompletionBody":
         if self.suffix is not None and self.echo:
-            raise ValueError("suffix: not together with echo")
+            raise ValueError("suffix: cannot be combined with echo")
         if len(self.prompts) * (self.n or 1) > 8:
-            raise ValueError(f"n: at most 8 answers in all, {len(self.prompts)} prompts with n = {self.n} exceed that")
+            raise ValueError(
+                f"n: expected at most 8 answers in total, found {len(self.prompts)} prompts with n = {self.n}; lower n"
+            )
         return self
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
-        """One or more prompts, all text or all ids."""
+        """One or more prompts, all as text or all as token ids."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         return [self.prompt] if isinstance(self.prompt[0], int) else self.prompt  # type: ignore[return-value]
 
 
 class WeightsBody(RequestBody):
-    """POST /update_weights_from_disk: a model directory below the folder of --rollouts."""
+    """POST /update_weights_from_disk: a model directory below the --rollouts folder."""
 
     model_path: Annotated[str, Field(min_length=1, max_length=4096)]
 
@@ -342,7 +344,7 @@ class TokenizeBody(RequestBody):
     """POST /tokenize."""
 
     model: Name
-    prompt: Annotated[str, Field(max_length=100_000)]  # the response lists each token's text: ten times as long
+    prompt: Annotated[str, Field(max_length=100_000)]  # the response is ten times as long: it has each token's text
 
 
 class DetokenizeBody(RequestBody):
@@ -353,7 +355,7 @@ class DetokenizeBody(RequestBody):
 
 
 class ConversationBody(RequestBody):
-    """Messages with the available tools."""
+    """Messages and the available tools."""
 
     messages: Messages
     tools: Tools | None = None
@@ -395,7 +397,7 @@ class PreferenceBody(RequestBody):
         if self.chosen[0].plain() == self.rejected[0].plain():
             raise ValueError("chosen, rejected: expected two different answers")
         if self.prompt[-1].role not in ("user", "tool"):
-            raise ValueError("prompt: expected to end with a user's or a tool's message")
+            raise ValueError("prompt: expected the last message to be a user or tool message")
         return self
 
 
@@ -412,9 +414,9 @@ class LabelBody(RequestBody):
     def _check_answer(self) -> "LabelBody":
         answer = self.answer[0].plain()
         if answer["role"] != "assistant" or not (answer["content"].strip() or answer.get("tool_calls")):
-            raise ValueError("answer: expected one assistant message with content or calls")
+            raise ValueError("answer: expected one assistant message with content or tool calls")
         if self.prompt[-1].role not in ("user", "tool"):
-            raise ValueError("prompt: expected to end with a user's or a tool's message")
+            raise ValueError("prompt: expected the last message to be a user or tool message")
         return self
 
 
@@ -432,7 +434,7 @@ TYPES = {
 
 
 class ApiFault(Exception):
-    """An error as sent to the client. `retry`: seconds after which a retry may succeed."""
+    """An error in the form sent to the client. `retry`: seconds after which a retry may succeed."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None, retry: int | None = None
@@ -455,7 +457,7 @@ class ApiFault(Exception):
 
 
 def invalid(param: str | None, message: str, code: str | None = None) -> ApiFault:
-    """Refuse a request because of its field `param`."""
+    """The error for a request with an invalid field `param`."""
     return ApiFault(400, message, param=param, code=code)
 
 
@@ -474,5 +476,5 @@ def dumps(content: object) -> bytes:
 
 
 def internal(identity: str) -> ApiFault:
-    """The response to an internal error; the log has its cause under the request's id."""
+    """The error sent after an internal failure; the log has the cause, under the request's id."""
     return ApiFault(500, f"the server failed; look for request {identity} in its log", code="internal_error")

@@ -2,7 +2,7 @@
 
     python -m pipeline.serve.worker DESCRIPTOR MODEL ...        started by workshop.py
 
-DESCRIPTOR is a socket. Each byte on it is the number of a model and comes with the socket of a job. The process forks
+DESCRIPTOR is a socket. Each byte on it is the index of a model and comes with the socket of a job. The process forks
 for each job: the child reads the job (JSON up to the end of the stream), runs it and writes its answer (JSON). A child
 gets SECONDS of CPU time, WALL_SECONDS of wall time, and BYTES of memory more than it started with. The kernel kills a
 child that exceeds them, and `workshop.py` sees the end of the stream. So nothing outlives its job, and this process,
@@ -12,20 +12,21 @@ which only forks, stays small.
     {"kind": "render", "markdown": ...} -> {"html": ...} | {"refused": ...}             any: {"failed": traceback}
 
 A schema is also refused if it would cost the server too much later. The server compiles the grammar again, which takes
-as long as it did here, and queries it for each token (`rehearse`). Only this process searches for the plan.
+as long as it did here, and queries it for each token (`rehearse`). Only this process searches for the plan, a
+grammar's shortest output.
 
 Markdown may come from a model, a person or an imported file, and is made safe for the page:
 
-    render(markdown) -> HTML of the tags in TAGS, with pygments' classes on code and no active content
+    render(markdown) -> HTML with only the tags in TAGS, pygments' classes on code, and no active content
     style_sheet()    -> the colors of those classes, light and dark: pipeline/serve/page/code.css
 
-Three layers of defense, each enough for most attacks. The parser (markdown-it: CommonMark, tables, strikethrough)
-supports neither raw HTML nor images, and makes only http and https links. pygments colors code with classes, never with
-styles. Finally, nh3 (ammonia) keeps only allow-listed tags, attributes and classes: no id, no name, no style, no event
-handler, no form, and nothing that loads automatically.
+There are three layers of defense, each of which stops most attacks. The parser (markdown-it: CommonMark, tables,
+strikethrough) supports neither raw HTML nor images, and makes only http and https links. pygments colors code with
+classes, never with styles. Finally, nh3 (ammonia) keeps only allow-listed tags, attributes and classes: no id, no name,
+no style, no event handler, no form, and nothing that loads automatically.
 
 Not guaranteed: a sandbox (a job is data and runs no code); identical HTML across versions of these packages; colors on
-a busy machine (`COLOUR_SECONDS`); that a link's target is harmless.
+a busy machine (`COLOUR_SECONDS`); harmless link targets.
 """
 
 import gc
@@ -68,12 +69,12 @@ WALL_SECONDS = 15.0
 BYTES = 256 * 2**20
 NICENESS = 10  # the engines have priority
 BUILD_SECONDS = 0.25  # CPU time that compiling may take in the server
-HELD_BYTES = 32 * 2**20  # memory that a compiled grammar may take there
+HELD_BYTES = 32 * 2**20  # memory that a compiled grammar may take in the server
 TOKENS, TOKEN_SECONDS = 32, 0.01  # tokens in a rehearsal, and the mean time allowed for each
 MOST_CHARACTERS = 50_000  # parsing is quadratic in the number of unclosed brackets: 4 s for this many
-MOST_COLOURED = 20_000  # characters in a fence; one lexer match on this many takes under a second
-COLOUR_SECONDS = 0.5  # for all fences together: lexers have inputs that take minutes (a C# method of spaces, 150 s)
-LIGHT, DARK = "xcode", "one-dark"  # all of their colors have a contrast of 4.5 with the page's code background
+MOST_COLOURED = 20_000  # characters in a code fence; a single lexer match on this many takes under a second
+COLOUR_SECONDS = 0.5  # for all fences together: some inputs take a lexer minutes (a C# method of spaces, 150 s)
+LIGHT, DARK = "xcode", "one-dark"  # all colors have a contrast of at least 4.5 against the page's code background
 TAGS = {
     "a",
     "blockquote",
@@ -188,7 +189,7 @@ def _set_limits(parent: int) -> None:
 
 
 def run_job(job: JsonObject, compiler: Callable[[], Compiler]) -> JsonObject:
-    """Run a job and return its answer; `compiler()` returns the compiler of its model. Raises MemoryError."""
+    """Run a job and return its answer; `compiler()` returns the compiler for the job's model. Raises MemoryError."""
     try:
         if job["kind"] == "render":
             return {"html": render(job["markdown"])}
@@ -244,7 +245,7 @@ def rehearse(closer: Closer, matcher: LLMatcher, plan: tuple[int, ...]) -> float
 
 
 def render(markdown: str) -> str:
-    """Render Markdown as sanitized HTML. Raises InputError for more than MOST_CHARACTERS.
+    """Render Markdown as sanitized HTML. Raises InputError for more than MOST_CHARACTERS characters.
 
     Links get rel="noopener noreferrer nofollow". A fence becomes `<pre><code class="language-...">`, colored if its
     language is one of LANGUAGES and time allows. Lone surrogates become question marks. Takes at most a few seconds for
@@ -297,7 +298,7 @@ def _fence(_renderer: object, tokens: Sequence[Token], index: int, _options: obj
 
 
 def _color(code: str, language: str, until: float) -> str:
-    """The code as spans with pygments' classes, or plain code after the time `until`."""
+    """The code as spans with pygments' classes, or plain code once the time `until` has passed."""
     pieces = []
     for kind, text in _lexer(language).get_tokens(code):
         if time.monotonic() > until:
@@ -329,7 +330,7 @@ def style_sheet() -> str:
             rules.setdefault(rule.strip(), []).append(f"code .{name}")
     lines = [f"{', '.join(names)} {{ {rule} }}" for rule, names in rules.items()]
     return (
-        "\n".join(["/* pygments' colours; written by pipeline.serve.worker.style_sheet, which a test holds */", *lines])
+        "\n".join(["/* pygments' colors, written by pipeline.serve.worker.style_sheet, checked by a test */", *lines])
         + "\n"
     )
 

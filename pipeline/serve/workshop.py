@@ -1,10 +1,10 @@
 """The server's side of the worker process (`worker.py`), which compiles schemas and renders Markdown.
 
     with Workshop(models) as workshop:
-        await workshop.grammar("nano", job, asker) -> Verdict;  await workshop.html(text, asker)
+        await workshop.grammar("nano", job, asker) -> GrammarVerdict;  await workshop.html(text, asker)
 
-Each job runs in its own child process, which the kernel kills if it takes too much time or memory. So no job blocks the
-server's threads, and none is left running. Only a few jobs run or wait at a time (`guard.py`). Results for a schema are
+Each job runs in its own child process, which the kernel kills if it takes too much time or memory. So no job can block
+the server's threads or run forever. Only a few jobs run or wait at a time (`guard.py`). Results for a schema are
 cached for a while, including refusals, so a hostile schema costs CPU time only once. If the worker has died, the
 next job restarts it, at most once in RESTART_SECONDS.
 """
@@ -30,7 +30,7 @@ from pipeline.serve.guard import Places
 from pipeline.serve.protocol import ApiFault
 
 LOG = logging.getLogger(__name__)
-JOB_SECONDS = 20.0  # a job's own limits are reached earlier
+JOB_SECONDS = 20.0  # longer than a job's own limits
 RESTART_SECONDS = 1.0
 MOST_KEPT, KEPT_BYTES, KEPT_SECONDS = 512, 8 * 2**20, 600.0
 
@@ -44,7 +44,7 @@ class GrammarVerdict:
 
 
 class JobRefused(Exception):
-    """The worker refused or killed a job; `code` is for programs."""
+    """The worker refused or killed a job; `code` is machine-readable."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -91,7 +91,7 @@ class Workshop:
         return result
 
     async def html(self, markdown: str, asker: str) -> str:
-        """Render Markdown as sanitized HTML. Raises like `grammar`."""
+        """Render Markdown as sanitized HTML. Raises the same errors as `grammar`."""
         async with self.rendering.place(asker):
             answer = await self._ask(0, {"kind": "render", "markdown": markdown})
         if "html" not in answer:
@@ -129,7 +129,7 @@ class Workshop:
     # -- worker --------------------------------------------------------------------------------------------------------
 
     async def _ask(self, number: int, job: JsonObject) -> JsonObject:
-        """The worker's answer to a job, empty if the job was killed. Raises ApiFault 503 while there is no worker, 500
+        """The worker's answer to a job, empty if the job was killed. Raises ApiFault: 503 if there is no worker, 500
         for an internal error.
         """
         reader, writer = await asyncio.open_connection(sock=self._open_job(number))
@@ -144,12 +144,12 @@ class Workshop:
             writer.close()
         answer = json.loads(data) if data else {}
         if "failed" in answer:
-            LOG.error("a job of kind %s failed\n%s", job["kind"], answer["failed"])
+            LOG.error("a %s job failed\n%s", job["kind"], answer["failed"])
             raise ApiFault(500, "the server failed", code="internal_error")
         return answer
 
     def _open_job(self, number: int) -> socket.socket:
-        """Send the worker one end of a new job's sockets; returns ours. Raises ApiFault."""
+        """Create a socket pair for a job, send one end to the worker, and return the other. Raises ApiFault."""
         ours, theirs = socket.socketpair()
         with theirs:
             for _ in range(2):  # the second attempt goes to a restarted worker

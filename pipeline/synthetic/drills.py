@@ -107,7 +107,7 @@ def path(seed: int, number: int) -> str:
 
 def record(seed: int, number: int) -> Text:
     """The record of drill `number`."""
-    return Text(text=drill(seed, number), source=SOURCE, path=path(seed, number), licence="CC0-1.0")
+    return Text(text=drill(seed, number), source=SOURCE, path=path(seed, number), license="CC0-1.0")
 
 
 def records(target_bytes: int, seed: int) -> Iterator[Text]:

@@ -162,7 +162,7 @@ def sources(target_bytes: int, seed: int) -> Iterator[Text]:
         draw = Draw("source", seed, number)
         names = draw.sample(word_list("programs.yaml", "function_names"), SOURCE_FUNCTIONS)
         text = "\n\n".join(_function(name, draw) for name in names)
-        yield Text(text=text, source="generated", path=f"generated/{seed}/{number:06d}.py", licence="CC0-1.0")
+        yield Text(text=text, source="generated", path=f"generated/{seed}/{number:06d}.py", license="CC0-1.0")
         written += len(text.encode())
         number += 1
 

@@ -51,7 +51,7 @@ FAMILIES = (
 HELD_OUT = ("grow", "deliver", "mystery")
 VALIDATION_EVERY = 50  # numbers divisible by this are validation data in every family
 DIALOGUE = 0.4  # fraction of stories with direct speech
-LICENCE = "CC0-1.0"
+LICENSE = "CC0-1.0"
 
 
 def story(path: str) -> str:
@@ -83,7 +83,7 @@ def records(families: Collection[str], target_bytes: int, *, held_out: bool | No
                 continue
             text = story(path)
             filled += len(text.encode())
-            yield Text(text=text, source=family, path=path, licence=LICENCE)
+            yield Text(text=text, source=family, path=path, license=LICENSE)
         number += 1
 
 
@@ -91,7 +91,7 @@ def fresh_records(count: int, seed: int) -> list[Text]:
     """Validation stories from the families in the training data, with numbers beyond those of any corpus."""
     families, first = [family for family in FAMILIES if family not in HELD_OUT], (1 + seed) * 10_000_000
     paths = [f"stories/{families[n % len(families)]}/{first + 50 * (n // len(families))}" for n in range(count)]
-    return [Text(text=story(path), source=path.split("/")[1], path=path, licence=LICENCE) for path in paths]
+    return [Text(text=story(path), source=path.split("/")[1], path=path, license=LICENSE) for path in paths]
 
 
 def is_held_out(path: str) -> bool:

@@ -516,7 +516,7 @@ def record(seed: int, number: int) -> Text:
             lines.append(message["content"])
         for name, arguments in calls(message):
             lines.append(json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False))
-    return Text(text="\n".join((*lines, "")), source=SOURCE, path=f"{SOURCE}/{seed}/{number}", licence="CC0-1.0")
+    return Text(text="\n".join((*lines, "")), source=SOURCE, path=f"{SOURCE}/{seed}/{number}", license="CC0-1.0")
 
 
 # -- conversations without tools ---------------------------------------------------------------------------------------

@@ -6,11 +6,11 @@
     <|im_start|>tool <tool_response> ... </tool_response><|im_end|>
 
 `render` returns ids and mask together, so no later code searches for substrings. Its contract: every part of the
-messages appears; a prefix of the messages renders to a prefix of the ids, also with the generation prompt; control
+messages appears; a prefix of the messages renders to a prefix of the ids, including with the generation prompt; control
 tokens come only from here, never from a message's text; the stop token is trained, the line feed after it is not.
 
-The code of an answer is its single fenced Python block, at the end; for judging, a single block anywhere counts, else a
-bare answer that parses and defines something. Nothing here runs code.
+The code of an answer is its single fenced Python block, at the end. For judging, a single block anywhere counts, or
+else a bare answer that parses and defines something. Nothing here runs code.
 
 Limitation: `parse` works on text, so it cannot distinguish a control token from text that spells it.
 """
@@ -37,7 +37,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 @dataclass(frozen=True)
 class Rendered:
-    """A conversation as the model sees it; `trained[i]`: the assistant is trained to produce `ids[i]`."""
+    """A conversation as the model sees it; `trained[i]`: whether the assistant is trained to produce `ids[i]`."""
 
     ids: list[int]  # (T,)
     trained: list[bool]  # (T,)
@@ -45,7 +45,7 @@ class Rendered:
 
 @dataclass(frozen=True)
 class Reply:
-    """One parsed assistant turn; `error`: why a call could not be parsed."""
+    """One parsed assistant turn; `error`: the reason why a call could not be parsed."""
 
     content: str
     tool_calls: list[JsonObject] = field(default_factory=list)  # {"name": str, "arguments": dict}
@@ -81,16 +81,16 @@ def render(
 
 
 def results(tokenizer: Tokenizer, contents: Sequence[str]) -> list[int]:
-    """The ids between an assistant turn with calls and its next turn: one result per call.
+    """The ids between an assistant turn with calls and the next assistant turn: one result per call.
 
-    Appended to the ids of the turn, they equal what `render` returns for the same messages.
+    Appended to the ids of the first turn, they equal what `render` returns for the same messages.
     """
     messages = [{"role": "tool", "content": content} for content in contents]
     return tokenizer.encode("\n") + render(tokenizer, messages, generation_prompt=True).ids
 
 
 def spoken(tokenizer: Tokenizer, ids: Sequence[int]) -> list[bool]:
-    """The mask of assistant ids in rendered conversations, including end-of-turn tokens, from the ids alone.
+    """The mask of assistant ids in rendered conversations, including end-of-turn tokens, based only on the ids.
 
     An independent check of `Rendered.trained`, for a gate. Every turn must be complete.
     """
@@ -107,7 +107,7 @@ def spoken(tokenizer: Tokenizer, ids: Sequence[int]) -> list[bool]:
 def render_text(
     messages: Sequence[Message], tools: Sequence[JsonObject] = (), *, generation_prompt: bool = False
 ) -> str:
-    """The same conversation as text, equal to the output of `tokenizer.TEMPLATE`. Raises DataError like `render`."""
+    """What `render` returns, as text; equals the output of `tokenizer.TEMPLATE`. Raises DataError like `render`."""
     return "".join(part.text for part in _parts(messages, tools, generation_prompt))
 
 
@@ -209,7 +209,7 @@ def _in_call_order(messages: list[Message]) -> list[Message]:
 def parse(text: str) -> Reply:
     """Parse one assistant turn: content outside the call blocks, the calls, and the first error.
 
-    Calls are parsed as JSON from the opening marker, so a closing marker inside a string argument does not end one.
+    Calls are parsed as JSON from the opening marker, so a closing marker inside a string argument does not end a call.
     """
     content: list[str] = []
     calls: list[JsonObject] = []
@@ -260,7 +260,7 @@ def _dumps(value: object) -> str:
 # --- code in an answer -----------------------------------------------------------------------------------------------
 
 
-# A fence of three or more backticks on its own line, its language, and the same fence closing it.
+# A fence of three or more backticks at the start of a line, its language, the code, and the same fence again.
 FENCE = re.compile(
     r"^(?P<fence>`{3,})[ \t]*(?P<language>[\w+-]*)[ \t]*\n(?P<code>.*?)^(?P=fence)[ \t]*$", re.DOTALL | re.MULTILINE
 )
@@ -282,7 +282,7 @@ def extract(answer: str) -> str | None:
 
 
 def formatted(answer: str) -> bool:
-    """Whether the answer has exactly one fenced block, of Python, and ends with it."""
+    """Whether the answer has exactly one fenced block, which is Python and ends the answer."""
     blocks = list(FENCE.finditer(answer))
     if len(blocks) != 1 or blocks[0]["language"].lower() not in ("python", "py", "python3"):
         return False
@@ -296,7 +296,7 @@ def tree(source: str) -> ast.Module | None:
     if len(source) > MAX_CHARACTERS:
         return None
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SyntaxWarning)  # in the candidate's strings, not our concern
+        warnings.simplefilter("ignore", SyntaxWarning)  # about the candidate's strings, not our concern
         try:
             return ast.parse(source)
         except (SyntaxError, ValueError, RecursionError, MemoryError):

@@ -2,15 +2,15 @@
 
     <|repo_name|>mine
     <|file_sep|>mine/errors.py
-    class Wrong(ValueError): ...            files it imports, or excerpts of them, the nearest last
+    class Wrong(ValueError): ...            files that the last file imports, or excerpts of these
     <|file_sep|>mine/check.py
     from mine.errors import Wrong           the file's own text before the part that is trained on
     def check(...                           the part itself: not included in a `Context`
 
     Context <-> JSON in the column `context` of a corpus;  Context -> ids (Hui et al. 2024, arXiv:2409.12186, section 3)
 
-The two control tokens exist in tokenizers trained on a corpus with repositories, and in Qwen2.5's. No text can spell
-them: they are inserted between texts encoded by `Tokenizer.encode`.
+The two control tokens exist in tokenizers trained on a corpus with repositories, and in Qwen2.5's tokenizer. No text
+can spell them: they are inserted between texts encoded by `Tokenizer.encode`.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from pipeline.text.tokenizer import Tokenizer
 class Context:
     """The model's input before a part of a file."""
 
-    repository: str  # its name
-    files: tuple[tuple[str, str], ...]  # (path, text) of what the file imports; imports before their users
+    repository: str  # the repository's name
+    files: tuple[tuple[str, str], ...]  # (path, text) of what the file imports, in import order
     path: str  # of the file
     before: str = ""  # its own text before the part
-    names: tuple[str, ...] = ()  # held-out parts: the names used from other files, as written; not shown
+    names: tuple[str, ...] = ()  # for held-out parts: the names used from other files, as written; not rendered
 
     def to_json(self) -> str:
-        """The text stored in the column."""
+        """The JSON stored in the column `context`."""
         return json.dumps(asdict(self), ensure_ascii=False)
 
     @classmethod
     def from_json(cls, text: str) -> Context:
-        """Parse the context stored in a column."""
+        """Parse what `to_json` returned."""
         fields = json.loads(text)
         files = tuple((path, content) for path, content in fields["files"])
         return cls(**fields | {"files": files, "names": tuple(fields["names"])})
@@ -53,8 +53,8 @@ def encode(tokenizer: Tokenizer, contexts: Sequence[Context]) -> list[list[int]]
     """The ids of each context. Raises ModelError for a tokenizer without the two control tokens."""
     if tokenizer.repo_name is None or tokenizer.file_sep is None:
         raise ModelError(
-            f"{tokenizer.source}: has no control tokens for repositories; tokenizers trained on repositories here, and "
-            "Qwen2.5's, have them. List the files by a glob instead (code: [repos/mine/**/*.py])"
+            f"{tokenizer.source}: has no control tokens for repositories; only Qwen2.5's tokenizer and those trained "
+            "here on repositories have these tokens. Use a glob for the files instead (code: [repos/mine/**/*.py])"
         )
     encoded = []
     for context in contexts:

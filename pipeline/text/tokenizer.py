@@ -2,24 +2,24 @@
 
     ids 0-8     special, named by role: end_of_text, pad, turn_start, turn_end, fim_*, mask
     ids 9-14    added but not special (decoding keeps them): tool calls, tool responses, thinking (reserved)
-    id  15      a spare; then 256 bytes, the merges, spares up to `vocab_size` (a multiple of 64)
-    ids 15, 16  replace the spare if a corpus has repositories: repository name, and file separator
+    id  15      a spare; then the 256 bytes, the merges, and spares up to `vocab_size` (a multiple of 64)
+    ids 15, 16  replace the spare if a corpus has repositories: repository name and file separator
 
-Merges are learned in two parts: first words without the preceding character, then the space, underscore or quotation
-mark that joins a word's first piece. So a word splits into the same pieces everywhere, and " blanket" in a prompt can
-be copied into "merge_blanket"; a model this small never learns that "_b" "lanket" is the same word (docs/LOG.md).
-On separating spaces from words: Gow-Smith et al. 2022, arXiv:2204.04058.
+Merges are learned in two steps: first within words, without the preceding character; then a space, underscore or other
+such character is joined to a word's first piece. So a word splits into the same pieces everywhere, and " blanket" in a
+prompt can be copied into "merge_blanket"; a model this small never learns that "_b" "lanket" is the same word
+(docs/LOG.md). On separating spaces from words: Gow-Smith et al. 2022, arXiv:2204.04058.
 
 `encode` never returns a control token, whatever the text contains ("no injection"): it uses a second tokenizer without
-them, and `chat.render` inserts them where they belong. A tokenizer is its `tokenizer.json`: `hash` is the sha256 of
-those bytes, which stay the same from stage to stage. Code refers to roles, never to ids. `adopt` reuses the tokenizer
-of a pretrained checkpoint.
+control tokens, and `chat.render` inserts these where they belong. A tokenizer is defined by its `tokenizer.json`:
+`hash` is the sha256 of that file's bytes, which stay the same from stage to stage. Code refers to roles, never to ids.
+`adopt` reuses the tokenizer of a pretrained checkpoint.
 
-`WordCache` encodes word by word with a cache: three times the speed of the library's pipeline, with the same ids. The
+`WordCache` encodes word by word with a cache, at three times the speed of the library and with the same ids. The
 library spends its time in the split pattern's Unicode classes. ASCII text does not need them: Python's `re` splits it
 by the same pattern with ASCII classes, and a known word costs one dictionary lookup. Other text goes to the library, in
-chunks that begin at the first character of a line, which no match can span: every alternative that contains a line feed
-ends with it unless only whitespace follows.
+chunks that begin where a line begins with a non-space character. No match spans such a boundary: every alternative that
+contains a line feed ends with it unless only whitespace follows.
 
 `TEMPLATE` is the chat template in Jinja, for programs that run our models: transformers, llama.cpp, vLLM. We train on
 the output of `chat.render`; the template must produce the same string, and a test compares ids and assistant masks of
@@ -35,12 +35,13 @@ passed through, while `chat.render` re-serializes them with ", " and ": ") and r
     <checkpoint>/tokenizer.json, rows of its embedding -> Adopted: a Tokenizer, and which ids are new
 
 Every id keeps its meaning, so the checkpoint's weights stay valid. A missing control token takes the first unused id;
-the remaining ids, up to the model's rows and to a multiple of 64, become spares. Byte-level BPE only (Qwen2, Qwen3,
-LLaMA 3): its tokens have known bytes, which bits per byte, fill-in-the-middle and the server's grammars need.
+the remaining ids, up to the number of embedding rows rounded up to a multiple of 64, become spares. Byte-level BPE only
+(Qwen2, Qwen3, LLaMA 3): its tokens have known bytes, which bits per byte, fill-in-the-middle and the server's grammars
+need.
 
 Two things are removed: whatever `tokenizer.json` puts around a text (LLaMA's begin-of-text token), because documents
-and turns have our own delimiters; and Qwen's NFC, so that every text decodes to itself and llama.cpp, which has no NFC,
-splits identically. Only text that is not in NFC gets ids other than those of the checkpoint's own tokenizer.
+and turns have our own delimiters; and Qwen's NFC normalization, so that every text decodes to itself and llama.cpp,
+which has no NFC, splits identically. Only text that is not in NFC gets ids that differ from the checkpoint's tokenizer.
 
 Not guaranteed: that the checkpoint's own begin-of-text or end-of-text token is used; ours is `SPECIAL`.
 """
@@ -85,16 +86,16 @@ REPOSITORY = {"repo_name": "<|repo_name|>", "file_sep": "<|file_sep|>"}  # only 
 SPARE = re.compile(r"<\|unused_\d+\|>")
 SURROGATES = re.compile("[\ud800-\udfff]")
 WORD_WITH_LEAD = re.compile(r"[^\r\nA-Za-z0-9][A-Za-z]+", re.ASCII)  # a word with the character before it
-JOINED_SHARE = 0.3  # share of merges that join such a character to a first piece
+JOINED_SHARE = 0.3  # share of merges that join such a character to a word's first piece
 MAX_COUNTED_WORDS = 500_000  # distinct words counted for the joins
 
 
 class Tokenizer:
-    """Text to ids and back; `vocab_size` ids, including spares at the end that never occur in text."""
+    """Converts text to ids and back; `vocab_size` ids, including spares at the end that never occur in text."""
 
     vocab_size: int
     serialized: str  # the text of tokenizer.json
-    hash: str  # its sha256
+    hash: str  # sha256 of `serialized`
     source: str  # where it was loaded from, for messages
     token_bytes: list[bytes]  # exact bytes of each id; b"" for specials and spares
     end_of_text: int
@@ -139,7 +140,7 @@ class Tokenizer:
         self.control_ids = {content: entry["id"] for content, entry in added.items()}  # every added token by its text
         for role, content in (SPECIAL | ADDED).items():
             if content not in self.control_ids:
-                raise ModelError(f"{source}: has no {content} ({role}); import it as `base` (stage base)")
+                raise ModelError(f"{source}: has no {content} ({role}); import the model as `base` (stage base)")
             setattr(self, role, self.control_ids[content])
         self.repo_name, self.file_sep = (self.control_ids.get(content) for content in REPOSITORY.values())
         self._check_distinct()
@@ -147,19 +148,19 @@ class Tokenizer:
         self._fill_bytes(vocab, added)
 
     def _check_distinct(self) -> None:
-        """Raise ModelError if two control tokens share an id: if padding equals end of turn, other tools mask the
-        latter.
+        """Raise ModelError if two control tokens share an id: if padding had the id of end of turn, other tools would
+        mask the latter.
         """
         content_of = {id_: content for content, id_ in self.control_ids.items()}
         for content, id_ in self.control_ids.items():
             if content_of[id_] != content:
                 raise ModelError(
-                    f"{self.source}: {content} and {content_of[id_]} have the same id {id_}; give each its own"
+                    f"{self.source}: {content} and {content_of[id_]} have the same id {id_}; give each its own id"
                 )
 
     def _fill_bytes(self, vocab: dict[str, int], added: dict[str, JsonObject]) -> None:
         byte_of = byte_of_character()
-        self._literal = [b""] * self.vocab_size  # of specials too
+        self._literal = [b""] * self.vocab_size  # the bytes of each id, including specials
         for content, id_ in vocab.items():
             if content not in added:
                 self._literal[id_] = bytes(byte_of[c] for c in content)
@@ -177,7 +178,7 @@ class Tokenizer:
         """`encode` each text. For split patterns other than ours, the library encodes, in its own threads."""
         try:
             return self._encode_valid(texts)
-        except TypeError:  # the library's error for a str that is not UTF-8
+        except TypeError:  # the library's error for a str that UTF-8 cannot encode
             return self._encode_valid([SURROGATES.sub("\ufffd", text) for text in texts])
 
     def _encode_valid(self, texts: list[str]) -> list[list[int]]:
@@ -197,25 +198,25 @@ class Tokenizer:
 
     @cached_property
     def byte_ids(self) -> list[int]:
-        """The id of each single byte, (256,): encodes a fragment that is not valid UTF-8."""
+        """The id of each single byte, (256,), for encoding a fragment that is not valid UTF-8."""
         id_of = {literal: id_ for id_, literal in enumerate(self.token_bytes) if len(literal) == 1}
         return [id_of[bytes([b])] for b in range(256)]
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer":
-        """Read `folder/tokenizer.json`. Raises ModelError if it is missing or not usable."""
+        """Read `folder/tokenizer.json`. Raises ModelError if it is missing or unusable."""
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise ModelError(f"{path}: expected a tokenizer here, found none; run dvc repro stage_tokenizer")
         return cls(path.read_bytes().decode(), source=str(path))
 
     def save(self, folder: Path) -> None:
-        """Write tokenizer.json (the same bytes), tokenizer_config.json and chat_template.jinja for transformers."""
+        """Write tokenizer.json (byte for byte), tokenizer_config.json and chat_template.jinja for transformers."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "tokenizer.json").write_bytes(self.serialized.encode())
         (folder / "chat_template.jinja").write_bytes(TEMPLATE.encode())
         config = {
-            "tokenizer_class": "PreTrainedTokenizerFast",  # transformers' Qwen2Tokenizer would put NFC back
+            "tokenizer_class": "PreTrainedTokenizerFast",  # transformers' Qwen2Tokenizer would apply NFC
             "clean_up_tokenization_spaces": False,
             "eos_token": SPECIAL["turn_end"],
             "pad_token": SPECIAL["pad"],
@@ -233,7 +234,7 @@ class Tokenizer:
         last = REPOSITORY.values() if repositories else ["<|unused_0|>"]
         first = [*SPECIAL.values(), *ADDED.values(), *last]
         if vocab_size % 64 or vocab_size <= len(first) + 256:
-            raise ValueError(f"vocab_size: expected a multiple of 64 of at least 320, found {vocab_size}")
+            raise ValueError(f"vocab_size: expected a multiple of 64, at least 320, found {vocab_size}")
         joined = round(JOINED_SHARE * (vocab_size - len(first) - 256))
         split = pre_tokenizers.Split(Regex(PATTERN), behavior="isolated")
         to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -261,7 +262,7 @@ class Tokenizer:
         learner.train_from_iterator(counted(), trainer)
         learner.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
         state = json.loads(learner.to_str())
-        for entry in state["added_tokens"]:  # the trainer marks all special; parsers would lose the tool calls
+        for entry in state["added_tokens"]:  # the trainer marks all as special: parsers would lose tool calls
             entry["special"] = entry["content"] not in ADDED.values()
         for pair in _joins(learner, words, joined):
             state["model"]["vocab"]["".join(pair)] = len(state["model"]["vocab"])
@@ -271,7 +272,7 @@ class Tokenizer:
 
 
 def _joins(bare: tokenizers.Tokenizer, words: Counter[str], count: int) -> list[tuple[str, str]]:
-    """The most frequent pairs of a word's preceding character and its first piece; ties are broken by text."""
+    """The most frequent pairs of the character before a word and the word's first piece; ties go by text."""
     with_lead = {word: number for word, number in words.items() if WORD_WITH_LEAD.fullmatch(word) and word[0].isascii()}
     pairs = Counter[tuple[str, str]]()
     for number, encoding in zip(with_lead.values(), bare.encode_batch(list(with_lead)), strict=True):
@@ -281,7 +282,7 @@ def _joins(bare: tokenizers.Tokenizer, words: Counter[str], count: int) -> list[
 
 
 def fill(state: JsonObject, contents: list[str], vocab_size: int) -> None:
-    """Append added tokens to the content of a tokenizer.json, then spares until `vocab_size` ids exist."""
+    """Append added tokens to the parsed tokenizer.json, then spares until `vocab_size` ids exist."""
     entries = state["added_tokens"]
     next_id = 1 + max(*state["model"]["vocab"].values(), *(entry["id"] for entry in entries))
     spare = sum(bool(SPARE.fullmatch(entry["content"])) for entry in entries)
@@ -322,8 +323,8 @@ ASCII_WORDS = re.compile(
     .replace(r"\p{N}", "[0-9]"),
     re.ASCII,
 )
-LINE = re.compile(r"(?<=\n)(?=\S)")  # Python's \s covers the pattern's, so no whitespace follows here
-MAX_CACHED_LENGTH, MOST = 64, 1 << 17  # characters of a word, and words: about 30 MB
+LINE = re.compile(r"(?<=\n)(?=\S)")  # Python's \s includes the pattern's, so no chunk starts with whitespace
+MAX_CACHED_LENGTH, MOST = 64, 1 << 17  # characters per word, and words: about 30 MB
 
 
 def splits_by_pattern(pre_tokenizer: JsonObject | None) -> bool:
@@ -425,7 +426,7 @@ TEMPLATE = """\
 # -- tokenizers of other models ----------------------------------------------------------------------------------------
 
 
-MULTIPLE = 64  # embedding rows are padded to it: fits matrix units of all sizes
+MULTIPLE = 64  # embedding rows are padded to a multiple of this, which suits all matrix units
 MAX_ROWS = 4  # embedding rows per token; the smallest Qwen models have 1.002
 CONTROL = re.compile(r"<.+>|\[.+\]", re.DOTALL)  # the form of control tokens; other added tokens are text
 PROBE = "Ünï 🙂\r\n\tdef f(x):\n    return  x + 1234567 # it's  e\u0301\u3000日本\x00\x7f"
@@ -455,7 +456,7 @@ def adopt(folder: Path, rows: int) -> Adopted:
     used = {*state["model"]["vocab"].values(), *(entry["id"] for entry in entries.values())}
     spare = {entry["id"] for content, entry in entries.items() if SPARE.fullmatch(content)}
     for content in SPECIAL.values() & entries.keys():
-        entries[content]["special"] = True  # Qwen's FIM tokens are not, and would count as text
+        entries[content]["special"] = True  # Qwen does not mark its FIM tokens as special, so they would count as text
     for content in ADDED.values() & entries.keys():
         entries[content]["special"] = False  # decoding must keep the tool calls
     missing = [content for content in (SPECIAL | ADDED).values() if content not in entries]

@@ -8,8 +8,8 @@ results wrong. A note is about something that costs time or disk space, or affec
 The checks create links between the cache and the working tree and remove them, briefly take locks, and start the
 sandbox's servers.
 
-Not guaranteed: that a remote or a sandbox service is up (neither is contacted); DVC's settings outside the repository,
-and its `core.hardlink_lock`; processes on other machines that share the disk (they look dead). On macOS some results
+Not checked: whether a remote or a sandbox service is up (neither is contacted); DVC's settings outside the repository,
+and `core.hardlink_lock`; processes on other machines that share the disk (they appear dead). On macOS some results
 are "not known".
 """
 
@@ -65,7 +65,7 @@ EXTRAS = {
     "trackers": "runtime.trackers: TensorBoard, Weights & Biases",
 }
 SWITCHES: dict[str, tuple[State, str]] = {  # DVC settings that must be off: state if one is on, reason
-    "hydra.enabled": ("problem", "dvc repro then ignores edits of conf/, and dvc exp run reverts edits by hand"),
+    "hydra.enabled": ("problem", "dvc repro then ignores edits of conf/, and dvc exp run reverts manual edits"),
     "core.autostage": ("note", "git checkout . then keeps the staged dvc.lock"),
 }
 
@@ -114,14 +114,15 @@ def cores(system: Path) -> Iterator[Finding]:
     usable, on_linux = device.workers("auto"), sys.platform == "linux"
     limits = [text.split() for text in _cgroup_files(system, "cpu.max")]
     quota = min((int(time) / int(period) for time, period in limits if time != "max"), default=usable)
-    time = f"time for {quota:g}" if on_linux else "a limit on their time is not known"
+    time = f"CPU quota {quota:g}" if on_linux else "CPU quota not known"
     num_threads, remedy = max(1, int(quota)), None
     if quota < min(usable, int(os.environ.get("OMP_NUM_THREADS", usable))):
         remedy = (
-            f"threads wait: export OMP_NUM_THREADS={num_threads}, and set runtime.workers: {num_threads} in params.yaml"
+            f"too many threads: export OMP_NUM_THREADS={num_threads}, and set runtime.workers: {num_threads} in"
+            " params.yaml"
         )
     yield Finding("cores", "note" if remedy else "ok", f"{usable} of {os.cpu_count()} usable, {time}", remedy)
-    fast = "in hardware" if device.has_fast_bf16() else "would be emulated, slowly: the CPU computes in fp32"
+    fast = "in hardware" if device.has_fast_bf16() else "not in hardware: the CPU computes in fp32"
     yield Finding("bf16", "ok", fast if on_linux else "not known on this system")
 
 
@@ -158,9 +159,9 @@ def gpus(system: Path) -> list[Finding]:
         sizes = ", ".join(_format_bytes(device.total_memory(torch.device("cuda", index))) for index in range(count))
         return [Finding("GPU", "ok", f"{count}: {described['device']}, {described['precision']}; memory: {sizes}")]
     if not (system / "proc/driver/nvidia/version").exists():
-        return [Finding("GPU", "ok", f"none for CUDA: stages run on {described['device']}")]
+        return [Finding("GPU", "ok", f"no CUDA GPU: stages run on {described['device']}")]
     text = f"NVIDIA's driver is loaded, but torch {described['torch']} sees no GPU"
-    return [Finding("GPU", "note", text, "nvidia-smi lists them; install the CUDA build of the same version of torch")]
+    return [Finding("GPU", "note", text, "check nvidia-smi, then install the CUDA build of the same torch version")]
 
 
 def _format_bytes(size: float) -> str:
@@ -176,7 +177,7 @@ def disk(root: Path) -> Iterator[Finding]:
             workdir.root(),
             "python -m pipeline.run.workdir prune, or set STAGECOACH_WORK to a folder on another disk",
         ),
-        "DVC cache": (_cache_folder(root), f"{gc_hint}; or dvc cache dir --local FOLDER on another disk"),
+        "DVC cache": (_cache_folder(root), f"{gc_hint}; or move it: dvc cache dir --local FOLDER (on another disk)"),
     }
     for subject, (folder, remedy) in folders.items():
         free = shutil.disk_usage(_existing_folder(folder)).free
@@ -217,14 +218,14 @@ def cache_links(root: Path) -> list[Finding]:
     text = f"{selected or 'none'} (cache.type: {', '.join(link_types)}; works here: {', '.join(works)})"
     if selected not in (None, "copy"):
         return [Finding("cache links", "ok", text)]
-    move = "every out takes twice its size: put the cache on the working tree's disk, dvc cache dir --local FOLDER"
+    move = "every out takes twice its size; put the cache on the working tree's disk: dvc cache dir --local FOLDER"
     remedy = "dvc config cache.type hardlink,reflink,copy" if "hardlink" in works or selected is None else move
     return [Finding("cache links", "note" if selected else "problem", text, remedy)]
 
 
 def reflink(source: Path, target: Path) -> None:
     """Create a file that shares the blocks of another. Raises OSError if the file system does not support it, and
-    always on macOS, although DVC can do it there.
+    always on macOS, although DVC can create such files there.
     """
     with source.open("rb") as old, target.open("wb") as new:
         fcntl.ioctl(new, 0x40049409, old.fileno())  # FICLONE of linux/fs.h
@@ -246,12 +247,12 @@ def rwlock(root: Path) -> Iterator[Finding]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         yield Finding("DVC rwlock", "problem", f"corrupt, which blocks dvc commands: {error}", remedy)
         return
-    yield Finding("DVC rwlock", "ok", f"processes named as holders: {len(holders)}")
+    yield Finding("DVC rwlock", "ok", f"processes that hold locks: {len(holders)}")
     for pid, command in holders.items():
         if not psutil.pid_exists(pid):
             yield Finding("DVC rwlock", "note", f"left by process {pid}, which is gone: {command}", remedy)
         elif _is_other_process(pid, command, path.stat().st_mtime):
-            text = f"left by `{command}`; its pid {pid} is another program now, which blocks dvc commands"
+            text = f"left by `{command}`; its pid {pid} now belongs to another program, which blocks dvc commands"
             yield Finding("DVC rwlock", "problem", text, remedy)
         else:
             yield Finding("DVC rwlock", "ok", f"process {pid} runs: {command}")
@@ -273,12 +274,12 @@ def dvc_lock(root: Path) -> list[Finding]:
     pid = path.read_text().strip() if path.exists() and _is_locked(path) else None
     if pid is None or not pid.isdecimal() or psutil.pid_exists(int(pid)):
         return [Finding("DVC lock", "ok", "free" if pid is None else f"a dvc command is running (process {pid})")]
-    text = f"process {pid} took it and is gone, but one of its children still holds it, which blocks dvc commands"
+    text = f"process {pid} took the lock and is gone, but a child still holds it, which blocks dvc commands"
     return [Finding("DVC lock", "problem", text, f"find the holder with fuser -v {path} and end it")]
 
 
 def _is_locked(lock: Path) -> bool:
-    """Whether a process has a flock on the file."""
+    """Whether a process holds a flock on the file."""
     with lock.open() as file, contextlib.suppress(BlockingIOError):
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return False
@@ -310,7 +311,7 @@ def leftovers(root: Path) -> list[Finding]:
     writers = {path: name[1] for path in sorted(parts) if (name := LEFTOVER.fullmatch(path.name))}
     dead = [str(path) for path, pid in writers.items() if not psutil.pid_exists(int(pid))]
     remedy = f"rm -r {shlex.join(dead)}" if dead else None
-    return [Finding("leftovers", "note" if dead else "ok", f"{len(dead)} parts of dead processes", remedy)]
+    return [Finding("leftovers", "note" if dead else "ok", f"{len(dead)} .part files of dead processes", remedy)]
 
 
 def sandbox(root: Path) -> Iterator[Finding]:
@@ -339,7 +340,7 @@ def packages(root: Path) -> Iterator[Finding]:
     python, required = platform.python_version(), project["requires-python"]
     if not SpecifierSet(required).contains(python, prereleases=True):
         remedy = "install a matching version; then make clean && make PYTHON=<its command>"
-        yield Finding("packages", "problem", f"Python is {python}, pyproject.toml requires {required}", remedy)
+        yield Finding("packages", "problem", f"Python is {python}, but pyproject.toml requires {required}", remedy)
     needed = [Requirement(text) for text in project["dependencies"]]
     faults = {requirement: fault for requirement in needed if (fault := _fault_of_requirement(requirement))}
     for requirement, fault in faults.items():
@@ -362,7 +363,7 @@ def _fault_of_requirement(requirement: Requirement) -> str | None:
     except importlib.metadata.PackageNotFoundError:
         return f"{requirement.name} is not installed"
     fits = requirement.specifier.contains(version, prereleases=True)
-    return None if fits else f"{requirement.name} is {version}, pyproject.toml requires {requirement.specifier}"
+    return None if fits else f"{requirement.name} is {version}, but pyproject.toml requires {requirement.specifier}"
 
 
 def checkout(root: Path) -> Iterator[Finding]:
@@ -370,7 +371,7 @@ def checkout(root: Path) -> Iterator[Finding]:
     location = root.resolve()
     for name in (".dvc", "dvc.yaml"):
         if not (root / name).exists():
-            yield Finding("checkout", "problem", f"no {name} in {location}", f"cd there, or git checkout {name}")
+            yield Finding("checkout", "problem", f"no {name} in {location}", f"cd to its folder or git checkout {name}")
     if shutil.which("git") is None:
         yield Finding("checkout", "problem", "git is not installed: DVC needs it", "apt install git")
     elif any((folder / ".git").exists() for folder in (location, *location.parents)):
@@ -403,7 +404,7 @@ def parameters(root: Path) -> list[Finding]:
         return [
             Finding("parameters", "problem", str(error), "fix that; python -m pipeline.run.config lists all errors")
         ]
-    return [Finding("parameters", "ok", f"those of {len(names)} stages resolve")]
+    return [Finding("parameters", "ok", f"the parameters of {len(names)} stages resolve")]
 
 
 def remote(root: Path) -> list[Finding]:

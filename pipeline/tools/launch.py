@@ -1,18 +1,18 @@
-"""Builds the graph: runs stages in parallel as their inputs become ready, each as `dvc repro -s STAGE` in a process.
+"""Builds the graph: runs stages in parallel as their inputs become ready, each as its own `dvc repro -s STAGE`.
 
     python -m pipeline.tools.launch            the whole graph
     python -m pipeline.tools.launch spine      the chain from text to a deployed model, everything it needs, its
                                                evaluations and the report
     python -m pipeline.tools.launch stage_dpo  one stage and everything it needs
 
-If a stage fails, only the stages that depend on it are skipped. At the end a table lists the outcome of each stage, the
-jobs' idle time and the command to continue; the exit code is that of the first failure. The report covers whatever was
-measured, so it waits for the other stages but requires none of them. SIGINT, SIGTERM and SIGHUP are sent to each
-running stage once; it saves a checkpoint, and the same command resumes it. If the launcher is killed, the kernel ends
-DVC and its stage (Linux). A stage gets (cores / jobs) threads, or all cores if nothing large could
-run alongside it. The graph and the scale decide that, not the current load: the number of threads affects the last bits
-of a result, so an interrupted stage must resume with the same number. On Linux, DVC processes are forked from the
-launcher, which loads DVC only once.
+If a stage fails, only the stages that depend on it are skipped. At the end, the launcher prints each stage's outcome,
+how long jobs were idle, and the command to continue; the exit code is that of the first failure. The report covers what
+was measured, so it waits for the other stages but requires none of them. On SIGINT, SIGTERM or SIGHUP, each running
+stage gets one SIGINT and saves a checkpoint; the same command resumes it. If the launcher is killed, the kernel ends
+DVC and its stage (Linux). A stage gets (cores / jobs) threads, or all cores if nothing large could run alongside it.
+The graph and the scale decide that, not the current load: the number of threads affects the last bits of a result, so
+an interrupted stage must resume with the same number. On Linux, DVC processes are forked from the launcher, which loads
+DVC only once.
 
 Not guaranteed: a good estimate of the remaining time before the first full run; it starts from `seconds` in the scale
 file and adapts to the pace of finished stages.
@@ -65,7 +65,7 @@ class Stage:
     name: str
     waits: set[str]  # stages that must succeed before it
     seconds: float  # estimated time
-    state: str = "waiting"  # running, built, up to date, failed, not built, left out, stopped
+    state: str = "waiting"  # then running, built, up to date, failed, not built, left out, stopped
     why: str = ""
     took: float = 0.0
 
@@ -95,7 +95,7 @@ class Build:
         return sorted(names, key=lambda name: (name != DEPLOY, -self.behind[name], name))
 
     def next(self) -> list[str]:
-        """The stages to start now. An exclusive stage waits for running ones, and none starts ahead of it."""
+        """The stages to start now. An exclusive stage waits for running ones, and none behind it starts first."""
         running, names = self.named("running"), list[str]()
         if self.alone & set(running):
             return []
@@ -167,8 +167,8 @@ class Build:
         return "\n".join(rows) + "\n"
 
     def use(self, seconds: float) -> str:
-        """Job utilization in a build that took `seconds`, and the longest chain: while other jobs are idle, only a
-        shorter chain makes the build faster.
+        """Job utilization in a build that took `seconds`, and the longest chain: while other jobs are idle, only
+        shortening this chain speeds up the build.
         """
         busy = sum(stage.took * (self.jobs if stage.name in self.alone else 1) for stage in self.stages.values())
         idle = max(0.0, 1 - busy / (seconds * self.jobs)) if seconds else 0.0
@@ -211,7 +211,7 @@ def chosen(waits: dict[str, set[str]], target: str | None) -> dict[str, set[str]
 
 def alone(waits: dict[str, set[str]], seconds: dict[str, float], root: Path = Path()) -> frozenset[str]:
     """Training stages that run exclusively because less than SMALL of their time could be filled with parallel work:
-    two threads in one stage do less than two stages, but more than one thread next to an idle core.
+    two threads in one stage achieve less than two stages, but more than one thread next to an idle core.
 
     `seconds` are those of the scale file, so that an interrupted stage resumes with the same number of threads.
     """
@@ -262,7 +262,7 @@ def rewarded_by_code(settings: Settings, names: Iterable[str]) -> list[str]:
 
 
 def no_sandbox(settings: Settings) -> str:
-    """Why model-written programs cannot run here; empty if they can, or are allowed to run without a sandbox."""
+    """The reason why model-written programs cannot run here; empty if they can, or may run without a sandbox."""
     runtime, sandbox = settings.layers("runtime"), settings.layers("sandbox")
     service = runtime["sandbox"].raw if "sandbox" in runtime else None
     unsafe_allowed = "allow_unsafe" in sandbox and bool(sandbox["allow_unsafe"].raw)
@@ -324,7 +324,7 @@ def reproduce(name: str, environment: dict[str, str], launcher: int) -> None:
     """Run `dvc repro -s STAGE` in this process, a child of the launcher, and exit with DVC's code."""
     _become_child(launcher)
     os.environ.update(environment)
-    from dvc.cli import main  # here: the import takes a second
+    from dvc.cli import main  # imported here because it takes a second
     from dvc.ui import ui
 
     write = ui.write
@@ -340,9 +340,9 @@ class Launcher:
 
     def __init__(self, build: Build, command: str) -> None:
         self.build = build
-        self.command = command  # to continue the build
+        self.command = command  # continues the build
         self.running: dict[str, tuple[BaseProcess, float]] = {}  # stage -> DVC's process, its start
-        self.signal = 0  # the first one received
+        self.signal = 0  # the first signal received
         self.code = 0  # exit code of the first stage that failed
         self.signaled: set[int] = set()  # pids that were sent SIGINT
         self.deadline = float("inf")  # when processes that are still running are killed
@@ -366,7 +366,7 @@ class Launcher:
             self.build.stages[name].state = "not built"
         sys.stderr.write("\n" + self.build.table() + self.build.use(time.monotonic() - began))
         if self.build.named("built"):
-            say("dvc.lock records what was built: git add dvc.lock; dvc push shares the files")
+            say("dvc.lock records what was built. Run git add dvc.lock; share the files with dvc push")
         if self.signal:
             say(f"stopped by {signal.Signals(self.signal).name}; continue with: {self.command}")
             return 128 + self.signal
@@ -428,11 +428,11 @@ class Launcher:
             self.build.ended(name, "up to date" if recorded is None else "built")
         say(f"{name}: {self.build.stages[name].state} in {seconds:.0f} s ({self._progress()})")
         if name == DEPLOY and not status and self.build.named("waiting", "running"):
-            say("you can talk to it now: make chat   (the build continues)")
+            say("you can talk to the model now: make chat   (the build continues)")
 
     def _stop(self) -> None:
-        """Send each stage one SIGINT, so that it saves a checkpoint and exits; DVC itself only while it runs no stage.
-        Kill whatever is still running after SAVE_SECONDS.
+        """Send each stage one SIGINT, so that it saves a checkpoint and exits; DVC itself gets one only while it runs
+        no stage. Kill whatever is still running after SAVE_SECONDS.
         """
         for process, _ in self.running.values():
             assert process.pid is not None
@@ -450,7 +450,7 @@ class Launcher:
 
 
 def _is_handled(number: int) -> bool:
-    """Whether a signal is not ignored. Under nohup, SIGHUP is."""
+    """Whether a signal is not ignored; under nohup, SIGHUP is ignored."""
     return signal.getsignal(number) is not signal.SIG_IGN
 
 
@@ -460,7 +460,7 @@ def prepare(target: str | None, jobs: int) -> Build:
     waits = chosen(graph.waits(), target)
     seconds = seconds_of(list(waits), settings.name("scale"))
     build = Build({name: Stage(name, needs, seconds[name]) for name, needs in waits.items()}, jobs)
-    if device.workers("auto") < 2 * jobs and not os.environ.get("STAGECOACH_LAUNCH"):  # else: enough threads
+    if device.workers("auto") < 2 * jobs and not os.environ.get("STAGECOACH_LAUNCH"):  # else enough threads
         build.alone = alone(waits, seconds_of(list(waits), settings.name("scale"), measured=False))
     sandboxed = rewarded_by_code(settings, judging(Path()) & waits.keys())
     if sandboxed and (refused := no_sandbox(settings)):
@@ -475,7 +475,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m pipeline.tools.launch", description="Build the graph, or part of it."
     )
-    parser.add_argument("-j", "--jobs", type=int, help="parallel stages (default: 2; 1 on a single core)")
+    parser.add_argument("-j", "--jobs", type=int, help="number of parallel stages (default: 2; 1 on a single core)")
     parser.add_argument("target", nargs="?", help=f"{SPINE}, or a stage in dvc.yaml; default: the whole graph")
     arguments = parser.parse_args()
     jobs = min(2, device.workers("auto")) if arguments.jobs is None else arguments.jobs

@@ -5,8 +5,8 @@
     python -m pipeline.tools.plan model=large model.layers=24 strategy=fsdp2 processes=4 micro_batch=2
 
 Prints bytes per device by strategy and part, and the largest micro-batch (a power of two) that fits: within 30% of
-this machine's memory (80% of its GPU's), and within 80% of cards with 16, 24, 40 and 80 GB (10^9 bytes; these columns
-always assume CUDA). `learning/footprint.py` has the arithmetic and lists what it leaves out;
+this machine's memory (80% of its GPU's), and within 80% of the memory of cards with 16, 24, 40 and 80 GB (10^9 bytes;
+these columns always assume CUDA). `learning/footprint.py` has the arithmetic and lists what it leaves out;
 `runtime.micro_batch: auto` uses the same estimate.
 """
 
@@ -65,7 +65,7 @@ class PlanConfig:
     model: ModelConfig = group("model")
     strategy: str | None = None  # a name in STRATEGIES; none: all
     context: int | None = None  # tokens per row; none: 2,048, or the model's context if that is shorter
-    micro_batch: int = 1  # rows per pass; for pairs: answers
+    micro_batch: int = 1  # rows per forward pass, or answers for methods that train on pairs
     samples: int = 64  # answers per iteration, if answers are sampled
     processes: int = 8  # for ddp, fsdp2 and grpo_fsdp2
     device: str = "auto"  # for the table of parts: cpu, cuda; auto: this machine's
@@ -90,11 +90,11 @@ class PlanConfig:
             if getattr(self, key) not in allowed:
                 names = ", ".join(name for name in allowed if name)
                 raise ValueError(f"{key}: expected one of {names}, got {getattr(self, key)!r}")
-        assert self.adapter  # runs its checks
+        assert self.adapter  # building it runs its checks
         if min(self.micro_batch, self.processes, self.samples) < 1:
             raise ValueError("micro_batch, processes, samples: expected at least 1")
         if not 1 <= self.tokens <= self.model.max_context:
-            raise ValueError(f"context: expected 1 to {self.model.max_context}, the model's, got {self.tokens}")
+            raise ValueError(f"context: expected 1 to {self.model.max_context} (the model's limit), got {self.tokens}")
 
     @property
     def tokens(self) -> int:
@@ -124,7 +124,7 @@ def configured(argv: list[str]) -> PlanConfig:
 
 
 def work_of(config: PlanConfig, kind: str, precision: str) -> Work:
-    """A plan's training step on a kind of device, with several micro-batches per update, which needs more memory."""
+    """A plan's training step on a kind of device, assuming several micro-batches per update, which need more memory."""
     return Work(
         row=config.tokens,
         context=config.tokens,
@@ -151,8 +151,8 @@ def plan(config: PlanConfig, strategy: str, work: Work, micro_batch: int) -> Foo
         work = replace(work, adapted=frozenset(config.adapter.modules))
         weights = footprint.adapted(model, rank=config.rank, targets=config.adapter.modules, narrow=narrow)
         if config.base_weights == "nf4":  # instead of 2 bytes
-            quantised = sum(rows * columns * count for (rows, columns), count in footprint.matrices(model).items())
-            weights = replace(weights, frozen=int(weights.frozen - (2 - NF4_BYTES) * quantised))
+            quantized = sum(rows * columns * count for (rows, columns), count in footprint.matrices(model).items())
+            weights = replace(weights, frozen=int(weights.frozen - (2 - NF4_BYTES) * quantized))
     elif method in ALIGNED and not strategy.endswith("fsdp2"):
         weights += footprint.frozen(model, narrow=narrow)
     if method == "ppo":
@@ -232,7 +232,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def main(argv: list[str]) -> int:
-    """Print the plan; returns an exit code of `errors.py`."""
+    """Print the plan; returns an exit code from `errors.py`."""
     try:
         config = configured(argv)
     except ConfigError as error:

@@ -6,11 +6,11 @@
         [--endpoint URL] [--license ID] [--language CODE ...] [--replace] [--dry-run]
 
 The files listed in SHA256SUMS are verified before anything is uploaded. The model card from stage deploy gets the hub's
-metadata: license, languages, tags, the base model from the lineage, and as `model-index` the headlines and named
+metadata: license, languages, tags, the base model from the lineage, and, as `model-index`, the headlines and named
 benchmarks measured on exactly these weights. SHA256SUMS is updated for the new card.
 
 Large files (Git LFS) are uploaded one by one before the commit refers to them, so a second run sends only what is
-missing on the hub. The commit fails if the branch has moved in the meantime. Success is reported only after comparing
+missing from the hub. The commit fails if the branch has moved in the meantime. Success is reported only after comparing
 the hub's file list with ours, by hash.
 
 Not guaranteed: resuming within a file. Uploads with Xet, the hub's newer protocol, are untested; enable them with
@@ -44,10 +44,10 @@ if TYPE_CHECKING:
 
 NEEDED = ("config.json", "tokenizer.json", "lineage.json", "README.md", SUMS)
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
-HUBS_OWN = ".gitattributes"  # which the hub writes to a new repository
+HUBS_OWN = ".gitattributes"  # written by the hub to a new repository
 RESUME = "not published; run again to resume: large files already uploaded are not sent again"
 DATA = "\n## Data\n"  # the heading in card.md that the results precede
-SEEDS = ("data_seed", "fresh_seed")  # of the evaluated items
+SEEDS = ("data_seed", "fresh_seed")  # seeds of the evaluated items
 Files = Mapping[str, Path | bytes]  # path in the repository -> file, or generated contents
 
 
@@ -71,10 +71,12 @@ def check(folder: Path) -> JsonObject:
     if not any(name.endswith(".safetensors") for name in present):
         missing.append("*.safetensors")
     if missing:
-        raise ModelError(f"{folder}: expected a model from stage deploy, missing {', '.join(missing)}; dvc repro it")
+        raise ModelError(
+            f"{folder}: expected a deployed model, but {', '.join(missing)} is missing; run dvc repro stage_deploy"
+        )
     lines = (folder / SUMS).read_text(encoding="utf-8").splitlines()
     if unnamed := sorted(present - {line.partition("  ")[2] for line in lines} - {SUMS}):
-        raise ModelError(f"{folder}: {SUMS} does not list {', '.join(unnamed)}; delete it, or deploy the model again")
+        raise ModelError(f"{folder}: not listed in {SUMS}: {', '.join(unnamed)}; delete these, or deploy again")
     try:
         lineage = json.loads((folder / "lineage.json").read_text(encoding="utf-8"))
         model, inputs, tokenizer = lineage["model"], lineage["inputs"], lineage["tokenizer"]
@@ -84,8 +86,8 @@ def check(folder: Path) -> JsonObject:
     found = workdir.sha256(folder / "tokenizer.json")
     if found != tokenizer:
         raise ModelError(
-            f"{folder}: its lineage has tokenizer {tokenizer[:12]}..., but tokenizer.json is {found[:12]}...: parts of"
-            f" two different models; deploy {model} again"
+            f"{folder}: its lineage has tokenizer {tokenizer[:12]}..., but tokenizer.json is {found[:12]}...: these are"
+            f" parts of two different models; deploy {model} again"
         )
     return lineage
 
@@ -108,7 +110,7 @@ def size(content: Path | bytes) -> int:
 
 
 def measured(folder: Path, lineage: JsonObject) -> JsonObject:
-    """metrics/eval/<model>.json next to models/; empty if there is none. Raises ModelError for other weights."""
+    """metrics/eval/<model>.json next to models/; empty if it is missing. Raises ModelError for other weights."""
     name, root = f"models/{lineage['model']}", folder.absolute().parents[1]
     path = root / "metrics" / "eval" / f"{lineage['model']}.json"
     if not path.is_file():
@@ -118,16 +120,16 @@ def measured(folder: Path, lineage: JsonObject) -> JsonObject:
         numbers = json.loads(path.read_text(encoding="utf-8"))
         ours, theirs = lineage["inputs"].get(name), numbers["lineage"]["inputs"].get(name)
     except (ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"{path}: expected the output of stage evaluate ({error!r:.200}); dvc repro it") from error
+        raise ModelError(f"{path}: expected the output of stage evaluate ({error!r:.200}); run dvc repro") from error
     if ours != theirs:
         raise ModelError(
-            f"{path}: evaluated {name} {theirs}, but deployed {ours}; evaluate and deploy the same weights: dvc repro"
+            f"{path}: evaluated {name} {theirs}, but deployed {ours}; dvc repro evaluates and deploys the same weights"
         )
     return numbers
 
 
 def headlines(numbers: JsonObject) -> list[Headline]:
-    """The headlines, then the measures with an interval of each named benchmark."""
+    """The headlines, then those measures of each named benchmark that have an interval."""
     sets = {name: part for name, part in numbers.get("benchmarks", {}).items() if isinstance(part, dict)}
     return [
         *HEADLINES,
@@ -197,7 +199,7 @@ def base_models(models: Path, lineage: JsonObject) -> list[str]:
 
 
 def card(
-    folder: Path, lineage: JsonObject, numbers: JsonObject, target: Target, *, licence: str, languages: Sequence[str]
+    folder: Path, lineage: JsonObject, numbers: JsonObject, target: Target, *, license: str, languages: Sequence[str]
 ) -> str:
     """The model card from stage deploy plus the hub's metadata, the results, and download instructions."""
     from huggingface_hub import ModelCard, ModelCardData
@@ -208,7 +210,7 @@ def card(
         raise ModelError(f"{folder / 'README.md'}: expected the model card from stage deploy; deploy the model again")
     name = f"stagecoach-{lineage['model']}"
     made.data = ModelCardData(
-        license=licence,
+        license=license,
         language=list(languages),
         library_name=made.data.get("library_name"),
         pipeline_tag=task,
@@ -241,7 +243,7 @@ def publish(api: "HfApi", target: Target, files: Files, *, message: str, replace
         named = ", ".join(others[:5]) + (" ..." if len(others) > 5 else "")
         raise ConfigError(
             f"{target.repo} has other files: {named}; choose another name or --revision, or use --replace to replace"
-            " them with these files (the branch's history keeps them)"
+            " them with these files (the old files stay in the branch's history)"
         )
     if not has_branch:
         api.create_branch(target.repo, branch=target.branch, revision=head)
@@ -255,7 +257,7 @@ def publish(api: "HfApi", target: Target, files: Files, *, message: str, replace
 
 
 def _open(api: "HfApi", target: Target) -> tuple[str, bool]:
-    """The parent commit, and whether its branch exists. Creates the repository if it is missing."""
+    """The parent commit, and whether the target's branch exists. Creates the repository if it is missing."""
     from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
     try:
@@ -313,7 +315,7 @@ def explained(target: Target, token: str) -> Iterator[None]:
     """Turn errors of huggingface_hub into ours, which suggest a fix and contain neither the token nor signed URLs."""
     from huggingface_hub.errors import HfHubHTTPError
 
-    network = HfHubHTTPError.__bases__[0]  # from its HTTP library, which differs between major versions
+    network = HfHubHTTPError.__bases__[0]  # base error of its HTTP library, which differs between major versions
     try:
         yield
     except Exception as error:
@@ -348,7 +350,7 @@ def _refusal(target: Target, status: int, said: str, message: str) -> Stagecoach
             f" write access to repositories of {owner}; not published"
         )
     if status in (409, 412):
-        return StagecoachError(f"{target.repo}: it was changed in the meantime ({said}); {RESUME}")
+        return StagecoachError(f"{target.repo}: the branch was changed in the meantime ({said}); {RESUME}")
     return StagecoachError(f"{target.repo}: the hub answered {said}; {RESUME}")
 
 
@@ -371,7 +373,7 @@ def check_endpoint(endpoint: str) -> None:
     except ValueError:
         loopback = False
     if url.scheme == "http" and not loopback:
-        raise ConfigError(f"--endpoint http://{host}: the token would travel unencrypted; use https")
+        raise ConfigError(f"--endpoint http://{host}: the token would be sent unencrypted; use https")
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -381,13 +383,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("folder", type=Path, help="the output of stage deploy: models/deploy")
     parser.add_argument("--to", required=True, metavar="OWNER/NAME", help="the repository; created if it is missing")
-    parser.add_argument("--public", action="store_true", help="everyone may read it (default: private)")
-    parser.add_argument("--revision", default="main", metavar="BRANCH", help="created from main if it is missing")
+    parser.add_argument("--public", action="store_true", help="make the repository public (default: private)")
+    parser.add_argument("--revision", default="main", metavar="BRANCH", help="created from main if missing")
     parser.add_argument("--endpoint", help="hub URL; default: HF_ENDPOINT, or huggingface.co if unset")
     parser.add_argument("--license", default="unknown", help="the hub's id for the weights' license, for example mit")
-    parser.add_argument("--language", nargs="+", default=["en", "code"], help="languages of its data: en code")
-    parser.add_argument("--replace", action="store_true", help="replace other files in the repository")
-    parser.add_argument("--dry-run", action="store_true", help="check and list the files; contacts no hub")
+    parser.add_argument("--language", nargs="+", default=["en", "code"], help="languages of its data; default: en code")
+    parser.add_argument("--replace", action="store_true", help="replace the repository's existing files")
+    parser.add_argument("--dry-run", action="store_true", help="only check and list the files; contact no hub")
     return parser.parse_args(arguments)
 
 
@@ -397,7 +399,7 @@ def run(chosen: argparse.Namespace) -> str:
     from huggingface_hub.utils import disable_progress_bars, validate_repo_id
 
     if "HF_HUB_DISABLE_XET" not in os.environ:
-        constants.HF_HUB_DISABLE_XET = True  # read at each upload; the variable itself was read on import
+        constants.HF_HUB_DISABLE_XET = True  # read at each upload; the environment variable was read on import
     try:
         validate_repo_id(chosen.to)
     except ValueError as error:
@@ -409,7 +411,7 @@ def run(chosen: argparse.Namespace) -> str:
     target = Target(chosen.to, chosen.revision, chosen.public)
     lineage = check(chosen.folder)
     numbers = measured(chosen.folder, lineage)
-    text = card(chosen.folder, lineage, numbers, target, licence=chosen.license, languages=chosen.language)
+    text = card(chosen.folder, lineage, numbers, target, license=chosen.license, languages=chosen.language)
     files = contents(chosen.folder, text)
     total = f"{len(files)} files, {sum(map(size, files.values())):,} bytes"
     where = f"{target.repo} ({'public' if target.public else 'private'}, {target.branch}) at {endpoint}"
@@ -429,7 +431,7 @@ def run(chosen: argparse.Namespace) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Publish; returns an exit code of `errors.py`."""
+    """Publish; returns an exit code from `errors.py`."""
     chosen = parse(arguments)
     try:
         sys.stdout.write(run(chosen))

@@ -1,4 +1,4 @@
-"""docs/reference.md: every configuration key, generated from the dataclasses that define them.
+"""docs/reference.md: every configuration key, generated from the dataclasses that define the keys.
 
     stages/*.py (Params), params.yaml (the order of its blocks), conf/ -> docs/reference.md
 
@@ -8,10 +8,10 @@
 
 A key's meaning is the docstring under its field (`stage.meanings`); a field without one raises an error that names it.
 Values are those of the scale files, or the field's default. New stages, model files and presets are picked up
-automatically; the environment variables are the table ENVIRONMENT below.
+automatically; environment variables are listed in ENVIRONMENT below.
 
-Not included: the values of params.yaml and the presets (python -m stages.<s> --help shows the effective values), or
-which values of two keys exclude each other (see `__post_init__` of the class).
+Not included: the values of params.yaml and the presets (python -m stages.<s> --help shows the effective values), and
+which values cannot be combined (see `__post_init__` of the class).
 """
 
 import dataclasses
@@ -47,20 +47,20 @@ HEAD = """\
 Generated from the code by `python -m pipeline.tools.reference`: each meaning is the docstring under the key's field.
 Edit it there, then rerun the command.
 
-**The tables.** The columns `smoke`, `demo`, `gpu`, `cluster` show the values in `conf/scale/`, in *italics* the default
-if there is none, and – if a value is required but missing. `adapter.rank` is a key inside `adapter`; "below" means that
-the scale file, or a default, sets some of these. A block that no scale file mentions has one column, the default.
+**The tables.** The columns `smoke`, `demo`, `gpu`, `cluster` show the values in `conf/scale/`. If there is none, they
+show the default in *italics*, or – if a value is required. `adapter.rank` is a key inside `adapter`; "below" means
+that the scale file, or a default, sets some inner keys. A block in no scale file has one column, the default.
 
-**Precedence.** The first value found wins: the command line, `params.yaml` unless it is null, the block's preset, the
-scale file, the default. An unknown key, or a value of the wrong type, is an error.
+**Precedence.** The first value found wins: the command line, `params.yaml` unless its value is null, the block's
+preset, the scale file, the default. An unknown key, or a value of the wrong type, is an error.
 
-**How to set a key.** `dvc repro` after an edit of `params.yaml`, or:
+**How to set a key.** Edit `params.yaml` and run `dvc repro`, or:
 
 ```
 dvc exp run -S language.steps=300                                # a key that is in params.yaml
-dvc exp run -S +language.schedule=wsd                            # one that is not: with a plus
+dvc exp run -S +language.schedule=wsd                            # a key that is not: prefix it with a plus
 dvc exp run -S grpo.adapter=none                                 # none disables an optional block
-python -m stages.language language.steps=300 language.schedule=wsd    # one stage without DVC; never a plus
+python -m stages.language language.steps=300 language.schedule=wsd    # one stage without DVC; never use a plus
 python -m stages.language --help                       # its keys, their current values and origins
 ```
 """
@@ -70,14 +70,14 @@ ENVIRONMENT = {
     "STAGECOACH_LAUNCH": (
         "number of training processes: `4` (DDP), `fsdp2:4`, or a file in `conf/launch/`; empty or 1: one"
     ),
-    "MASTER_ADDR": "the address of rank 0, which the processes of a run use to watch each other; set by the launcher",
-    "MACHINE_RANK": "this machine's number, from 0, if there are several; overrides `machine_rank` in the launch file",
+    "MASTER_ADDR": "the address of rank 0, which the processes of a run use to monitor each other; set by the launcher",
+    "MACHINE_RANK": "this machine's index, from 0, in a run on several machines; overrides `machine_rank`",
     "OMP_NUM_THREADS": (
         "threads per process; unset: PyTorch's choice, or for several processes on a CPU an equal share of the cores"
     ),
     "CUDA_VISIBLE_DEVICES": "CUDA's own: which GPUs the processes see",
     "STAGECOACH_WORK": (
-        "the folder for resumable work; unset: `.work` next to `dvc.yaml`; several machines need a shared one"
+        "the folder for resumable work; unset: `.work` next to `dvc.yaml`; several machines need a shared folder"
     ),
     "STAGECOACH_MLFLOW": (
         "`off`: no MLflow; `later`: calls are queued in the work folder, as under the launcher, which delivers them"
@@ -102,7 +102,7 @@ ENVIRONMENT = {
     "OMP_WAIT_POLICY": "OpenMP's own; unset: PASSIVE",
     "GOMP_SPINCOUNT": "OpenMP's own; unset: 1000 for the stages of `make`; use 0 on a busy machine",
 }
-# Set by DVC, by the launcher or by us for our own processes: do not set these by hand
+# Set by DVC, by the launcher or by our code for its own processes: do not set these by hand
 INTERNAL = (
     "STAGECOACH_LOCKED",
     "DVC_ROOT",
@@ -129,7 +129,7 @@ class KeyBlock:
 
     name: str
     kind: "type[DataclassInstance]"
-    says: str = ""  # a sentence about it
+    says: str = ""  # a sentence about the block
     also: tuple[str, ...] = ()  # links to other inputs of the stage
     presets: tuple[str, ...] = ()  # file names in conf/preset/<block>/
 
@@ -152,7 +152,7 @@ def document(root: Path) -> str:
 
 
 def blocks(root: Path) -> list[KeyBlock]:
-    """The blocks of params.yaml in order, then those not in it, then `runtime`."""
+    """The blocks of params.yaml in order, then those not in params.yaml, then `runtime`."""
     stages, result = stage_names(root), []
     shared: dict[str, Any] = {}  # blocks that belong to no stage
     for stage in stages:
@@ -222,7 +222,7 @@ def top_level_keys(root: Path) -> str:
         ],
     ]
     for group, meaning in zip(
-        GROUPS, ("the size of the model", "how long and how big", "where the data comes from"), strict=True
+        GROUPS, ("the size of the model", "how big and how long the runs are", "where the data comes from"), strict=True
     ):
         names = ", ".join(sorted(path.stem for path in (root / "conf" / group).glob("*.yaml")))
         rows.append([f"`{group}`", "str", f"{meaning}, a file in `conf/{group}/`: {names}"])
@@ -261,8 +261,8 @@ def rows_of(
             continue
         if field.name not in texts:
             raise InputError(
-                f"{kind.__module__}.{kind.__qualname__}.{field.name} has no meaning; write it as a docstring under the"
-                " field"
+                f"{kind.__module__}.{kind.__qualname__}.{field.name} has no documented meaning; add a docstring under"
+                " the field"
             )
         raws = [] if layers is None else [layer.get(field.name) for layer in layers]
         nested_kinds = [] if hint in lists else nested(hint)
@@ -299,7 +299,7 @@ def type_of(hint: Any) -> str:
 
 
 def cell(field: dataclasses.Field[Any], raw: object, *, has_rows: bool) -> str:
-    """A scale's cell: the value in its file, or the default in italics. `has_rows`: nested keys are rows below."""
+    """A scale's cell: the value in its file, or the default in italics. `has_rows`: nested keys have rows below."""
     if raw is not None:
         return "below" if has_rows and not isinstance(raw, str) else escaped(shown(raw))
     text = default(field)

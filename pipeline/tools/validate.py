@@ -5,15 +5,15 @@
     python -m pipeline.tools.validate tickets.csv --columns question=prompt,reply=completion --encoding latin-1
 
 The table has a line per file: its kind, the shapes of its rows, the number of rows read, accepted, duplicate and
-rejected (the last three add up to the first), their tokens, the tokens that are trained on, and the rows that share 13
-consecutive words with a file in data/benchmarks. It is followed by the first reasons for rejected rows as
-`file:line: field: reason`, and by one conversation as the model sees it, with the trained parts marked.
+rejected (the last three add up to the first), their tokens, the tokens that are trained on, and the number of rows that
+share 13 consecutive words with a file in data/benchmarks. Below the table are the first few rejections, as
+`file:line: field: reason`, and one conversation as the model sees it, with the trained parts marked.
 
 The kind is the one that fits most of the first 100 rows; a file that is not a table is code or text, based on its name.
 Rows are read as in `stage_corpus` and `stage_tasks` (ingest/own_files.py). Exits with 1 if a row is rejected, with 2 if
 a file cannot be read.
 
-Checked not here but in `stage_corpus` and `stage_tasks`: what cleaning drops (short, generated or near-duplicate
+Checked only in `stage_corpus` and `stage_tasks`: what cleaning drops (short, generated or near-duplicate
 documents), and whether the tests of problems pass.
 """
 
@@ -37,17 +37,17 @@ from pipeline.run.tracking import progress
 from pipeline.text import chat
 from pipeline.text.tokenizer import Tokenizer
 
-KINDS = ("problems", "preferences", "labels", "dialogues", "text")  # of tables; the first in a tie
+KINDS = ("problems", "preferences", "labels", "dialogues", "text")  # of tables; in a tie, the first one wins
 PROSE = (".txt", ".md", ".rst", ".adoc", ".html", "")  # suffixes of text files; all others are code
 COLUMNS = ("file", "kind", "shapes", "rows", "accepted", "duplicate", "rejected", "tokens", "trained", "benchmarks")
 OPEN, CLOSE = "[[", "]]"  # mark what is trained on
 TOKENIZERS = (Path("data/tokenizer"), Path("models/deploy"), Path("models/tools"))
-LONGEST = 2000  # characters of the example
+LONGEST = 2000  # characters of the example to show
 
 
 @dataclass
 class FileReport:
-    """The contents of one file."""
+    """What was found in one file."""
 
     name: str
     kind: str
@@ -83,7 +83,7 @@ def report(
     if not is_table and files.is_binary(path):
         raise ConfigError(f"{path}: expected text or one of {', '.join(files.TABLES)}, found a binary file")
     if reading.columns and not is_table:
-        raise ConfigError(f"{path}: --columns: expected one of {', '.join(files.TABLES)}, a table")
+        raise ConfigError(f"{path}: --columns: expected a table ({', '.join(files.TABLES)})")
     found = FileReport(str(path), kind or _kind_of(path, reading))
     with tempfile.TemporaryDirectory() as folder, Intake(Path(folder) / "rejected.jsonl", None, path.name) as intake:
         rows = _rows(path, found.kind, reading)
@@ -127,10 +127,10 @@ def _rows(path: Path, kind: str, reading: TableReading) -> Iterable[tuple[int, o
 
 
 def parse_columns(text: str) -> dict[str, str]:
-    """`question=prompt,reply=completion` -> their names to ours. Raises ArgumentTypeError."""
+    """`question=prompt,reply=completion` -> file's column: our field. Raises ArgumentTypeError."""
     pairs = [part.partition("=") for part in text.split(",")]
     if not all(theirs and ours for theirs, _, ours in pairs):
-        raise argparse.ArgumentTypeError(f"expected theirs=ours,theirs=ours, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected COLUMN=FIELD,COLUMN=FIELD, got {text!r}")
     return {theirs: ours for theirs, _, ours in pairs}
 
 
@@ -140,7 +140,7 @@ def _record(row: object, found: FileReport, *, is_table: bool) -> SourceRecord:
         if not text.strip():
             raise RowError("text", "is blank")
         found.shapes["document"] += 1
-        return Text(text=text, source=found.name, path="", licence=own_files.OWN_LICENCE)
+        return Text(text=text, source=found.name, path="", license=own_files.OWN_LICENSE)
     shape = shapes.detect([row], found.kind, shapes.Columns()) if isinstance(row, dict) else None
     if shape is None:
         content = ", ".join(map(str, row)) if isinstance(row, dict) else type(row).__name__
@@ -211,11 +211,11 @@ def main(arguments: list[str]) -> int:
         prog="python -m pipeline.tools.validate", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
-    parser.add_argument("--kind", choices=(*KINDS, "code"), help="kind of all files; default: what fits most rows")
-    parser.add_argument("--columns", type=parse_columns, default={}, help="rename columns: theirs=ours,theirs=ours")
-    parser.add_argument("--encoding", default="utf-8", help="for files that are neither UTF-8 nor marked as UTF-16")
+    parser.add_argument("--kind", choices=(*KINDS, "code"), help="kind of all files; default: the best fit")
+    parser.add_argument("--columns", type=parse_columns, default={}, help="rename columns: COLUMN=FIELD,COLUMN=FIELD")
+    parser.add_argument("--encoding", default="utf-8", help="of files that are neither UTF-8 nor marked as UTF-16")
     parser.add_argument("--tokenizer", type=Path, help="tokenizer or model folder, for tokens and the example")
-    parser.add_argument("--benchmarks", type=Path, default=Path("data/benchmarks"), help="files not to train on")
+    parser.add_argument("--benchmarks", type=Path, default=Path("data/benchmarks"), help="benchmark files")
     chosen = parser.parse_args(arguments)
     try:
         folder = chosen.tokenizer or next((path for path in TOKENIZERS if path.is_dir()), None)
@@ -236,7 +236,7 @@ def main(arguments: list[str]) -> int:
     example = next((one for one in reports if one.example), None)
     if example is not None:
         cut = " ..." if len(example.example) > LONGEST else ""
-        title = f"\nThe first conversation of {example.name}; {OPEN} {CLOSE}: trained on\n"
+        title = f"\nThe first conversation of {example.name}; {OPEN} {CLOSE} mark what is trained on\n"
         sys.stdout.write(f"{title}{example.example[:LONGEST]}{cut}\n")
     if tokenizer is None:
         sys.stdout.write("\nno tokenizer: --tokenizer data/tokenizer (or a model's folder) counts tokens\n")

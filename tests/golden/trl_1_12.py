@@ -59,7 +59,7 @@ def reward_case(name: str, seed: int, *, margin: bool, coefficient: float | None
             "chosen": rewards[0],
             "rejected": rewards[1],
             "margin": margins if margin else [0.0] * 5,
-            "centring": coefficient or 0.0,
+            "centering": coefficient or 0.0,
         },
         expected={
             "losses": torch.stack(pairs),
@@ -75,8 +75,8 @@ def reward_cases() -> list[Case]:
     return [
         reward_case("plain", 1, margin=False, coefficient=None),
         reward_case("margin", 2, margin=True, coefficient=None),
-        reward_case("centred", 3, margin=False, coefficient=0.01),
-        reward_case("margin_centred", 4, margin=True, coefficient=0.01),
+        reward_case("centered", 3, margin=False, coefficient=0.01),
+        reward_case("margin_centered", 4, margin=True, coefficient=0.01),
     ]
 
 

@@ -1,16 +1,16 @@
 """The 49 rows of the API through five clients, and three public harnesses, as `make clients` runs them.
 
     __main__.py       one real server, each client's rows, the snippets of docs/clients.md, its tables
-    report.py         what the rows came to, as a table
-    snippets.py       the code blocks of docs/clients.md, run as they stand
-    asked.py .mjs     questions and checks that the clients of a language share
-    with_*.py .mjs    a client's rows, or a harness, through its own API, in its own environment
-    harnesses.py      the harnesses against a server, and our own numbers of the same items
-    lessons.py        what the model under test learns by heart before that
-    agreement.py      our numbers and theirs item by item, the reasons, the report
-    *.jsonl           items of lm-evaluation-harness and EvalPlus; bfcl-eval brings its own
-    *.txt             what stands in each environment, by number
+    report.py         the outcomes of the rows, as a table
+    snippets.py       the code blocks of docs/clients.md, run verbatim
+    asked.py .mjs     questions and checks shared by the clients of a language
+    with_*.py .mjs    the rows through a client, or a harness, each in a separate environment
+    harnesses.py      the harnesses against a server, and our own scores on the same items
+    lessons.py        the answers that the model under test first memorizes
+    agreement.py      our scores and theirs, item by item, with reasons for differences; the report
+    *.jsonl           items for lm-evaluation-harness and EvalPlus; bfcl-eval includes its own
+    *.txt             the packages in each environment, with versions
 
-The rows of openai's Python client are tests/test_clients.py and tests/test_clients_tools.py, which `make test` runs
-too; the others say the same with the same numbers.
+The rows of openai's Python client are tests/test_clients.py and tests/test_clients_tools.py, which `make test` also
+runs; the other clients have the same rows with the same numbers.
 """

@@ -1,7 +1,7 @@
-"""`make clients`: the 49 rows through every client against a real server of untrained models, and three harnesses
-against one of a small trained model; writes docs/clients.md.
+"""`make clients`: the 49 rows through every client against a real server with untrained models, and three harnesses
+against a server with a small trained model; writes docs/clients.md.
 
-Ends with 1 where a row or a block of the document fails, or a harness and we differ without a reason.
+Exits with 1 if a row or a block of the document fails, or if a harness and we differ without a known reason.
 """
 
 import json
@@ -28,7 +28,7 @@ SECONDS = 600  # for a client's rows on a slow machine
 
 
 def main() -> int:
-    """Everything; 1 where something failed."""
+    """Run everything; returns 1 if anything failed."""
     rows = report.titles()
     tokenizer = Tokenizer.train(iter(SENTENCES), 320)
     with tempfile.TemporaryDirectory() as name:
@@ -37,7 +37,7 @@ def main() -> int:
         broken = documents_blocks(tokenizer, folder)
         comparisons = harnesses.measure(folder)
     found = report.failures(columns) + broken + agreement.failures(comparisons)
-    section = report.table(columns, rows) + f"\nThe blocks above: {'FAIL' if broken else 'each ran as it stands'}.\n"
+    section = report.table(columns, rows) + f"\nThe code blocks above, run verbatim: {'FAIL' if broken else 'pass'}.\n"
     text = report.put(DOCUMENT.read_text(encoding="utf-8"), section)
     text = report.put(text, agreement.section(comparisons), report.HARNESSES_BEGIN)
     DOCUMENT.write_text(text, encoding="utf-8")
@@ -47,7 +47,7 @@ def main() -> int:
 
 
 def openai_for_python(rows: list[int], folder: Path) -> Column:
-    """From pytest's own report of the tests that `make test` runs."""
+    """Outcomes from pytest's report on the tests that `make test` runs."""
     file = folder / "junit.xml"
     subprocess.run(
         [sys.executable, "-m", "pytest", *map(str, report.PYTHON_TESTS), f"--junitxml={file}"],
@@ -60,7 +60,7 @@ def openai_for_python(rows: list[int], folder: Path) -> Column:
 
 
 def others(rows: list[int], tokenizer: Tokenizer, folder: Path) -> list[Column]:
-    """The other clients, one after the other, since they count the server's rows."""
+    """Run the other clients, one after another, since they count the server's rows."""
     control = {name: getattr(tokenizer, name) for name in ("tool_call", "fim_prefix", "fim_suffix", "fim_middle")}
     log, environment = folder / "log", {"STAGECOACH_API_KEYS": KEY}
     with serving(save_models(folder / "models", tokenizer), log=log, environment=environment) as server:
@@ -76,12 +76,12 @@ def others(rows: list[int], tokenizer: Tokenizer, folder: Path) -> list[Column]:
             column("langchain-openai", pip_versions("langchain", "langchain-openai", "openai"), python("langchain")),
             column("litellm", pip_versions("litellm", "litellm", "openai"), python("litellm")),
         ]
-    assert KEY not in log.read_text(), "the server's log holds its key"
+    assert KEY not in log.read_text(), "the server's log contains its key"
     return columns
 
 
 def documents_blocks(tokenizer: Tokenizer, folder: Path) -> list[str]:
-    """The blocks of docs/clients.md that fail, a line each."""
+    """One line for each code block of docs/clients.md that fails."""
     checkpoint.save(folder / snippets.MODEL, random_model(tokenizer), tokenizer, {})
     broken = []
     with serving([folder / snippets.MODEL], log=folder / "blocks.log") as server:
@@ -94,19 +94,19 @@ def documents_blocks(tokenizer: Tokenizer, folder: Path) -> list[str]:
 
 
 def javascript(script: str) -> list[str]:
-    """Beside the packages, where Node looks for what a script imports."""
+    """The command for a script, copied next to the packages, where Node looks for imports."""
     for file in HERE.glob("*.mjs"):
         shutil.copy(file, NODE)
     return [str(NODE / "bin" / "node"), str(NODE / script)]
 
 
 def python(client: str) -> list[str]:
-    """In the client's own environment."""
+    """The command for a client's script in the client's environment."""
     return [str(PYTHONS[client]), str(HERE / f"with_{client}.py")]
 
 
 def npm_versions(*packages: str) -> str:
-    """Of what npm installed."""
+    """Versions of packages that npm installed."""
     found = [json.loads((NODE / "node_modules" / name / "package.json").read_text())["version"] for name in packages]
     node = subprocess.run(
         [str(NODE / "bin" / "node"), "--version"], stdout=subprocess.PIPE, text=True, check=True
@@ -115,7 +115,7 @@ def npm_versions(*packages: str) -> str:
 
 
 def pip_versions(client: str, *packages: str) -> str:
-    """Of what stands in a client's environment."""
+    """Versions of packages in a client's environment."""
     code = "import importlib.metadata, sys; print(*map(importlib.metadata.version, sys.argv[1:]))"
     told = subprocess.run(
         [str(PYTHONS[client]), "-c", code, *packages], stdout=subprocess.PIPE, text=True, check=True

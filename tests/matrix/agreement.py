@@ -1,10 +1,10 @@
-"""Our numbers beside those of another harness, item by item, with the reason for each item that differs.
+"""Our scores next to those of another harness, item by item, with the reason for each item that differs.
 
-    what both found of each item -> `Item` -> `Comparison` of a task -> the section of docs/clients.md, and what failed
+    both results for each item -> `Item` -> `Comparison` for a task -> the section of docs/clients.md, and failures
 
-A difference has a reason where a known cause is shown to hold for that item: another way to cut code out of an answer,
-a tolerance, the grammar of the tools. A difference without a reason is a failure. What was asked, where answers end and
-how they are decoded stand beside the numbers, since they explain most differences between published scores.
+A difference has a reason if a known cause is shown to hold for that item: another way to extract code from an answer,
+a tolerance, the tools' grammar. A difference without a reason is a failure. The report also shows the prompts, where
+answers end and how they are decoded, since these explain most differences between published scores.
 """
 
 from collections import Counter
@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 CLOSE = 1e-3  # nats, between two sums of log-probabilities in float32
-SHOWN = 160  # characters of a prompt, and of what was found of an item
+SHOWN = 160  # characters of a prompt, and of the result for an item
 
 
 @dataclass(frozen=True)
 class Item:
-    """What both found of one item. `reason` is "" where they agree, and where nothing explains the difference."""
+    """Both results for one item. `reason` is "" if they agree or if nothing explains the difference."""
 
     id: str
     ours: str
@@ -31,7 +31,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Protocol:
-    """How the items were asked and answered."""
+    """How the questions were asked and answered."""
 
     prompt: str  # of one item, as text
     stop: str
@@ -40,7 +40,7 @@ class Protocol:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A task of a harness. `absent`: why it did not run, and what to do; `failed`: how it broke off."""
+    """A task of a harness. `absent`: why it did not run, and what to do; `failed`: the error that ended it."""
 
     harness: str
     task: str
@@ -72,7 +72,7 @@ def failures(comparisons: Sequence[Comparison]) -> list[str]:
 
 
 def told(comparisons: Sequence[Comparison]) -> list[str]:
-    """What a person should read of a run: a line for each task, and each item that differs with its reason."""
+    """A run's summary for a reader: one line for each task, and each item that differs, with its reason."""
     lines = []
     for comparison in comparisons:
         name = f"{comparison.harness}, {comparison.task}"
@@ -81,7 +81,7 @@ def told(comparisons: Sequence[Comparison]) -> list[str]:
             continue
         agreeing = sum(item.agrees for item in comparison.items)
         lines.append(
-            f"{name}: {agreeing} of {len(comparison.items)} items agree; right: ours"
+            f"{name}: {agreeing} of {len(comparison.items)} items agree; correct: ours"
             f" {_right(comparison, ours=True)}, theirs {_right(comparison, ours=False)}"
         )
         shown = comparison.differing if len(comparison.differing) <= 20 else comparison.unexplained
@@ -124,8 +124,8 @@ def texts(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]]) -> l
 
 
 def verdicts(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]]) -> list[Item]:
-    """Items that are right or wrong: {id, right, found} each. `ours` has `causes`: (reason, whether it holds), of which
-    the first that holds explains a difference.
+    """Items that are right or wrong: {id, right, found} each. `ours` also has `causes`: (reason, whether it holds);
+    the first reason that holds explains a difference.
     """
     items = []
     for own, other in _pairs(ours, theirs):
@@ -141,8 +141,8 @@ def _pairs(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]]) -> 
     by_id = {row["id"]: row for row in theirs}
     if len(by_id) != len(theirs) or set(by_id) != {row["id"] for row in ours}:
         raise ValueError(
-            f"expected the same items from both, found {len(ours)} of ours and {len(theirs)} of theirs;"
-            f" in one only: {sorted(set(by_id) ^ {row['id'] for row in ours})[:5]}"
+            f"expected the same items on both sides, found {len(ours)} of ours and {len(theirs)} of theirs;"
+            f" on one side only: {sorted(set(by_id) ^ {row['id'] for row in ours})[:5]}"
         )
     return [(row, by_id[row["id"]]) for row in ours]
 
@@ -156,9 +156,9 @@ def _scored(row: dict[str, Any]) -> str:
 
 
 def section(comparisons: Sequence[Comparison]) -> str:
-    """Tasks by what was found, the protocols, and the items that differ."""
+    """Tables of the tasks' scores and of the protocols, and a list of the items that differ."""
     lines = [
-        "| harness | task | items | agree | right: ours | right: theirs | differ, reason known | no reason |",
+        "| harness | task | items | agree | ours correct | theirs correct | differ, explained | differ, unexplained |",
         "|---" * 8 + "|",
     ]
     for comparison in comparisons:
@@ -173,7 +173,7 @@ def section(comparisons: Sequence[Comparison]) -> str:
             f" | {sum(item.agrees for item in comparison.items)} | {_right(comparison, ours=True)}"
             f" | {_right(comparison, ours=False)} | {len(comparison.differing) - unexplained} | {unexplained} |"
         )
-    lines += ["", "| task | whose | a prompt | stop | decoding |", "|---|---|---|---|---|"]
+    lines += ["", "| task | whose | example prompt | stop | decoding |", "|---|---|---|---|---|"]
     for comparison in comparisons:
         asked = comparison.theirs.prompt if comparison.theirs is not None else ""
         for whose, protocol in (("theirs", comparison.theirs), ("ours", comparison.ours)):
@@ -188,7 +188,7 @@ def section(comparisons: Sequence[Comparison]) -> str:
         for item in comparison.differing
     )
     if reasons:
-        lines += ["", "Items that differ:", ""]
+        lines += ["", "Items that differ (task, number of items, reason):", ""]
         for (task, reason), count in reasons.items():
             first = next(
                 item
@@ -197,10 +197,10 @@ def section(comparisons: Sequence[Comparison]) -> str:
                 for item in comparison.differing
                 if (item.reason or "**no reason found**") == reason
             )
-            verdicts = " against ".join(
-                "right" if right else "wrong" for right in (first.right_ours, first.right_theirs)
+            verdicts = ", theirs ".join(
+                "correct" if right else "incorrect" for right in (first.right_ours, first.right_theirs)
             )
-            lines.append(f"- {task}, {count}: {reason} (such as `{first.id}`, ours {verdicts})")
+            lines.append(f"- {task}, {count}: {reason} (for example `{first.id}`: ours {verdicts})")
     return "\n".join(lines) + "\n"
 
 
@@ -210,7 +210,7 @@ def _right(comparison: Comparison, *, ours: bool) -> str:
 
 
 def _cell(text: str) -> str:
-    """A text as code in a cell: one line, cut in its middle, since prompts differ at both ends."""
+    """A string as code in a table cell: one line, with its middle cut out, since prompts differ at both ends."""
     line = text.replace("\n", "\\n").replace("|", "\\|").replace("`", "'")
     half = SHOWN // 2
     return f"`{line if len(line) <= SHOWN else line[:half] + ' ... ' + line[-half:]}`"

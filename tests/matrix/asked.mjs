@@ -1,6 +1,6 @@
-// What the JavaScript clients share: their questions, the server's own word for an oracle, and the telling of rows.
+// Shared by the JavaScript clients: questions, expected values from the server itself, and the reporting of rows.
 //
-// argv[2] holds the driver's facts: {url, key, control: {name: id}}. Each row ends as one line of JSON:
+// argv[2] is JSON from the driver: {url, key, control: {name: id}}. Each row is reported as one line of JSON:
 //   {row, state: "pass" | "absent" | "FAIL", why}
 
 import assert from 'node:assert/strict';
@@ -40,7 +40,7 @@ async function request(path, body) {
 export const post = async (path, body) => (await request(path, { model: 'nano', ...body })).json();
 export const tokens = async (text) => (await post('/tokenize', { prompt: text })).tokens;
 
-// Rows that speak now, of all models.
+// The number of rows that generate now, over all models.
 async function running() {
   const text = await (await request('/metrics')).text();
   const counts = [...text.matchAll(/^stagecoach:num_requests_running\{[^}]*\} (\S+)/gm)];
@@ -53,11 +53,11 @@ async function becomes(count, seconds) {
   assert.equal(await running(), count, 'rows that speak');
 }
 
-// An opened stream tells its role before it has a row; a row is free within a second, a step takes a few milliseconds.
+// A new stream sends its role before it gets a row; a row is free within a second, since a step takes milliseconds.
 export const speak = (count) => becomes(count, 5);
 export const fallsIdle = () => becomes(0, 1);
 
-// The error that a promise ends with.
+// The error with which a promise rejects.
 export async function refused(promise) {
   try {
     await promise;
@@ -67,7 +67,7 @@ export async function refused(promise) {
   assert.fail('nothing was refused');
 }
 
-// -- what holds of an answer, whoever brought it -----------------------------------------------------------------------
+// -- checks of an answer, for every client -----------------------------------------------------------------------------
 
 const keysWithin = (object, allowed) => assert.deepEqual(Object.keys(object).filter((key) => !allowed.includes(key)), []);
 
@@ -95,7 +95,7 @@ export function near(found, expected) {
   found.forEach((value, index) => assert.ok(Math.abs(value - expected[index]) <= 1e-4, `${value}, not ${expected[index]}`));
 }
 
-// The prompt's log-probabilities as /v1/completions tells them, `top` alternatives each.
+// Checks a prompt's log-probabilities as /v1/completions returns them, with `top` alternatives each.
 export function isScored({ text, logprobs }, prompt, top) {
   assert.equal(text, prompt);
   assert.equal(logprobs.tokens.join(''), prompt);
@@ -107,7 +107,7 @@ export function isScored({ text, logprobs }, prompt, top) {
   assert.deepEqual(logprobs.text_offset, offsets);
 }
 
-// A token has the same log-probability when it is said as when its text is scored, where it is read as one token again.
+// A token has the same log-probability when generated as when its text is scored, if the text is again a single token.
 export async function isScoredAsSaid(say, score) {
   const prompt = await tokens('The pilot asked');
   let compared = 0;
@@ -117,14 +117,14 @@ export async function isScoredAsSaid(say, score) {
     near((await score(text)).logprobs.token_logprobs.slice(-1), said.logprobs.token_logprobs);
     compared += 1;
   }
-  assert.ok(compared, 'one of eight tokens is whole text');
+  assert.ok(compared, 'none of eight tokens is a single token again when its text is encoded');
 }
 
-// -- telling -----------------------------------------------------------------------------------------------------------
+// -- reporting ---------------------------------------------------------------------------------------------------------
 
 const tell = (row, state, why = '') => console.log(JSON.stringify({ row: Number(row), state, why }));
 
-// `rows`: number -> test; a test may return what the client does not show, as a note. `absent`: number -> why not.
+// `rows`: number -> test; a test may return a note, such as what the client does not show. `absent`: number -> reason.
 export async function run(rows, absent) {
   for (const [row, why] of Object.entries(absent)) tell(row, 'absent', why);
   for (const [row, test] of Object.entries(rows)) {

@@ -1,7 +1,7 @@
-"""What the Python clients share: their questions, the server's own word for an oracle, and the telling of rows.
+"""Shared by the Python clients: questions, expected values from the server itself, and the reporting of rows.
 
-Runs in the clients' own environments, so it imports nothing but what both have. argv[1] holds the driver's facts: {url,
-key, control: {name: id}}. Each row ends as one line of JSON: {row, state: "pass" | "absent" | "FAIL", why}.
+Runs in the clients' environments, so it imports only packages that both have. argv[1] is JSON from the driver: {url,
+key, control: {name: id}}. Each row is reported as one line of JSON: {row, state: "pass" | "absent" | "FAIL", why}.
 """
 
 import json
@@ -64,21 +64,21 @@ PATIENCE = 5  # tries after a 429
 
 
 class Step(BaseModel):
-    """Part of a plan."""
+    """A step of a plan."""
 
     kind: Literal["go", "stop"]
     metres: int
 
 
 class Plan(BaseModel):
-    """What row 34 asks for."""
+    """The object that row 34 requests."""
 
     steps: list[Step]
     note: str | None
 
 
 def tool(name: str, parameters: dict[str, Any]) -> dict[str, Any]:
-    """A function to offer."""
+    """A tool to offer to the model."""
     return {"type": "function", "function": {"name": name, "description": f"It is {name}", "parameters": parameters}}
 
 
@@ -87,7 +87,7 @@ NUMBER, BOOK = tool("f", NUMBER_RULES), tool("book", NESTED_RULES)
 
 
 def shaped(rules: dict[str, Any]) -> dict[str, Any]:
-    """A `response_format` of that schema."""
+    """A `response_format` with the schema `rules`."""
     return {"type": "json_schema", "json_schema": {"name": "x", "schema": rules, "strict": True}}
 
 
@@ -102,12 +102,12 @@ def _request(path: str, body: dict[str, Any] | None = None) -> bytes:
 
 
 def tokens(text: str) -> list[int]:
-    """A text's ids."""
+    """The token ids of a text."""
     return json.loads(_request("/tokenize", {"model": "nano", "prompt": text}))["tokens"]
 
 
 def middle(before: str, after: str) -> list[int]:
-    """The ids that a suffix stands for."""
+    """The token ids of a prompt to fill in the middle between `before` and `after`."""
     return [CONTROL["fim_prefix"], *tokens(before), CONTROL["fim_suffix"], *tokens(after), CONTROL["fim_middle"]]
 
 
@@ -117,22 +117,22 @@ def _becomes(count: int, seconds: float) -> None:
         told = re.findall(rb"^stagecoach:num_requests_running\{[^}]*\} (\S+)", _request("/metrics"), re.MULTILINE)
         found = sum(map(float, told))
         time.sleep(0.01)
-    assert found == count, f"{found} rows speak, not {count}"
+    assert found == count, f"{found} rows generate, not {count}"
 
 
 def speak(count: int) -> None:
-    """That many rows speak; an opened stream tells its role before it has a row."""
+    """Wait until `count` rows generate: a new stream sends its role before it gets a row."""
     _becomes(count, 5)
 
 
 def falls_idle() -> None:
-    """All rows are free within a second: a step takes a few milliseconds."""
+    """Check that all rows are free within a second; a step takes a few milliseconds."""
     _becomes(0, 1)
 
 
 @contextmanager
 def open_streams(streams: list[Iterator[Any]], shut: Callable[[Any], None]) -> Iterator[Callable[[], None]]:
-    """Read the first piece of each; gives what shuts them all, as the end of the block does."""
+    """Read the first chunk of each stream; yields a function that closes all of them, as the end of the block does."""
 
     def close() -> None:
         while streams:
@@ -148,7 +148,7 @@ def open_streams(streams: list[Iterator[Any]], shut: Callable[[Any], None]) -> I
 
 @contextmanager
 def soon(action: Callable[[], None]) -> Iterator[None]:
-    """Does it 0.3 seconds from now, and is done with it at the end of the block."""
+    """Run `action` 0.3 seconds from now; the end of the block waits for it."""
     timer = threading.Timer(0.3, action)
     timer.start()
     try:
@@ -157,16 +157,16 @@ def soon(action: Callable[[], None]) -> Iterator[None]:
         timer.join()
 
 
-# -- what holds of an answer, whoever brought it -----------------------------------------------------------------------
+# -- checks of an answer, for every client -----------------------------------------------------------------------------
 
 
 def is_weather(value: dict[str, Any]) -> None:
-    """It fits WEATHER_RULES."""
+    """Check that `value` matches WEATHER_RULES."""
     assert set(value) <= {"city", "unit"} and isinstance(value["city"], str) and value.get("unit", "C") in ("C", "F")
 
 
 def is_call(name: str, value: dict[str, Any]) -> None:
-    """Arguments fit the tool's rules."""
+    """Check that the arguments match the tool's rules."""
     if name == "get_weather":
         is_weather(value)
     else:
@@ -174,25 +174,25 @@ def is_call(name: str, value: dict[str, Any]) -> None:
 
 
 def is_booking(value: dict[str, Any]) -> None:
-    """It fits NESTED_RULES."""
+    """Check that `value` matches NESTED_RULES."""
     assert set(value) == {"place", "days"} and set(value["place"]) == {"zip", "side"}
     assert re.fullmatch(r"[0-9]{5}", value["place"]["zip"]) and value["place"]["side"] in ("left", "right")
     assert 1 <= len(value["days"]) <= 3 and all(type(day) is int and 1 <= day <= 7 for day in value["days"])
 
 
 def near(found: Iterable[float], expected: Iterable[float]) -> None:
-    """Two lists of log-probabilities agree."""
+    """Check that two lists of log-probabilities agree."""
     found, expected = list(found), list(expected)
     assert len(found) == len(expected) and all(abs(a - b) <= 1e-4 for a, b in zip(found, expected)), (found, expected)
 
 
 def falls(values: list[float]) -> None:
-    """Twenty, the likeliest first."""
+    """Check that there are twenty values, the highest first."""
     assert len(values) == 20 and values == sorted(values, reverse=True)
 
 
 def is_scored(text: str, logprobs: Any, prompt: str, top: int) -> None:
-    """A prompt's log-probabilities as /v1/completions tells them."""
+    """Check a prompt's log-probabilities as /v1/completions returns them."""
     assert text == prompt and "".join(logprobs["tokens"]) == prompt
     assert logprobs["token_logprobs"][0] is None and all(value < 0 for value in logprobs["token_logprobs"][1:])
     assert all(len(entry) == top for entry in logprobs["top_logprobs"][1:])
@@ -203,8 +203,8 @@ def is_scored(text: str, logprobs: Any, prompt: str, top: int) -> None:
 
 
 def is_scored_as_said(say: Callable[[int], tuple[str, Any]], score: Callable[[str], Any]) -> None:
-    """A token has the same log-probability when it is said as when its text is scored, where it is read as one token
-    again.
+    """Check that a token has the same log-probability when generated as when its text is scored, if the text is again
+    a single token.
     """
     compared = 0
     for seed in range(8):
@@ -212,10 +212,10 @@ def is_scored_as_said(say: Callable[[int], tuple[str, Any]], score: Callable[[st
         if tokens(f"The pilot asked{text}")[:-1] == tokens("The pilot asked"):
             near(score(f"The pilot asked{text}")["token_logprobs"][-1:], logprobs["token_logprobs"])
             compared += 1
-    assert compared, "one of eight tokens is whole text"
+    assert compared, "none of eight tokens is a single token again when its text is encoded"
 
 
-# -- telling -----------------------------------------------------------------------------------------------------------
+# -- reporting ---------------------------------------------------------------------------------------------------------
 
 
 def _tell(row: int, state: str, why: str) -> None:
@@ -223,7 +223,7 @@ def _tell(row: int, state: str, why: str) -> None:
 
 
 def run(rows: object, absent: dict[int, str]) -> None:
-    """Run the methods named `row_<number>`; one may return what the client does not show, as a note."""
+    """Run the methods named `row_<number>`; a method may return a note, such as what the client does not show."""
     for row, why in absent.items():
         _tell(row, "absent", why)
     for name in (name for name in dir(rows) if name.startswith("row_")):

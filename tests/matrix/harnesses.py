@@ -1,19 +1,19 @@
-"""Three public harnesses against a real server, and our own numbers on the same items.
+"""Three public harnesses against a real server, and our own scores on the same items.
 
-    python -m tests.matrix.harnesses              a small model that learns the items by heart
-    python -m tests.matrix.harnesses MODEL_DIR    any causal model that was exported
+    python -m tests.matrix.harnesses              a small model that memorizes the items
+    python -m tests.matrix.harnesses MODEL_DIR    any exported causal model
 
     lm_eval     EleutherAI's lm-evaluation-harness: choices.jsonl by log-probabilities, questions.jsonl by generation
     evalplus    EvalPlus: humaneval_plus.jsonl, base and plus tests
-    bfcl        bfcl-eval: a few rows of each Python category of the files that it brings, answered by the model; and
-                all rows of these files with answers that are right or wrong in a known way, judged by both
+    bfcl        bfcl-eval: a few rows of each Python category of its bundled files, answered by the model; and
+                all rows of these files with constructed right and wrong answers, judged by both
 
-Each runs in its own environment (`make clients`); one that is not installed is told, and the others run. Our numbers
-come from pipeline/evaluation in this process, without the server: from the prompts that the harness sends, so that both
-measure one thing, and once more in the form that our benchmarks have, so that the difference a prompt makes is seen.
+Each runs in its own environment (`make clients`); one that is not installed is reported, and the others run. Our scores
+come from pipeline/evaluation in this process, without the server: once on the prompts that the harness sends, so that
+both measure the same thing, and once on our benchmarks' own prompts, to show how much a prompt matters.
 
-Ends with 1 where an item differs without a reason (`agreement.py`). Not promised: a sandbox around EvalPlus, which runs
-the model's code in processes of its own; with MODEL_DIR that is code that nobody has read.
+Exits with 1 if an item differs without a known reason (`agreement.py`). Not guaranteed: a sandbox around EvalPlus,
+which runs the model's code in its own processes; with MODEL_DIR, nobody has reviewed that code.
 """
 
 import ast
@@ -52,7 +52,7 @@ KEY = "a-key-that-nobody-guesses"
 SECONDS = 900  # for a harness on a slow machine
 CATEGORIES = ("simple_python", "multiple", "parallel", "parallel_multiple", "irrelevance")
 JUDGED = (*CATEGORIES[:4], "live_simple", "live_parallel", "live_parallel_multiple")  # live_multiple: minutes more
-ASKED, LONGEST = 5, 1500  # rows of each category that a model answers, and the characters of the longest
+ASKED, LONGEST = 5, 1500  # rows of each category that a model answers, and the maximum number of characters in a row
 NEW_TOKENS = 768  # EvalPlus's
 SETTINGS = SuiteSettings(
     documents=1,
@@ -81,15 +81,15 @@ class Setting:
 
 
 class NotInstalled(Exception):
-    """A harness has no environment."""
+    """A harness has no environment to run in."""
 
 
 class HarnessFailed(Exception):
-    """A harness's script ended without an answer."""
+    """A harness's script ended without a result."""
 
 
 def measure(folder: Path, model: Path | None = None) -> list[Comparison]:
-    """The tasks of the harnesses that are installed, and why others did not run."""
+    """Comparisons for the installed harnesses, and the reasons why the others did not run."""
     found: list[Comparison] = []
     prompts: dict[str, JsonObject] = {}
     try:
@@ -124,7 +124,7 @@ def measure(folder: Path, model: Path | None = None) -> list[Comparison]:
 
 
 def run(harness: str, facts: JsonObject, folder: Path, **environment: str) -> Any:
-    """What a harness's script wrote. Raises NotInstalled and HarnessFailed."""
+    """Run a harness's script and return the result it wrote. Raises NotInstalled and HarnessFailed."""
     python = CLIENTS / harness / "bin" / "python"
     if not (CLIENTS / harness / ".ready").is_file():
         raise NotInstalled(f"not installed; `make clients` installs tests/matrix/{harness}.txt, or says why it cannot")
@@ -147,7 +147,7 @@ def run(harness: str, facts: JsonObject, folder: Path, **environment: str) -> An
 
 
 def version(harness: str, package: str) -> str:
-    """Of a package in a harness's environment."""
+    """Version of a package in a harness's environment."""
     folders = map(str, (CLIENTS / harness).glob("lib/python*/site-packages"))
     return next(found.version for found in distributions(name=package, path=list(folders)))
 
@@ -161,7 +161,7 @@ def question(row: JsonObject) -> str:
 
 
 def said_texts() -> list[Said]:
-    """The right answer to most, another one to every fourth."""
+    """The answers to learn: right for most questions, wrong for every fourth."""
     chosen = [
         (row, (row["answer"] + (n % 4 == 3)) % len(row["choices"])) for n, row in enumerate(lessons.rows(CHOICES))
     ]
@@ -172,7 +172,7 @@ def said_texts() -> list[Said]:
 
 
 def with_lm_eval(setting: Setting) -> list[Comparison]:
-    """Both tasks, and the choices once more as our likelihoods begin a document."""
+    """Both tasks, and the choices once more after the token with which our evaluation begins a document."""
     subject, tokenizer = setting.subject, setting.subject.tokenizer
     context = subject.model.config.max_context
     facts = {"url": setting.url, "key": KEY, "model": setting.model.name, "tokenizer": str(setting.model)}
@@ -181,7 +181,7 @@ def with_lm_eval(setting: Setting) -> list[Comparison]:
     sent, generated = found["sent"]["loglikelihood"], found["sent"]["generate_until"]
     fields = ", ".join(f"{name} {sent[name]}" for name in ("max_tokens", "logprobs", "echo", "temperature"))
     prompt, start = tokenizer.decode(sent["prompt"][0], skip_special=False), "<|endoftext|>"
-    exact = "log-probabilities of the model's logits, no server"
+    exact = "log-probabilities from the model's logits, no server"
     theirs, ours = Protocol(prompt, "none", f"log-probabilities: {fields}"), Protocol(prompt, "none", exact)
     greedy = f"greedy: temperature {generated['temperature']:g}, max_tokens {generated['max_tokens']}"
     asked = tokenizer.decode(generated["prompt"][0], skip_special=False)
@@ -201,14 +201,14 @@ def with_lm_eval(setting: Setting) -> list[Comparison]:
         compared(
             "questions",
             items=texts,
-            ours=Protocol(asked, "the ends of turns and texts; cut at a line's end", greedy),
+            ours=Protocol(asked, "end-of-turn and end-of-text tokens; cut at the end of the line", greedy),
             theirs=Protocol(asked, f"{generated['stop']}", greedy),
         ),
     ]
 
 
 def scored(subject: Subject, row: JsonObject, *, begins: bool) -> JsonObject:
-    """Log-probabilities of a row's choices; `begins`: after the token that begins a document."""
+    """Log-probabilities of a row's choices; with `begins`, after the token that begins a document."""
     context = subject.tokenizer.encode(question(row))
     wholes = [subject.tokenizer.encode(f"{question(row)} {choice}") for choice in row["choices"]]
     start = subject.tokenizer.end_of_text if begins else context[0]
@@ -227,12 +227,12 @@ def scored(subject: Subject, row: JsonObject, *, begins: bool) -> JsonObject:
 
 
 def as_verdict(row: JsonObject, causes: list[tuple[str, bool]]) -> JsonObject:
-    """A scored row as right or wrong alone."""
+    """A scored row, reduced to right or wrong."""
     return {"id": row["id"], "right": row["acc"] == 1, "found": f"acc {row['acc']:g}", "causes": causes}
 
 
 def completed(subject: Subject, row: JsonObject) -> JsonObject:
-    """The greedy text after a row's question, up to the end of its line."""
+    """The greedy completion of a row's question, up to the end of the line."""
     ids = subject.tokenizer.encode(question(row))
     completion = subject.complete("questions", {row["id"]: ids}, tokens=32, temperature=0.0)[row["id"]]
     text = subject.tokenizer.decode(completion.ids).partition("\n")[0].strip()
@@ -246,14 +246,14 @@ SYSTEM = "You are a helpful assistant good at coding."
 INSTRUCTION = (
     "Please provide a self-contained Python script that solves the following problem in a markdown code block:"
 )
-CUT_DIFFERENTLY = "EvalPlus takes the longest stretch that parses, ours the one fenced block of an answer"
-TOLERANCE = "EvalPlus accepts floats within 1e-6, our asserts compare exactly"
-TIME = "a time limit: theirs is 1 s of the clock a test or more, ours 3 s of processor time"
-OTHER_PROMPT = "our benchmarks ask in other words"
+CUT_DIFFERENTLY = "EvalPlus takes the longest span of an answer that parses; we take its only fenced code block"
+TOLERANCE = "EvalPlus accepts floats within 1e-6; our assertions compare exactly"
+TIME = "the time limits differ: at least 1 s of wall-clock time per test for EvalPlus, 3 s of CPU time for us"
+OTHER_PROMPT = "our benchmarks use a different prompt"
 
 
 def evalplus_messages(problem: JsonObject) -> list[JsonObject]:
-    """What EvalPlus sends for a problem."""
+    """The messages that EvalPlus sends for a problem."""
     asked = f"{INSTRUCTION}\n```python\n{problem['prompt'].strip()}\n```"
     return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": asked}]
 
@@ -264,7 +264,7 @@ def said_programs() -> list[Said]:
 
 
 def with_evalplus(setting: Setting) -> list[Comparison]:
-    """Base and plus tests of the prompts that EvalPlus sends, and base tests in our own form."""
+    """Base and plus tests with the prompts that EvalPlus sends, and base tests with our own prompts."""
     facts = {"url": setting.url, "model": setting.model.name, "folder": str(setting.folder / "evalplus")}
     found = run("evalplus", facts, setting.folder, HUMANEVAL_OVERRIDE_PATH=str(PROBLEMS))
     rows = lessons.rows(PROBLEMS)
@@ -279,7 +279,7 @@ def with_evalplus(setting: Setting) -> list[Comparison]:
     comparisons = []
     theirs = Protocol(
         tokenizer.decode(prompts[rows[0]["task_id"]], skip_special=False),
-        "the ends of turns and texts",
+        "end-of-turn and end-of-text tokens",
         f"greedy: temperature {sent['temperature']}, max_tokens {sent['max_tokens']}",
     )
     versions = version("evalplus", "evalplus")
@@ -301,7 +301,7 @@ def with_evalplus(setting: Setting) -> list[Comparison]:
             )
         usual = benchmarks.solved(subject, "usual", list(exercises.values()), judge, completes=False)
     first = next(iter(exercises.values()))
-    ours = Protocol(first.asked, "the ends of turns and texts", f"greedy, {NEW_TOKENS} tokens")
+    ours = Protocol(first.asked, "end-of-turn and end-of-text tokens", f"greedy, {NEW_TOKENS} tokens")
     right = {row["id"]: row["verdict"] == "passed" for row in usual.rows if row["suite"] == "usual"}
     own = [
         {"id": name, "right": passed, "found": "passed" if passed else "failed", "causes": [(OTHER_PROMPT, True)]}
@@ -316,7 +316,7 @@ def with_evalplus(setting: Setting) -> list[Comparison]:
 
 
 def other_base(statuses: dict[str, JsonObject]) -> list[JsonObject]:
-    """EvalPlus's verdicts by the base tests."""
+    """EvalPlus's verdicts on the base tests."""
     return [
         {"id": name, "right": status["base_status"] == "pass", "found": str(status["base_status"])}
         for name, status in statuses.items()
@@ -324,7 +324,7 @@ def other_base(statuses: dict[str, JsonObject]) -> list[JsonObject]:
 
 
 def tests_of(judge: Judge, rows: Sequence[JsonObject], part: str) -> dict[str, list[JsonObject]]:
-    """Asserts of the inputs of a part, base or plus, whose values are the reference's."""
+    """Assertions for the inputs of a part, base or plus; the reference solution gives the expected values."""
     checks = []
     for row in rows:
         name = row["entry_point"]
@@ -333,7 +333,7 @@ def tests_of(judge: Judge, rows: Sequence[JsonObject], part: str) -> dict[str, l
         source = "\n".join([f"reference = {name}", "def check(candidate):", *lines])
         checks.append(code.function(source, name, row["prompt"] + row["canonical_solution"], row["task_id"]))
     protected = code.protect(judge, checks)
-    assert not any(tests.unprotected for tests in protected), "an input of the file has no literal form"
+    assert not any(tests.unprotected for tests in protected), "an input in the file has no literal form"
     return {row["task_id"]: tests.tests for row, tests in zip(rows, protected, strict=True)}
 
 
@@ -346,7 +346,7 @@ def judged_program(
     status: JsonObject,
     part: str,
 ) -> JsonObject:
-    """Our verdict on our own answer, and what may explain another of theirs."""
+    """Our verdict on our own answer, and possible causes if theirs differs."""
 
     def passes(source: str | None, tests: list[JsonObject], compare: str = "strict") -> bool:
         program = Candidate(
@@ -368,7 +368,7 @@ def judged_program(
 
 
 def as_value(test: JsonObject) -> JsonObject:
-    """`assert f(1) == (2)` as arguments and what is expected."""
+    """Convert `assert f(1) == (2)` to arguments and an expected value."""
     (statement,) = ast.parse(test["assert"]).body
     assert isinstance(statement, ast.Assert) and isinstance(statement.test, ast.Compare)
     assert isinstance(statement.test.left, ast.Call)
@@ -377,7 +377,7 @@ def as_value(test: JsonObject) -> JsonObject:
 
 
 def rendered(setting: Setting, asked: JsonObject) -> list[int]:
-    """The ids that the server makes of a chat request."""
+    """The token ids into which the server turns a chat request."""
     body = ChatBody.model_validate({"model": setting.model.name} | asked)
     messages, tools = [message.plain() for message in body.messages], [tool.plain() for tool in body.tools or []]
     return chat.render(setting.subject.tokenizer, messages, tools, generation_prompt=True).ids
@@ -386,14 +386,14 @@ def rendered(setting: Setting, asked: JsonObject) -> list[int]:
 # -- bfcl-eval ---------------------------------------------------------------------------------------------------------
 
 
-BY_ORDER = "bfcl-eval gives each expected call the first call that fits, in order; ours looks for any assignment"
-IN_LISTS = "bfcl-eval accepts no whole number among the fractions of a list; ours does"
-GRAMMAR = "the server holds calls to the schemas of their tools; without them the model says what they forbid"
-CUT = "our answer was cut at its longest"
+BY_ORDER = "bfcl-eval pairs each expected call, in order, with the first call that fits; we accept any assignment"
+IN_LISTS = "bfcl-eval rejects an integer in a list of floats; we accept it"
+GRAMMAR = "the server enforces the tools' schemas; without them, the model generates a call that they forbid"
+CUT = "our answer was cut off at the token limit"
 
 
 def bfcl_files() -> Path:
-    """The folder of the files that bfcl-eval brings. Raises NotInstalled."""
+    """The folder with bfcl-eval's bundled files. Raises NotInstalled."""
     found = list((CLIENTS / "bfcl").glob("lib/python*/site-packages/bfcl_eval/data"))
     if not found:
         raise NotInstalled("not installed; `make clients` installs tests/matrix/bfcl.txt, or says why it cannot")
@@ -401,12 +401,12 @@ def bfcl_files() -> Path:
 
 
 def bfcl_prompts(folder: Path) -> dict[str, JsonObject]:
-    """The rows that the model answers, by id, as bfcl-eval sends them; they become files in `folder`.
+    """The rows that the model answers, by id, as bfcl-eval sends them; also written as files to `folder`.
 
     Raises NotInstalled.
     """
     data = folder / "bfcl"
-    shutil.copytree(bfcl_files(), data)  # its table of results reads the files of all categories
+    shutil.copytree(bfcl_files(), data)  # bfcl-eval's table of results reads the files of all categories
     for category in CATEGORIES:
         name = f"BFCL_v4_{category}.json"
         short = [line for line in (bfcl_files() / name).read_text(encoding="utf-8").splitlines() if len(line) < LONGEST]
@@ -421,7 +421,7 @@ def bfcl_prompts(folder: Path) -> dict[str, JsonObject]:
 
 
 def said_calls(prompts: dict[str, JsonObject], folder: Path) -> list[Said]:
-    """Calls that are right, wrong by a value, spare, and none, for the rows of each category in turn."""
+    """Answers to learn, in turn within each category: right, wrong, with required arguments only, without a call."""
     said: list[Said] = []
     if not prompts:
         return said
@@ -431,7 +431,7 @@ def said_calls(prompts: dict[str, JsonObject], folder: Path) -> list[Said]:
         kinds = ("truth", "last-values", "other-texts", "required-alone", "no-call")
         names = [tool["function"]["name"] for tool in asked["tools"]]
         calls = lessons.VARIANTS[kinds[number]](question.truth)
-        if not question.truth:  # irrelevance: a call is wrong, and one without what its tool requires cannot be made
+        if not question.truth:  # irrelevance: any call is wrong; one without required arguments is impossible
             calls = [{"name": names[0], "arguments": {}}] if number == 2 else []
         plain = tuple(call | {"name": call["name"].replace(".", "_")} for call in calls)
         body = ChatBody.model_validate({"model": "pupil"} | asked)
@@ -448,7 +448,7 @@ def questions(data: Path, categories: Sequence[str]) -> dict[str, bfcl.Question]
 
 
 def with_bfcl(setting: Setting, prompts: dict[str, JsonObject]) -> list[Comparison]:
-    """The model's answers, the same questions in our own form, and answers of known kinds for whole files."""
+    """The model's answers, its answers to our own prompts, and constructed answers to all rows of the files."""
     data, models = setting.folder / "bfcl", {"stagecoach": setting.model.name}
     facts = {"data": str(data), "project": str(setting.folder), "categories": CATEGORIES, "models": models}
     url = {"OPENAI_BASE_URL": f"{setting.url}/v1"}
@@ -482,8 +482,8 @@ def with_bfcl(setting: Setting, prompts: dict[str, JsonObject]) -> list[Comparis
     name, versions = next(iter(asked)), version("bfcl", "bfcl_eval")
     theirs = Protocol(
         subject.tokenizer.decode(ids[name], skip_special=False),
-        "the ends of turns and texts",
-        "greedy: temperature 0, no max_tokens (the context's rest); calls under the grammar of their tools",
+        "end-of-turn and end-of-text tokens",
+        "greedy: temperature 0, no max_tokens (the rest of the context); calls constrained by the tools' grammar",
     )
     ours = replace(theirs, decoding=f"greedy, {NEW_TOKENS} tokens, no grammar")
     in_our_words = replace(ours, prompt=subject.tokenizer.decode(words[name], skip_special=False))
@@ -497,7 +497,7 @@ def with_bfcl(setting: Setting, prompts: dict[str, JsonObject]) -> list[Comparis
 def judged_calls(
     subject: Subject, question: bfcl.Question, tools: list[JsonObject], completion: Completion, theirs: JsonObject
 ) -> JsonObject:
-    """Our verdict on our own answer to the prompt that bfcl-eval sends, and what may explain another of theirs."""
+    """Our verdict on our own answer to bfcl-eval's prompt, and possible causes if theirs differs."""
     text = subject.tokenizer.decode(completion.ids)
     reply = chat.parse(text)
     verdict = in_their_names(question, reply.tool_calls)
@@ -523,7 +523,7 @@ def in_their_names(question: bfcl.Question, calls: Sequence[JsonObject]) -> bfcl
 def known_causes(
     question: bfcl.Question, calls: Sequence[JsonObject], verdict: bfcl.TurnCheck
 ) -> list[tuple[str, bool]]:
-    """Where our rules are not bfcl-eval's, by design: `pipeline/evaluation/bfcl.py`."""
+    """Differences by design between our rules and bfcl-eval's (`pipeline/evaluation/bfcl.py`)."""
     return [
         (BY_ORDER, verdict.greedy_disagrees),
         (IN_LISTS, verdict.valid and any(whole_among_fractions(question, call) for call in calls)),
@@ -531,7 +531,7 @@ def known_causes(
 
 
 def whole_among_fractions(question: bfcl.Question, call: JsonObject) -> bool:
-    """Whether a call has a list of numbers with a whole one in it."""
+    """Whether a call passes an integer in a list of numbers."""
     by_name = {tool["function"]["name"].replace(".", "_"): tool["function"] for tool in question.tools}
     properties = by_name.get(call["name"], {}).get("parameters", {}).get("properties", {})
     return any(
@@ -543,7 +543,7 @@ def whole_among_fractions(question: bfcl.Question, call: JsonObject) -> bool:
 
 
 def fixed(folder: Path, versions: str) -> Comparison:
-    """All rows of bfcl-eval's own files, with the answers of `lessons.VARIANTS`, judged by both."""
+    """All rows of bfcl-eval's bundled files, answered by each of `lessons.VARIANTS` and judged by both."""
     asked = questions(bfcl_files(), JUDGED)
     answers = {
         (variant, name): [call | {"name": call["name"].replace(".", "_")} for call in change(question.truth)]
@@ -571,14 +571,14 @@ def fixed(folder: Path, versions: str) -> Comparison:
         id_ = f"{name} {variant}"
         own.append({"id": id_, "right": verdict.valid, "found": verdict.error or "right", "causes": causes})
         other.append({"id": id_, "right": row["valid"], "found": row["error"] or "right"})
-    return Comparison("bfcl-eval", "BFCL v4, answers of known kinds", versions, agreement.verdicts(own, other))
+    return Comparison("bfcl-eval", "BFCL v4, constructed answers", versions, agreement.verdicts(own, other))
 
 
 # -- command line ------------------------------------------------------------------------------------------------------
 
 
 def main(arguments: Sequence[str]) -> int:
-    """All tasks; 1 where an item differs without a reason."""
+    """Run all tasks; returns 1 if an item differs without a known reason."""
     try:
         with tempfile.TemporaryDirectory() as name:
             comparisons = measure(Path(name), Path(arguments[0]) if arguments else None)
@@ -587,7 +587,7 @@ def main(arguments: Sequence[str]) -> int:
         return error.exit_code
     found = agreement.failures(comparisons)
     print("\n".join([*agreement.told(comparisons), "", agreement.section(comparisons)]))
-    print("\n".join([*found, f"{len(found)} items differ without a reason"]))
+    print("\n".join([*found, f"{len(found)} items differ without a known reason"]))
     return 1 if found else 0
 
 

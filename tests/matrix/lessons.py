@@ -1,11 +1,11 @@
-"""What a small model learns by heart before the harnesses ask it, so that some of its answers are right and some wrong.
+"""Answers that a small model memorizes before the harnesses test it, so that some of its answers are right, some wrong.
 
-    items of all three harnesses -> lessons (prompt, what to answer) -> a model of 0.2 million weights that says them
+    items of all three harnesses -> lessons (prompt, answer) -> a model with 0.2 million weights that repeats them
 
-Answers of an untrained model are all wrong, and two harnesses agree easily about those. What is learned here is right,
-wrong in a way that both see, or chosen so that the two are known to differ. Learning takes about a minute on one core.
+An untrained model's answers are all wrong, and two harnesses easily agree on those. The answers learned here are right,
+wrong in a way that both detect, or chosen because the two are known to differ. Training takes about a minute on a core.
 
-`VARIANTS` make right calls wrong, one fault each; both judges of calls get all of them for whole files of BFCL.
+`VARIANTS` modify right calls, most with one fault each; both judges get all variants for entire files of BFCL.
 """
 
 import copy
@@ -26,14 +26,14 @@ from pipeline.text.tokenizer import Tokenizer
 
 VOCABULARY = 1024
 STEPS, BATCH, RATE = 700, 8, 4e-3
-LEARNED = 0.02  # nats a token, at the end
+LEARNED = 0.02  # nats per token, at the end
 
 Calls = list[JsonObject]  # {"name": str, "arguments": dict}
 
 
 @dataclass(frozen=True)
 class Said:
-    """An answer to learn: to a text, or to a conversation with tools."""
+    """An answer to learn, after a text or after a conversation with tools."""
 
     prompt: str | list[JsonObject]
     answer: str
@@ -42,7 +42,7 @@ class Said:
 
 
 def rows(file: Path) -> list[JsonObject]:
-    """The objects of a file of JSON lines."""
+    """The objects in a JSON Lines file."""
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
 
 
@@ -50,14 +50,14 @@ def rows(file: Path) -> list[JsonObject]:
 
 
 def program(problem: JsonObject, number: int) -> str:
-    """The answer to a HumanEval+ problem: the last four of each eight are wrong or read in two ways."""
+    """The answer to a HumanEval+ problem: of every eight, the last four are wrong or judged differently by the two."""
     name, right = problem["entry_point"], problem["prompt"] + problem["canonical_solution"]
     match number % 8:
         case 4:
             right = right.replace("list(dict.fromkeys(items))", "sorted(set(items))")  # passes base, fails plus
         case 5:
             right = right.replace("/ len(numbers)", "/ len(numbers) + 1e-9")  # within EvalPlus's tolerance
-        case 6:  # two blocks: ours reads none, EvalPlus the longest stretch that parses
+        case 6:  # two blocks: we read neither, EvalPlus reads the longest span that parses
             return f"```python\nprint({name}([3]))\n```\nwith\n```python\n{right}```"
         case 7:
             right = right.replace("[0]", "[-1]")
@@ -65,7 +65,7 @@ def program(problem: JsonObject, number: int) -> str:
 
 
 def settled(value: object) -> Any:
-    """A value of a truth of BFCL: an object has accepted values for each key, deeper ones are as they are."""
+    """A concrete value for a BFCL reference value, in which an object lists accepted values for each key."""
     if isinstance(value, dict):
         chosen = {key: [entry for entry in accepted if entry != ""] for key, accepted in value.items()}
         return {key: entries[0] for key, entries in chosen.items() if entries}
@@ -73,13 +73,13 @@ def settled(value: object) -> Any:
 
 
 def first(accepted: list[Any], number: int = 0) -> Any:
-    """The accepted value of that number; "" where the parameter can only be left out."""
+    """The accepted value at index `number`; "" if the parameter can only be omitted."""
     values = [value for value in accepted if value != ""]
     return settled(values[number]) if values else ""
 
 
 def truth(expected: Sequence[JsonObject], number: int = 0) -> Calls:
-    """Right calls: each parameter has its accepted value of that number."""
+    """Right calls: each parameter has its accepted value at index `number`."""
     calls: Calls = []
     for call in expected:
         ((name, parameters),) = call.items()
@@ -89,7 +89,7 @@ def truth(expected: Sequence[JsonObject], number: int = 0) -> Calls:
 
 
 def _each(change: Callable[[Any], Any]) -> Callable[[Sequence[JsonObject]], Calls]:
-    """A variant that changes every value of the right calls, within lists and objects too."""
+    """A variant that changes every value of the right calls, including values in lists and objects."""
 
     def walk(value: Any) -> Any:
         if isinstance(value, dict):
@@ -142,7 +142,7 @@ VARIANTS: dict[str, Callable[[Sequence[JsonObject]], Calls]] = {
 
 
 def encoded(tokenizer: Tokenizer, lesson: Said) -> tuple[list[int], list[bool]]:
-    """Ids, and which of them are learned."""
+    """Token ids, and which of them are trained on."""
     if isinstance(lesson.prompt, str):
         ids = [*tokenizer.encode(lesson.prompt + lesson.answer), tokenizer.end_of_text]
         start = len(tokenizer.encode(lesson.prompt))
@@ -154,14 +154,14 @@ def encoded(tokenizer: Tokenizer, lesson: Said) -> tuple[list[int], list[bool]]:
 
 
 def tokenizer_of(lessons: Sequence[Said]) -> Tokenizer:
-    """A tokenizer of the lessons' own words."""
+    """A tokenizer trained on the lessons."""
     return Tokenizer.train(
         (f"{lesson.prompt}{lesson.answer}{lesson.tools}{lesson.calls}" for lesson in lessons), VOCABULARY
     )
 
 
 def learn(tokenizer: Tokenizer, lessons: Sequence[Said]) -> Transformer:
-    """A model that says the lessons. Raises AssertionError where it has not learned them."""
+    """A model that repeats the lessons. Raises AssertionError if it has not learned them."""
     config = ModelConfig(
         vocab_size=tokenizer.vocab_size,
         width=64,
@@ -177,7 +177,7 @@ def learn(tokenizer: Tokenizer, lessons: Sequence[Said]) -> Transformer:
     model = Transformer(config, torch.Generator().manual_seed(0)).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, total_steps=STEPS)
-    # lessons of one length side by side: little of a batch is padding
+    # sorted by length, so that batches contain little padding
     ready = sorted((encoded(tokenizer, lesson) for lesson in lessons), key=lambda pair: len(pair[0]))
     batches = [_batch(ready[start : start + BATCH], tokenizer.pad) for start in range(0, len(ready), BATCH)]
     loss = torch.tensor(float("inf"))
@@ -192,12 +192,12 @@ def learn(tokenizer: Tokenizer, lessons: Sequence[Said]) -> Transformer:
         optimizer.step()
         schedule.step()
         recent = [*recent, loss.item()][-len(batches) :]
-    assert max(recent) < LEARNED, f"the lessons are not learned: {max(recent):.3f} nats a token"
+    assert max(recent) < LEARNED, f"the lessons are not learned: {max(recent):.3f} nats per token"
     return model.train(False)
 
 
 def _batch(pairs: Sequence[tuple[list[int], list[bool]]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and what is learned, (B, T) each, padded at the right, where nothing that is learned looks."""
+    """Token ids and which are trained on, (B, T) each, right-padded; no trained token attends to the padding."""
     width = max(len(ids) for ids, _ in pairs)
     ids = torch.tensor([ids + [pad] * (width - len(ids)) for ids, _ in pairs])
     select = torch.tensor([trained + [False] * (width - len(trained)) for _, trained in pairs])

@@ -1,4 +1,4 @@
-"""What each client's rows came to, and the table of it in docs/clients.md."""
+"""The outcomes of each client's rows, and their table in docs/clients.md."""
 
 import json
 import re
@@ -16,7 +16,7 @@ HARNESSES_BEGIN = "<!-- begin: harnesses, written by make clients -->\n"
 
 @dataclass(frozen=True)
 class Outcome:
-    """A row through a client. `why` says why not, or what a passing row does not show."""
+    """A row's outcome for a client. `why`: why it did not pass, or a note on a row that passed."""
 
     state: Literal["pass", "absent", "FAIL"]
     why: str = ""
@@ -32,7 +32,7 @@ class Column:
 
 
 def titles() -> dict[int, str]:
-    """The rows, by number, as the names of the Python tests say them."""
+    """The titles of the rows, by number, from the names of the Python tests."""
     found = [
         match
         for path in PYTHON_TESTS
@@ -42,19 +42,19 @@ def titles() -> dict[int, str]:
 
 
 def heard(output: str, rows: Sequence[int]) -> dict[int, Outcome]:
-    """The lines that a client's script told. What was not told once is a failure, also where the script died."""
+    """Outcomes from the lines that a client's script printed. A row not printed exactly once failed."""
     told: dict[int, list[Outcome]] = {row: [] for row in rows}
     for line in output.splitlines():
         if line.startswith("{"):
             fields = json.loads(line)
             told[fields["row"]].append(Outcome(fields["state"], fields["why"]))
     return {
-        row: once[0] if len(once) == 1 else Outcome("FAIL", f"told {len(once)} times") for row, once in told.items()
+        row: once[0] if len(once) == 1 else Outcome("FAIL", f"reported {len(once)} times") for row, once in told.items()
     }
 
 
 def junit(file: Path, rows: Sequence[int]) -> dict[int, Outcome]:
-    """The tests of a junit report, named `test_<row>_...`. What was skipped or not run did not pass."""
+    """Outcomes of the tests in a JUnit report, named `test_<row>_...`. A skipped or missing test did not pass."""
     outcomes = {row: Outcome("FAIL", "not run") for row in rows}
     for case in ET.parse(file).iter("testcase"):
         bad = [child for child in case if child.tag in ("failure", "error", "skipped")]
@@ -64,7 +64,7 @@ def junit(file: Path, rows: Sequence[int]) -> dict[int, Outcome]:
 
 
 def failures(columns: Sequence[Column]) -> list[str]:
-    """Every row that failed, a line each."""
+    """One line for each row that failed."""
     return [
         f"{column.client}, row {row}: {outcome.why}"
         for column in columns
@@ -74,7 +74,7 @@ def failures(columns: Sequence[Column]) -> list[str]:
 
 
 def table(columns: Sequence[Column], rows: dict[int, str]) -> str:
-    """Rows by clients, with what there is to say below it."""
+    """A table of rows by client, with numbered notes below it."""
     notes: list[str] = []
 
     def mark(outcome: Outcome) -> str:
@@ -93,12 +93,12 @@ def table(columns: Sequence[Column], rows: dict[int, str]) -> str:
     for row, title in rows.items():
         lines.append(f"| {row} | {title} | {' | '.join(mark(column.outcomes[row]) for column in columns)} |")
     passed = [str(sum(outcome.state == "pass" for outcome in column.outcomes.values())) for column in columns]
-    lines += [f"| | **passed of {len(rows)}** | {' | '.join(passed)} |", ""]
+    lines += [f"| | **passed, out of {len(rows)}** | {' | '.join(passed)} |", ""]
     return "\n".join([*lines, *(f"{number}. {note}" for number, note in enumerate(notes, start=1))]) + "\n"
 
 
 def put(text: str, section: str, mark: str = BEGIN) -> str:
-    """A document with the section after `mark` replaced. Raises ValueError where a mark is missing."""
+    """A document with the section after `mark` replaced. Raises ValueError if a mark is missing."""
     head, begin, rest = text.partition(mark)
     _, end, tail = rest.partition(END)
     if not begin or not end:

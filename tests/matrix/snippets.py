@@ -1,4 +1,4 @@
-"""The code blocks of docs/clients.md, run as a reader would: only the address is another."""
+"""The code blocks of docs/clients.md, run as a reader would run them, except for the address."""
 
 import re
 import subprocess
@@ -9,11 +9,11 @@ from tests.server import ROOT
 
 DOCUMENT = ROOT / "docs" / "clients.md"
 ADDRESS = "http://127.0.0.1:8000"
-MODEL = "deploy"  # the name that the document's blocks ask for
+MODEL = "deploy"  # the model name in the document's blocks
 CLIENTS = ROOT / ".work" / "clients"
-NODE = CLIENTS / "node"  # a virtual environment that holds Node, and what npm installed
+NODE = CLIENTS / "node"  # a virtual environment with Node and the packages that npm installed
 PYTHONS = {name: CLIENTS / name / "bin" / "python" for name in ("langchain", "litellm")}
-# section -> what runs its block; {file} is the block as a file, beside the packages it imports
+# section -> the command that runs its block; {file} is the block as a file, next to the packages it imports
 COMMANDS = {
     "curl": ["bash", "-eu", "{file}"],
     "openai for Python": [sys.executable, "{file}"],
@@ -25,7 +25,7 @@ COMMANDS = {
 
 
 def blocks(document: str) -> dict[str, str]:
-    """Each section's code block, by its heading. Raises ValueError where a section of COMMANDS has not exactly one."""
+    """Each section's code block, by heading. Raises ValueError unless each section of COMMANDS has exactly one."""
     found = {}
     for section in re.split(r"^## ", document, flags=re.MULTILINE)[1:]:
         heading, _, rest = section.partition("\n")
@@ -40,8 +40,8 @@ def blocks(document: str) -> dict[str, str]:
 
 
 def run(heading: str, code: str, url: str, folder: Path) -> str:
-    """What a block prints. Raises AssertionError where it fails or prints nothing."""
-    file = folder / "block.mjs"  # Node wants the ending, the others do not look at it
+    """Run a block and return what it prints. Raises AssertionError if it fails or prints nothing."""
+    file = folder / "block.mjs"  # Node needs this suffix; the other programs ignore it
     file.write_text(code.replace(ADDRESS, url), encoding="utf-8")
     command = [part.format(file=file) for part in COMMANDS[heading]]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120)

@@ -1,6 +1,6 @@
 // The 49 rows through Vercel's ai SDK with its provider for OpenAI-compatible servers.
 //
-// Fields that the SDK has no name for travel in `providerOptions`; what it does not return stands in the body that it keeps on request.
+// Fields unknown to the SDK are passed in `providerOptions`; fields that it does not return are read from the response body, which it keeps on request.
 
 import { createOpenAICompatible } from '@ai-sdk/openai-compatible';
 import { APICallError, Output, generateText, jsonSchema, streamText, tool } from 'ai';
@@ -19,7 +19,7 @@ const plain = provider({}), counting = provider({ includeUsage: true });
 const TIME = tool({ inputSchema: jsonSchema({ type: 'object', properties: {} }) });
 const TOOLS = { get_weather: tool({ description: 'The weather in a city', inputSchema: jsonSchema(WEATHER_RULES) }), get_time: TIME };
 const TOOL_CALL = String(facts.control.tool_call);
-const PROMPT = 'user:\nThe pilot asked\n\nassistant:\n'; // how the SDK writes a text to be completed
+const PROMPT = 'user:\nThe pilot asked\n\nassistant:\n'; // how the SDK formats a text to complete
 
 const extra = (fields) => ({ providerOptions: { stagecoach: fields } });
 const BASICS = { model: plain.chatModel('nano'), messages: ASK, maxOutputTokens: 12, seed: 5, maxRetries: 0 };
@@ -69,7 +69,7 @@ const rows = {
     assert.equal(told[0].text, told[1].text);
     assert.equal(told[0].usage.inputTokens, told[1].usage.inputTokens);
     assert.ok(told[0].usage.inputTokens > (await chat()).usage.inputTokens);
-    return 'the role travels in `providerOptions` of a system message';
+    return 'the role is set in the `providerOptions` of a system message';
   },
   6: async () => {
     const parts = await partsOf(), chunks = rawOf(parts);
@@ -96,7 +96,7 @@ const rows = {
     const pieces = ['', '', ''];
     for (const { choices: [choice] } of rawOf(await partsOf(extra({ n: 3 })))) pieces[choice.index] += choice.delta.content ?? '';
     assert.deepEqual(pieces, whole);
-    return 'the SDK returns one answer; all three stand in its response body and raw chunks';
+    return 'the SDK returns one answer; all three are in the response body and raw chunks';
   },
   9: async () => {
     assert.equal(await said(), await said());
@@ -107,11 +107,11 @@ const rows = {
   },
   10: async () => {
     const alone = await said({ maxOutputTokens: 40 });
-    const neighbours = [];
-    for (let n = 0; n < 7; n++) neighbours.push(await opened({ seed: 100 + n, maxOutputTokens: 1900 }));
+    const neighbors = [];
+    for (let n = 0; n < 7; n++) neighbors.push(await opened({ seed: 100 + n, maxOutputTokens: 1900 }));
     await speak(7);
     assert.equal(await said({ maxOutputTokens: 40 }), alone);
-    close(neighbours);
+    close(neighbors);
     await fallsIdle();
   },
   11: async () => {
@@ -292,7 +292,7 @@ const rows = {
     const Plan = z.object({ steps: z.array(z.object({ kind: z.enum(['go', 'stop']), metres: z.int() })), note: z.string().nullable() });
     const answer = await chat({ output: Output.object({ schema: Plan }), maxOutputTokens: 80, seed: 1 });
     assert.deepEqual(Plan.parse(JSON.parse(answer.text)), answer.output);
-    return '`Output.object` with a zod schema';
+    return 'tested with `Output.object` and a Zod schema';
   },
   35: async () => {
     const error = await fault({ output: Output.object({ schema: jsonSchema(UNIQUE_RULES) }) });
@@ -304,7 +304,7 @@ const rows = {
     assert.equal(answer.finalStep.response.body.object, 'text_completion');
     assert.equal(answer.usage.inputTokens, (await tokens(PROMPT)).length);
     assert.ok(answer.text);
-    return 'the SDK writes a text to complete as `user:`, the text, `assistant:`';
+    return 'the SDK puts the text to complete between `user:` and `assistant:`';
   },
   40: async () => {
     const { fim_prefix, fim_suffix, fim_middle } = facts.control;
@@ -365,11 +365,11 @@ const rows = {
 };
 
 await run(rows, {
-  1: 'it has no call that lists models',
-  2: 'it has no call that lists models',
-  3: 'it has no call that lists models; a chat with an unknown model is row 43',
-  37: 'it completes one text a call',
-  38: 'its prompts are text',
-  39: 'its prompts are text',
-  44: 'it refuses an empty list of messages itself, before any request',
+  1: 'the client has no call that lists models',
+  2: 'the client has no call that lists models',
+  3: 'the client has no call that lists models; row 43 covers a chat with an unknown model',
+  37: 'the SDK completes only one text per call',
+  38: 'the SDK accepts only text as a prompt',
+  39: 'the SDK accepts only text as a prompt',
+  44: 'the SDK rejects an empty list of messages before it sends a request',
 });

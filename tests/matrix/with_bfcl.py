@@ -1,11 +1,11 @@
 """bfcl-eval against our server: its function-calling handler for OpenAI's API, and its evaluation, on local files.
 
-Runs in the harness's own environment. argv[1] holds the driver's facts: {data: the folder of BFCL's files, project: a
+Runs in the harness's own environment. argv[1] is JSON from the driver: {data: the folder of BFCL's files, project: a
 folder to work in, categories, answer: the file to write} and one task:
 
     {"task": "prompts"}                        -> {id: {messages, tools}} as the handler sends them
-    {"task": "run", "models": {name: served}}  -> {name: {id: {valid, error, answer}}} of the models' answers
-    {"task": "judge", "models": {name: any}}   -> the same of answers that lie in result/ already
+    {"task": "run", "models": {name: served}}  -> {name: {id: {valid, error, answer}}} for the models' answers
+    {"task": "judge", "models": {name: any}}   -> the same for answers that are already in result/
 
 A name without "_": bfcl-eval takes it for "/" in the name of a folder.
 
@@ -28,7 +28,7 @@ os.environ["BFCL_PROJECT_ROOT"] = str(PROJECT)  # read when the package is impor
 
 @dataclass
 class Model:
-    """The fields of a row of bfcl-eval's table that it reads."""
+    """A row of bfcl-eval's table of models, with the fields that bfcl-eval reads."""
 
     model_name: str
     model_handler: Any = None
@@ -39,7 +39,7 @@ class Model:
     input_price: float | None = None
     output_price: float | None = None
     is_fc_model: bool = True
-    underscore_to_dot: bool = True  # as of OpenAI's models: names are sent with "_" for "."
+    underscore_to_dot: bool = True  # as for OpenAI's models: names are sent with "_" for "."
 
 
 TABLE = ModuleType("bfcl_eval.constants.model_config")
@@ -61,7 +61,7 @@ from bfcl_eval.utils import load_dataset_entry  # noqa: E402
 
 
 def prompts() -> dict[str, Any]:
-    """What the handler sends, by id."""
+    """The requests that the handler sends, by id."""
     return {
         entry["id"]: {
             "messages": entry["question"][0],
@@ -73,7 +73,7 @@ def prompts() -> dict[str, Any]:
 
 
 def ask(model: str) -> None:
-    """Generate the answers of a model, greedily."""
+    """Generate a model's answers greedily."""
     generate(
         SimpleNamespace(
             model=[model],
@@ -107,7 +107,7 @@ def _rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """One task, and what it found as a file."""
+    """Run one task and write its result to a file."""
     for model in TABLE.MODEL_CONFIG_MAPPING.values():
         model.model_handler = OpenAICompletionsHandler
     if FACTS["task"] == "prompts":

@@ -1,8 +1,8 @@
 """EvalPlus against our server: its code generation with the openai backend, and its evaluation, on a local HumanEval+.
 
-Runs in the harness's own environment; HUMANEVAL_OVERRIDE_PATH names the file. argv[1] holds the driver's facts: {url,
-model, folder, answer: the file to write}. Written: {"eval": {task: [{base_status, plus_status, solution}]}, "raw":
-{task: the answer as it came}, "sent": the fields of a request}. EvalPlus runs the code in processes without a sandbox.
+Runs in the harness's own environment; HUMANEVAL_OVERRIDE_PATH names the file. argv[1] is JSON from the driver: {url,
+model, folder, answer: the file to write}. Writes: {"eval": {task: [{base_status, plus_status, solution}]}, "raw":
+{task: the raw answer}, "sent": the fields of a request}. EvalPlus runs the code in processes without a sandbox.
 """
 
 import json
@@ -18,7 +18,7 @@ FACTS: dict[str, Any] = json.loads(sys.argv[1])
 
 
 def main() -> None:
-    """Generate greedily, evaluate, and put both files of EvalPlus into one."""
+    """Generate greedily, evaluate, and merge EvalPlus's two files into one."""
     sent: dict[str, Any] = {}
     request = openai_request.make_request
 

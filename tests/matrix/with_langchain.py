@@ -45,36 +45,36 @@ from langchain_core.messages import AIMessage, ToolMessage, convert_to_messages
 from langchain_openai import ChatOpenAI, OpenAI
 
 ENDLESS: dict[str, Any] = {"extra_body": {"ignore_eos": True}}
-ABSENT = dict.fromkeys((1, 2), "it has no call that lists models") | {
-    3: "it has no call that lists models; a chat with an unknown model is row 43"
+ABSENT = dict.fromkeys((1, 2), "the client has no call that lists models") | {
+    3: "the client has no call that lists models; row 43 covers a chat with an unknown model"
 }
 
 
 def model(**asked: Any) -> ChatOpenAI:
-    """A chat model that says twelve tokens, unless asked otherwise."""
+    """A chat model with at most twelve tokens per answer, unless `asked` says otherwise."""
     basics = {"model": "nano", "base_url": BASE, "api_key": KEY, "max_tokens": 12, "seed": 5, "max_retries": 0}
     return ChatOpenAI(**(basics | asked))
 
 
 def chat(messages: Any = ASK, **asked: Any) -> AIMessage:
-    """Its answer."""
+    """The model's answer to `messages`."""
     return model(**asked).invoke(messages)
 
 
 def called(
     tools: list[dict[str, Any]], choice: Any, *, messages: Any = ASK, parallel: bool | None = None, **asked: Any
 ) -> Any:
-    """Its answer where tools are offered."""
+    """The model's answer when tools are offered."""
     return model(**asked).bind_tools(tools, tool_choice=choice, parallel_tool_calls=parallel).invoke(messages)
 
 
 def streamed(**asked: Any) -> str:
-    """Its text, from a stream."""
+    """The text of the model's answer, from a stream."""
     return "".join(chunk.content for chunk in model(**asked).stream(ASK))
 
 
 def long_streams(count: int) -> AbstractContextManager[Callable[[], None]]:
-    """That many streams that do not end by themselves."""
+    """Open `count` streams that do not end by themselves."""
     streams = [model(max_tokens=1900, seed=100 + n, **ENDLESS).stream(ASK) for n in range(count)]
     return open_streams(streams, lambda stream: stream.close())
 
@@ -86,7 +86,7 @@ def completer(**asked: Any) -> OpenAI:
 
 
 def fault(kind: type[Exception], **asked: Any) -> Any:
-    """The error that a chat ends with."""
+    """The error that a chat request raises."""
     try:
         chat(**asked)
     except kind as error:
@@ -99,7 +99,7 @@ def logprobs_of(answer: Any) -> list[dict[str, Any]]:
 
 
 class Rows:
-    """By number, as docs/clients.md lists them."""
+    """The rows, numbered as in docs/clients.md."""
 
     def row_4(self) -> None:
         answer = chat()
@@ -147,7 +147,7 @@ class Rows:
     def row_8(self) -> str:
         (found,) = model(n=3).generate([convert_to_messages(ASK)]).generations
         assert len({one.text for one in found}) == 3 and found[0].text == chat().content
-        return "its streams hold one answer"
+        return "the client's streams contain only one answer"
 
     def row_9(self) -> None:
         assert chat().content == chat().content
@@ -328,7 +328,7 @@ class Rows:
 
     def row_34(self) -> str:
         assert isinstance(model(max_tokens=80, seed=1).with_structured_output(Plan).invoke(ASK), Plan)
-        return "`with_structured_output` with a pydantic class"
+        return "tested with `with_structured_output` and a Pydantic class"
 
     def row_35(self) -> None:
         error = fault(openai.BadRequestError, model_kwargs={"response_format": shaped(UNIQUE_RULES)})
@@ -348,7 +348,7 @@ class Rows:
         assert completer(extra_body={"prompt": tokens("The pilot asked")}).invoke("") == completer().invoke(
             "The pilot asked"
         )
-        return "ids travel in `extra_body`"
+        return "ids are passed in `extra_body`"
 
     def row_39(self) -> str:
         prompts = [tokens(text) for text in ("The pilot asked", "def add(")]
@@ -356,7 +356,7 @@ class Rows:
         assert [texts[0].text for texts in found] == [
             completer(temperature=0, extra_body={"prompt": ids}).invoke("") for ids in prompts
         ]
-        return "ids travel in `extra_body`"
+        return "ids are passed in `extra_body`"
 
     def row_40(self) -> None:
         ids = middle("def add(a, b):\n", "\nadd(1, 2)")
@@ -379,7 +379,7 @@ class Rows:
         assert "".join(completer().stream("The pilot asked", echo=True)) == "The pilot asked" + completer().invoke(
             "The pilot asked"
         )
-        return "its streams of text are strings: no reason, no counts"
+        return "the client streams text as plain strings, without finish reason or token counts"
 
     def row_43(self) -> None:
         assert "served: nano, other, judge" in fault(openai.NotFoundError, model="gpt-none").message

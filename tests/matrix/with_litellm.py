@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # prices are not asked of the network
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # do not fetch prices from the network
 
 import litellm
 from asked import (
@@ -48,13 +48,13 @@ from asked import (
 litellm.suppress_debug_info = True
 ENDLESS: dict[str, Any] = {"extra_body": {"ignore_eos": True}}
 ABSENT = {
-    2: "it lists names; it has no call that retrieves one model",
-    3: "it has no call that retrieves one model; a chat with an unknown model is row 43",
+    2: "the client lists models, but has no call that retrieves one",
+    3: "the client has no call that retrieves a model; row 43 covers a chat with an unknown model",
 }
 
 
 def chat(**asked: Any) -> Any:
-    """A chat completion of twelve tokens, unless asked otherwise."""
+    """A chat completion of at most twelve tokens, unless `asked` says otherwise."""
     basics = {
         "model": "openai/nano",
         "messages": ASK,
@@ -68,17 +68,17 @@ def chat(**asked: Any) -> Any:
 
 
 def said(**asked: Any) -> str:
-    """Its text."""
+    """The text of the answer."""
     return chat(**asked).choices[0].message.content
 
 
 def streamed(**asked: Any) -> str:
-    """Its text, from a stream."""
+    """The text of the answer, from a stream."""
     return "".join(chunk.choices[0].delta.content or "" for chunk in chat(**asked, stream=True))
 
 
 def long_streams(count: int) -> AbstractContextManager[Callable[[], None]]:
-    """That many streams that do not end by themselves."""
+    """Open `count` streams that do not end by themselves."""
     streams = [chat(max_tokens=1900, seed=100 + n, stream=True, **ENDLESS) for n in range(count)]
     return open_streams(streams, lambda stream: asyncio.run(stream.aclose()))
 
@@ -97,7 +97,7 @@ def complete(**asked: Any) -> Any:
 
 
 def fault(kind: type[Exception], **asked: Any) -> Any:
-    """The error that a chat ends with."""
+    """The error that a chat request raises."""
     try:
         chat(**asked)
     except kind as error:
@@ -110,7 +110,7 @@ def arguments(call: Any) -> Any:
 
 
 class Rows:
-    """By number, as docs/clients.md lists them."""
+    """The rows, numbered as in docs/clients.md."""
 
     def row_1(self) -> None:
         found = litellm.get_valid_models(
@@ -345,7 +345,7 @@ class Rows:
 
     def row_34(self) -> str:
         Plan.model_validate_json(said(response_format=Plan, max_tokens=80, seed=1))
-        return "it sends a pydantic class as a schema; the text is parsed by the class"
+        return "the client sends a Pydantic class as a schema; the test parses the text with the class"
 
     def row_35(self) -> None:
         assert "uniqueItems" in fault(litellm.BadRequestError, response_format=shaped(UNIQUE_RULES)).message

@@ -1,8 +1,8 @@
 """EleutherAI's lm-evaluation-harness against our server: `local-completions`, two tasks in local files, offline.
 
-Runs in the harness's own environment. argv[1] holds the driver's facts: {url, key, model, tokenizer: a model's folder,
-choices, questions: files, answer: the file to write}. Written: {task: [{id, logprobs, acc, acc_norm} or {id, text,
-exact_match}]}, and the payloads of one request of each kind as the harness sent them.
+Runs in the harness's own environment. argv[1] is JSON from the driver: {url, key, model, tokenizer: a model's folder,
+choices, questions: files, answer: the file to write}. Writes: {task: [{id, logprobs, acc, acc_norm} or {id, text,
+exact_match}]}, and the payload of one request of each kind, as sent by the harness.
 """
 
 import json
@@ -38,7 +38,7 @@ TASKS: list[dict[str, Any]] = [
 
 
 class Recorded(LocalCompletionsAPI):
-    """`local-completions`, which keeps the payloads that it sends."""
+    """`local-completions`, keeping the payloads that it sends."""
 
     sent: dict[str, Any]
 
@@ -49,7 +49,7 @@ class Recorded(LocalCompletionsAPI):
 
 
 def main() -> None:
-    """Both tasks, and their samples as a file."""
+    """Run both tasks and write their samples to a file."""
     common = {"dataset_path": "json", "test_split": "test", "doc_to_text": PROMPT}
     model = Recorded(
         base_url=f"{FACTS['url']}/v1/completions",

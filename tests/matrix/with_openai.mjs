@@ -1,4 +1,4 @@
-// The 49 rows through openai's JavaScript client; tests/test_clients*.py say the same in Python, with names.
+// The 49 rows through openai's JavaScript client; tests/test_clients*.py are the same rows in Python, with names.
 
 import assert from 'node:assert/strict';
 import OpenAI from 'openai';
@@ -93,11 +93,11 @@ const rows = {
   },
   10: async () => {
     const alone = await said({ max_tokens: 40 });
-    const neighbours = [];
-    for (let n = 0; n < 7; n++) neighbours.push(await opened({ seed: 100 + n, max_tokens: 1900 }));
+    const neighbors = [];
+    for (let n = 0; n < 7; n++) neighbors.push(await opened({ seed: 100 + n, max_tokens: 1900 }));
     await speak(7);
     assert.equal(await said({ max_tokens: 40 }), alone);
-    close(neighbours);
+    close(neighbors);
     await fallsIdle();
   },
   11: async () => {

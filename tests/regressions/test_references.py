@@ -63,7 +63,7 @@ def test_dropout_is_refused_in_every_model_of_alignment(base: Path, tiny_model: 
     dropping.dropout = 0.1
     with pytest.raises(ValueError, match=r"dropout=0\.1"):
         RewardModel(dropping)
-    with pytest.raises(ValueError, match=r"no dropout, found 0\.1"):
+    with pytest.raises(ValueError, match=r"without dropout, found dropout 0\.1"):
         ActorCritic(dropping, RewardModel(tiny_model))
 
 

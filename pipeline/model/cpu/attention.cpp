@@ -5,8 +5,8 @@
 //     S^T = K Q^T    P^T = exp(S^T - log sum)    O^T = V^T P^T    dP^T = V dO^T    dS^T = P^T (dP^T - rowsum(dO O))
 //     dV += P^T dO   dK += dS^T Q                dQ^T = K^T dS^T
 //
-// Products use AMX. On processors without it this file contains only `has_attention_blocks`, and attention is a few batched products in PyTorch:
-// with AVX-512's bf16 instead of AMX, blocks were slower than those. Not guaranteed: identical bits with a different number of threads.
+// Products use AMX. On processors without AMX, this file contains only `has_attention_blocks`, and attention is a few batched products in PyTorch:
+// with AVX-512's bf16 instructions, blocks were slower than these. Not guaranteed: identical bits with a different number of threads.
 
 #include "lanes.hpp"
 
@@ -36,7 +36,7 @@ struct Tiles {
     ~Tiles() { _tile_release(); }
 };
 
-// c (32, 32) = or += a b. Step k of the inner dimension is 32 long: a has its columns from steps[k] on, (32, 32); b its rows, two in a word: (16, 32).
+// c (32, 32) = or += a b. Step k covers 32 of the inner dimension: columns of a from steps[k] on, (32, 32); rows of b, two per word, (16, 32).
 static void multiply(const half *a, num a_stride, const num *steps, const uint32_t *b, num b_stride, float *c, num c_stride, num inner, bool add) {
     if (add) {
         _tile_loadd(0, c, c_stride * 4);
@@ -78,12 +78,12 @@ static inline __m512 exponential(__m512 x) {
 }
 
 static inline __m512i rounded(__m512 x) { return _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(x)); }
-// Interleave two rows of a product's right side: the first in the lower halves of the words.
+// Interleave two rows of a product's right side: the first goes into the lower halves of the words.
 static inline __m512i paired(__m512 first, __m512 second) { return _mm512_or_si512(rounded(first), _mm512_slli_epi32(rounded(second), 16)); }
 static inline void store_half(half *to, __m512 x) { _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh(x)); }
 
-// Which keys the queries of each block attend to: `entries` from starts[block] to starts[block + 1], each a key block times two, plus one where
-// bit q of mask j, of 32, is set if query q attends to key j; otherwise all queries do.
+// Which keys the queries of each block attend to: `entries` from starts[block] to starts[block + 1], each twice the index of a key block, plus
+// one if a mask applies: bit q of its word j, of 32, is set if query q attends to key j. Without a mask, all queries attend to all keys.
 struct Plan {
     const num *starts, *entries;
     const uint32_t *masks;
@@ -95,12 +95,12 @@ struct Plan {
 };
 
 struct Line {
-    num tokens, heads, kv_heads, size;      // H query heads share K key heads; h numbers each
-    num group, blocks, padded, wide;        // H / K; of 32 tokens; tokens and h as multiples of 32
+    num tokens, heads, kv_heads, size;      // H query heads share K key heads; h elements per head
+    num group, blocks, padded, wide;        // H / K; number of blocks of 32 tokens; tokens and h rounded up to multiples of 32
     Line(num n, num h, num k, num d) : tokens(n), heads(h), kv_heads(k), size(d), group(h / k), blocks((n + 31) / 32), padded(blocks * 32), wide((d + 31) / 32 * 32) {}
 };
 
-// A head's rows (n, h) of a line: as stored (padded, wide), and transposed (wide, padded)
+// Copies a head's rows (n, h) of a line: as stored (padded, wide), and transposed (wide, padded)
 static void copy_head(const half *from, num stride, const Line &line, half *rows, half *turned) {
     for (num i = 0; i < line.tokens; i++) {
         if (rows) std::memcpy(rows + i * line.wide, from + i * stride, sizeof(half) * line.size);
@@ -108,7 +108,7 @@ static void copy_head(const half *from, num stride, const Line &line, half *rows
     }
 }
 
-// A block's rows (count, h) as the right side of a product over h: `along` (wide / 2, 32); and of one over its rows: `across` (16, wide)
+// Packs a block's rows (count, h) as the right side of a product over h, `along` (wide / 2, 32), and of one over the rows, `across` (16, wide)
 static void pack(const half *from, num stride, num count, const Line &line, uint32_t *along, uint32_t *across) {
     for (num i = 0; i < count; i++) {
         const half *row = from + i * stride;
@@ -133,7 +133,7 @@ static void take_maxima(const float *scores, const uint32_t *mask, Extent &exten
             extent.most[side] = _mm512_mask_max_ps(extent.most[side], bits_of(mask, j, side), extent.most[side], _mm512_load_ps(scores + j * BLOCK + 16 * side));
 }
 
-// exp(scores - maximum), two keys in a word: (16, 32); also adds them to the sums
+// exp(scores - maximum), two keys per word, (16, 32); also adds the results to the sums
 static void weigh(const float *scores, const uint32_t *mask, Extent &extent, uint32_t *shares) {
     for (num side = 0; side < 2; side++)
         for (num j = 0; j < BLOCK; j += 2) {
@@ -158,7 +158,7 @@ static void finish(const Extent &extent, float *norms, float *inverse) {
     }
 }
 
-// P^T = exp(S^T - norms) and dS^T = P^T (dP^T - inner) of a block of keys and a head's queries, in rows `width` apart; dS^T also two keys in a word
+// P^T = exp(S^T - norms) and dS^T = P^T (dP^T - inner) for a block of keys and a head's queries, in rows `width` apart; dS^T also with two keys per word
 static void differentiate(const float *scores, const float *upper, const float *norms, const float *inner, const uint32_t *mask, half *shares,
                           half *differences, num width, uint32_t *changes) {
     for (num side = 0; side < 2; side++) {
@@ -182,7 +182,7 @@ static inline float dot(const half *a, const half *b, num d) {
     return sum;
 }
 
-// Start offsets of the steps of a contiguous inner dimension: of heads up to 2,048 wide, of up to 64 heads to a key head
+// Start offsets of the steps of a contiguous inner dimension: enough for heads up to 2,048 wide, or up to 64 query heads per key head
 static const struct Steps {
     num at[64];
     Steps() { for (num k = 0; k < 64; k++) at[k] = k * BLOCK; }
@@ -191,10 +191,10 @@ static const struct Steps {
 extern "C" {
 
 // Whether the kernel lets this process use the tile registers.
-int has_attention_blocks() { return syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* their data */) == 0; }
+int has_attention_blocks() { return syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* tile data */) == 0; }
 
-// Of a line of n tokens, token i of which attends to the keys [firsts[s], lasts[s]) for each s in [offsets[i], offsets[i + 1]): with `entries` and
-// `masks` the plan, else only the number of its entries for each block of queries, `counts`.
+// Plans a line of n tokens in which token i attends to the keys [firsts[s], lasts[s]) for each s in [offsets[i], offsets[i + 1]). Writes the number of
+// entries of each block of queries to `counts` and, if given, the plan to `entries` and `masks`.
 void plan_attention(const num *offsets, const num *firsts, const num *lasts, const num *starts, num *counts, num *entries, uint32_t *masks, num n, int threads) {
     num blocks = (n + BLOCK - 1) / BLOCK;
     std::vector<num> number(blocks, -1), found;
@@ -225,7 +225,7 @@ void plan_attention(const num *offsets, const num *firsts, const num *lasts, con
     }
 }
 
-// q, k, v: rows of n tokens q_stride, ... apart, heads of size d side by side. out (n, H, d); sums (H, blocks * 32): log sum exp of each query's scores.
+// q, k, v: rows of n tokens, q_stride etc. apart, with heads of size d side by side. out (n, H, d); sums (H, blocks * 32): log sum exp of each query's scores.
 void attention_forward(const half *q, const half *k, const half *v, const num *starts, const num *entries, const uint32_t *masks, half *out, float *sums,
                        num q_stride, num k_stride, num v_stride, num n, num heads, num kv_heads, num d, int threads) {
     const Line line(n, heads, kv_heads, d);
@@ -282,7 +282,7 @@ void attention_backward(const half *above, const half *out, const half *q, const
     }
     const Plan plan{starts, entries, masks};
     const num most = plan.most(line.blocks);
-    Room<float> of_keys(threads * kv_heads * copied), of_values(threads * kv_heads * copied);  // a share of each thread
+    Room<float> of_keys(threads * kv_heads * copied), of_values(threads * kv_heads * copied);  // one share per thread
     #pragma omp parallel for schedule(static) num_threads(threads)
     for (int share = 0; share < threads; share++) {
         Tiles tiles;

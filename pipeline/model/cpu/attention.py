@@ -1,13 +1,13 @@
 """Attention within documents, or a tree of them, in bf16 on a CPU: a few large batched products over tiles of the line.
 
 The line of N tokens is cut into tiles of 128. A tile's queries attend to the keys from the tile where its first token's
-document begins up to their own tile: `reach` tiles, with a mask. Tiles of equal reach are multiplied together, so a
+document begins through their own tile: `reach` tiles, with a mask. Tiles of equal reach are multiplied together, so a
 batch needs few products in few distinct shapes, regardless of its document lengths (oneDNN compiles a kernel for each
 new shape).
 
 **Trees.** Documents that share prefixes form a tree: the line contains each shared prefix once, and a token attends to
 the tokens before it on its own path. A tile's queries then attend to the blocks of 32 keys that contain a key for any
-of them, rounded up to whole tiles; siblings' blocks are never multiplied.
+of them, padded to full tiles; blocks that belong only to siblings are never multiplied.
 
     P = softmax(q k^T + mask)    o = P v    dv = P^T do    dP = do v^T - rowsum(do o)
     dS = P dP    dq = dS k    dk = dS^T q
@@ -18,9 +18,9 @@ reach over at most 512 tokens are stored for the backward pass; the others are r
 
 **Blocks.** If the processor has AMX and the C++ sources are loaded, all of this is one pass in C++ (attention.cpp) over
 blocks of 32 queries and 32 keys: scores exist for one block of queries at a time and are recomputed in the backward
-pass from each query's log-sum (Dao et al. 2022, arXiv:2205.14135, without its running maximum).
+pass from each query's log-sum-exp (as in Dao et al. 2022, arXiv:2205.14135, but without the running maximum).
 
-Shapes: N tokens, n tiles, H query heads, K key heads, G = H/K, h head size, R = 128 G rows of a tile, r reach, S keys.
+Shapes: N tokens, n tiles, H query heads, K key heads, G = H/K, h head size, R = 128 G rows per tile, r reach, S keys.
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ from pipeline.model.cpu import native, primitives
 
 TILE = 128
 KEY_BLOCK = 32  # tokens; a tree's keys are selected in blocks of this size
-MOST_SCORES = 2**19  # of one product: in bf16 they fit in a core's L2 cache
+MOST_SCORES = 2**19  # in one product: in bf16 they fit in a core's L2 cache
 KEPT_REACH = 4  # tiles; up to this reach, probabilities are stored: at most 512 per token and head
 SUM_COLUMNS = 32  # columns for the row sums: products process columns in steps of this size
 BF16 = torch.bfloat16
@@ -51,7 +51,7 @@ class Group:
     """Tiles of equal reach."""
 
     tiles: Where  # (m,) of the queries
-    # r times (m,): the tiles of their keys, from the first to the last; for a tree (m, S / 32): the blocks
+    # of the keys: r tuples of tiles (m,), from the first tile to the last; for a tree, their blocks (m, S / 32)
     keys: tuple[Where, ...] | Tensor
     # (m, 1, 128, 1, c) bf16 for the last c keys: 0, or -inf where a query does not attend; no other key is masked
     mask: Tensor
@@ -61,18 +61,18 @@ class Group:
 class TilePlan:
     """Consecutive documents on a line, cut into tiles; created once per batch and shared by all layers."""
 
-    tokens: int  # of the line with its padding: a multiple of 128
+    tokens: int  # in the line, including padding: a multiple of 128
     groups: tuple[Group, ...]
-    key_tile: int = TILE  # tokens of one entry of the groups' keys
+    key_tile: int = TILE  # tokens per entry of a group's keys
 
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """Which keys the queries of each block attend to, see attention.cpp; created once per batch, shared by layers."""
+    """Which keys the queries of each block attend to (attention.cpp); created once per batch, shared by all layers."""
 
-    starts: Tensor  # (blocks + 1,) int64: a block's entries; none for the padding up to a multiple of 128 tokens
-    entries: Tensor  # (E,) int64: a block of keys times two, plus one where a mask applies
-    masks: Tensor  # (E, 32) int32: bit q of j says whether query q of the block attends to key j of the entry's block
+    starts: Tensor  # (blocks + 1,) int64: where each block's entries start; padding up to a multiple of 128 has none
+    entries: Tensor  # (E,) int64: twice the index of a key block, plus one if a mask applies
+    masks: Tensor  # (E, 32) int32: bit q of element j: whether query q of the block attends to key j of the key block
 
     @classmethod
     def of(cls, offsets: np.ndarray, firsts: np.ndarray, lasts: np.ndarray) -> "BlockPlan":
@@ -90,7 +90,7 @@ class BlockPlan:
 
     @property
     def tokens(self) -> int:
-        """Of the line with its padding: a multiple of 128."""
+        """Number of tokens in the line, including padding: a multiple of 128."""
         return (len(self.starts) - 1) * KEY_BLOCK
 
 
@@ -98,12 +98,12 @@ Plan = TilePlan | BlockPlan
 
 
 def plan(lengths: tuple[int, ...], causal: bool, heads: int) -> Plan:
-    """The plan of documents of these lengths, for `heads` query heads."""
+    """The plan for documents of these lengths, with `heads` query heads."""
     return _block_plan(lengths, causal) if native.has_attention_blocks() else _tile_plan(lengths, causal, heads)
 
 
 def tree_plan(lengths: tuple[int, ...], before: tuple[int, ...], parents: tuple[int, ...], heads: int) -> Plan:
-    """The plan of a tree of causal documents, for `heads` query heads.
+    """The plan for a tree of causal documents, with `heads` query heads.
 
     Document i adds `lengths[i]` tokens to the line after the first `before[i]` tokens of document `parents[i]`, which
     comes earlier (no parent if `before[i]` is 0).
@@ -122,7 +122,7 @@ def _block_plan(lengths: tuple[int, ...], causal: bool) -> BlockPlan:
 
 @lru_cache(maxsize=2)  # an actor and its critic have equal plans
 def _tree_block_plan(lengths: tuple[int, ...], before: tuple[int, ...], parents: tuple[int, ...]) -> BlockPlan:
-    counts: list[np.ndarray] = []  # of spans, for each token
+    counts: list[np.ndarray] = []  # number of spans of each token
     firsts: list[np.ndarray] = []
     lasts: list[np.ndarray] = []
     for path in _paths(lengths, before, parents):
@@ -130,7 +130,7 @@ def _tree_block_plan(lengths: tuple[int, ...], before: tuple[int, ...], parents:
         length = int(spans[-1, 1] - spans[-1, 0])
         counts.append(np.full(length, len(path)))
         firsts.append(np.tile(spans[:, 0], length))
-        own = np.tile(spans[:, 1], (length, 1))  # a token's last span ends with itself
+        own = np.tile(spans[:, 1], (length, 1))  # a token's last span ends at the token itself
         own[:, -1] = spans[-1, 0] + 1 + np.arange(length)
         lasts.append(own.ravel())
     offsets = np.concatenate([[0], np.cumsum(np.concatenate(counts))])
@@ -139,7 +139,7 @@ def _tree_block_plan(lengths: tuple[int, ...], before: tuple[int, ...], parents:
 
 @lru_cache(maxsize=2)
 def _tile_plan(lengths: tuple[int, ...], causal: bool, heads: int) -> TilePlan:
-    """Cut documents into tiles. The padding of the last tile is its own document."""
+    """Cut documents into tiles. The padding of the last tile is a document of its own."""
     missing = -sum(lengths) % TILE
     lengths = (*lengths, missing) if missing else lengths
     document = np.repeat(np.arange(len(lengths)), lengths)  # (N,)
@@ -158,7 +158,7 @@ def _tile_plan(lengths: tuple[int, ...], causal: bool, heads: int) -> TilePlan:
 
 
 def _group(tiles: np.ndarray, keys: np.ndarray, document: np.ndarray, causal: bool) -> Group:
-    """A group of tiles (m,) of one reach, whose keys are in the tiles (m, r)."""
+    """A group of query tiles (m,) with the same reach; their keys are in the tiles `keys` (m, r)."""
     inside = np.arange(TILE)
     query = tiles[:, None] * TILE + inside  # (m, 128) indices in the line
     key = (keys[:, :, None] * TILE + inside).reshape(len(tiles), -1)  # (m, r * 128)
@@ -218,7 +218,7 @@ def _tree_tile_plan(
 
 
 def _paths(lengths: Sequence[int], before: Sequence[int], parents: Sequence[int]) -> list[list[Span]]:
-    """Where each document's tokens lie in the line, from its first to its last; the last span is its own."""
+    """The spans of the line that hold each document's tokens, in order; the last span is the document's own."""
     paths: list[list[Span]] = []
     begin = 0
     for length, shared, parent in zip(lengths, before, parents, strict=True):
@@ -235,15 +235,15 @@ def _paths(lengths: Sequence[int], before: Sequence[int], parents: Sequence[int]
 
 
 def _key_blocks(queries: Sequence[tuple[int, int, list[Span]]]) -> np.ndarray:
-    """The blocks with a key of these queries, in order."""
+    """The blocks that contain keys of these queries, in order."""
     spans = {(first // KEY_BLOCK, -(-last // KEY_BLOCK)) for _, _, path in queries for first, last in path}
     return np.unique(np.concatenate([np.arange(*span) for span in spans]))
 
 
 def _unmask(masked: np.ndarray, queries: Sequence[tuple[int, int, list[Span]]], blocks: np.ndarray, start: int) -> None:
-    """Set `masked` (128, S) to False at the keys of a tile's queries; the tile begins at `start`."""
+    """Set `masked` (128, S) to False where a query attends to a key; the queries' tile begins at `start`."""
     for begin, end, path in queries:
-        for first, last in path:  # the blocks of a span are neighbors
+        for first, last in path:  # a span's blocks are adjacent
             column = int(np.searchsorted(blocks, first // KEY_BLOCK)) * KEY_BLOCK + first % KEY_BLOCK
             seen = np.arange(first, last) <= np.arange(begin, end)[:, None]  # False only within the last span
             masked[begin - start : end - start, column : column + last - first] &= ~seen
@@ -257,12 +257,12 @@ def _split_tiles(x: Tensor, tokens: int, kv_heads: int, tile: int = TILE) -> Ten
 
 
 def _group_rows(x: Tensor, where: Where) -> Tensor:
-    """The tiles of a group's queries from all tiles (n, K, 128, G, h): (m * K, R, h)."""
+    """A group's queries, selected from all tiles (n, K, 128, G, h): (m * K, R, h)."""
     return x[where].flatten(2, 3).flatten(0, 1)
 
 
 def _group_keys(x: Tensor, keys: tuple[Where, ...] | Tensor) -> Tensor:
-    """A group's keys from all tiles, or blocks, (n, K, 128, 1, h): (m * K, S, h)."""
+    """A group's keys, selected from all tiles or blocks (n, K, 128, 1, h): (m * K, S, h)."""
     if isinstance(keys, Tensor):
         chosen = x.flatten(1).index_select(0, keys.flatten()).view(*keys.shape, *x.shape[1:])
         return chosen.transpose(1, 2).flatten(2, 4).flatten(0, 1)
@@ -272,7 +272,7 @@ def _group_keys(x: Tensor, keys: tuple[Where, ...] | Tensor) -> Tensor:
 def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, list[Tensor]]:
     """Attention of scaled queries (N, H, h) to keys and values (N, K, h), all in bf16.
 
-    Returns the result, which may have rows of padding, and the tensors that the backward pass needs besides it.
+    Returns the result, which may have padding rows, and the other tensors that the backward pass needs.
     """
     if isinstance(plan, BlockPlan):
         return _forward_blocks(q, k, v, plan)
@@ -303,7 +303,7 @@ def _probabilities(rows: Tensor, keys: Tensor, group: Group, kv_heads: int) -> T
 
 
 def backward(grad: Tensor, out: Tensor, saved: Sequence[Tensor], plan: Plan, kv_heads: int) -> Tensor:
-    """Gradients of queries, keys and values side by side, (N, H + 2K, h) in float32, from that of the result (N, H,
+    """Gradients of queries, keys and values side by side, (N, H + 2K, h) in float32, from the result's gradient (N, H,
     h).
     """
     if isinstance(plan, BlockPlan):
@@ -342,7 +342,7 @@ def _append_sums(rows: Tensor, inner: Tensor) -> Tensor:
 
 
 def _add_to_tiles(total: Tensor, keys: tuple[Where, ...] | Tensor, part: Tensor) -> None:
-    """Add gradients (m * K, S, h) to their tiles, or blocks, (n, K, 128, 1, h)."""
+    """Add gradients (m * K, S, h) to their tiles or blocks (n, K, 128, 1, h)."""
     if isinstance(keys, Tensor):
         part = part.view(len(keys), total.shape[1], -1, KEY_BLOCK, 1, part.shape[-1]).transpose(1, 2)
         primitives.add_rows(total.flatten(1), keys.flatten(), part.flatten(0, 1).flatten(1))
@@ -351,7 +351,7 @@ def _add_to_tiles(total: Tensor, keys: tuple[Where, ...] | Tensor, part: Tensor)
     for number, where in enumerate(keys):
         if isinstance(where, slice):
             total[where] += part[:, :, number]
-        else:  # without causality, several queries' tiles may have the same keys
+        else:  # without a causal mask, several query tiles may have the same keys
             total.index_add_(0, where, part[:, :, number].to(total.dtype))
 
 
@@ -359,7 +359,7 @@ def _add_to_tiles(total: Tensor, keys: tuple[Where, ...] | Tensor, part: Tensor)
 
 
 def _forward_blocks(q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> tuple[Tensor, list[Tensor]]:
-    assert len(q) <= plan.tokens, "a plan of a shorter line"
+    assert len(q) <= plan.tokens, "the plan is for a shorter line"
     out, sums = q.new_empty(q.shape), torch.empty(q.shape[1], len(q) + -len(q) % KEY_BLOCK)
     native.call(
         "attention_forward", *map(_rows, (q, k, v)), plan.starts, plan.entries, plan.masks, out, sums, *_sizes(q, k, v)

@@ -1,4 +1,4 @@
-// Numbers in bf16 and float32, and vectors of them, for attention.cpp and primitives.cpp.
+// Scalars and vectors in bf16 and float32, for attention.cpp and primitives.cpp.
 
 #pragma once
 
@@ -26,7 +26,7 @@ static inline half narrow(float x) {
 // e^x with a relative error below 2e-7: 2^n times a polynomial of the remainder (with the coefficients of Cephes' expf). Zero below -88,
 // infinite above 88.7; NaN stays NaN.
 static inline float exponential(float x) {
-    const float shift = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number
+    const float shift = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
     float y = x < -88.0f ? -88.0f : (x > 89.0f ? 89.0f : x);
     float shifted = y * 1.44269504088896341f + shift, n = shifted - shift;
     float r = y - n * 0.693359375f + n * 2.12194440e-4f;
@@ -44,7 +44,7 @@ static inline float exponential(float x) {
 
 static inline float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
 
-// Sixteen numbers; the compiler splits them if registers are narrower.
+// Vectors of sixteen numbers; the compiler splits them if registers are narrower.
 typedef float lanes __attribute__((vector_size(64)));
 typedef uint32_t words __attribute__((vector_size(64)));
 typedef half halves __attribute__((vector_size(32)));

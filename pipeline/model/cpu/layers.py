@@ -1,8 +1,8 @@
 """Operations of the model that eager PyTorch runs slowly on a CPU, with hand-written backward passes.
 
 **Passes in bf16.** PyTorch's own operators, run one by one under autocast, spend most of a small model's step outside
-its matrix products: in conversions, in norms, and in attention, where the backward pass of the fused kernel takes
-several times as long as batched products. Here each part of a block is one autograd function: a product or attention
+its matrix products: on conversions, on norms, and on attention, where the fused kernel's backward pass takes several
+times as long as batched products would. Here each part of a block is one autograd function: a product or attention
 together with the operations before it (primitives.py):
 
     normed_product    unit(x) (W diag w)^T    RMSNorm (arXiv:1910.07467), its weight folded into the next matrices
@@ -10,17 +10,18 @@ together with the operations before it (primitives.py):
     attention         RMSNorm of each head, RoPE (arXiv:2104.09864), attention within documents (attention.py)
     gated             silu(g) * u             SwiGLU (arXiv:2002.05202)
 
-Sums, norms and angles are float32; between two products values are bf16, as under autocast. Weight gradients are
-float32. Frozen passes under autocast use them too, so that a policy and its reference round alike; decoding does not.
+Sums, norms and angles are float32; values between two products are bf16, as under autocast. Weight gradients are
+float32. Frozen models under autocast use these functions too, so that a policy and its reference round identically;
+decoding does not.
 
 **Float32 and float64**: `rms_norm` (Zhang & Sennrich 2019, arXiv:1910.07467), `rotate` (RoPE, Su et al. 2021,
 arXiv:2104.09864, in the half-split form of GPT-NeoX) and `ragged_attention`: softmax attention within each document of
-one long line of tokens. Measured on one Zen 3 core, 2,048 tokens of nano, forward and backward, in ms: norm 2.9 -> 1.1,
-heads' norm 5.1 -> 1.6, RoPE 2.0 -> 1.0, attention 46 (dense causal), 26 (a fused kernel call per document) -> 15. Tried
-without gain: a hand-written SwiGLU, one matrix for q, k, v or gate and up, oneDNN's matmul.
+one long line of tokens. Forward and backward times for 2,048 tokens of nano on one Zen 3 core, in ms: norm 2.9 -> 1.1,
+head norms 5.1 -> 1.6, RoPE 2.0 -> 1.0, attention 46 (dense causal) or 26 (a fused kernel call per document) -> 15.
+Tried without gain: a hand-written SwiGLU, one matrix for q, k, v or for gate and up, oneDNN's matmul.
 
 On other devices, in half precision and under `torch.compile`, `rms_norm` and `rotate` are the plain formulas: the
-compiler fuses them better. Without gradients they use the same operations as transformers' Qwen3, so that an
+compiler fuses those better. Without gradients, the two use the same operations as Qwen3 in transformers, so that an
 exported model gives bit-identical results there.
 
 No second derivatives. Shapes: N tokens, D width, F outputs, H query heads, K key heads, h head size.
@@ -56,7 +57,7 @@ class LayerContext(FunctionCtx):
 
 
 def runs_in_bf16(x: Tensor) -> bool:
-    """Whether this pass runs under autocast to bf16, on a CPU, and not compiled: `torch.compile` fuses the plain
+    """Whether this pass runs under autocast to bf16, on a CPU, and is not compiled: `torch.compile` fuses the plain
     formulas itself.
     """
     return (
@@ -89,8 +90,7 @@ def attention(
 ) -> Tensor:
     """Attention of queries, keys and values side by side, (N, H + 2K, h) in bf16 -> (N, H * h) in bf16.
 
-    `norms` are the weights (h,) of the norms of queries and keys, if there are any; `cos`, `sin` (N, 1, h/2) in
-    float32.
+    `norms` are the weights (h,) of the query and key norms, if there are any; `cos`, `sin` (N, 1, h/2) are in float32.
     """
     queries, keys = norms or (None, None)
     return _Attention.apply(x, cos, sin, queries, keys, eps, heads, plan)  # pyright: ignore[reportReturnType]
@@ -203,7 +203,7 @@ def _uses_own_backward(x: Tensor) -> bool:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension, in float32 at least; shape and dtype of `x`."""
+    """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension, in at least float32; returns the dtype of `x`."""
     if _uses_own_backward(x):
         if not torch.is_grad_enabled():
             return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
@@ -265,9 +265,9 @@ def ragged_attention(
     """Attention of each token within its own document: to the earlier tokens and itself if `causal`, else to all.
 
     `q` (N, H, h), `k` and `v` (M, K, h) with K dividing H, N = sum of `lengths`: the documents are consecutive. M = N,
-    or, with `before`, N + sum(before): each document has `before` keys before those of its queries. float32 or float64,
-    on a CPU. Returns (N, H, h). Stores every probability for the backward pass, about H * sum(lengths^2) / 2 numbers,
-    so it is meant for documents of a few hundred tokens.
+    or, with `before`, N + sum(before): each document has `before` keys before those of its queries. For float32 or
+    float64 on a CPU. Returns (N, H, h). Stores every probability for the backward pass, about H * sum(lengths^2) / 2
+    values, so it is meant for documents of a few hundred tokens.
     """
     before = before or [0] * len(lengths)
     assert sum(lengths) == q.shape[0], "the documents must cover the line of tokens"
@@ -289,8 +289,8 @@ def _blocks(lengths: Sequence[int], before: Sequence[int], causal: bool) -> list
 
 @lru_cache(maxsize=256)
 def _future(length: int, group: int, dtype: torch.dtype) -> Tensor:
-    """Added to the scores of the last `length` keys of a causal block: -inf above the diagonal, (length * group,
-    length).
+    """The mask added to the scores of the last `length` keys of a causal block: -inf above the diagonal, (length *
+    group, length).
     """
     mask = torch.full((length, length), float("-inf"), dtype=dtype).triu(1)
     return mask[:, None].expand(length, group, length).reshape(length * group, length)

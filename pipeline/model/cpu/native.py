@@ -1,6 +1,6 @@
 """Compiles the C++ sources for this processor with the local compiler, and calls them.
 
-This is optional: without a compiler, or before `load` is called, PyTorch's operators do the same (primitives.py).
+This is optional: without a compiler, or before `load` is called, PyTorch's operators do the work (primitives.py).
 Building takes about five seconds; the library's name is a hash of the sources, the compiler and the processor, so each
 combination has its own build.
 """
@@ -88,7 +88,7 @@ def _built(folder: Path) -> ctypes.CDLL:
 
 
 def _processor() -> str:
-    """The features of the processor, which determine `-march=native`."""
+    """The features of the processor, which determine the effect of `-march=native`."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,6 +1,6 @@
 // The operations between two matrix products in bf16 on a CPU, in training and in decoding: one pass over memory each. `primitives.py` and
-// `decoding.py` document the formulas; `native.py` builds this file. bf16 is stored in 16-bit words; all sums are float32 (of losses: float64). Rows
-// are divided over threads in equal shares, so a result may depend on the number of threads, but never on their speed.
+// `decoding.py` document the formulas; `native.py` builds this file. bf16 is stored in 16-bit words; all sums are float32 (float64 for losses). Rows
+// are divided among threads in equal shares, so a result may depend on the number of threads, but never on their speed.
 
 #include "lanes.hpp"
 
@@ -118,7 +118,7 @@ void gated_back(const half *grad, const half *x, half *result, num n, num f, int
     }
 }
 
-// In place of logits (n, v): e = exp(z - max z); their sums (n,); losses (n,) = log s + max z - z_t. Rows from `real` on: 0, 1, 0.
+// Overwrites logits z (n, v) with e = exp(z - max z); sums (n,) of e; losses (n,) = log s + max z - z_t. Rows from `real` on get 0, 1, 0.
 void exponentials(half *logits, const num *targets, float *sums, double *losses, num n, num v, num real, int threads) {
     ROWS for (num i = 0; i < n; i++) {
         half *row = logits + i * v;
@@ -145,7 +145,7 @@ void exponentials(half *logits, const num *targets, float *sums, double *losses,
     }
 }
 
-// In place of logits (n, v): p = softmax(z / temperature); norms (n,) = log sum exp(z / temperature); entropies (n,) of p.
+// Overwrites logits z (n, v) with p = softmax(z / temperature); norms (n,) = log sum exp(z / temperature); entropies (n,) of p.
 void softmax(half *logits, float *norms, float *entropies, num n, num v, float temperature, int threads) {
     float inverse = 1.0f / temperature;
     ROWS for (num i = 0; i < n; i++) {
@@ -171,7 +171,7 @@ void softmax(half *logits, float *norms, float *entropies, num n, num v, float t
     }
 }
 
-// In place of scores (batch, kv, tile, group, s): softmax(scores + mask), the mask (batch, tile, c) of the last c keys.
+// Overwrites scores (batch, kv, tile, group, s) with softmax(scores + mask); the mask (batch, tile, c) applies to the last c keys.
 void probabilities(half *scores, const half *mask, num batch, num kv, num tile, num group, num s, num c, int threads) {
     ROWS for (num i = 0; i < batch * kv * tile; i++) {
         const half *hides = mask + (i / (kv * tile) * tile + i % tile) * c;
@@ -195,7 +195,7 @@ void probabilities(half *scores, const half *mask, num batch, num kv, num tile, 
     }
 }
 
-// total[index] += rows (m, w); a row of the total belongs to one thread
+// total[index] += rows (m, w); each row of the total is updated by a single thread
 void add_rows(float *total, const num *index, const half *rows, num m, num w, int threads) {
     ROWS for (int share = 0; share < threads; share++)
         for (num i = 0; i < m; i++) {
@@ -212,7 +212,7 @@ void fold(const float *matrix, const float *weight, half *result, num f, num d, 
         LANES for (num j = 0; j < d; j++) result[i * d + j] = narrow(matrix[i * d + j] * weight[j]);
 }
 
-// Backward: from the gradient of the product, part (f, d), to those of matrix (f, d) and weight: partial sums (threads, d).
+// Backward: the gradients of matrix (f, d) and of weight, as partial sums (threads, d), from the gradient of the product, part (f, d).
 void unfold(const half *part, const float *matrix, const float *weight, float *of_matrix, float *of_weight, num f, num d, int threads) {
     std::memset(of_weight, 0, sizeof(float) * threads * d);
     ROWS for (int share = 0; share < threads; share++) {
@@ -230,7 +230,7 @@ void unfold(const half *part, const float *matrix, const float *weight, float *o
 
 // -- decoding ----------------------------------------------------------------------------------------------------------
 
-// The stream x (n, d) += y if y is given; whole = x / rms(x).
+// Adds y, if given, to the residual stream x (n, d); whole = x / rms(x).
 void add_unit(float *x, const half *y, half *whole, num n, num d, float eps, int threads) {
     ROWS for (num i = 0; i < n; i++) {
         float *row = x + i * d, sum = 0;
@@ -246,9 +246,9 @@ void add_unit(float *x, const half *y, half *whole, num n, num d, float eps, int
     }
 }
 
-// Heads x (n, m + 2k, 2h) of one new token a row: m queries -> q (n, m, 2h) in float32; k keys -> keys (rows, k, 2h, s), k values ->
-// values (rows, k, s, 2h), at columns[i] of rows[i]. Queries and keys are normed if `normed`, times weights (m + k, 2h), and rotated
-// by row positions[i] of cos, sin (., h).
+// Heads x (n, m + 2k, 2h) of one new token per row: m queries -> q (n, m, 2h) in float32; k keys -> keys (rows, k, 2h, s), k values ->
+// values (rows, k, s, 2h), at columns[i] of rows[i]. Queries and keys are normed if `normed`, multiplied by weights (m + k, 2h),
+// and rotated by row positions[i] of cos, sin (., h).
 void decode_heads(const half *x, const float *weights, const float *cos, const float *sin, const num *positions, const num *rows,
                   const num *columns, float *q, half *keys, half *values, num n, num m, num k, num h, num s, float eps, int normed,
                   int threads) {
@@ -283,7 +283,7 @@ void decode_heads(const half *x, const float *weights, const float *cos, const f
 
 }  // extern "C"
 
-// scores (G, room) of G queries (G, d) and the first `length` of keys (d, s); s is a multiple of 32
+// scores (G, room) of G queries (G, d) and the first `length` keys (d, s); s is a multiple of 32
 template <int G> static inline void scores_of(const float *q, const half *keys, num d, num s, num length, float *scores, num room) {
     for (num t = 0; t < length; t += 2 * LANE) {
         lanes left[G] = {}, right[G] = {};
@@ -301,7 +301,7 @@ template <int G> static inline void scores_of(const float *q, const half *keys, 
     }
 }
 
-// out (G, d) += weights (G, room) times the first `length` of values (length, d), by B lanes of d at a time
+// out (G, d) += weights (G, room) times the first `length` values (length, d), B lanes of d at a time
 template <int G, int B> static inline void gather(const float *weights, const half *values, num d, num length, float *out, num room) {
     for (num e = 0; e < d; e += B * LANE) {
         lanes sums[G][B];
@@ -329,7 +329,7 @@ template <int G> static inline void gather_all(const float *weights, const half 
     else gather<G, broad>(weights, values, d, length, out, room);
 }
 
-// A row's token: softmax over the keys of its prompt and its own, in one; out (G, d) in bf16.
+// Attention of one row's token: a single softmax over the keys of its prompt and its own keys; out (G, d) in bf16.
 template <int G> static void attend_row(const float *q, const half *prompt_keys, const half *prompt_values, num before, num prompt_s,
                                         const half *keys, const half *values, num own, num s, num d, half *out, std::vector<float> &room) {
     num begin = (before + 31) / 32 * 32, all = begin + (own + 31) / 32 * 32;
@@ -360,8 +360,8 @@ template <int G> static void attend_row(const float *q, const half *prompt_keys,
 
 extern "C" {
 
-// Attention of q (n, k * group, d): own[i] tokens of rows[i] of keys (., k, d, s), values (., k, s, d), after before[i] tokens of
-// prompts[i] of prompt_keys (., k, d, prompt_s), prompt_values. out (n, k * group, d) in bf16. d is a multiple of 16.
+// Attention of q (n, k * group, d) to before[i] tokens in row prompts[i] of prompt_keys (., k, d, prompt_s) and prompt_values, then own[i]
+// tokens in row rows[i] of keys (., k, d, s) and values (., k, s, d). out (n, k * group, d) in bf16. d is a multiple of 16.
 void decode_attention(const float *q, const half *keys, const half *values, const half *prompt_keys, const half *prompt_values,
                       const num *rows, const num *own, const num *prompts, const num *before, half *out, num n, num k, num group, num d,
                       num s, num prompt_s, int threads) {
@@ -386,7 +386,7 @@ void decode_attention(const float *q, const half *keys, const half *values, cons
 static inline float number(const half *z, num j) { return wide(z[j]); }
 static inline float number(const float *z, num j) { return z[j]; }
 
-static inline float block_sum(const float *weights, num begin, num v, float floor) {  // of the weights in a block of 64 that reach the floor
+static inline float block_sum(const float *weights, num begin, num v, float floor) {  // the sum of a block of 64 weights, without those below floor
     num end = begin + 64 < v ? begin + 64 : v;
     float sum = 0;
     #pragma omp simd reduction(+ : sum)
@@ -400,8 +400,8 @@ static double sum_from(const float *weights, num v, float floor) {
     return total;
 }
 
-// The smallest weight among the most likely tokens with a sum that reaches `target`: bisection over float bits, which are monotonic, until
-// only a few tokens are left in between; only those are sorted.
+// The smallest weight among the fewest most likely tokens whose weights sum to at least `target`. Bisects over float bits, which are
+// monotonic, until only a few tokens are left in between; only those are sorted.
 static float nucleus_floor(const float *weights, num v, float least, double target, std::vector<float> &few) {
     uint32_t low = word(least), high = word(1.0f) + 1;  // sum(>= low) >= target > sum(>= high)
     for (int halving = 0; halving < 14 && high - low > 1; halving++) {
@@ -449,7 +449,7 @@ template <typename T> static void choose_row(const T *z, num v, double share, fl
         kept = sum_from(weights, v, floor);
     }
     double target = share * kept, before = 0;
-    num chosen = 0;  // its block: the first whose sum exceeds the target; if rounding leaves none, the last one with a weight
+    num chosen = 0;  // its block: the first where the running sum exceeds the target; if rounding leaves none, the last with nonzero weights
     double until = 0;
     for (num begin = 0; begin < v; begin += 64) {
         float sum = block_sum(weights, begin, v, floor);
@@ -480,7 +480,7 @@ template <typename T> static void choose_rows(const T *z, const double *shares, 
 
 extern "C" {
 
-// Tokens (n,) and their log-probabilities from logits z (n, v): generation/sampling.py, `choose`.
+// Tokens (n,) and their log-probabilities from logits z (n, v); see `choose` in generation/sampling.py.
 void choose_bf16(const half *z, const double *shares, num *tokens, double *logprobs, num n, num v, float temperature, float top_p,
                  num top_k, int threads) {
     choose_rows(z, shares, tokens, logprobs, n, v, temperature, top_p, top_k, threads);

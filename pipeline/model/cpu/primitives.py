@@ -11,9 +11,9 @@ their backward passes.
     outer         a^T b, the gradient of a matrix
     add_rows      x[index] += rows, the gradient of a row lookup
 
-Each exists twice: in C++ (primitives.cpp, if loaded by native.py), as one pass over memory, 2 to 5 times faster; and as
-individual PyTorch operators, over chunks of rows that fit in a core's L2 cache. Both compute in float32 and return
-bf16, except PyTorch's `gated`, which is bf16 throughout: there conversions cost more than the operators.
+Each operation has two versions: in C++ (primitives.cpp, if loaded by native.py), as one pass over memory, 2 to 5 times
+faster; and as individual PyTorch operators, over chunks of rows that fit in a core's L2 cache. Both compute in float32
+and return bf16, except `gated` in PyTorch, which is bf16 throughout: conversions would cost more than its operators.
 
 Shapes: N tokens, D width, F outputs of a gate, H query heads, K key heads, J = H + K, h head size, V vocabulary.
 """
@@ -28,7 +28,7 @@ from pipeline.model.cpu.native import call, loaded
 
 BF16 = torch.bfloat16
 AT_ONCE = 2**18  # elements in a chunk of rows
-PAYS_TO_TURN = 2**29  # multiplications in a product above which transposing one side pays off
+PAYS_TO_TURN = 2**29  # number of multiplications in a product above which transposing one side pays off
 
 
 def _chunks(x: Tensor) -> Iterator[slice]:
@@ -53,7 +53,7 @@ def unit(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def unit_back(grad: Tensor, whole: Tensor, scale: Tensor) -> Tensor:
-    """The gradient of x (N, D) in float32 from that of `unit`'s result in bf16."""
+    """The gradient of x (N, D) in float32 from the gradient of `unit`'s result in bf16."""
     result = torch.empty(grad.shape)
     if loaded():
         call("unit_back", grad, whole, scale, result, *grad.shape)
@@ -69,7 +69,7 @@ def _inverse_norm(x: Tensor, eps: float) -> Tensor:
 
 
 def _norm_back(grad: Tensor, whole: Tensor, scale: Tensor) -> Tensor:
-    """The gradient of a norm's input, in place of `grad`."""
+    """The gradient of a norm's input; overwrites `grad`."""
     along = torch.linalg.vecdot(grad, whole).div_(-whole.shape[-1]).unsqueeze(-1)
     return grad.addcmul_(whole, along).mul_(scale)
 
@@ -87,8 +87,8 @@ def fold(weight: Tensor, *matrices: Tensor) -> Tensor:
 
 
 def unfold(part: Tensor, weight: Tensor, *matrices: Tensor) -> tuple[list[Tensor], Tensor]:
-    """The gradients of the matrices and of the weight, in float32, from that of `fold`'s result (sum F_i, D) in
-    bf16.
+    """The gradients of the matrices and of the weight, in float32, from the gradient of `fold`'s result (sum F_i, D)
+    in bf16.
     """
     if not loaded():
         folded = list(part.float().split([len(matrix) for matrix in matrices]))
@@ -113,8 +113,8 @@ def outer(left: Tensor, right: Tensor) -> Tensor:
     """left^T right of (N, A) and (N, B): (A, B).
 
     On a CPU in bf16, oneDNN is two to three times slower with a transposed left side. If one side is at most half as
-    wide as the other and the product is large, it is faster to transpose that side first, and also the result if it was
-    the right one.
+    wide as the other and the product is large, it is faster to transpose that side first and, if it was the right side,
+    the result as well.
     """
     narrow, broad = sorted((left.shape[1], right.shape[1]))
     slow = left.device.type == "cpu" and left.dtype == BF16
@@ -139,7 +139,8 @@ def add_rows(total: Tensor, index: Tensor, rows: Tensor) -> None:
 def heads(x: Tensor, weights: Tensor, cos: Tensor, sin: Tensor, eps: float | None) -> tuple[Tensor, Tensor]:
     """The first J heads of x (N, J + K, h) in bf16, rotated: (N, J, h) in bf16, and 1 / rms of each, (N, J, 1).
 
-    With `eps`, they are normed first, then multiplied by `weights` (J, h). `cos`, `sin` (N, 1, h/2) in float32.
+    Before the rotation, heads are normed if there is an `eps` and multiplied by `weights` (J, h). `cos`, `sin`
+    (N, 1, h/2) are in float32.
     """
     num = len(weights)
     rotated, scale = torch.empty(len(x), num, x.shape[2], dtype=BF16), torch.ones(len(x), num, 1)
@@ -159,7 +160,7 @@ def heads(x: Tensor, weights: Tensor, cos: Tensor, sin: Tensor, eps: float | Non
 def heads_back(
     grad: Tensor, x: Tensor, scale: Tensor, weights: Tensor, cos: Tensor, sin: Tensor, normed: bool
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of x in bf16 and of weights (J, h) from those of rotated heads and values, (N, J + K, h) in
+    """The gradients of x in bf16 and of weights (J, h) from those of the rotated heads and the values, (N, J + K, h) in
     float32.
     """
     num, result = len(weights), torch.empty_like(x)
@@ -202,7 +203,7 @@ def gated(x: Tensor) -> Tensor:
 
 
 def gated_back(grad: Tensor, x: Tensor) -> Tensor:
-    """The gradient of x (N, 2F) from that of `gated`'s result (N, F), both in bf16."""
+    """The gradient of x (N, 2F) from the gradient of `gated`'s result (N, F), both in bf16."""
     result = torch.empty_like(x)
     if loaded():
         call("gated_back", grad, x, result, *grad.shape)
@@ -217,14 +218,14 @@ def gated_back(grad: Tensor, x: Tensor) -> Tensor:
 
 
 def exponentials(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """e (n, V) in place of the logits, s (n, 1), and the sum of the losses; the last two at least float32.
+    """e (n, V), which overwrites the logits, s (n, 1), and the sum of the losses; the last two in at least float32.
 
-    There may be fewer targets than rows: rows without one get zeros and a sum of 1.
+    There may be fewer targets than rows: rows without a target get zeros and the sum 1.
     """
     if loaded() and logits.dtype == BF16 and logits.device.type == "cpu":
         if len(targets) and not 0 <= int(targets.min()) <= int(targets.max()) < logits.shape[1]:
             raise IndexError(
-                f"expected targets within 0 to {logits.shape[1] - 1}, got {int(targets.min())} to {int(targets.max())}"
+                f"expected targets from 0 to {logits.shape[1] - 1}, got {int(targets.min())} to {int(targets.max())}"
             )
         sums, losses = torch.empty(len(logits), 1), torch.empty(len(logits), dtype=torch.float64)
         call("exponentials", logits, targets, sums, losses, *logits.shape, len(targets))
@@ -250,7 +251,7 @@ def exponentials(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tenso
 
 
 def chooses(logits: Tensor) -> bool:
-    """Whether `choose` supports these logits: it is only in C++; the PyTorch version is in generation/sampling.py."""
+    """Whether `choose`, which exists only in C++, supports these logits. See generation/sampling.py for PyTorch's."""
     return loaded() and logits.device.type == "cpu" and logits.dtype in (BF16, torch.float32)
 
 
@@ -266,8 +267,8 @@ def choose(
 
 
 def softmax(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """softmax(z / T) in place of the logits (n, V), log sum exp(z / T) and the entropy of each row, (n,), at least
-    float32.
+    """softmax(z / T), which overwrites the logits (n, V), and log sum exp(z / T) and the entropy of each row, (n,) in
+    at least float32.
     """
     wide_type = torch.promote_types(logits.dtype, torch.float32)
     norms, entropies = (torch.empty(len(logits), dtype=wide_type, device=logits.device) for _ in range(2))
@@ -290,8 +291,8 @@ def softmax(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]
 
 
 def probabilities(scores: Tensor, mask: Tensor) -> Tensor:
-    """softmax(scores + mask) in bf16, of scores (m, K, 128, G, S), which are overwritten, and the mask (m, 1, 128, 1,
-    c) of the last keys.
+    """softmax(scores + mask) in bf16. Overwrites the scores (m, K, 128, G, S); the mask (m, 1, 128, 1, c) applies to
+    the last c keys.
     """
     if loaded():
         call("probabilities", scores, mask, *scores.shape, mask.shape[-1])
