@@ -1,23 +1,22 @@
-"""Stress test of the server: thousands of odd requests, and an attack with one key while other keys get answers.
+"""Stress test of the server: thousands of odd requests, and an attack with one key while other users get answers.
 
     python benchmarks/abuse.py [--requests 10000] [--answers 1000] [--users 8] [--only odd attack masked] [--kinds ...]
-    [--seed 0]
-        [--json FILE]
+        [--seed 0] [--json FILE]
 
 odd     `--requests` requests of the kinds in `odd_requests.py`, four at a time: none gets a 5xx (except 503 with
         Retry-After) or takes more than HANG_SECONDS, every error is an OpenAI error object, and after the first tenth
         memory grows by at most MOST_GROWTH.
-attack  `--answers` chats by `--users` users, each with a key; half run undisturbed, half while another key sends
-        hostile and good schemas, Markdown and prompts to score, and others send bodies without a key: no chat fails,
-        and the 95th percentile at most doubles.
+attack  `--answers` chats by `--users` users, each with a key; half run undisturbed, half while one client with its own
+        key sends hostile and valid schemas, Markdown and prompts to score, and other clients send bodies without a key:
+        no chat fails, and the 95th percentile of the response times at most doubles.
 masked  the same for a masked-diffusion model, under the same attack.
 
 A server with untrained two-layer models runs as a process on 127.0.0.1; the attacker is a separate process
-(`attacker.py`). The quiet and the attacked half alternate in ROUNDS, so that a machine that slows
-down slows both. Each attack is bounded: the number of concurrent requests is in ATTACK, and each kind is sent again
-once it is answered.
+(`attacker.py`). The quiet half and the attacked half alternate in ROUNDS, so that a slowdown of the machine affects
+both. Each attack is bounded: ATTACK sets the number of concurrent requests of each kind, and each is sent again once it
+is answered.
 
-Not measured: models of realistic size; networks.
+Not measured: models of realistic size, networks.
 """
 
 import argparse
@@ -47,10 +46,10 @@ from tests.server import Running, random_model, save_models, serving
 
 USERS = 8
 KEYS = [f"a-key-of-user-number-{number}" for number in range(USERS)]
-WARM_SECONDS = 1.0  # warm-up of an attack before answers count
+WARM_SECONDS = 1.0  # how long an attack runs before answers count
 HANG_SECONDS, MOST_GROWTH, MOST_TIMES = 5.0, 50.0, 2.0
 ROUNDS = 5  # each with a quiet and an attacked part
-AT_ONCE = 4  # odd requests
+AT_ONCE = 4  # concurrent odd requests
 MASKED = "diffusion" in wings.names()  # whether a masked-diffusion model is served too
 MODELS = ("nano", "masked") if MASKED else ("nano",)
 PARTS = ("odd", "attack", "masked") if MASKED else ("odd", "attack")
@@ -66,7 +65,7 @@ SENTENCES = (
 
 @contextmanager
 def server(folder: Path) -> Iterator[Running]:
-    """A server of untrained models with a key per user and one for the attacker, the default rate, and enough rows."""
+    """A server of untrained models with keys for all users and the attacker, the default rate limit and enough rows."""
     tokenizer = Tokenizer.train(iter(SENTENCES), 320)
     models = save_models(folder, tokenizer)
     if MASKED:
@@ -152,11 +151,11 @@ def odd_requests(running: Running, count: int, seed: int) -> Borne:
     found.growth = memory(running) - began
     alive = asyncio.run(send(running.url, Odd("health", "GET", "/health"), ""))
     if alive.status != 200 or "Traceback" in running.log.read_text():
-        found.wrong.append(f"/health says {alive.status}, or the log {running.log} has a fault")
+        found.wrong.append(f"/health returned {alive.status}, or the log {running.log} has a traceback")
     return found
 
 
-# -- an attack beside answers ------------------------------------------------------------------------------------------
+# -- an attack during answers ------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -192,14 +191,14 @@ def chats(running: Running, model: str, count: int, users: int) -> list[Heard]:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value that the given share of values does not exceed."""
+    """The value that a fraction `share` of the values does not exceed."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 @dataclass(frozen=True)
 class Beside:
-    """Answers without and with an attack."""
+    """Answers without and during an attack."""
 
     model: str
     quiet: list[Heard]
@@ -209,12 +208,12 @@ class Beside:
 
     @property
     def failures(self) -> list[str]:
-        """Failures of the regular users."""
+        """The failed answers to regular users."""
         return [f"{one.status} {one.body[:200]!r}" for one in (*self.quiet, *self.attacked) if one.status != 200]
 
     @property
     def times(self) -> float:
-        """The 95th percentile under attack relative to the quiet one."""
+        """The 95th percentile under attack divided by the quiet one."""
         return self.tail(self.attacked) / self.tail(self.quiet)
 
     @staticmethod
@@ -224,14 +223,14 @@ class Beside:
 
     @property
     def fine(self) -> bool:
-        """Whether nobody failed or waited too long."""
+        """Whether no answer failed, and neither waiting times nor memory grew too much."""
         return not self.failures and self.times <= MOST_TIMES and self.growth <= MOST_GROWTH
 
 
 def beside(
     running: Running, model: str, count: int, users: int, rounds: int = ROUNDS, kinds: Sequence[str] = tuple(ATTACK)
 ) -> Beside:
-    """Alternate quiet and attacked parts; `count` is the total of both."""
+    """Alternate quiet and attacked parts; `count` is the total number of answers."""
     part = max(users, count // (2 * rounds))
     chats(running, model, 2 * users, users)
     quiet, disturbed, sent = list[Heard](), list[Heard](), Counter[str]()
@@ -285,11 +284,11 @@ def main() -> int:
                 "sent": found.sent,
             }
             told(
-                f"{model}: {len(found.quiet)} + {len(found.attacked)} answers at {options.users} users,"
-                f" {len(found.failures)} failures, p95 {1000 * tails['quiet']:.0f} ms, {1000 * tails['attacked']:.0f}"
-                f" ms attacked: {found.times:.2f} times; memory {found.growth:+.1f} MiB"
+                f"{model}: {len(found.quiet)} + {len(found.attacked)} answers for {options.users} users,"
+                f" {len(found.failures)} failures, p95 {1000 * tails['quiet']:.0f} ms, under attack"
+                f" {1000 * tails['attacked']:.0f} ms ({found.times:.2f} times); memory {found.growth:+.1f} MiB"
             )
-            told(f"  the attacker: {dict(sorted(found.sent.items()))}")
+            told(f"  sent by the attacker: {dict(sorted(found.sent.items()))}")
             told("\n".join(found.failures[:5]))
     if options.json:
         options.json.write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
@@ -297,7 +296,7 @@ def main() -> int:
 
 
 def told(text: str) -> None:
-    """Write a line, if there is something to say."""
+    """Print the text unless it is empty."""
     if text:
         sys.stdout.write(text + "\n")
         sys.stdout.flush()

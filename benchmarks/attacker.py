@@ -1,9 +1,9 @@
 """Attacks a server with one key, or none: the client of `abuse.py` and, run as a program, its attacker.
 
-    python benchmarks/attacker.py URL KIND ...      until its input ends; then the counts of "kind status" as JSON
+    python benchmarks/attacker.py URL KIND ...      attacks until its input ends, then prints counts as JSON
 
-It imports little and runs at nice 19, since it represents other machines. ATTACK sets the number of concurrent requests
-per kind; each is repeated PAUSE seconds after its answer.
+The counts are by "kind status". The attacker imports little and runs at nice 19, since it stands in for other machines.
+ATTACK sets the number of concurrent requests per kind; each is repeated PAUSE seconds after its answer.
 """
 
 import asyncio
@@ -30,8 +30,8 @@ ATTACK = {
     "echoes": 24,
     "keyless": 4,
     "fits": 4,
-}  # kinds, and how many at a time
-PAUSE = 0.05  # seconds between an answer and the attacker's next request of the kind
+}  # number of concurrent requests of each kind
+PAUSE = 0.05  # seconds between an answer and the attacker's next request of the same kind
 ASK = [{"role": "user", "content": "Which way would the ferry go?"}]
 
 

@@ -2,8 +2,8 @@
 
     python benchmarks/big_outs.py [--gigabytes 30] [--folder /tmp]
 
-In a temporary folder, stages publish 1 GB files as ours do: from their work folder, with the repository's DVC
-settings. The files differ only in their first bytes; their disk space is allocated.
+In a temporary folder, stages publish 1 GB files as this project's stages do: from their work folder, with the
+repository's DVC settings. The files differ only in their first bytes, but their disk space is fully allocated.
 """
 
 import argparse
@@ -45,7 +45,7 @@ workdir.publish(weights, Path("models") / weights.name)
 
 
 def main() -> int:
-    """See the module."""
+    """Run the benchmark and print its results."""
     parser = argparse.ArgumentParser(description="DVC with big models")
     parser.add_argument("--gigabytes", type=float, default=30.0)
     parser.add_argument("--folder", type=Path, default=None)
@@ -62,14 +62,14 @@ def main() -> int:
             start = time.perf_counter()
             done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
             if done.returncode:
-                raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+                raise SystemExit(f"{' '.join(command)} exited with code {done.returncode}:\n{done.stdout}{done.stderr}")
             return time.perf_counter() - start, done.stdout
 
         run("dvc", "init", "-q", "--no-scm")
         settings = (ROOT / ".dvc/config").read_text()
         (folder / ".dvc/config").write_text(settings.replace("[core]", "[core]\n    no_scm = true"))
         seconds, _ = run("dvc", "repro")
-        print(f"first repro, with hashing: {seconds:.1f} s; {used(folder) / GB:.2f} GB on the disk")
+        print(f"first repro, with hashing: {seconds:.1f} s; {used(folder) / GB:.2f} GB on disk")
         for _ in range(3):
             seconds, said = run("dvc", "repro")
             assert "up to date" in said, said
@@ -80,12 +80,12 @@ def main() -> int:
         for file in folder.glob("models/big-0/*"):
             file.unlink()
         seconds, _ = run("dvc", "checkout", "big@0")
-        print(f"checkout of a stage's outs: {seconds:.1f} s; {used(folder) / GB:.2f} GB on the disk")
+        print(f"checkout of a stage's outs: {seconds:.1f} s; {used(folder) / GB:.2f} GB on disk")
     return 0
 
 
 def used(folder: Path) -> int:
-    """Bytes on disk: a hard-linked file counts once."""
+    """Bytes on disk; a hard-linked file counts once."""
     status = {one.st_ino: one for one in (path.lstat() for path in folder.rglob("*") if path.is_file())}
     return sum(512 * one.st_blocks for one in status.values())
 

@@ -2,11 +2,11 @@
 
     python benchmarks/constrain.py models/tools data/dialogues/test.jsonl [--requests 500] [--temperature 1.0]
 
-Each request is a user question from the held-out dialogues with its tools and `tool_choice` required; budgets run from
-8 to 256 tokens. Prints complete and valid answers, refusals (`budget_too_small`) and how many tokens they lacked, the
-tokens chosen by the plan instead of the model, and microseconds per token for the mask, for `take` and for the model.
-Goal: every answer complete and valid; mask and `take` together under 5% of the model's step at this model size and
-above.
+Each request is a user question from the held-out dialogues with its tools and `tool_choice: required`; budgets run from
+8 to 256 tokens. Prints the numbers of complete and valid answers, of refusals (`budget_too_small`) with the tokens they
+lacked, and of tokens chosen by the plan instead of the model, and the microseconds per token for the mask, for `take`
+and for the model. Goal: every answer is complete and valid, and mask and `take` together take less than 5% of the
+model's time per step, at this model size and above.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from pipeline.text import chat
 
 
 def questions(path: Path) -> list[tuple[list[dict[str, Any]], list[dict[str, Any]]]]:
-    """For each dialogue with tools: the messages up to the first answer, and the tools."""
+    """The messages up to the first answer, and the tools, of each dialogue with tools."""
     records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     found = []
     for record in records:
@@ -41,7 +41,7 @@ def questions(path: Path) -> list[tuple[list[dict[str, Any]], list[dict[str, Any
 
 
 def main() -> None:
-    """See the module."""
+    """Run the benchmark and print its results."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
     parser.add_argument("model", type=Path)
     parser.add_argument("dialogues", type=Path)
@@ -98,8 +98,8 @@ def main() -> None:
         tokens += len(ids)
         counts["complete and valid" if constraint.complete and _valid(reply(tokenizer, ids), tools) else "wrong"] += 1
     if not tokens:
-        parser.error(f"no question fits the {model.config.max_context} tokens of {arguments.model}: {counts}")
-    sys.stdout.write(f"{counts}; refused ones lacked {min(missing, default=0)} to {max(missing, default=0)} tokens\n")
+        parser.error(f"no question fits into the {model.config.max_context} tokens of {arguments.model}: {counts}")
+    sys.stdout.write(f"{counts}; refusals lacked {min(missing, default=0)} to {max(missing, default=0)} tokens\n")
     sys.stdout.write(f"{tokens} tokens, {steered} of them chosen by the plan instead of the model\n")
     for what, each in seconds.items():
         microseconds = [1e6 * one for one in each]

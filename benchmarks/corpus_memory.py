@@ -32,7 +32,7 @@ WORDS, DOCUMENT, FILE = 30_000, 300, 100_000_000  # vocabulary, words per docume
 
 
 def main(arguments: list[str]) -> int:
-    """Build, run, print. Returns the exit code."""
+    """Build the copy, run the stages, print the results. Returns the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--mb", type=int, default=1000)
     parser.add_argument("--folder", type=Path, help="folder for the scratch copy; kept (default: a temporary one)")
@@ -83,7 +83,7 @@ def write(path: Path, num_bytes: int, seed: int) -> None:
 
 
 def measured(repository: Repository, stage: list[str]) -> tuple[float, int]:
-    """Run one stage: seconds and peak bytes over all its processes."""
+    """Run one stage; returns its seconds and the peak bytes summed over all its processes."""
     began = time.monotonic()
     process = repository.start("python", "-m", f"stages.{stage[0]}", *stage[1:])
     peak = 0
@@ -97,7 +97,7 @@ def measured(repository: Repository, stage: list[str]) -> tuple[float, int]:
 
 
 def own_memory(pid: int) -> int:
-    """RssAnon + RssShmem in bytes of a process and its descendants."""
+    """RssAnon + RssShmem of a process and its descendants, in bytes."""
     try:
         parent = psutil.Process(pid)
         family = [parent, *parent.children(recursive=True)]

@@ -1,14 +1,14 @@
-"""How much a repository's other files help a model trained on repositories: held-out packages, several seeds.
+"""How much a repository's other files help a model trained on repositories, on held-out packages and over seeds.
 
     python benchmarks/cross_file.py [--seeds 1 2 3] [--scale demo] [--folder DIR] [--out FILE] [KEY=VALUE ...]
 
 Makes a scratch copy of the repository in which `data.code` lists packages of requirements.lock as repositories, every
 sixth held out entirely (`held_out: ["."]`), and `data.text` is the generated text. Builds the corpora, the tokenizer
-and the tokens once, then runs the stages language and code for each seed, with their keys set by KEY=VALUE
+and the tokens once, then runs stages `language` and `code` for each seed, with the keys set by KEY=VALUE
 (`code.steps=2400`, `corpus.stories_mb=1`). The suite of `pipeline/evaluation/cross_file.py` completes the same held-out
-lines and functions with and without other files. Prints a line per seed and one for all: exact match and edit
-similarity, their difference and its 95% interval over files. Over seeds the items are pooled, so that interval is for
-the mean over seeds. Writes the numbers to --out (default: benchmarks/results/cross_file.json).
+lines and functions with and without other files. Prints a line per seed and one for all seeds: exact match and edit
+similarity, their differences and 95% intervals over files. The last line pools the items of all seeds, so its intervals
+are for the mean over seeds. Writes the numbers to --out (default: benchmarks/results/cross_file.json).
 """
 
 import argparse
@@ -33,17 +33,17 @@ from tests.graph import Repository
 
 HELD_OUT_EVERY = 6  # one package in six, by a hash of its name
 FEWEST_FILES = 5  # per package: a single file has no other files
-MOST_BYTES = {"train": 1_500_000, "held out": 700_000}  # per package, so that no large one dominates
+MOST_BYTES = {"train": 1_500_000, "held out": 700_000}  # per package, so that no large package dominates
 TRAIN_BYTES = 6_000_000  # all training packages together
 MEASURES = ("line_exact", "line_similarity", "line_name", "function_exact", "function_similarity")
 
 
 def main(arguments: list[str]) -> int:
-    """Build, train, measure, print. Returns the exit code."""
+    """Build, train, measure and print. Returns the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--scale", default="demo")
-    parser.add_argument("--items", type=int, default=400, help="lines, and half as many functions")
+    parser.add_argument("--items", type=int, default=400, help="number of lines; half as many functions")
     parser.add_argument("--train-bytes", type=int, default=TRAIN_BYTES)
     parser.add_argument("--folder", type=Path, help="folder for the scratch copy; kept (default: a temporary one)")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "cross_file.json")
@@ -68,7 +68,7 @@ def main(arguments: list[str]) -> int:
 
 
 def packages(train_bytes: int) -> tuple[list[str], list[str]]:
-    """The training packages and the held-out packages of conf/data/packages.yaml."""
+    """The training packages and the held-out packages, from conf/data/packages.yaml."""
     names = stage_params("corpus", Settings(ROOT, [])).package_names
     train, held_out, num_bytes = [], [], 0
     for name in sorted(names, key=sources.digest):
@@ -91,7 +91,7 @@ def _files(name: str) -> list[tuple[Path, str]]:
 
 
 def prepared(folder: Path, scale: str, train_bytes: int, changes: list[str]) -> Repository:
-    """The scratch copy with its tokens; reused if it already has them."""
+    """The scratch copy with encoded tokens; an existing one is reused."""
     repository = Repository(folder / "repository")
     if (repository.folder / "data/tokens/code/meta.json").is_file():
         return repository
@@ -114,7 +114,7 @@ def prepared(folder: Path, scale: str, train_bytes: int, changes: list[str]) -> 
 
 
 def trained(repository: Repository, seed: int, changes: list[str]) -> Path:
-    """The model of stage code with this seed."""
+    """Train stages `language` and `code` with a seed; returns the repository's folder."""
     for stage in ("language", "code"):
         shutil.rmtree(repository.folder / "models" / stage, ignore_errors=True)
         repository.run("python", "-m", f"stages.{stage}", f"seed={seed}", *_of(stage, changes))
@@ -122,7 +122,7 @@ def trained(repository: Repository, seed: int, changes: list[str]) -> Path:
 
 
 def _of(stage: str, changes: list[str]) -> list[str]:
-    """The changes to a stage's keys."""
+    """The changes that set keys of a stage."""
     return [change for change in changes if change.startswith(f"{stage}.")]
 
 

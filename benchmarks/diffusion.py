@@ -1,16 +1,15 @@
-"""Masked-diffusion models on held-out problems: pass@1 by number of forward passes, and a policy's gain on problems
-where its start was unsure.
+"""Masked-diffusion models on held-out problems: pass@1 by number of forward passes, and the gain of trained policies.
 
-    python benchmarks/diffusion.py quality models/diffusion data/problems/test.jsonl [--problems 400] [--canvas 96]
-    [--block 48] python benchmarks/diffusion.py gain models/diffusion data/problems/test.jsonl models/diffusion_grpo
-    [models/other_seed ...]
-        [--problems 400] [--steps 32] [--temperature 0.8] [--threshold 0.99]
+    python benchmarks/diffusion.py quality models/diffusion data/problems/test.jsonl
+        [--problems 400] [--canvas 96] [--block 48]
+    python benchmarks/diffusion.py gain models/diffusion data/problems/test.jsonl models/diffusion_grpo
+        [models/other_seed ...] [--problems 400] [--steps 32] [--temperature 0.8] [--threshold 0.99]
 
-`quality`: greedy answers at 1, 2, 4, 8 tokens a step and by threshold, with and without caches, each compared with one
-token a step on the same problems (paired bootstrap; no early stop). Goal: at least 3 times fewer forward passes with a
-loss of at most 2 points. `gain`: selects problems that the first model solves in 20 to 80% of 16 samples, and compares
-all models on 16 fresh samples. Goal: at least 5 points on at least 64 problems. Prints JSON; --out also saves it. With
---samples FILE, `gain` reuses earlier samples after an interruption or when a model is added.
+`quality`: greedy answers at 1, 2, 4, 8 tokens per step and by threshold, with and without caches, each compared with
+one token per step on the same problems (paired bootstrap; no early stop). Goal: at least 3 times fewer forward passes
+with a loss of at most 2 points. `gain`: selects problems that the first model solves in 20% to 80% of 16 samples, and
+compares all models on 16 fresh samples. Goal: at least 5 points on at least 64 problems. Prints JSON; --out also saves
+it. With --samples FILE, `gain` reuses earlier samples after an interruption or when a model is added.
 """
 
 import argparse
@@ -106,7 +105,7 @@ class Samples:
 
 
 def hash_of(text: str) -> str:
-    """A short hash of a text."""
+    """A short hash of a string."""
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
@@ -116,7 +115,7 @@ def fingerprint(folder: Path) -> str:
 
 
 def gain(arguments: argparse.Namespace, problems: list[Problem], judge: Judge) -> dict[str, Any]:
-    """Compare the other models with the first one on problems that the first one solves sometimes."""
+    """Compare the other models with the first one on problems that the first one solves only sometimes."""
     samples = Samples(arguments.samples)
     rates = samples.of(arguments.model, problems, range(SAMPLES), arguments, judge).mean(1)
     unsure = [p for p, rate in zip(problems, rates, strict=True) if LOW <= rate <= HIGH]
@@ -143,7 +142,7 @@ def gain(arguments: argparse.Namespace, problems: list[Problem], judge: Judge) -
 
 
 def main() -> None:
-    """See the module."""
+    """Run the benchmark and print its results."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
     commands = parser.add_subparsers(dest="command", required=True)
     for name in ("quality", "gain"):
@@ -165,7 +164,7 @@ def main() -> None:
             help="gain: which tokens are uncovered first; stage_diffusion_grpo samples by entropy",
         )
         one.add_argument(
-            "--threshold", type=float, help="gain: uncover all tokens of at least this probability at once"
+            "--threshold", type=float, help="gain: uncover all tokens with at least this probability at once"
         )
         one.add_argument("--out", type=Path)
     arguments = parser.parse_args()

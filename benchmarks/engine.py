@@ -4,13 +4,14 @@
     [--only NAME]
 
 Without --model: random weights of a Qwen3 shape with 82 M parameters. Prints, with median and quartiles over rounds:
-decoded tokens per second at each number of rows (whole answers to prompts of 16 tokens; MBU is the share of the
-measured memory bandwidth needed to read weights, keys and values once a step); the ratio of each of ours to the better
-of transformers' two dtypes, round by round; prefill tokens per second on a prompt of 1,024; the time to the first token
-when that prompt is cached, as a share of the uncached time; drafts on and off on repetitive text; and the resident
-memory of a fresh process of each side.
+decoded tokens per second at each number of rows (complete answers to prompts of 16 tokens; MBU is the share of the
+measured memory bandwidth needed to read weights, keys and values once per step); the ratio of each of our settings to
+the better of transformers' two dtypes, round by round; prefill tokens per second on a prompt of 1,024; the time to the
+first token when that prompt is cached, as a share of the uncached time; the speed on repetitive text with and without
+drafts; and the resident memory of each side in a fresh process.
 
-Goals: int8 with one row at least twice as fast as transformers; a cached prompt within 5% of an uncached one.
+Goals: int8 with one row is at least twice as fast as transformers; the first token of a cached prompt takes at most 5%
+of the uncached time.
 """
 
 import argparse
@@ -61,14 +62,14 @@ def weights(path: Path | None) -> Transformer:
 
 
 def served(name: str, path: Path | None, *, drafts: bool = False, rows: int = 8) -> Engine:
-    """Our engine; its thread is not needed."""
+    """Our engine, without starting its thread."""
     model = weights(path)
     served = for_serving(model.bfloat16() if name == "bf16" else model, "int8" if name == "int8" else "native")
     return Engine(served, rows=rows, drafts=drafts)
 
 
 def ours(engine: Engine) -> Answer:
-    """Seconds until all answers are done."""
+    """A function that returns the seconds until all answers of our engine are done."""
 
     def answer(prompts: list[list[int]], tokens: int) -> float:
         said: list[Event] = []
@@ -87,7 +88,7 @@ def ours(engine: Engine) -> Answer:
 
 
 def theirs(name: str, path: Path | None) -> Answer:
-    """`transformers.generate` on all prompts at once; they have equal length, so nothing is padded."""
+    """A function that times `transformers.generate` on all prompts at once; with equal lengths, nothing is padded."""
     from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
     own = weights(path)
@@ -122,7 +123,7 @@ def bandwidth() -> float:
 
 
 def bytes_a_step(engine: Engine, rows: int, length: int) -> int:
-    """Minimum bytes read by one step: the weights of all products, and `length` keys and values per row."""
+    """Minimum bytes read by one step: the weights of all matrix products, and `length` keys and values per row."""
     config, size = engine.model.config, engine.decoder.cache.keys[0].element_size()
     held = engine.model.state_dict(keep_vars=True)
     matrices = sum(tensor.nbytes for name, tensor in held.items() if tensor.ndim == 2 and "embed_tokens" not in name)
@@ -130,18 +131,18 @@ def bytes_a_step(engine: Engine, rows: int, length: int) -> int:
 
 
 def told(values: list[float], digits: int = 1) -> str:
-    """Median (first to third quartile)."""
+    """Format values as `median (first quartile-third quartile)`."""
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
     return f"{middle:.{digits}f} ({low:.{digits}f}-{high:.{digits}f})"
 
 
 def random_ids(seed: int, length: int, vocabulary: int) -> list[int]:
-    """A prompt."""
+    """A prompt of random token ids."""
     return torch.randint(0, vocabulary, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 def decoding(sides: dict[str, Answer], engines: dict[str, Engine], arguments: argparse.Namespace) -> None:
-    """Tokens per second at each number of rows."""
+    """Print tokens per second at each number of rows."""
     speed, vocabulary = bandwidth(), engines["int8"].model.config.vocab_size
     sys.stdout.write(f"\ndecoding, tokens/s; bandwidth {speed / 1e9:.1f} GB/s\n")
     for rows in arguments.rows:
@@ -166,11 +167,11 @@ def decoding(sides: dict[str, Answer], engines: dict[str, Engine], arguments: ar
 
 
 def reading(sides: dict[str, Answer], engines: dict[str, Engine], arguments: argparse.Namespace) -> None:
-    """Prefill tokens per second on a long prompt, and the time to the first token when it is cached."""
+    """Print prefill tokens per second on a long prompt, and the time to the first token when the prompt is cached."""
     vocabulary = engines["int8"].model.config.vocab_size
     long = min(LONG, engines["int8"].context - 2)
     sys.stdout.write(
-        f"\na prompt of {long} tokens: read, tokens/s; known, first token after / of the time when it is not\n"
+        f"\nprompt of {long} tokens: prefill, tokens/s; if cached, time to first token, % of uncached time\n"
     )
     cold: dict[str, list[float]] = {name: [] for name in sides}
     known: dict[str, list[float]] = {name: [] for name in OURS}
@@ -192,8 +193,8 @@ def reading(sides: dict[str, Answer], engines: dict[str, Engine], arguments: arg
 
 
 def drafting(arguments: argparse.Namespace) -> None:
-    """Repetitive text, with and without drafts."""
-    sys.stdout.write("\ndrafts, tokens/s of one row on a text that repeats\n")
+    """Print tokens per second on repetitive text, with and without drafts."""
+    sys.stdout.write("\ndrafts, tokens/s of one row on repetitive text\n")
     for name in OURS:
         pair = [served(name, arguments.model, drafts=drafts, rows=1) for drafts in (False, True)]
         ids = random_ids(7, 24, pair[0].model.config.vocab_size) * 4
@@ -207,7 +208,7 @@ def drafting(arguments: argparse.Namespace) -> None:
         ratio = [on / off for off, on in zip(*rates)]
         sys.stdout.write(
             f"  {name:11} off {told(rates[0])}  on {told(rates[1])}  x {told(ratio, 2)}; of {stats.generated_tokens}"
-            f" tokens {stats.accepted_tokens} by drafts, of {stats.drafted_tokens} drafted\n"
+            f" tokens, {stats.accepted_tokens} from drafts ({stats.drafted_tokens} drafted)\n"
         )
 
 
@@ -220,7 +221,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument(
-        "--only", choices=[*OURS, *THEIRS], help="one answer of one side, then its process's memory in MiB"
+        "--only", choices=[*OURS, *THEIRS], help="generate one answer, then print the process's memory in MiB"
     )
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)

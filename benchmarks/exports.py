@@ -1,5 +1,4 @@
-"""Do other programs reproduce our model from the exports of `stage_deploy`? Repeats the stage's parity check in each of
-them.
+"""Do other programs reproduce our model from the exports of `stage_deploy`? Repeats the stage's parity check in each.
 
     python benchmarks/exports.py [models/deploy] [--json FILE]
 
@@ -9,7 +8,7 @@ installed: transformers (4 or 5), llama-cpp-python (built from source), the onnx
 The first row is our own model in float64, which shows the rounding error of float32; no float32 program can be expected
 to do better.
 
-Not covered: speed (`benchmarks/serving.py`); different rounding in accelerator kernels.
+Not covered: speed (`benchmarks/serving.py`), different rounding in accelerator kernels.
 """
 
 import argparse
@@ -55,7 +54,7 @@ class Foreign(smoke.ExportProgram, Protocol):
 
 
 class Transformers:
-    """Hugging Face's model and tokenizer, float32, eager attention off."""
+    """Hugging Face's model and tokenizer, in float32 and without eager attention."""
 
     def __init__(self, folder: Path) -> None:
         library: Any = importlib.import_module("transformers")
@@ -64,12 +63,12 @@ class Transformers:
 
     @torch.no_grad()
     def logits(self, ids: list[int]) -> Tensor:
-        """(T, V), after each of the ids."""
+        """Logits (T, V), one row after each of the ids."""
         return self.model(torch.tensor([ids])).logits[0]
 
     @torch.no_grad()
     def greedy(self, prompt: list[int], count: int) -> list[int]:
-        """Through its own cache."""
+        """Greedy tokens, decoded with its own cache."""
         said, given, cache = [], prompt, None
         for _ in range(count):
             out = self.model(torch.tensor([given]), past_key_values=cache, use_cache=True)
@@ -78,18 +77,18 @@ class Transformers:
         return said
 
     def encode(self, text: str) -> list[int]:
-        """With its own tokenizer.json implementation."""
+        """Token ids from its own implementation of tokenizer.json."""
         return self.tokenizer(text)["input_ids"]
 
     def rendered(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
-        """By its own Jinja."""
+        """The prompt as rendered by its own Jinja."""
         return self.tokenizer.apply_chat_template(
             messages, tools=tools or None, tokenize=False, add_generation_prompt=True
         )
 
 
 class LlamaCpp:
-    """llama.cpp, on the CPU in one thread, through llama-cpp-python; its keys and values in f32 or f16."""
+    """llama.cpp, through llama-cpp-python, on one CPU thread; keys and values are in f32 or f16."""
 
     def __init__(self, path: Path, context: int, *, cache: str = "f32") -> None:
         library: Any = importlib.import_module("llama_cpp")
@@ -107,13 +106,13 @@ class LlamaCpp:
             )
 
     def logits(self, ids: list[int]) -> Tensor:
-        """(T, V), after each of the ids."""
+        """Logits (T, V), one row after each of the ids."""
         self.model.reset()
         self.model.eval(ids)
         return torch.from_numpy(np.array(self.model.scores[: len(ids)]))
 
     def greedy(self, prompt: list[int], count: int) -> list[int]:
-        """Through its own cache."""
+        """Greedy tokens, decoded with its own cache."""
         self.model.reset()
         said, given = [], prompt
         for _ in range(count):
@@ -123,28 +122,28 @@ class LlamaCpp:
         return said
 
     def encode(self, text: str) -> list[int]:
-        """With its own implementation of the file's vocabulary, merges and split; text only, no control tokens."""
+        """Token ids from its own implementation of the file's vocabulary, merges and split, without control tokens."""
         return self.model.tokenize(text.encode(), add_bos=False, special=False)
 
     def encode_rendered(self, text: str) -> list[int]:
-        """With control tokens."""
+        """Token ids of a rendered prompt, with control tokens."""
         return self.model.tokenize(text.encode(), add_bos=False, special=True)
 
     def rendered(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
-        """With the template in the file, through the formatter that its chat endpoint uses."""
+        """The prompt as rendered from the file's template by the formatter that its chat endpoint uses."""
         formats: Any = importlib.import_module("llama_cpp.llama_chat_format")
         template = self.model.metadata["tokenizer.chat_template"]
         formatter = formats.Jinja2ChatFormatter(template=template, eos_token="", bos_token="")
         return formatter(messages=messages, tools=tools or None).prompt
 
     def close(self) -> None:
-        """Free the model's memory; at interpreter exit it is too late."""
+        """Free the model's memory; doing so at interpreter exit is too late."""
         self.model.close()
 
 
 @contextlib.contextmanager
 def _weights_as_they_are(library: Any) -> Iterator[None]:
-    """Models opened in here are not repacked for AMX: virtual machines advertise its instructions, then refuse them."""
+    """Models opened in this block are not repacked for AMX: virtual machines may advertise AMX but then refuse it."""
     usual = library.llama_model_default_params
 
     def plain() -> Any:
@@ -163,7 +162,7 @@ class Genai(onnx.Genai):
     """onnxruntime-genai, with its template."""
 
     def rendered(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
-        """By its own Jinja."""
+        """The prompt as rendered by its own Jinja."""
         given: dict[str, Any] = {"tools": json.dumps(tools)} if tools else {}
         return self.tokenizer.apply_chat_template(json.dumps(messages), add_generation_prompt=True, **given)
 
@@ -172,13 +171,13 @@ class Exact(smoke.Ours):
     """Our own model in float64; not used for greedy text."""
 
     def greedy(self, prompt: list[int], count: int) -> list[int]:
-        """None."""
+        """No greedy text: -1 for every token."""
         return [-1] * count
 
 
 @dataclass(frozen=True)
 class Row:
-    """The results of one program; None if it was not run."""
+    """The results of one program; `found` is None if it was not run."""
 
     program: str
     found: smoke.Parity | None = None
@@ -187,7 +186,7 @@ class Row:
     why_not: str = ""
 
     def cells(self) -> list[str]:
-        """The cells of its table row."""
+        """The cells of the program's table row."""
         if self.found is None:
             return [self.program, f"not run: {self.why_not}", *[""] * 5]
         found = self.found
@@ -227,16 +226,16 @@ class Subject:
         return Row(label, found, f"{same} of {len(ids):,}", f"{rendered}/{len(probes.CONVERSATIONS)}")
 
     def exact(self) -> Row:
-        """The rounding error of float32."""
+        """The row that shows the rounding error of float32."""
         ids = self.tokenizer.encode(smoke.probe())
         return Row("ours, float64", smoke.compare(self.model, Exact(deepcopy(self.model).double()), ids))
 
     def transformers(self) -> Iterator[Row]:
-        """In the installed version."""
+        """The row of the installed transformers version."""
         yield self.asked(f"transformers {importlib.metadata.version('transformers')}", Transformers(self.folder))
 
     def llama_cpp(self) -> Iterator[Row]:
-        """Each file type with a float32 cache, and f32 with llama.cpp's default f16 cache."""
+        """A row for each file type with a float32 cache, and one for f32 with llama.cpp's default f16 cache."""
         version = importlib.metadata.version("llama-cpp-python")
         serialized = (self.folder / "tokenizer.json").read_text(encoding="utf-8")
         with tempfile.TemporaryDirectory() as folder:
@@ -249,7 +248,7 @@ class Subject:
                 program.close()
 
     def genai(self) -> Iterator[Row]:
-        """Both kinds of ONNX."""
+        """A row for each kind of ONNX export."""
         version = importlib.metadata.version("onnxruntime-genai")
         for kind in onnx.KINDS:
             with tempfile.TemporaryDirectory() as folder:

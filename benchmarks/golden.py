@@ -5,7 +5,7 @@
     python benchmarks/golden.py compare BEFORE.json AFTER.json    lists differences; exit code 1 if there are any
 
 Code hashes, run keys and times in JSON files are ignored, and so are files that list other files' hashes (SHA256SUMS):
-they are expected to change when code moves.
+all of these are expected to change when code moves.
 """
 
 import argparse
@@ -50,8 +50,8 @@ QUESTIONS = (
 
 
 def main() -> int:
-    """See the module."""
-    parser = argparse.ArgumentParser(description="what a graph made, as hashes")
+    """Record or compare hashes. Returns the exit code."""
+    parser = argparse.ArgumentParser(description="hashes of what a graph built")
     parser.add_argument("what", choices=("record", "demo", "compare"))
     parser.add_argument("first", type=Path)
     parser.add_argument("second", type=Path)
@@ -79,7 +79,7 @@ def digest(path: Path) -> str:
 
 
 def without(value: Any) -> Any:
-    """JSON without the keys of LEFT_OUT."""
+    """JSON without the keys in LEFT_OUT."""
     if isinstance(value, dict):
         return {key: without(inner) for key, inner in value.items() if key not in LEFT_OUT}
     return [without(inner) for inner in value] if isinstance(value, list) else value
@@ -121,12 +121,12 @@ def demo(repository: Path) -> dict[str, str]:
 
 
 def alone() -> dict[str, str]:
-    """An environment that runs the repository's own code, with one thread and without MLflow."""
+    """Environment variables that run the repository's own code, with one thread and without MLflow."""
     return os.environ | {"PYTHONPATH": "", "OMP_NUM_THREADS": "1", "STAGECOACH_MLFLOW": "off"}
 
 
 def compare(before: dict[str, str], after: dict[str, str]) -> int:
-    """Print the differences."""
+    """Print the differences. Returns 1 if there are any."""
     lines = [
         f"{'gone' if name not in after else 'new' if name not in before else 'other'}: {name}"
         for name in sorted(before.keys() | after.keys())

@@ -2,10 +2,10 @@
 
     python benchmarks/gpu_training.py [--models medium large] [--rows 8] [--context 2048] [--rounds 3] [--steps 10]
 
-Trains the models of conf/model/ in bf16 with AdamW on random tokens: eager, compiled, compiled with activation
+Trains the models in conf/model/ in bf16 with AdamW on random tokens: eager, compiled, compiled with activation
 checkpointing (`selective`, `full`), and compiled under FSDP2 on one rank, each in its own process, one after another
-(they do not fit together). `mfu` divides by the peak in the vendor's data sheet (device.DATA_SHEET), as in
-karpathy/nanochat; `mfu_measured` by a large matrix product timed here. A setting that runs out of memory is marked in
+(two do not fit into memory). `mfu` divides by the peak in the vendor's data sheet (device.DATA_SHEET), as in
+karpathy/nanochat, `mfu_measured` by the speed of a large matrix product. A setting that runs out of memory is marked in
 its row. Goal: 55% at 1 to 3 billion parameters on an H100. Writes `results/gpu_training-<device>.json`. Without a GPU
 it exits with 2; `--anyway` runs it on the CPU (for tests) and writes nothing.
 """
@@ -49,7 +49,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {  # name -> (
 
 
 def shape_of(name: str) -> dict[str, int]:
-    """The sizes in a file of conf/model/, or in `train_speed.SIZES`."""
+    """The model sizes from a file in conf/model/ or from `train_speed.SIZES`."""
     if name in SIZES:
         return SIZES[name]
     given = yaml.safe_load((ROOT / "conf/model" / f"{name}.yaml").read_text(encoding="utf-8"))
@@ -58,7 +58,7 @@ def shape_of(name: str) -> dict[str, int]:
 
 @contextlib.contextmanager
 def started(arm: str, spec: dict[str, Any], environment: dict[str, str]) -> Iterator[Side]:
-    """A warmed-up process with the setting. Raises RuntimeError if it dies."""
+    """A warmed-up process that trains as specified. Raises RuntimeError if it dies."""
     command = [sys.executable, str(ROOT / "benchmarks/train_arms.py"), arm, json.dumps(spec)]
     own = os.environ | {"STAGECOACH_MLFLOW": "off"} | environment
     process = subprocess.Popen(
@@ -74,7 +74,7 @@ def started(arm: str, spec: dict[str, Any], environment: dict[str, str]) -> Iter
 
 
 def row(model: str, setting: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """One setting of one model."""
+    """Measure one setting of one model."""
     from pipeline.model.config import ModelConfig
     from pipeline.run import device
 

@@ -1,24 +1,24 @@
 """Bits per byte of the held-out documents that stage_evaluate scores: a compressor, an n-gram model, and our models.
 
-    python benchmarks/held_out.py                   the n-gram counts all training tokens of the documents' corpus
+    python benchmarks/held_out.py                   the n-gram model counts all training tokens of a corpus
     python benchmarks/held_out.py --tokens 819200   only the first N (sources are mixed): as many as a model was
                                                     trained on
 
 Reads data/raw, data/tokens, data/tokenizer, params.yaml, and metrics/eval/*.json if models were evaluated. Prints a
-Markdown table, lower is better, with 95% intervals over documents, and writes the numbers to
+Markdown table (lower is better) with 95% intervals over documents, and writes the numbers to
 benchmarks/results/held_out.json (held_out-<N>.json with --tokens N). The rows:
 
-* xz: each document alone with LZMA preset 9e as an .xz file, including the container's 60 bytes or so. It learns only
-  from the document, so it does poorly on short documents; it is a baseline, not a competitor.
-* xz after the training text: how much the .xz file of the corpus grows when the documents are appended. A document
-  learns from those before it, so the number covers all of them together and has no interval.
+* xz: each document compressed separately by LZMA preset 9e, including about 60 bytes for the .xz container. xz learns
+  only from the document, so it does poorly on short ones; it is a baseline, not a competitor.
+* xz after the training text: how much the .xz file of the corpus grows when the documents are appended. Each document
+  benefits from those before it, so the number covers all documents together and has no interval.
 * n-gram: order 5, interpolated modified Kneser-Ney (see ngram.py), over the models' own token ids, counted on
-  data/tokens of the same corpus: text for prose and stories, code for code. As in pipeline/evaluation/likelihood.py
-  each document follows one end of text; the text's tokens count, the separators do not.
+  data/tokens of the same corpus: text for prose and stories, code for code. As in pipeline/evaluation/likelihood.py,
+  each document follows one end-of-text token; the document's tokens are scored, the separators are not.
 * models: as measured by stage_evaluate, in windows of its `context`. `code` and `tools` continue `language`.
 
-Stops if a model was scored on other documents. Equal inputs give equal files. Not guaranteed: that the intervals cover
-the choice of training data or seeds.
+Stops if a model was scored on other documents. Equal inputs give identical files. Not guaranteed: that the intervals
+cover the choice of training data or seeds.
 """
 
 import argparse
@@ -49,8 +49,8 @@ from pipeline.text.tokenizer import Tokenizer
 from stages.evaluate import held_out, split_texts
 
 ORDER = 5
-SMALLEST_DICTIONARY = 4096  # accepted by LZMA2, bytes
-CORPUS = {"text": "text", "stories": "text", "stories_held_out": "text", "code": "code"}  # for each kind of document
+SMALLEST_DICTIONARY = 4096  # bytes; the minimum that LZMA2 accepts
+CORPUS = {"text": "text", "stories": "text", "stories_held_out": "text", "code": "code"}  # kind of document -> corpus
 TITLES = {
     "text": "running prose",
     "stories": "stories",
@@ -62,7 +62,7 @@ Row = dict[str, Interval]  # by kind
 
 
 def main(arguments: list[str]) -> int:
-    """Measure, write, print. Returns the exit code."""
+    """Measure, write and print the numbers. Returns the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--tokens", type=int, metavar="N", help="count only the first N training tokens")
     most: int | None = parser.parse_args(arguments).tokens
@@ -123,7 +123,7 @@ def spelled(tokenizer: Tokenizer, texts: list[str]) -> list[str]:
 
 
 def interval(bits: list[float], texts: list[str], settings: SuiteSettings, seed: int) -> Interval:
-    """Bits per byte over documents, as in `suites.Subject.bootstrap`."""
+    """Bits per byte with an interval over documents, as in `suites.Subject.bootstrap`."""
     draws = generator("bootstrap", seed, len(texts))
     return ratio(bits, [len(text.encode()) for text in texts], generator=draws, resamples=settings.bootstrap)
 
@@ -131,7 +131,7 @@ def interval(bits: list[float], texts: list[str], settings: SuiteSettings, seed:
 def xz_bits(text: str) -> float:
     """Bits of the text compressed with `xz -9e`.
 
-    The dictionary is reduced to the size of the text: the same output, but 0.1 s less for clearing memory.
+    The dictionary is reduced to the size of the text, which gives the same output but saves 0.1 s of clearing memory.
     """
     return 8.0 * xz_bytes(text.encode())
 
@@ -163,7 +163,7 @@ def primed(raw: Path, documents: dict[str, list[str]]) -> Row:
 def ngram_bits(
     tokens: Path, tokenizer: Tokenizer, documents: dict[str, list[str]], most: int | None
 ) -> tuple[dict[str, list[float]], dict[str, int]]:
-    """Bits of each document under the n-gram of its corpus, and the number of tokens from each corpus.
+    """Bits of each document under its corpus's n-gram model, and the number of tokens counted in each corpus.
 
     Raises DataError if a corpus has fewer than `most` tokens, ModelError if it was encoded with another tokenizer.
     """
@@ -183,17 +183,17 @@ def training_tokens(folder: Path, tokenizer: Tokenizer, most: int | None) -> np.
     """The first `most` training tokens of a corpus, or all of them, mapped into memory."""
     meta = read_meta(folder)
     if meta["tokenizer"] != tokenizer.hash:
-        raise ModelError(f"{folder}: encoded with another tokenizer than data/tokenizer; run dvc repro stage_encode")
+        raise ModelError(f"{folder}: encoded with a tokenizer other than data/tokenizer; run dvc repro stage_encode")
     held = int(meta["splits"]["train"]["tokens"])
     if most is not None and not 1 <= most <= held:
-        raise DataError(f"--tokens: expected 1 to {held}, the training tokens of {folder}, found {most}")
+        raise DataError(f"--tokens: expected 1 to {held} (the training tokens in {folder}), found {most}")
     return np.memmap(folder / "train.bin", dtype=np.dtype(meta["dtype"]).newbyteorder("<"), mode="r")[:most]
 
 
 def evaluated(metrics: Path, documents: dict[str, list[str]]) -> dict[str, Row]:
     """The models' bits per byte from metrics/eval, in the order of the graph, then by name; {} if there are none.
 
-    Raises DataError if one was measured on other documents.
+    Raises DataError if a model was measured on other documents.
     """
     models: dict[str, Row] = {}
     paths = {path.stem: path for path in sorted((metrics / "eval").glob("*.json"))}
@@ -201,7 +201,7 @@ def evaluated(metrics: Path, documents: dict[str, list[str]]) -> dict[str, Row]:
         numbers = read(paths[name])
         found: Row = {}
         for kind, texts in documents.items():
-            if "documents" not in numbers.get(kind, {}):  # not relevant to the model
+            if "documents" not in numbers.get(kind, {}):  # a kind that is not relevant to the model
                 continue
             corpus = CORPUS[kind]
             raw = f"data/raw/{corpus}"
@@ -209,7 +209,7 @@ def evaluated(metrics: Path, documents: dict[str, list[str]]) -> dict[str, Row]:
             measured = numbers[kind].get("documents", 0)
             if numbers["lineage"]["inputs"][raw] != encoded or measured != len(texts):
                 raise DataError(
-                    f"{paths[name]}: {kind}: expected {len(texts)} documents of today's {raw}, found {measured} of "
+                    f"{paths[name]}: {kind}: expected {len(texts)} documents of the current {raw}, found {measured} of "
                     f"{numbers['lineage']['inputs'][raw]}; run dvc repro stage_evaluate"
                 )
             if texts:
@@ -232,7 +232,7 @@ def shown(found: Interval) -> str:
 
 
 def table(rows: dict[str, Row], documents: dict[str, list[str]]) -> str:
-    """The rows as markdown, `value (low-high)`."""
+    """The rows as a Markdown table of `value (low-high)`."""
     heads = [f"{title}, {len(documents[kind])} documents" for kind, title in TITLES.items()]
     lines = [["bits per byte", *heads], ["---"] * (len(heads) + 1)]
     for name, row in rows.items():

@@ -3,8 +3,9 @@
     python benchmarks/house.py [ROOT] [--json FILE]                      each figure and its limit
 
 A room is a folder in `pipeline/`; an arrow leads from a room to one whose files it imports, including inside functions.
-The reader's way of a method is its stage, the loop, rollout and streams that the stage imports, and their direct
-imports. Empty `__init__.py` count as files, but not as short ones. Every stage has a `Params`: that name counts once.
+The reader's way of a method consists of its stage; the loop, rollout and streams that the stage imports; and their
+direct imports. An empty `__init__.py` is counted, but not as a short file. Every stage has a `Params`; that name is not
+counted as a repeated one.
 """
 
 import argparse
@@ -19,10 +20,10 @@ from pathlib import Path
 from typing import TypeVar
 
 Node = TypeVar("Node")
-WAYS = {"language": (25, 5000), "grpo": (28, 6000), "rlhf": (30, 6500), "diffusion": (28, 6000)}  # wanted
+WAYS = {"language": (25, 5000), "grpo": (28, 6000), "rlhf": (30, 6500), "diffusion": (28, 6000)}  # limits: files, lines
 READ_ON = ("pipeline/learning/fit.py", "pipeline/rl/rollout.py", "pipeline/batches/", "pipeline/diffusion/batches.py")
 SKIPPED = {".venv", ".work", ".git", "data", "models", "metrics", "reports", "build", "__pycache__"}
-PRAGMA = re.compile(r"\s+# (type|pyright|noqa)\b.*$")  # like ruff, which measures lines without them
+PRAGMA = re.compile(r"\s+# (type|pyright|noqa)\b.*$")  # ignored in the line length, as in ruff
 LONGEST_LINE, LONGEST_FILE, SHORTEST_FILE = 120, 600, 60
 
 
@@ -41,7 +42,7 @@ class Figure:
 
 
 def main() -> int:
-    """See the module."""
+    """Print the figures. Returns the exit code."""
     parser = argparse.ArgumentParser(description="the size of the code")
     parser.add_argument("root", type=Path, nargs="?", default=Path(__file__).resolve().parents[1])
     parser.add_argument("--json", type=Path)
@@ -117,18 +118,18 @@ def imported(root: Path, path: Path, tree: ast.Module) -> set[Path]:
 
 
 def room(root: Path, path: Path) -> str:
-    """`model/cpu` of pipeline/model/cpu/native.py."""
+    """The room of a file, such as `model/cpu` for pipeline/model/cpu/native.py."""
     return str(path.parent.relative_to(root / "pipeline")) if (root / "pipeline") in path.parents else "stages"
 
 
 def wide_constructors(tree: ast.Module) -> int:
-    """Explicit constructors with 9 or more parameters, not counting `self`."""
+    """The number of explicit constructors with 9 or more parameters, not counting `self`."""
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
     return sum(len(node.args.args) + len(node.args.kwonlyargs) > 9 for node in functions)
 
 
 def circles(graph: Mapping[Node, set[Node]]) -> int:
-    """Strongly connected components of more than one node (Tarjan 1972)."""
+    """The number of strongly connected components with more than one node (Tarjan 1972)."""
     number: dict[Node, int] = {}
     lowest: dict[Node, int] = {}
     stack: list[Node] = []
@@ -155,7 +156,7 @@ def circles(graph: Mapping[Node, set[Node]]) -> int:
 
 
 def readers_way(root: Path, imports: Mapping[Path, set[Path]], stage: Path) -> set[Path]:
-    """The files of a reader's way."""
+    """The files of the reader's way that starts at a stage."""
     first = imports[stage]
     read_on = {path for path in first if str(path.relative_to(root)).startswith(READ_ON)}
     return {stage, *first, *(other for path in read_on for other in imports[path])}

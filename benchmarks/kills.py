@@ -3,10 +3,10 @@
     python benchmarks/kills.py [STAGE ...] [--kills 20] [--seed 0] [--folder DIR]      default: all training stages
 
 A scratch folder has the data and models at scale smoke, built by the stages themselves (later calls reuse them). Each
-stage first runs uninterrupted. Then it is started and killed with its children by SIGKILL, at moments drawn uniformly
-between EARLIEST of its run time and its end, so most kills fall into loading, the loop with a state after every step,
-and publishing. A run that ends before its kill is compared and started over; after the last kill the stage runs to its
-end and is compared too. Equal means: every file published by the uninterrupted run, with the same sha256. Prints a line
+stage first runs uninterrupted. Then it is started and killed, with its children, by SIGKILL at a random moment between
+EARLIEST of its run time and its end, so most kills hit loading, the training loop (with a state after every step) or
+publishing. A run that ends before its kill is compared and started over; after the last kill the stage runs to its end
+and is compared too. Runs are equal if every file published by the uninterrupted run has the same sha256. Prints a line
 per stage and writes benchmarks/results/kills.json; exits with 1 if bytes differ.
 
 One thread, one process, no MLflow. Not guaranteed: equal bytes across thread counts, machines or versions of torch, or
@@ -47,7 +47,7 @@ SETTINGS = (
     "runtime.precision=fp32",
     "runtime.compile=false",
 )
-EARLIEST = 0.4  # as a share of the run time: before that Python and torch are being imported
+EARLIEST = 0.4  # fraction of the run time; earlier, Python and torch are still being imported
 LIMIT = 600.0  # maximum seconds for a run
 
 
@@ -57,11 +57,11 @@ class Found:
 
     stage: str
     seconds: float  # of the uninterrupted run
-    files: int  # published by it
+    files: int  # published by the uninterrupted run
     kills: int = 0
     resumed: int = 0  # starts that resumed from a state
     compared: int = 0  # runs that ended
-    different: int = 0  # of these, with different bytes
+    different: int = 0  # runs that ended with different bytes
 
 
 class Scratch:
@@ -98,10 +98,10 @@ class Scratch:
         return self.folder / "log"
 
     def whole(self, stage: str, work: str) -> float:
-        """Run a stage to its end and return the seconds. Exits if it fails."""
+        """Run a stage to its end and return the seconds. Exits if the stage fails."""
         start = time.monotonic()
         if code := self.start(stage, work).wait(LIMIT):
-            sys.exit(f"stage_{stage} ended with {code}; its output is in {self.log}")
+            sys.exit(f"stage_{stage} exited with code {code}; its output is in {self.log}")
         return time.monotonic() - start
 
     def files(self, since: float = 0.0) -> dict[str, str]:
@@ -139,7 +139,7 @@ def prepare(scratch: Scratch, stages: list[str]) -> None:
 
 
 def killed(scratch: Scratch, stage: str, kills: int, draw: random.Random) -> Found:
-    """Kill one stage `kills` times, and compare."""
+    """Kill one stage `kills` times, and compare what it publishes."""
     for name in ("whole", "killed"):
         shutil.rmtree(scratch.folder / name, ignore_errors=True)
     began = time.time()
@@ -161,8 +161,8 @@ def killed(scratch: Scratch, stage: str, kills: int, draw: random.Random) -> Fou
             anew = False
             continue
         if code:
-            sys.exit(f"stage_{stage} ended with {code} after {found.kills} kills; its output is in {scratch.log}")
-        if anew:  # faster than the first: the machine is less busy now, and the moments were drawn too late
+            sys.exit(f"stage_{stage} exited with code {code} after {found.kills} kills; its output is in {scratch.log}")
+        if anew:  # perhaps faster than the first run because the machine is less busy: draw earlier moments
             seconds = time.monotonic() - began
         _compare(scratch, published, found)
         scratch.remove(published)
@@ -185,19 +185,19 @@ def _compare(scratch: Scratch, published: dict[str, str], found: Found) -> None:
     found.compared += 1
     found.different += bool(other)
     if other:
-        sys.stdout.write(f"  {found.stage}: other bytes after {found.kills} kills: {', '.join(other)}\n")
+        sys.stdout.write(f"  {found.stage}: different bytes after {found.kills} kills: {', '.join(other)}\n")
 
 
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(prog="benchmarks/kills.py", description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("stages", nargs="*", metavar="STAGE", help=f"of {', '.join(TRAINING)}")
+    parser.add_argument("stages", nargs="*", metavar="STAGE", help=f"any of {', '.join(TRAINING)}")
     parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=0, help="seed of the moments")
+    parser.add_argument("--seed", type=int, default=0, help="seed for drawing the moments")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "stagecoach-kills")
     asked = parser.parse_args()
     if unknown := sorted(set(asked.stages) - set(TRAINING)):
-        parser.error(f"{unknown[0]} trains nothing; expected some of {', '.join(TRAINING)}")
+        parser.error(f"{unknown[0]} is not a training stage; expected some of {', '.join(TRAINING)}")
     stages = [stage for stage in TRAINING if stage in asked.stages or not asked.stages]
     scratch, rows = Scratch(asked.folder.resolve()), {}
     if RESULTS.is_file():
@@ -208,7 +208,7 @@ def main() -> int:
         found = killed(scratch, stage, asked.kills, random.Random(f"{asked.seed} {stage}"))
         sys.stdout.write(
             f"{stage}: {found.kills} kills in runs of {found.seconds} s, {found.resumed} resumed from a state;"
-            f" {found.compared} runs ended, {found.different} with other bytes in {found.files} files\n"
+            f" {found.compared} runs ended, {found.different} with different bytes among {found.files} files\n"
         )
         sys.stdout.flush()
         failed |= found.different > 0

@@ -1,14 +1,14 @@
-"""What a memory buys: facts learned and code kept, compared with other ways to spend the same weights or FLOPs.
+"""What a memory buys: facts learned and code ability kept, vs. other ways to spend the same weights or FLOPs.
 
     python benchmarks/memory.py models/code data [--steps 400] [--seeds 0 1 2] [--work DIR] [--only memory] [--out FILE]
 
-All are trained by `fit` on the same batches as stage memory, with its settings at `demo`: `memory` (ours), `wider` (a
-parallel SwiGLU), `lora`, `product_keys` (memory_product_keys.py), once with as many trainable weights as the memory and
-once with as many FLOPs per token; and memories of 256, 1,024 and 4,096 rows. Each uses the best of three rates on the
-validation wordings (first seed) that costs code at most 1% of its bits; reported is the test set, which was not used
-for any choice. Each run is a file in --work, so an interrupted benchmark resumes, and two processes can share the work
-(`--only`). Intervals: 95%, over questions, for the mean over seeds. Every row has trainable weights, FLOPs and numbers
-read per token relative to the base; tokens/s is the ratio to the base's forward pass, interleaved.
+All are trained by `fit` on the same batches and with the same settings as stage memory at scale `demo`: `memory`
+(ours); `wider` (a parallel SwiGLU), `lora` and `product_keys` (memory_product_keys.py), each once with as many
+trainable weights as the memory and once with as many FLOPs per token; and memories of 256, 1,024 and 4,096 rows. Each
+uses the best of three rates by validation wordings (first seed) that costs at most 1% more bits per byte of code; the
+reported numbers are for the test set, which no choice used. Each run is a file in --work, so an interrupted benchmark
+resumes, and two processes can share the work (`--only`). Intervals: 95%, over questions, for the mean over seeds. Every
+row has the trainable weights, FLOPs and bytes read per token, and the forward pass's speed relative to the base.
 """
 
 import argparse
@@ -49,7 +49,7 @@ from pipeline.run.workdir import Job, StopRequest
 from pipeline.text.tokenizer import Tokenizer
 from stages import memory as stage
 
-MOST_LOST = 0.01  # relative to the bits per byte of code
+MOST_LOST = 0.01  # largest relative increase in bits per byte of code
 RATES = {"muon": (3e-3, 6e-3, 1.2e-2), "adamw": (1.5e-3, 3e-3, 6e-3)}
 ROWS = (256, 1024, 4096)
 ROUNDS, SECONDS = 7, 0.5  # for timing
@@ -75,7 +75,7 @@ def contenders(
     """The memory, alternatives with as many weights (`wider`) or FLOPs (`wider, equal FLOPs`), and memories of other
     sizes.
 
-    With an `adapter` all but `lora` also have it, and `lora` is as large as a memory with it.
+    If an `adapter` is given, all except `lora` have it too, and `lora` is as large as the memory plus the adapter.
     """
     extra = 0 if adapter is None else lora_weights(shape, adapter)
     ours = of_memory("memory", config, shape)
@@ -91,7 +91,7 @@ def contenders(
 
 
 def beside_adapter(one: Contender, adapter: AdapterConfig | None, extra: int) -> Contender:
-    """The same plus adapters of `extra` weights; pure adapters are unchanged."""
+    """The contender plus adapters with `extra` weights; a pure adapter is unchanged."""
     if adapter is None or isinstance(one.config, AdapterConfig):
         return one
     return replace(
@@ -104,13 +104,13 @@ def beside_adapter(one: Contender, adapter: AdapterConfig | None, extra: int) ->
 
 
 def lora_weights(shape: ModelConfig, adapter: AdapterConfig) -> int:
-    """The number of adapter weights."""
+    """The number of weights in an adapter."""
     sizes = (sum(footprint.projections(shape)[name]) for name in adapter.modules)
     return shape.layers * adapter.rank * sum(sizes)
 
 
 def closest(make: Callable[[int], Contender | None], target: int, cost: str) -> Contender:
-    """The size among 1, 2, ... whose cost is closest to `target`."""
+    """The contender of size 1, 2, ... whose cost is closest to `target`."""
     best: Contender | None = None
     for size in range(1, 4096):
         one = make(size)
@@ -125,8 +125,8 @@ def closest(make: Callable[[int], Contender | None], target: int, cost: str) -> 
 
 
 def of_memory(name: str, config: MemoryConfig, shape: ModelConfig) -> Contender:
-    """Ours. Not counted: projecting the bank's keys and values, done once for many tokens, and the router, which runs
-    once per unit.
+    """Our memory. Its cost excludes projecting the bank's keys and values, which is done once for many tokens, and the
+    router, which runs once per unit.
     """
     memory = Memory(config, replace(shape, memory=config))
     inner, outer = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
@@ -139,21 +139,21 @@ def of_memory(name: str, config: MemoryConfig, shape: ModelConfig) -> Contender:
 
 
 def of_wider(suffix: str, config: MemoryConfig, shape: ModelConfig, size: int) -> Contender:
-    """A SwiGLU of 4 * size after each layer that reads."""
+    """A SwiGLU of width 4 * `size` after each layer that would read the memory."""
     wider = WiderConfig(width=4 * size, layers=tuple(config.placed(shape.layers)))
     weights = len(wider.layers) * (3 * wider.width * shape.width + shape.width)
     return Contender(f"wider{suffix}", wider, weights, 2 * weights, weights)
 
 
 def of_lora(suffix: str, config: MemoryConfig, shape: ModelConfig, size: int) -> Contender | None:
-    """Adapters of rank `size` on all matrices, as trained; once merged they cost nothing."""
+    """Adapters of rank `size` on all matrices, at their cost in training; once merged, they cost nothing."""
     adapter = AdapterConfig(rank=size, alpha=2.0 * size, targets=("all-linear",))
     weights = lora_weights(shape, adapter)
     return Contender(f"lora{suffix}", adapter, weights, 2 * weights, weights)
 
 
 def of_product_keys(suffix: str, config: MemoryConfig, shape: ModelConfig, size: int) -> Contender | None:
-    """n half-keys per table; query halves of 16 numbers."""
+    """A product-key memory with `size` half-keys per table and query halves of 16 numbers."""
     if size < 8:
         return None
     keys = ProductKeysConfig(layers=tuple(config.placed(shape.layers)), keys=size, half=16, top_k=min(32, size))
@@ -168,7 +168,7 @@ def of_product_keys(suffix: str, config: MemoryConfig, shape: ModelConfig, size:
 
 
 def attached(model: Transformer, one: Contender, seed: int) -> None:
-    """Attach it to the frozen base; only the addition is trained."""
+    """Attach a contender to the frozen base; only the contender is trained."""
     generator = device.generator("memory", seed)
     adapter = one.config if isinstance(one.config, AdapterConfig) else one.adapter
     if adapter is not None:
@@ -193,7 +193,7 @@ class Workshop:
     work: Path
 
     def key(self, one: Contender, seed: int, rate: float) -> str:
-        """Everything that a run's result depends on."""
+        """A string of everything that a run's result depends on."""
         params = self.params
         told = [
             type(one.config).__name__,
@@ -211,7 +211,7 @@ class Workshop:
         return json.dumps(told, sort_keys=True)
 
     def run(self, one: Contender, seed: int, rate: float) -> dict[str, Any]:
-        """Train it, or load the result of an earlier run."""
+        """Train a contender, or load the result of an earlier run."""
         settings = self.params.fit
         path = self.work / f"{device.stable_hash('memory', self.key(one, seed, rate)):016x}.json"
         if path.is_file():
@@ -308,8 +308,8 @@ def clock(base: Path, one: Contender) -> float:
 
 
 def best_rate(shop: Workshop, one: Contender, seed: int, code_bpb: float) -> float:
-    """The rate, out of three, with the most facts in the validation wording, the lower one on a tie: among those that
-    cost code at most MOST_LOST of the base's `code_bpb`, or else the one that costs least."""
+    """The rate with the most facts in the validation wording (on a tie, the lowest) among those that raise the base's
+    `code_bpb` by at most MOST_LOST; if there are none, the rate that raises it least."""
     runs = {rate: shop.run(one, seed, rate) for rate in RATES[one.optimizer]}
     kept = {rate: run for rate, run in runs.items() if run["code_bpb"] <= (1 + MOST_LOST) * code_bpb}
     if not kept:
@@ -346,7 +346,7 @@ def told(
 
 
 def means(runs: list[dict[str, Any]], kind: str) -> list[float]:
-    """For each question, the share of seeds that answered it."""
+    """For each question, the share of seeds that answered it correctly."""
     return [statistics.mean(values) for values in zip(*(run[kind] for run in runs), strict=True)]
 
 
@@ -357,18 +357,18 @@ def main(given: list[str]) -> int:
     parser.add_argument("data", type=Path)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--only", nargs="+", default=None, help="train only these name prefixes; no table")
+    parser.add_argument("--only", nargs="+", default=None, help="train only these name prefixes; prints no table")
     parser.add_argument(
         "--rate",
         action="append",
         default=[],
-        help="memory=0.012: use this rate, found on another base, instead of a search",
+        help="memory=0.012: use this rate, found on another base, instead of searching",
     )
     parser.add_argument("--rows", type=int, nargs="*", default=list(ROWS), help="other memory sizes to train")
     parser.add_argument("--without", nargs="*", default=[], help="names to leave out of the table")
     parser.add_argument("--work", type=Path, default=Path(".work/memory_benchmark"))
     parser.add_argument("--out", type=Path)
-    parser.add_argument("overrides", nargs="*", default=[], help="keys of the block memory, memory.key=value")
+    parser.add_argument("overrides", nargs="*", default=[], help="keys of the `memory` block, as memory.key=value")
     arguments = parser.parse_intermixed_args(given)
     torch.set_num_threads(1)
     params, runtime = resolve(

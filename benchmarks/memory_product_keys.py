@@ -5,11 +5,11 @@
     x <- x + W_o (sum * silu(W_g norm(x)))          W_o is zero at the start
 
 Product keys: Lample et al. 2019, arXiv:1907.05242, 3.1; gate and one value table for all layers: Berges et al. 2024,
-arXiv:2412.09764, 3. Each token looks up independently, so the layer is causal. Keys and rates as in
-facebookresearch/memory: uniform in 1/sqrt of their size, values normal with 1/sqrt of the width. Not implemented: query
-batch normalization, which is not causal.
+arXiv:2412.09764, 3. Each token is looked up independently, so the layer is causal. Initialization as in
+facebookresearch/memory: keys uniform within 1/sqrt of their size, values normal with std 1/sqrt of the width. Not
+implemented: query batch normalization, which is not causal.
 
-Shapes: N tokens, D width, H heads, h half of a query, n half-keys of a table (n * n values).
+Shapes: N tokens, D width, H heads, h size of half a query, n half-keys per table (n * n values).
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ from pipeline.model.layers import LayerHook, Linear, Reads, RMSNorm
 
 @dataclass(frozen=True, kw_only=True)
 class ProductKeysConfig:
-    """The shape. Raises ValueError."""
+    """The shape of a product-key memory. Raises ValueError if it is invalid."""
 
     layers: tuple[int, ...]
     keys: int  # n
@@ -83,11 +83,11 @@ class ProductKeys(LayerHook):
                 parameter.normal_(0.0, self.std, generator=generator)
 
     def reads(self, positions: Tensor, padding: Tensor | None, computed: Tensor | None, reading: object) -> Reads:
-        """For a line of tokens; each token independently."""
+        """The hook for complete rows of tokens; each token is looked up independently."""
         return (lambda layer, x: x) if isinstance(reading, Reading) and reading.off else self._read
 
     def going_on(self, layout: Any) -> Reads:
-        """For new tokens of a cache's rows; each token independently."""
+        """The hook for new tokens of cached rows; each token is looked up independently."""
         return self._read
 
     def _read(self, layer: int, x: Tensor) -> Tensor:
@@ -104,8 +104,8 @@ class Lookup(nn.Module):
         self.q_proj = Linear(shape.width, config.heads * 2 * config.half)
         self.keys = nn.Parameter(torch.zeros(2, config.heads, config.keys, config.half))
         self.gate_proj, self.o_proj = Linear(shape.width, shape.width), Linear(shape.width, shape.width)
-        # With sorted halves, (i + 1)(j + 1) sums are at least as large as the one at (i, j): other pairs are never
-        # among the top k
+        # With sorted halves, (i + 1)(j + 1) sums are at least as large as the one at (i, j): pairs for which this is
+        # more than k are never among the top k
         ranks = [(i, j) for i in range(config.top_k) for j in range(config.top_k) if (i + 1) * (j + 1) <= config.top_k]
         self.first, self.second = torch.tensor([i for i, _ in ranks]), torch.tensor([j for _, j in ranks])
 

@@ -3,7 +3,7 @@ can find the answer.
 
     python benchmarks/mining.py FOLDER ... [--seconds 240]
 
-FOLDER: the sources of a package with its tests, as in its source distribution. Prints for each one: minutes, tasks,
+FOLDER: a package's sources with its tests, as in its source distribution. Prints for each folder: minutes, tasks,
 reasons for rejected functions, mean test strength. Then judges all tasks with the function's own body (expected: all
 tests pass), three stubs (none passes), and each attack in attacks.txt, which looks for the function's body or its
 results wherever they could be (none passes a task).
@@ -31,7 +31,7 @@ ATTACKS = dict(  # name -> source
 
 
 def main(arguments: list[str]) -> int:
-    """Mine, attack, print. Returns 1 if an own body fails, or a stub or an attack succeeds."""
+    """Mine, attack and print. Returns 1 if a function's own body fails, or a stub or an attack succeeds."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("folders", type=Path, nargs="+", metavar="FOLDER")
     parser.add_argument("--seconds", type=float, default=mining.TEST_SECONDS, help="limit for a repository's tests")

@@ -1,10 +1,10 @@
-"""What people get when they make a mistake: each is made in a copy of the repository, and its message printed.
+"""What users see when they make a mistake: makes each one in a copy of the repository and prints its message.
 
-    python benchmarks/mistakes.py [WORDS]     all of them, or those whose description contains WORDS -> a Markdown table
+    python benchmarks/mistakes.py [WORDS]     all mistakes, or those whose description contains WORDS
 
-A mistake passes if the command ends with an exit code other than 0 (or with 0 and a warning, where that is what should
-happen), if nothing is a traceback, and if the words that should be in the message are. The last column is the last line
-of the output. Exit code 1 if any mistake does not pass.
+Prints a Markdown table with the last line of each output. A mistake passes if the command exits with a code other than
+0 (or with 0 and a warning, where that is expected), and if the output has the expected words and no traceback. The exit
+code is 1 if any mistake does not pass.
 """
 
 import argparse
@@ -34,18 +34,18 @@ NO_DATA = tuple(f"conf/data/files.yaml:{kind}=[]" for kind in ("text", "code", "
 
 @dataclass(frozen=True)
 class Mistake:
-    """A command, and what is wrong before it runs."""
+    """A command, and what to break before it runs."""
 
     what: str
     command: str
-    words: str  # that the message must have
+    words: str  # that the output must contain
     before: Callable[[Path], object] = lambda folder: None
     code: int | None = None  # the exit code; None: anything but 0
     environment: tuple[tuple[str, str], ...] = ()
 
 
 def edited(name: str, old: str, new: str) -> Callable[[Path], None]:
-    """Replace a text in a file."""
+    """Replace a string in a file."""
 
     def edit(folder: Path) -> None:
         text = (folder / name).read_text()
@@ -82,7 +82,7 @@ def linked(name: str, target: str) -> Callable[[Path], None]:
 
 
 def checkpoint(change: Callable[[Path], object] = lambda folder: None) -> Callable[[Path], None]:
-    """A small checkpoint in data/pretrained, changed."""
+    """Write a small checkpoint to data/pretrained, then change it."""
 
     def make(folder: Path) -> None:
         made = folder / "data/pretrained"
@@ -102,7 +102,7 @@ def damaged(folder: Path) -> None:
 
 
 def truncated(folder: Path) -> None:
-    """Cut the weights in half."""
+    """Cut the weights file in half."""
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
@@ -111,13 +111,13 @@ OWN = "dvc exp run -S data=files " + " ".join(f"-S '{text}'" for text in NO_DATA
 TAKE = "python -m stages.base"
 MISTAKES = (
     Mistake("a key that does not exist", "python -m stages.code code.stepz=5", "unknown key"),
-    Mistake("a word for a number", "python -m stages.code code.steps=many", "expected"),
+    Mistake("a word instead of a number", "python -m stages.code code.steps=many", "expected"),
     Mistake("a negative number of steps", "python -m stages.code code.steps=-1", "steps"),
-    Mistake("a learning rate that is no number", "python -m stages.code code.learning_rate=fast", "learning_rate"),
-    Mistake("a text with a key that has no value", "python -m stages.code code.steps", "usage"),
+    Mistake("a learning rate that is not a number", "python -m stages.code code.learning_rate=fast", "learning_rate"),
+    Mistake("a key without a value", "python -m stages.code code.steps", "usage"),
     Mistake("an unknown scale", "python -m stages.code scale=huge", "options"),
     Mistake("an unknown model size", "python -m stages.language model=giant", "options"),
-    Mistake("an unknown source of data", "python -m stages.corpus data=web", "options"),
+    Mistake("an unknown data source", "python -m stages.corpus data=web", "options"),
     Mistake("an unknown method", "python -m stages.grpo grpo.method=magic", "method"),
     Mistake("an unknown loss", "python -m stages.dpo dpo.loss=best", "loss"),
     Mistake(
@@ -144,7 +144,7 @@ MISTAKES = (
         "params.yaml",
         edited("params.yaml", "seed: 42", "seed: [42"),
     ),
-    Mistake("params.yaml is gone", "python -m pipeline.run.config", "params.yaml", removed("params.yaml")),
+    Mistake("params.yaml is missing", "python -m pipeline.run.config", "params.yaml", removed("params.yaml")),
     Mistake("params.yaml is empty", "python -m pipeline.run.config", "params.yaml", written("params.yaml", "")),
     Mistake(
         "params.yaml is in another encoding",
@@ -159,39 +159,39 @@ MISTAKES = (
         edited("params.yaml", "\ncode:\n", "\ncodes:\n"),
     ),
     Mistake("a gate on an unknown measure", "python -m stages.report 'report.gate={beauty: 1}'", "unknown measure"),
-    Mistake("a baseline by name", "python -m stages.report report.baseline=main", "full hash"),
+    Mistake("a baseline given by name", "python -m stages.report report.baseline=main", "full hash"),
     Mistake("a stage that does not exist", "python -m stages.nosuch", "No module named"),
-    Mistake("a stage of dvc.yaml that does not exist", "python -m pipeline.tools.launch stage_nosuch", "no stage"),
+    Mistake("a stage that is not in dvc.yaml", "python -m pipeline.tools.launch stage_nosuch", "no stage"),
     Mistake("no jobs", "python -m pipeline.tools.launch -j 0", "at least 1"),
     Mistake("evaluate without a model", "python -m stages.evaluate", "usage"),
     Mistake("a model that does not exist", "python -m stages.evaluate nosuch", "does not exist"),
-    Mistake("encode of an unknown corpus", "python -m stages.encode prose", "usage"),
+    Mistake("encode an unknown corpus", "python -m stages.encode prose", "usage"),
     Mistake("resume without a step", "python -m stages.code --resume", "usage"),
-    Mistake("resume at a word", "python -m stages.code --resume ten", "usage"),
-    Mistake("resume of a stage that does not train", "python -m stages.corpus --resume 5", "usage"),
-    Mistake("a stage before its inputs", "python -m stages.code", "make it with: dvc repro"),
+    Mistake("resume at a step that is not a number", "python -m stages.code --resume ten", "usage"),
+    Mistake("resume a stage that does not train", "python -m stages.corpus --resume 5", "usage"),
+    Mistake("a stage whose inputs are missing", "python -m stages.code", "make it with: dvc repro"),
     Mistake("an unknown precision", "python -m stages.corpus runtime.precision=fp8", "precision"),
     Mistake("a negative number of workers", "python -m stages.corpus runtime.workers=-3", "workers"),
     Mistake(
-        "a learning-rate search of a stage without one",
+        "a learning-rate search in a stage that does not train",
         "python -m stages.corpus runtime.find_lr=true",
         "trains nothing",
     ),
     Mistake("an export in an unknown type", "python -m stages.deploy deploy.gguf=[q3]", "expected types"),
-    Mistake("deploy a folder elsewhere", "python -m stages.deploy deploy.model=../other", "name of a folder"),
+    Mistake("deploy a folder outside models/", "python -m stages.deploy deploy.model=../other", "name of a folder"),
     Mistake(
         "a benchmark file outside its folder",
         "python -m stages.evaluate tools evaluate.benchmarks=[/etc/passwd]",
         "expected files in",
     ),
-    Mistake("a report of negative samples", "python -m stages.report report.samples=-1", "samples"),
-    Mistake("a model that needs more memory than there is", "python -m stages.language model=xlarge scale=cluster", ""),
+    Mistake("a report with fewer than 0 samples", "python -m stages.report report.samples=-1", "samples"),
+    Mistake("a model that does not fit into memory", "python -m stages.language model=xlarge scale=cluster", ""),
     Mistake(
         "serve a folder that does not exist", "python -m pipeline.serve models/nosuch", "expected a model directory"
     ),
     Mistake("serve a file", "python -m pipeline.serve README.md", "expected a model directory"),
     Mistake("serve a folder without a model", "python -m pipeline.serve conf", "config.json"),
-    Mistake("a port that cannot be", "python -m pipeline.serve data/pretrained --port 80000", "80000", checkpoint()),
+    Mistake("an invalid port", "python -m pipeline.serve data/pretrained --port 80000", "80000", checkpoint()),
     Mistake("a public address without keys", "python -m pipeline.serve models/x --host 0.0.0.0", "key"),
     Mistake(
         "chat with a folder that does not exist",
@@ -204,15 +204,13 @@ MISTAKES = (
     Mistake("crown before anything is deployed", "python -m pipeline.report.champion crown", "dvc repro stage_deploy"),
     Mistake("validate a file that is missing", "python -m pipeline.tools.validate no.jsonl", "no.jsonl"),
     Mistake(
-        "validate rows that are no JSON",
+        "validate rows that are not JSON",
         "python -m pipeline.tools.validate rows.jsonl",
         "rows.jsonl",
         written("rows.jsonl", "hello\n" * 9),
     ),
     Mistake("plan an unknown size", "python -m pipeline.tools.plan model=giant", "options"),
-    Mistake(
-        "publish what is not deployed", "python -m pipeline.tools.publish models/deploy --to me/x", "models/deploy"
-    ),
+    Mistake("publish an undeployed model", "python -m pipeline.tools.publish models/deploy --to me/x", "models/deploy"),
     Mistake("prune with an unknown option", "python -m pipeline.run.workdir prune --all-of-it", "--all-of-it"),
     Mistake(
         "own data without files",
@@ -238,10 +236,10 @@ MISTAKES = (
         "link",
         linked("data/own/text/link.txt", "/etc/passwd"),
     ),
-    Mistake("an unknown model by DVC", "dvc exp run -S model=giant stage_language", "giant"),
-    Mistake("an unknown base by DVC", "dvc exp run -S lora.base=nosuch stage_lora", "nosuch"),
-    Mistake("a base that is not there", f"{TAKE} base.folder=data/nosuch", "data/nosuch"),
-    Mistake("a model of the hub without a network", f"{TAKE} base.hub=owner/name", "could not be reached"),
+    Mistake("an unknown model, through DVC", "dvc exp run -S model=giant stage_language", "giant"),
+    Mistake("an unknown base, through DVC", "dvc exp run -S lora.base=nosuch stage_lora", "nosuch"),
+    Mistake("a base that does not exist", f"{TAKE} base.folder=data/nosuch", "data/nosuch"),
+    Mistake("a model from the hub without a network", f"{TAKE} base.hub=owner/name", "could not be reached"),
     Mistake(
         "a base without its configuration",
         TAKE,
@@ -249,7 +247,7 @@ MISTAKES = (
         checkpoint(lambda made: (made / "config.json").unlink()),
     ),
     Mistake("a base whose weights are cut short", TAKE, "model.safetensors", checkpoint(truncated)),
-    Mistake("a base with NaN among its weights", TAKE, "finite", checkpoint(damaged)),
+    Mistake("a base with NaN in its weights", TAKE, "finite", checkpoint(damaged)),
     Mistake("a work folder that is a file", "python -m stages.corpus", ".work", written(".work", "")),
     Mistake(
         "a metrics folder that is a file",
@@ -258,7 +256,7 @@ MISTAKES = (
         lambda folder: (shutil.rmtree(folder / "metrics", ignore_errors=True), (folder / "metrics").write_text("")),
     ),
     Mistake(
-        "an MLflow that is not there",
+        "an MLflow server that is not running",
         "python -m stages.tokenizer",
         "dvc repro",
         environment=(("MLFLOW_TRACKING_URI", "http://127.0.0.1:9"), ("STAGECOACH_MLFLOW", "on")),
@@ -269,9 +267,7 @@ MISTAKES = (
         "stages/code.py",
         edited("stages/code.py", "def run(", "def run(("),
     ),
-    Mistake(
-        "a port for the sandbox service that cannot be", "python -m pipeline.sandbox.service --port 80000", "80000"
-    ),
+    Mistake("an invalid port for the sandbox service", "python -m pipeline.sandbox.service --port 80000", "80000"),
 )
 
 
@@ -295,9 +291,9 @@ def made(mistake: Mistake, original: Path, scratch: Path) -> tuple[bool, int, st
 
 
 def main() -> int:
-    """Make them all."""
+    """Make the mistakes and print the table. Returns the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("words", nargs="?", default="", help="only the mistakes whose description contains them")
+    parser.add_argument("words", nargs="?", default="", help="only mistakes whose description contains these words")
     chosen = [mistake for mistake in MISTAKES if parser.parse_args().words in mistake.what]
     failed = 0
     sys.stdout.write("| mistake | command | exit | last line | |\n|---|---|---|---|---|\n")

@@ -1,10 +1,10 @@
-"""Mutants: one wrong line each in losses, loop, graph, intervals, resume, masks and jail, and the test that kills it.
+"""Mutants: single wrong lines in losses, loop, graph, intervals, resume, masks and jail, and the tests that kill them.
 
     python benchmarks/mutants.py [--only losses loop graph ...] [--numbers 3 17]
 
-For each mutant the file is changed in a copy of the tree, the listed tests run until one fails, and the file is
-restored. Prints the test that killed it, or SURVIVED, and writes benchmarks/results/mutants.json; mutants that were not
-run keep their earlier row. Exits with 1 if one survived, or if the listed tests fail without any mutant.
+For each mutant, a file is changed in a copy of the tree, the listed tests run until one fails, and the file is
+restored. Prints the test that killed the mutant, or SURVIVED, and writes benchmarks/results/mutants.json; mutants
+that were not run keep their rows. Exits with 1 if a mutant survived, or if the listed tests fail without any mutant.
 
 Not guaranteed: that the list is complete, or that a survivor would not be killed by tests that are not listed.
 """
@@ -260,7 +260,7 @@ def killer(tree: Path, tests: str) -> str:
     if ended.returncode == 0:
         return ""
     if not told:
-        raise RuntimeError(f"pytest ended with {ended.returncode} and names no test:\n{ended.stdout}\n{ended.stderr}")
+        raise RuntimeError(f"pytest exited with {ended.returncode} and names no test:\n{ended.stdout}\n{ended.stderr}")
     return told[0].split(" ", 1)[1].split(" - ")[0]
 
 
@@ -268,7 +268,7 @@ def killed_by(tree: Path, mutant: Mutant) -> str:
     """The test that kills a mutant in `tree`, which is restored afterward; empty if it survives."""
     path = tree / mutant.file
     right = path.read_text()
-    assert right.count(mutant.old) == 1, f"{mutant.file}: {mutant.old!r} stands there {right.count(mutant.old)} times"
+    assert right.count(mutant.old) == 1, f"{mutant.file}: {mutant.old!r} occurs {right.count(mutant.old)} times"
     path.write_text(right.replace(mutant.old, mutant.new))
     try:
         return killer(tree, mutant.tests)
@@ -277,7 +277,7 @@ def killed_by(tree: Path, mutant: Mutant) -> str:
 
 
 def key_of(mutant: Mutant) -> str:
-    """The key of a row."""
+    """The key of a mutant's row in the results."""
     return f"{mutant.file}: {mutant.old} -> {mutant.new}"
 
 
@@ -285,7 +285,7 @@ def main() -> int:
     """Run the chosen mutants and write the table."""
     parser = argparse.ArgumentParser(description="Which test kills which mutant.")
     parser.add_argument("--only", nargs="+", choices=sorted({m.subject for m in MUTANTS}), help="only these subjects")
-    parser.add_argument("--numbers", nargs="+", type=int, help="only these mutants, by number")
+    parser.add_argument("--numbers", nargs="+", type=int, help="only these mutants, by index")
     arguments = parser.parse_args()
     chosen = [
         (number, mutant)
@@ -300,7 +300,7 @@ def main() -> int:
         healthy: set[str] = set()
         for number, mutant in chosen:
             if mutant.tests not in healthy and (broken := killer(tree, mutant.tests)):
-                sys.exit(f"{broken} fails without any mutant: repair it first")
+                sys.exit(f"{broken} fails without any mutant: fix it first")
             healthy.add(mutant.tests)
             killed = killed_by(tree, mutant)
             survivors += not killed

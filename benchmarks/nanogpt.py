@@ -1,13 +1,13 @@
-"""The baseline of `time_to_loss.py`: a plain version of the recipe of karpathy/nanoGPT (`model.py`, `train.py`).
+"""The baseline of `time_to_loss.py`: a plain version of karpathy/nanoGPT's recipe (`model.py`, `train.py`).
 
 GPT-2's architecture (Radford et al. 2019) as in nanoGPT: learned absolute positions, pre-norm LayerNorm, GELU and a
 feed-forward layer four times as wide, a tied head, no biases, no dropout; weights normal with std 0.02, projections
 into the residual stream with 0.02 / sqrt(2 layers). Rows are random windows of the concatenated token stream, without
-masking between documents. AdamW (matrices and tables decay, gains do not), linear warmup, cosine decay to a tenth of
-the rate, gradients clipped to norm 1. On a CPU nanoGPT runs in float32 without compiling (`--device=cpu
---compile=False`); bf16 and compile are settings here.
+masking between documents. AdamW (weight decay except for gains), linear warmup, cosine decay to a tenth of the rate,
+gradients clipped to norm 1. On a CPU nanoGPT runs in float32 without compilation (`--device=cpu --compile=False`); bf16
+and compilation are settings here.
 
-Two things favor this baseline over nanoGPT: AdamW is torch's fused version on a CPU too, and half precision uses
+Two things favor this baseline over nanoGPT: AdamW is torch's fused version even on a CPU, and half precision uses
 float32 logits. `GPT` also runs in our loop (`time_to_loss_arm.py`, the architecture ablation): its two tables are named
 so that our optimizer treats them as embeddings, and it accepts a document mask. Not supported: loading or saving
 nanoGPT checkpoints.
@@ -31,7 +31,7 @@ class Shape:
     width: int
     layers: int
     heads: int
-    context: int  # rows of the position table
+    context: int  # number of rows in the position table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class Recipe:
     steps: int  # max_iters, lr_decay_iters
     rows: int  # batch_size
     context: int  # block_size
-    rate: float  # learning_rate; decays to a tenth of it
+    rate: float  # learning_rate; decays to a tenth of this
     warmup: int  # warmup_iters
     betas: tuple[float, float] = (0.9, 0.95)
     decay: float = 0.1  # weight_decay
@@ -51,7 +51,7 @@ class Recipe:
     seed: int = 0
 
     def rate_at(self, step: int) -> float:
-        """`get_lr` of train.py."""
+        """The learning rate at a step: `get_lr` in train.py."""
         if step < self.warmup:
             return self.rate * (step + 1) / (self.warmup + 1)
         share = (step - self.warmup) / max(1, self.steps - self.warmup)
@@ -86,7 +86,7 @@ class GPT(nn.Module):
         select: Tensor | None = None,
         head: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> Tensor:
-        """With `documents` (B, T) tokens attend only to their own document, without it to all earlier tokens."""
+        """With `documents` (B, T), tokens attend only to their own document; without it, to all earlier tokens."""
         words, places = self.embed_tokens["words"], self.embed_tokens["places"]
         if positions is None:
             positions = torch.arange(input_ids.shape[1], device=input_ids.device)
@@ -104,7 +104,7 @@ class GPT(nn.Module):
         return functional.linear(x, table) if head is None else head(x, table, None)
 
     def num_parameters(self) -> int:
-        """All weights; the tied table counts once, and the position table is included."""
+        """The number of weights; the tied table counts once, and the position table is included."""
         return sum(parameter.numel() for parameter in self.parameters())
 
 
@@ -131,13 +131,13 @@ class Block(nn.Module):
 
 
 def windows(tokens: np.ndarray, *, rows: int, context: int, seed: int, step: int) -> Tensor:
-    """`get_batch` of train.py: `context` tokens plus the next one from random positions, (rows, context + 1)."""
+    """`get_batch` in train.py: `context` tokens plus the next one, from random positions, (rows, context + 1)."""
     starts = np.random.default_rng([seed, step]).integers(0, len(tokens) - context, rows)
     return torch.from_numpy(np.stack([tokens[start : start + context + 1] for start in starts]).astype(np.int64))
 
 
 def adamw(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
-    """`configure_optimizers` of model.py."""
+    """The optimizer: `configure_optimizers` in model.py."""
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     gains = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": recipe.decay}, {"params": gains, "weight_decay": 0.0}]
@@ -147,7 +147,7 @@ def adamw(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
 def train(
     model: GPT, tokens: np.ndarray, recipe: Recipe, tick: Callable[[int], None], evaluate: Callable[[int], None]
 ) -> None:
-    """The loop of train.py. Calls `tick` at the start of each step, `evaluate` before it and after the last step."""
+    """The loop of train.py. Calls `evaluate` and `tick` before each step, and `evaluate` after the last step."""
     run = torch.compile(model) if recipe.compiled else model
     optimizer = adamw(model, recipe)
     for step in range(recipe.steps):

@@ -1,10 +1,10 @@
 """An n-gram language model over token ids: interpolated modified Kneser-Ney, counted in sorted arrays.
 
-    token ids with an end of text after each document  ->  Ngram.train  ->  p(token | up to order - 1 tokens before it)
+    token ids with end of text after each document  ->  Ngram.train  ->  p(token | up to order - 1 tokens before it)
 
 Source: Chen & Goodman 1999, "An empirical study of smoothing techniques for language modeling", section 3; written as
 in Heafield et al. 2013, "Scalable modified Kneser-Ney language model estimation", section 2 (`lmplz`). For a context h
-of n - 1 tokens, h' the same without its first:
+of n - 1 tokens, and h' for h without its first token:
 
     p(w | h) = (a(hw) - D_n(a(hw))) / sum_x a(hx) + b(h) p(w | h')      p(w | h) = p(w | h') where h was never followed
     a(hw)    = occurrences, at the highest order or where h begins at a document's start;
@@ -12,12 +12,12 @@ of n - 1 tokens, h' the same without its first:
     D_n(k)   = k - (k + 1) t_1 t_{k+1} / ((t_1 + 2 t_2) t_k), k = 1, 2, 3 and more; t_k: n-grams whose a is k
     b(h)     = sum_x D_n(a(hx)) / sum_x a(hx), the discounted mass; below the unigrams p is 1 / V
 
-Each document follows one end of text, and no n-gram crosses it; the end of text that closes a document is a token to
-predict. So p is a distribution over all V ids, and a model that only scores text tokens pays for ids that cannot occur,
-as a neural one does. If an order has too few n-grams for its discounts (some t_k is 0, or D is outside [0, k]), they
-are 0.5, 1, 1.5, as in `lmplz --discount_fallback`; `Level.discounts` shows the values used.
+Each document follows one end-of-text token, and no n-gram crosses it; the end-of-text token after a document is to be
+predicted. So p is a distribution over all V ids; if only text tokens are scored, the model pays for ids that cannot
+occur, as a neural model does. If an order has too few n-grams for its discounts (some t_k is 0, or D is outside
+[0, k]), these are 0.5, 1, 1.5, as in `lmplz --discount_fallback`; `Level.discounts` shows the values used.
 
-An n-gram is the number of its context, times V, plus its last token: one int64, found by bisection. Counting takes
+An n-gram's key is the index of its context, times V, plus its last token: one int64, found by bisection. Counting takes
 about 110 bytes of memory per training token at order 5. Not supported: pruning, or training on data that does not fit
 in memory.
 """
@@ -28,12 +28,12 @@ from dataclasses import dataclass
 import numpy as np
 
 FALLBACK = (0.5, 1.0, 1.5)
-ABSENT = -1  # the number of an n-gram that was never seen
+ABSENT = -1  # the index of an n-gram that was never seen
 
 
 @dataclass(frozen=True)
 class Level:
-    """The n-grams of one order. U n-grams over C contexts; contexts are the n-grams of the order below."""
+    """The n-grams of one order: U n-grams in C contexts, which are the n-grams of the order below."""
 
     keys: np.ndarray  # (U,) int64, sorted: context * V + token
     counts: np.ndarray  # (U,) int32: a(hw)
@@ -42,13 +42,13 @@ class Level:
     discounts: tuple[float, float, float]  # D_n(1), D_n(2), D_n(3 and more)
 
     def find(self, contexts: np.ndarray, tokens: np.ndarray, vocab_size: int) -> np.ndarray:
-        """Numbers (n,) int64 of the n-grams (context, token); ABSENT if never seen or if the context is ABSENT."""
+        """Indices (n,) int64 of the n-grams (context, token); ABSENT if never seen or if the context is ABSENT."""
         wanted = contexts * vocab_size + tokens
         places = np.minimum(np.searchsorted(self.keys, wanted), len(self.keys) - 1)
         return np.where((contexts >= 0) & (self.keys[places] == wanted), places, ABSENT)
 
     def interpolate(self, contexts: np.ndarray, numbers: np.ndarray, lower: np.ndarray) -> np.ndarray:
-        """p (n,) at this order for the n-grams `numbers` after `contexts`, given `lower`, p at the order below."""
+        """p (n,) at this order for n-grams with indices `numbers` in `contexts`; `lower` is p at the order below."""
         known = (contexts >= 0) & (self.totals[contexts] > 0)
         counts = np.where(numbers >= 0, self.counts[numbers], 0)
         kept = counts - np.array((0.0, *self.discounts))[np.minimum(counts, 3)]
@@ -66,26 +66,26 @@ class Ngram:
 
     @classmethod
     def train(cls, tokens: np.ndarray, *, order: int, vocab_size: int, end_of_text: int) -> "Ngram":
-        """Count `tokens`, (n,) of an integer type, with an end of text after each document (the last may be truncated).
+        """Count `tokens`, (n,) of an integer type, with end of text after each document (the last may be truncated).
 
         Raises ValueError for an order below 1, no tokens, or an id outside the vocabulary.
         """
         if order < 1 or not len(tokens):
             raise ValueError(
-                f"n-gram: expected an order of at least 1 and some tokens, found {order} and {len(tokens)}"
+                f"n-gram: expected an order of at least 1 and some tokens, found order {order}, {len(tokens)} tokens"
             )
         if not 0 <= tokens.min() <= tokens.max() < vocab_size:
             raise ValueError(f"n-gram: expected ids below {vocab_size}, found {tokens.min()} to {tokens.max()}")
         read = np.concatenate([[end_of_text], tokens]).astype(np.int32)
         behind = _tokens_behind(read == end_of_text)
-        grams = read  # number of the n-gram that ends here; ABSENT if it would cross a document's start
+        grams = read  # index of the n-gram that ends here; ABSENT if it would cross a document's start
         keys = np.arange(vocab_size, dtype=np.int64)
-        counts = np.bincount(read[1:], minlength=vocab_size).astype(np.int32)  # the first end of text is given
+        counts = np.bincount(read[1:], minlength=vocab_size).astype(np.int32)  # without the first end of text
         at_start = np.zeros(vocab_size, dtype=bool)  # n-grams that begin at a document's start
         levels, num_contexts = [], 1
         for n in range(2, order + 1):
             ends = np.flatnonzero(behind >= n - 1)
-            if not len(ends):  # no document is long enough: all of order n - 1 begin at a start and keep their counts
+            if not len(ends):  # no document is long enough; all n-grams of order n - 1 keep their counts
                 break
             longer, numbers = np.unique(grams[ends - 1].astype(np.int64) * vocab_size + read[ends], return_inverse=True)
             suffixes = np.empty(len(longer), dtype=np.int32)
@@ -105,7 +105,7 @@ class Ngram:
         """p (n,) float64 of each token of a document (n,) after one end of text, which is not counted."""
         read = np.array([self.end_of_text, *document], dtype=np.int64)
         tokens, behind = read[1:], _tokens_behind(read == self.end_of_text)[1:]
-        contexts = np.zeros(len(tokens), dtype=np.int64)  # the one context of no tokens
+        contexts = np.zeros(len(tokens), dtype=np.int64)  # the only context without tokens
         numbers, result = tokens, np.full(len(tokens), 1 / self.vocab_size)
         for n, level in enumerate(self.levels, start=1):
             if n > 1:
@@ -116,8 +116,8 @@ class Ngram:
         return result
 
     def distribution(self, context: Sequence[int]) -> np.ndarray:
-        """p (V,) float64 of every next token; only the last order - 1 tokens of `context` after its last end of text
-        count.
+        """p (V,) float64 of every next token. Of `context`, only tokens after the last end of text are used, at most
+        the last order - 1.
         """
         tokens = np.arange(self.vocab_size)
         seen = list(context)
@@ -134,7 +134,7 @@ class Ngram:
         return result
 
     def _number(self, gram: list[int]) -> int:
-        """The number of one n-gram, or ABSENT; 0 for the n-gram of no tokens, the unigrams' context."""
+        """The index of an n-gram, or ABSENT; 0 for the empty n-gram, the context of unigrams."""
         if not gram:
             return 0
         number = np.array([gram[0]])

@@ -2,7 +2,7 @@
 
     Maker(random.Random(seed)).make() -> Odd(kind, method, path, headers, body, cut)
 
-Unlike requests generated from the API description (tests/test_api_fuzz.py), they target the code behind the API: valid
+Unlike requests generated from the API description (tests/test_api_fuzz.py), these target the code behind the API: valid
 but unsatisfiable schemas, numbers at the limits of their formats, Markdown that is slow to parse, texts that spell
 control tokens, bytes that are almost JSON, clients that disconnect mid-stream.
 """
@@ -170,7 +170,7 @@ class Maker:
         """The next request."""
         return self.draw.choice(self.kinds)()
 
-    # -- what generates ------------------------------------------------------------------------------------------------
+    # -- with generation -----------------------------------------------------------------------------------------------
 
     def sampled(self) -> Odd:
         """Sampling parameters at their limits."""
@@ -208,7 +208,7 @@ class Maker:
         )
 
     def completed(self) -> Odd:
-        """Completions of texts and ids, echoed and scored."""
+        """Completions of strings and ids, echoed and scored."""
         draw = self.draw
         prompt = draw.choice(
             [
@@ -255,7 +255,7 @@ class Maker:
         made = self.post("unread", "/v1/chat/completions", body)
         return Odd(made.kind, made.method, made.path, made.body, made.headers, cut=self.draw.choice([0, 1, 300, 2000]))
 
-    # -- what does not -------------------------------------------------------------------------------------------------
+    # -- without generation --------------------------------------------------------------------------------------------
 
     def rendered(self) -> Odd:
         """Markdown made of fragments."""
@@ -263,7 +263,7 @@ class Maker:
         return self.post("rendered", "/render", {"markdown": text})
 
     def told(self) -> Odd:
-        """Texts to ids, and back."""
+        """Conversions of strings to ids and back."""
         path = self.draw.choice(["/tokenize", "/detokenize", "/apply-template"])
         ids = [self.draw.choice([0, 5, 319, 320, 2**31 - 1, -1]) for _ in range(self.draw.randrange(9))]
         return self.post(
@@ -384,7 +384,7 @@ class Maker:
     # -- parts ---------------------------------------------------------------------------------------------------------
 
     def post(self, kind: str, path: str, body: Any) -> Odd:
-        """JSON to a path."""
+        """A POST request with a JSON body."""
         return Odd(kind, "POST", path, json.dumps(body).encode(), {"content-type": "application/json"})
 
     def chat(self) -> dict[str, Any]:
@@ -399,11 +399,11 @@ class Maker:
         ]
 
     def text(self) -> str:
-        """A text."""
+        """A string."""
         return self.draw.choice(TEXTS)
 
     def value(self, depth: int) -> Any:
-        """Any JSON."""
+        """Any JSON value."""
         made = self.draw.randrange(7 if depth else 5)
         if made < 5:
             return [self.draw.choice(NUMBERS), self.text(), None, True, False][made]
@@ -476,7 +476,7 @@ class Maker:
         return found
 
     def parameters(self) -> Any:
-        """A tool's parameters: mostly an object."""
+        """A tool's parameters, mostly an object."""
         if self.draw.random() < 0.3:
             return self.schema(3)
         return {"type": "object", "properties": {"a": self.schema(2), "b": self.plain(1)}, "required": ["a"]}

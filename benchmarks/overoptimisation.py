@@ -5,8 +5,9 @@ rises.
 
 Runs stage rlhf with `beta` 0 on the models and pairs under --root (requires models/tools, models/reward,
 data/preferences) in a separate folder, so that nothing in the graph changes, and prints the curve of proxy and gold
-scores over the divergence (Gao et al. 2022, arXiv:2210.10760): the best gold score, the final one, and whether it fell
-while the proxy rose. Extra arguments are passed to the stage. Takes as long as stage rlhf, scaled by the iterations.
+scores over the divergence (Gao et al. 2022, arXiv:2210.10760): the best gold score, the final one, and whether gold
+fell while the proxy rose. Extra arguments are passed to the stage. Takes as long as stage rlhf, scaled by the
+iterations.
 """
 
 import argparse
@@ -43,7 +44,7 @@ def verdict(rows: list[dict[str, float]]) -> dict[str, object]:
 
 
 def main() -> None:
-    """Run the stage in a folder of links, print the curve, write both."""
+    """Run the stage in a folder of links, then print and write the curve."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--root", type=Path, default=ROOT)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "overoptimisation.json")
@@ -51,7 +52,7 @@ def main() -> None:
     root = arguments.root.resolve()
     if missing := [name for name in NEEDED if not (root / name).exists()]:
         sys.exit(
-            f"expected {', '.join(NEEDED)} under {root}, {', '.join(missing)} is not there; run: dvc repro stage_reward"
+            f"expected {', '.join(NEEDED)} in {root}, but {', '.join(missing)} is missing; run dvc repro stage_reward"
         )
     with tempfile.TemporaryDirectory(prefix="overoptimisation-") as scratch:
         folder = Path(scratch)
@@ -70,7 +71,7 @@ def main() -> None:
         subprocess.run(command, cwd=folder, check=True, env=os.environ | {"PYTHONPATH": str(folder)})
         rows = curve(next(folder.glob("metrics/**/rlhf.csv")))
     if not rows:
-        sys.exit("the run made no evaluation: ask for more iterations, or a smaller rlhf.eval_steps")
+        sys.exit("the run has no evaluations; increase `rlhf.iterations` or lower `rlhf.eval_steps`")
     for row in rows:
         sys.stdout.write("  ".join(f"{name} {value:.3f}" for name, value in row.items()) + "\n")
     told = verdict(rows) | {"curve": rows, "arguments": more}

@@ -4,8 +4,8 @@
     [--samples 4]
 
 Samples at temperature 0.8 with the same seeds for both, plus greedy answers; answers run in the sandbox. The interval
-of the difference is a paired bootstrap over problems (10,000 resamples). Prints a line per level and one for all; with
-fewer than 20 problems a line is marked as not a verdict. Models whose contexts fit different problems are refused.
+of the difference is a paired bootstrap over problems (10,000 resamples). Prints a line per level and one for all; lines
+with fewer than 20 problems are marked as no verdict. Models are refused if different problems fit into their contexts.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def shares(
 def compared(
     first: dict[str, float], second: dict[str, float], problems: list[Problem], answers_are: str
 ) -> Iterator[dict[str, Any]]:
-    """A line for each level and one for all. Raises InputError if the models were not given the same problems."""
+    """A row for each level and one for all. Raises InputError if the models were not given the same problems."""
     if first.keys() != second.keys():
         alone = sorted(first.keys() ^ second.keys())
         raise InputError(
@@ -89,7 +89,7 @@ def main() -> None:
     keep_freed_memory()
     problems = [problem for problem in read(arguments.problems, Problem) if problem.group == arguments.group]
     if not problems:
-        sys.exit(f"{arguments.problems}: expected problems of the group {arguments.group!r}, found none")
+        sys.exit(f"{arguments.problems}: expected problems in the group {arguments.group!r}, found none")
     with Judge(SandboxConfig(), 2) as judge:
         for greedy in (False, True):
             sides = [shares(model, problems, judge, arguments, greedy) for model in (arguments.first, arguments.second)]

@@ -4,8 +4,8 @@
 
 DATA is a checkout with stage_encode@text built at `model: nano`: all sizes use its tokenizer and tokens, so only width,
 depth and heads differ. Each size trains `language` from scratch at five rates, each twice the previous one, with
-`rate_width` at nano's width. Prints each validation loss, and for each size the excess loss of nano's best rate over
-the best of the five, in percent. Goal: at most 1%.
+`rate_width` set to nano's width. Prints each validation loss and, for each size, the excess loss of nano's best rate
+over the best of the five, in percent. Goal: at most 1%.
 """
 
 import argparse
@@ -26,7 +26,7 @@ MOST = 1.0  # percent
 
 
 def losses(data: Path, size: str, optimizer: str, steps: int, carried: bool) -> dict[float, float]:
-    """Rate -> validation loss after training."""
+    """Train at each rate; returns rate -> validation loss."""
     found = {}
     width = yaml.safe_load((ROOT / "conf/model/nano.yaml").read_text(encoding="utf-8"))["width"]
     vocabulary = Tokenizer.load(data / "data/tokenizer").vocab_size

@@ -1,16 +1,16 @@
 """Seconds per step and peak memory of our training stages vs. trl 1.12.0's trainers: same weights, rows, lengths,
 precision.
 
-    pip install trl==1.12.0; python benchmarks/rl_step.py [grpo rloo ppo dpo reward lora tools] [--steps 6] [--repeats
-    3]
+    pip install trl==1.12.0
+    python benchmarks/rl_step.py [grpo rloo ppo dpo reward lora tools] [--steps 6] [--repeats 3]
 
-Run from the root of a built repository. Each side of each method runs in its own process, taking turns; a step is the
-time between two batch draws, in reinforcement learning a whole iteration: sampling, scoring, the reference, the update.
-The first step is a warm-up and is not counted. Both sides: float32, AdamW, one micro-batch, 64 answers of at most 64
-tokens, 8 pairs, or 4 rows of 512 packed tokens; rewards need no sandbox. Goals: half of trl's time per step in
-reinforcement learning, never more memory.
+Run from the root of a built repository. Each side of each method runs in its own process, and the sides take turns. A
+step is the time between two batch draws; in reinforcement learning, an entire iteration: sampling, scoring, reference
+and update. The first step is a warm-up and is not counted. Both sides: float32, AdamW, one micro-batch, 64 answers of
+at most 64 tokens, 8 pairs, or 4 rows of 512 packed tokens; rewards need no sandbox. Goals: at most half of trl's time
+per step in reinforcement learning, never more memory.
 
-Ours is the stage as run by `dvc repro`, so its peak includes reading the data, the evaluations and the export.
+Our side is the stage as run by `dvc repro`, so its peak includes reading the data, the evaluations and the export.
 """
 
 import argparse
@@ -82,7 +82,7 @@ def lines(path: Path, keep: Callable[[dict[str, Any]], bool], count: int) -> lis
 
 
 def scratch(folder: Path, built: Path) -> None:
-    """A working directory with few records (code pairs, problems, dialogues without tools) and links to the models."""
+    """Fill a folder with some records (code pairs, problems, dialogues without tools) and links to the models."""
     sources = {
         "preferences": lambda record: record["kind"] == "code",
         "dialogues": lambda record: all(
@@ -117,7 +117,7 @@ def stamped(cls: type, name: str, stamps: list[float]) -> None:
 
 
 def ours(method: str, steps: int) -> list[float]:
-    """Run the stage in the working directory; returns when it drew its batches."""
+    """Run the stage in the working directory; returns the times of its batch draws."""
     from pipeline.batches.packing import PackedStream
     from pipeline.batches.pairs import PairStream
     from pipeline.rl.rollout import RolloutStream
@@ -144,7 +144,7 @@ def ours(method: str, steps: int) -> list[float]:
 
 
 def theirs(method: str, steps: int) -> list[float]:
-    """Run trl's trainer; returns when its steps ended."""
+    """Run trl's trainer; returns the times at which its steps ended."""
     from transformers import AutoTokenizer, TrainerCallback
 
     stamps: list[float] = []
@@ -187,14 +187,14 @@ def model_of(name: str, *, reward: bool = False) -> Any:
 
 
 def dataset(name: str, row: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
-    """Records of `data/` in trl's format."""
+    """Records from `data/` in trl's format."""
     from datasets import Dataset  # pyright: ignore[reportAttributeAccessIssue]
 
     return Dataset.from_list([row(record) for record in lines(Path("data") / name, bool, 400)])
 
 
 def group_trainer(method: str, steps: int, common: dict[str, Any], given: dict[str, Any]) -> Any:
-    """GRPO or RLOO on problems."""
+    """A trainer for GRPO or RLOO on problems."""
     import trl
 
     config = getattr(trl, f"{method.upper()}Config")(
@@ -211,7 +211,7 @@ def group_trainer(method: str, steps: int, common: dict[str, Any], given: dict[s
 
 
 def ppo_trainer(method: str, steps: int, common: dict[str, Any], given: dict[str, Any]) -> Any:
-    """PPO on the prompts of code pairs."""
+    """A trainer for PPO on the prompts of code pairs."""
     from trl.experimental.ppo import PPOConfig, PPOTrainer
 
     tokenizer = given["processing_class"]
@@ -250,7 +250,7 @@ def ppo_trainer(method: str, steps: int, common: dict[str, Any], given: dict[str
 
 
 def pair_trainer(method: str, steps: int, common: dict[str, Any], given: dict[str, Any]) -> Any:
-    """DPO, or a reward model, on code pairs."""
+    """A trainer for DPO or a reward model on code pairs."""
     import trl
 
     name = {"dpo": "DPO", "reward": "Reward"}[method]
@@ -261,7 +261,7 @@ def pair_trainer(method: str, steps: int, common: dict[str, Any], given: dict[st
 
 
 def fine_tuner(method: str, steps: int, common: dict[str, Any], given: dict[str, Any]) -> Any:
-    """Fine-tuning on dialogues; an adapter for `lora`."""
+    """A trainer for fine-tuning on dialogues, with an adapter for `lora`."""
     from peft import LoraConfig
     from trl import SFTConfig, SFTTrainer
 
@@ -284,7 +284,7 @@ def reward(completions: list[Any], **_: object) -> list[float]:
 
 
 def side(who: str, method: str, steps: int) -> None:
-    """Run in a separate process, in the working directory: prints one line of JSON."""
+    """Run one side in this process and in the working directory; prints one line of JSON."""
     stamps = {"ours": ours, "theirs": theirs}[who](method, steps)
     taken = [later - earlier for earlier, later in pairwise(stamps)]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
@@ -292,7 +292,7 @@ def side(who: str, method: str, steps: int) -> None:
 
 
 def measured(who: str, method: str, steps: int, built: Path) -> dict[str, float]:
-    """One run of one side."""
+    """Run one side once, in a separate process."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         scratch(folder, built)
@@ -313,14 +313,14 @@ def main() -> None:
     parser.add_argument("--side", choices=["ours", "theirs"], help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if unknown := set(arguments.methods) - set(METHODS):
-        parser.error(f"expected methods of {', '.join(METHODS)}, got {', '.join(sorted(unknown))}")
+        parser.error(f"expected any of {', '.join(METHODS)}, found {', '.join(sorted(unknown))}")
     if arguments.steps < 3:
         parser.error("expected at least 3 steps: the first one is a warm-up")
     if arguments.side:
         side(arguments.side, arguments.methods[0], arguments.steps)
         return
     if importlib.util.find_spec("trl") is None:
-        parser.error("expected trl 1.12.0 in this environment, found none: pip install trl==1.12.0")
+        parser.error("expected trl 1.12.0 in this environment, found none; run pip install trl==1.12.0")
     for method in arguments.methods:
         runs = [
             {who: measured(who, method, arguments.steps, Path.cwd()) for who in ("ours", "theirs")}

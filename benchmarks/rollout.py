@@ -3,11 +3,11 @@
     python benchmarks/rollout.py models/tools data/problems/rl.jsonl [--prompts 64] [--samples 8] [--tokens 128]
     [--repeats 5]
 
-Interleaved on one machine, float32, stop tokens disabled, so both generate exactly prompts * samples * tokens tokens.
-TRL repeats each prompt `samples` times, pads on the left and samples the whole batch at once (trl 1.12.0,
-`GRPOTrainer._generate_single_turn`). Ours prefills each prompt once per group and also returns the log-probabilities;
-TRL would need another forward pass for them. Peak memory is measured in fresh processes, one per side. Goal: three
-times the tokens per second.
+Interleaved on one machine, in float32 and without stop tokens, so both generate prompts * samples * tokens tokens. TRL
+repeats each prompt `samples` times, pads on the left and samples the entire batch at once (trl 1.12.0,
+`GRPOTrainer._generate_single_turn`). Our engine prefills each prompt once per group and also returns the
+log-probabilities; TRL would need another forward pass for them. Peak memory is measured in fresh processes, one per
+side. Goal: three times the tokens per second.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def prompts_of(arguments: argparse.Namespace) -> tuple[list[list[int]], int]:
 
 
 def ours(arguments: argparse.Namespace, prompts: list[list[int]]) -> Callable[[], int]:
-    """One rollout of our engine; returns the number of tokens generated."""
+    """A function that makes one rollout with our engine and returns the number of tokens generated."""
     model, _ = checkpoint.load(arguments.model)
     model.train(False)
     sampling = Sampling(arguments.tokens, temperature=1.0)
@@ -58,7 +58,7 @@ def ours(arguments: argparse.Namespace, prompts: list[list[int]]) -> Callable[[]
 
 
 def theirs(arguments: argparse.Namespace, prompts: list[list[int]], pad: int) -> Callable[[], int]:
-    """One `transformers.generate` over the whole padded batch."""
+    """A function that runs `transformers.generate` once over the entire padded batch."""
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).eval()
@@ -95,7 +95,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--only", choices=["ours", "theirs"], help="one rollout of one side, and its peak memory")
+    parser.add_argument("--only", choices=["ours", "theirs"], help="run one rollout of one side, print peak memory")
     arguments = parser.parse_args()
     device.keep_freed_memory()
     prompts, pad = prompts_of(arguments)

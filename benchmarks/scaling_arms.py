@@ -34,7 +34,7 @@ PART = 10_000_000  # tokens per part; encode_file writes one for each parquet fi
 PIECE = 1_000_000  # tokens in memory while making a part
 SHORTEST, LONGEST = 50, 550  # tokens per document
 VAL = 200_000  # tokens
-CONTEXT, STEP = 512, 8192  # of the stream
+CONTEXT, STEP = 512, 8192  # tokens per row and per step of the stream
 WORDS = [
     f"{a}{b}{c}" for a in "bdfglmnprst" for b in ("a", "e", "i", "o", "ou") for c in ("n", "st", "ve", "ly", "r", "me")
 ]
@@ -99,7 +99,7 @@ def encode(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def read(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
-    """Open the stream and take batches from all over the corpus; builds the packing index if the cache has none."""
+    """Open the stream and read batches from the entire corpus; builds the packing index if it is not cached."""
     began = time.perf_counter()
     stream = CorpusStream(
         folder / "tokens",
@@ -125,7 +125,7 @@ class Clock:
         self.found: dict[str, float] = {}
 
     def tick(self) -> None:
-        """A step begins."""
+        """Count a step as it begins."""
         self.count += 1
         if self.count == self.first:
             self.began = time.perf_counter(), time.process_time()

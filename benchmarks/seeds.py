@@ -2,9 +2,9 @@
 
     python benchmarks/seeds.py RUN RUN [RUN ...] [--out benchmarks/results/seeds.json]
 
-A RUN is a metrics folder, a commit, branch, tag, experiment, or `workspace`. To get three: `dvc exp run -S seed=1` and
-`-S seed=2` in addition to the current run. Prints a Markdown table and writes the same numbers as JSON. For each
-headline of each model, for its difference from the model it is compared with, and for the claims of the report:
+A RUN is a metrics folder, a commit, branch, tag, experiment, or `workspace`. For three runs, use `dvc exp run -S
+seed=1` and `-S seed=2` in addition to the current run. Prints a Markdown table and writes the same numbers as JSON. The
+columns, for each headline of each model, its difference from the model it is compared with, and the report's claims:
 
     mean, range      over the runs
     95% over items   would other items of the same kind give the same result? A bootstrap over items of the mean over
@@ -13,10 +13,10 @@ headline of each model, for its difference from the model it is compared with, a
     95% over seeds   would other seeds give the same result? mean +- t s / sqrt(n), Student's t with n - 1 degrees of
                      freedom
 
-The stages' own measurements (the claims) are over items that each stage chose; a search for the frontier may choose
-different ones by seed. Runs over other data, other items or with other parameters are refused with the reason; other
-code is noted. Not guaranteed: a reliable estimate of the spread from three seeds (their interval assumes normal values
-over seeds), or both sources of chance in one interval.
+The stages' own measurements (the claims) are over items that each stage chose; a search for frontier problems may
+choose different items for each seed. Runs with different data, items or parameters are refused with the reason;
+different code is noted. Not guaranteed: a reliable estimate of the spread from three seeds (its interval assumes that
+values over seeds are normal), or an interval that covers both sources of chance.
 """
 
 import argparse
@@ -68,7 +68,7 @@ class Spread:
         return f"{value:+.3f}" if self.unit == "difference" else f"{value:.3f}"
 
     def row(self) -> list[str]:
-        """Its row of the table."""
+        """The row in the table."""
         items = (
             "–"
             if self.items is None
@@ -100,7 +100,7 @@ def over_seeds(values: Sequence[float]) -> tuple[float, float]:
 def spread(
     model: str, measure: str, unit: str, values: list[float], items: tuple[float, float] | None, pooled: bool, n: int
 ) -> Spread:
-    """Mean, range and interval over seeds of values; shares are clipped to 0 and 1."""
+    """The mean, range and interval over seeds of values; intervals of shares are clipped to [0, 1]."""
     low, high = over_seeds(values)
     if unit == "share":
         low, high = max(0.0, low), min(1.0, high)
@@ -136,8 +136,8 @@ def check(names: Sequence[str], runs: Sequence[MetricsRun]) -> list[int]:
     for place, seed in enumerate(seeds):
         if seed in seeds[:place]:
             raise InputError(
-                f"{names[seeds.index(seed)]} and {names[place]} were both trained with seed {seed}; expected another"
-                " for each run"
+                f"{names[seeds.index(seed)]} and {names[place]} were both trained with seed {seed}; expected a"
+                " different seed for each run"
             )
     for name, other in zip(names[1:], runs[1:], strict=True):
         faults = _other_data(runs[0], other) or _other_parameters(runs[0], other)
@@ -150,7 +150,7 @@ def check(names: Sequence[str], runs: Sequence[MetricsRun]) -> list[int]:
 
 
 def _other_data(first: MetricsRun, second: MetricsRun) -> list[str]:
-    """The data that differ between the two runs, by name."""
+    """Descriptions of the data that differ between the two runs."""
     found: dict[str, None] = {}  # in order, once each
     for kind in ("stages", "evaluations"):
         ours, theirs = getattr(first, kind), getattr(second, kind)
@@ -186,7 +186,7 @@ def _other_parameters(first: MetricsRun, second: MetricsRun) -> list[str]:
 
 
 def headlines(names: Sequence[str], runs: Sequence[MetricsRun]) -> list[Spread]:
-    """Each headline of the models that all runs have. Raises InputError if runs were measured on other items."""
+    """Each headline of the models that all runs have. Raises InputError if runs were measured on different items."""
     found = []
     for model in common_models(runs):
         sides = [side for one in runs if (side := claims.of_model(one, model))]
@@ -199,7 +199,7 @@ def headlines(names: Sequence[str], runs: Sequence[MetricsRun]) -> list[Spread]:
             n = len(headline.items(sides[0].rows))
             if columns:
                 mean = [statistics.fmean(tops) for tops in zip(*(tops for tops, _ in columns), strict=True)]
-                # without denominators `ratio` gives 0 of all or all of all, the bounds of Wilson
+                # without denominators, `ratio` uses Wilson's bounds for 0 of n and n of n
                 bottoms = None if set(columns[0][1]) == {1.0} else columns[0][1]
                 draws = ratio(mean, bottoms, generator=generator("seeds", headline.key), resamples=10_000)
                 interval = draws.low, draws.high
@@ -210,7 +210,7 @@ def headlines(names: Sequence[str], runs: Sequence[MetricsRun]) -> list[Spread]:
 
 
 def own_intervals(told: Sequence[tuple[float | None, float | None]]) -> tuple[float, float] | None:
-    """The mean of the runs' own intervals over items; None if one has none."""
+    """The mean of the runs' own intervals over items; None if a run has no interval."""
     lows, highs = [low for low, _ in told if low is not None], [high for _, high in told if high is not None]
     return (statistics.fmean(lows), statistics.fmean(highs)) if len(lows) == len(highs) == len(told) else None
 
@@ -230,7 +230,7 @@ def same_items(names: Sequence[str], model: str, headline: Headline, sides: Sequ
         if alone:
             raise InputError(
                 f"{names[0]} and {name} measured on different items: {headline.title} of {model}: {len(rows[0])} and"
-                f" {len(mine)} items, in one alone: {', '.join(alone[:3])}{', ...' if len(alone) > 3 else ''}"
+                f" {len(mine)} items, only in one run: {', '.join(alone[:3])}{', ...' if len(alone) > 3 else ''}"
             )
     if headline.rows is None or not rows[0]:
         return []
@@ -317,7 +317,7 @@ def measured(names: Sequence[str], runs: Sequence[MetricsRun]) -> dict[str, Any]
     seeds = check(names, runs)
     rows = [*headlines(names, runs), *changes(names, runs), *claimed(runs)]
     if not rows:
-        raise InputError("no model is evaluated in all of the runs; build them with dvc repro")
+        raise InputError("no model is evaluated in all runs; build them with dvc repro")
     return {
         "runs": dict(zip(names, seeds, strict=True)),
         "notes": notes(names, runs),
@@ -352,7 +352,7 @@ def taken(name: str) -> MetricsRun:
 
 
 def main(arguments: list[str]) -> int:
-    """The command line."""
+    """Measure, write and print the results. Returns the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
         "runs", nargs="+", metavar="RUN", help="a metrics folder, or a commit, branch, tag, experiment or `workspace`"

@@ -42,7 +42,7 @@ ROWS, QUEUE = 8, 32
 
 @dataclass(frozen=True)
 class Heard:
-    """An answer as seen by the client; times in seconds of one clock."""
+    """An answer as seen by the client; times in seconds on one clock."""
 
     status: int  # HTTP status; 0: the connection broke
     began: float
@@ -54,21 +54,21 @@ class Heard:
 
     @property
     def first(self) -> float:
-        """Seconds to the first text."""
+        """Seconds to the first piece of text."""
         return self.texts[0] - self.began
 
     @property
     def gaps(self) -> list[float]:
-        """Seconds between its texts."""
+        """Seconds between consecutive pieces of text."""
         return [late - early for early, late in zip(self.texts, self.texts[1:])]
 
     @property
     def each(self) -> float:
-        """Seconds per token after the first text (TPOT)."""
+        """Seconds per token after the first piece of text (TPOT)."""
         return (self.texts[-1] - self.texts[0]) / (self.tokens - 1)
 
     def fits(self, prompt: int, tokens: int) -> bool:
-        """Whether it is the requested answer."""
+        """Whether the answer has the requested lengths and no failure."""
         return self.status == 200 and (self.prompt, self.tokens) == (prompt, tokens) and len(self.texts) > 0
 
 
@@ -79,12 +79,12 @@ class Server:
     name: str
     process: psutil.Popen
     port: int
-    model: str  # its name on the server
-    more: dict[str, Any] = field(default_factory=dict)  # extra fields of its requests
+    model: str  # the model's name on the server
+    more: dict[str, Any] = field(default_factory=dict)  # extra fields of requests to this server
     batch: int = ROWS  # requests that can share a step
 
     def body(self, prompt: str, tokens: int) -> dict[str, Any]:
-        """A request."""
+        """The body of a request."""
         return {
             "model": self.model,
             "prompt": prompt,
@@ -94,7 +94,7 @@ class Server:
         } | self.more
 
     def family(self) -> list[psutil.Process]:
-        """Its processes."""
+        """The server's processes."""
         return [self.process, *self.process.children(recursive=True)]
 
     def gauge(self, name: str) -> float:
@@ -112,7 +112,7 @@ class Server:
 
     @contextmanager
     def awake(self) -> Iterator["Server"]:
-        """Run within the block, and stop after it."""
+        """Let the server run within the block, and stop it afterward."""
         for one in self.family():
             one.resume()
         try:
@@ -122,7 +122,7 @@ class Server:
                 one.suspend()
 
     def end(self) -> None:
-        """Close it in any state."""
+        """End the server, whatever its state."""
         family = self.family() if self.process.is_running() else []
         for one in family:
             one.resume()
@@ -165,7 +165,7 @@ async def ask(server: Server, prompt: str, tokens: int) -> Heard:
 
 
 def knock(port: int, payload: bytes, times: int) -> list[Heard]:
-    """The heads of answers to a request sent `times` times, one after another. For a process that does nothing else."""
+    """The response heads for a request sent `times` times in sequence. Run it in a process that does nothing else."""
     head = f"POST /v1/completions HTTP/1.1\r\nHost: {HOST}:{port}\r\nContent-Type: application/json\r\n"
     request = f"{head}Content-Length: {len(payload)}\r\nConnection: close\r\n\r\n".encode() + payload
     heard = []
@@ -176,7 +176,7 @@ def knock(port: int, payload: bytes, times: int) -> list[Heard]:
             while b"\r\n\r\n" not in answer and (more := connection.recv(65536)):
                 answer += more
         ended = time.perf_counter()
-        status, *lines = (answer or b"none 0").decode("latin-1").split("\r\n")  # 0: as in `ask`
+        status, *lines = (answer or b"none 0").decode("latin-1").split("\r\n")  # status 0: as in `ask`
         headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
         heard.append(Heard(int(status.split()[1]), began, ended, retry_after=headers.get("retry-after")))
     return heard
@@ -200,7 +200,7 @@ async def _lines(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
 
 
 def together(server: Server, prompts: Sequence[str], tokens: int) -> tuple[list[Heard], float]:
-    """Send all prompts at once, one per user: returns the answers and the seconds until the last."""
+    """Send all prompts at once, one per user: returns the answers and the seconds until the last one."""
 
     async def ask_all() -> tuple[list[Heard], float]:
         began = time.perf_counter()
@@ -213,7 +213,7 @@ def together(server: Server, prompts: Sequence[str], tokens: int) -> tuple[list[
 
 
 class Texts:
-    """Prompts of an exact number of tokens, cut from a text one after another, so that no two start alike."""
+    """Prompts with an exact number of tokens, cut from a text one after another, so that no two start alike."""
 
     def __init__(self, tokenizer: Tokenizer, text: str) -> None:
         self.tokenizer, self.ids, self.place = tokenizer, tokenizer.encode(text), 0
@@ -222,7 +222,7 @@ class Texts:
         """The next prompt that still has `length` tokens after decoding and encoding."""
         while True:
             if self.place + length > len(self.ids):
-                self.place = 1  # different cuts from the last time
+                self.place = 1  # cut at different places than last time
             text = self.tokenizer.decode(self.ids[self.place : self.place + length])
             self.place += length
             if len(self.tokenizer.encode(text)) == length:
@@ -230,7 +230,7 @@ class Texts:
 
 
 def make_models(folder: Path) -> tuple[Path, Path, Texts]:
-    """The model directory to compare, a tiny one, and prompts for both."""
+    """The directory of the model to compare, that of a tiny model, and prompts for both."""
     sources = [path.read_text(encoding="utf-8") for path in sorted((ROOT / "pipeline").rglob("*.py"))]
     tokenizer = Tokenizer.train(iter(sources), inside.SHAPE.vocab_size)
     shape = dataclasses.replace(inside.SHAPE, width=32, layers=2, heads=2, kv_heads=1, head_dim=16, d_ff=48)
@@ -243,7 +243,7 @@ def make_models(folder: Path) -> tuple[Path, Path, Texts]:
 
 
 def start(name: str, model: Path, threads: int, log: Path) -> Server | str:
-    """The server with this name, ready and stopped; or why `transformers serve` cannot run here."""
+    """The server with this name, ready and stopped; or the reason why `transformers serve` cannot run here."""
     theirs = name in (PLAIN, BATCHED)
     with socket.socket() as found:
         found.bind((HOST, 0))
@@ -258,7 +258,7 @@ def start(name: str, model: Path, threads: int, log: Path) -> Server | str:
             "--dtype",
             "float32",
         ]
-        if name == BATCHED:  # a pool as large as our cache; the default is most of the machine's memory
+        if name == BATCHED:  # a pool as large as our cache; the default takes most of the machine's memory
             pool = {"block-size": 256, "num-blocks": ROWS * inside.SHAPE.max_context // 256, "max-batch-tokens": 2048}
             command += ["--continuous-batching", *(f"--cb-{key}={value}" for key, value in pool.items())]
         if not Path(command[0]).is_file():

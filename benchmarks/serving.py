@@ -6,22 +6,22 @@ Five servers run as processes, each stopped (SIGSTOP) while another is measured:
 weights, `transformers serve` in float32 without and with continuous batching, and ours with a tiny model. All but the
 last serve the same directory: random weights of a Qwen3 shape with 82 M parameters and a BPE of 8,192 tokens trained on
 this repository's sources. Tokens are sampled at temperature 1, so that no text repeats and our drafts never match. No
-answer ends early: ours uses `ignore_eos`, transformers a generation_config.json without an end token. Tokens are
-counted by `usage`; an answer of another length is a failure.
+answer ends early: our servers use `ignore_eos`, transformers a generation_config.json without an end token. Tokens are
+counted by `usage`; an answer with a different length is a failure.
 
 Each round sends every server the same new prompts, with 1, 4 and 8 concurrent users, each with one streamed request.
-Before the rounds each server answers 3 requests that do not count. Reported with median and quartiles:
+Before the rounds, each server answers 3 requests that do not count. Reported with medians and quartiles:
 
-    tok/s   tokens of a round over its wall time, including prefill        TTFT  to the first text, over all requests
-    TPOT    (last text - first text) / (tokens - 1) per request    ITL   between two texts: median, 99th percentile
+    tok/s   tokens of a round over its wall time, including prefill        TTFT  time to first text, over all requests
+    TPOT    (last text - first text) / (tokens - 1) per request    ITL   time between texts: median, 99th percentile
     MBU     steps per second (tok/s over the rows of a step) x bytes of weights, keys and values read per step /
             measured bandwidth
     CPU     CPU seconds used by the server per token               RSS   memory of its processes after the last round
 
-Other programs on the machine slow all servers, but not evenly: then the rounds differ, and CPU is more reliable than
-tok/s. A goal is met or missed by the median of the rounds' ratios; anything not measured is marked "not run". `--quick`
-skips the prompts of 1,024 tokens and starts no turn that would run past five minutes, judging by its last time; rounds
-are counted turn by turn.
+Other programs on the machine slow all servers, but not evenly; in that case the rounds differ, and CPU is more reliable
+than tok/s. A goal is met or missed by the median of the rounds' ratios; anything not measured is marked "not run".
+`--quick` skips the prompts of 1,024 tokens and starts no turn that, judging by its last duration, would run past five
+minutes; rounds are counted for each kind of turn.
 """
 
 import argparse
@@ -79,7 +79,7 @@ REFUSALS, REQUESTS = 100, 1000
 
 @dataclass
 class Cell:
-    """Results of one server for one number of users and one length, round by round."""
+    """Results of one server for one number of users and one prompt length, round by round."""
 
     server: str
     users: int
@@ -100,7 +100,7 @@ class Cell:
         self.failures += len(heard) - len(fit)
 
     def row(self, step_bytes: int, rows: int, speed: float, memory: float) -> dict[str, Any]:
-        """Its numbers: times in milliseconds, [first quartile, median, third], memory in MiB."""
+        """The cell's numbers: [first quartile, median, third quartile], times in milliseconds, memory in MiB."""
         gaps = [gap for one in self.heard for gap in one.gaps]
         return {
             "server": self.server,
@@ -120,7 +120,7 @@ class Cell:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value that `share` percent do not exceed, interpolated linearly; NaN if empty."""
+    """The value that `share` percent of the values do not exceed, interpolated linearly; NaN if there are none."""
     if not values:
         return math.nan
     place = (len(values) - 1) * share / 100
@@ -141,14 +141,14 @@ def mbu(rate: float, rows: int, step_bytes: int, speed: float) -> float:
 
 
 def ratios(own: Sequence[float], other: Sequence[float]) -> list[float]:
-    """Ratios round by round; a round without a value for the other does not count."""
+    """Ratios round by round, without the rounds in which the other has no value."""
     return [mine / theirs for mine, theirs in zip(own, other, strict=True) if theirs > 0]
 
 
 def measure(
     servers: dict[str, Server], texts: Texts, lengths: Sequence[tuple[int, int]], rounds: int, until: float
 ) -> list[Cell]:
-    """Run the rounds; starts none that would end after `until`, judging by its last time."""
+    """Run the rounds; starts no turn that, judging by its last duration, would end after `until`."""
     cells: dict[tuple[str, int, int], Cell] = {}
     took: dict[tuple[int, int], float] = {}
     for server in servers.values():
@@ -157,7 +157,7 @@ def measure(
     for _ in range(rounds):
         for prompt, tokens in lengths:
             for users in USERS:
-                # before its first run: the slowest time for 8 users, scaled
+                # before its first run: the time for 8 users, scaled
                 guess = took.get((prompt, users), took.get((prompt, USERS[0]), 0.0) * users / USERS[0])
                 if (began := time.monotonic()) + guess > until:
                     continue
@@ -188,27 +188,27 @@ class Goal:
 
     @property
     def verdict(self) -> str:
-        """met, missed or not run."""
+        """Either met, missed or not run."""
         if self.found is None:
             return "not run"
         low = self.at_least is None or self.found >= self.at_least
         return "met" if low and (self.at_most is None or self.found <= self.at_most) else "missed"
 
     def line(self) -> str:
-        """For the screen."""
+        """The goal as a line for the screen."""
         bound = f"<= {self.at_most:g}" if self.at_least is None else f">= {self.at_least:g}"
         found = "" if self.found is None else f"{self.found:.2f}"
         return f"  {self.verdict:8} {self.what:70} {bound:7} {found:>8}  {self.note}".rstrip()
 
 
 def against(cells: Sequence[Cell], other: str, at_least: float) -> Goal:
-    """8 users with float32 weights compared with the other server, on the short prompts."""
+    """Our server with float32 weights compared with another one, for 8 users and short prompts."""
     found = {cell.server: cell for cell in cells if (cell.users, cell.prompt) == (8, SHORT[0])}
     own, theirs = found.get(NATIVE), found.get(other)
     times = ratios(own.rates, theirs.rates) if own and theirs else []
-    what = f"8 users, float32: tokens/s, times {PLAIN}{' with batching' if other == BATCHED else ''}"
+    what = f"8 users, float32: tokens/s vs. {PLAIN}{' with batching' if other == BATCHED else ''}"
     if not (own and theirs and times):
-        return Goal(what, None, "no round was ended", at_least=at_least)
+        return Goal(what, None, "no round was completed", at_least=at_least)
     (low, middle, high), cheaper = quartiles(times), percentile(ratios(theirs.costs, own.costs), 50)
     return Goal(
         what,
@@ -219,7 +219,7 @@ def against(cells: Sequence[Cell], other: str, at_least: float) -> Goal:
 
 
 def many_requests(tiny: Server, texts: Texts) -> Goal:
-    """Requests by 8 users who each send the next one as soon as they are answered."""
+    """Requests from 8 users, each of whom sends the next one as soon as the last one is answered."""
     prompts = [texts.take(16) for _ in range(REQUESTS)]
 
     async def user(number: int) -> int:
@@ -232,7 +232,7 @@ def many_requests(tiny: Server, texts: Texts) -> Goal:
     with tiny.awake():
         failures = asyncio.run(users())
     return Goal(
-        f"{REQUESTS} requests of 8 users: failures",
+        f"{REQUESTS} requests from 8 users: failures",
         failures,
         f"{time.perf_counter() - began:.0f} s, tiny model",
         at_most=0,
@@ -240,36 +240,36 @@ def many_requests(tiny: Server, texts: Texts) -> Goal:
 
 
 def full_queue(server: Server, texts: Texts) -> list[Goal]:
-    """How a request is refused while all rows are busy and the queue is full; the time from connecting to the
-    response head.
+    """Measure refusals while all rows are busy and the queue is full, and the time from connecting to the response
+    head.
 
-    The refused client is a separate process: in the process that reads the streams it would also measure their turns.
+    The refused client is a separate process: in the process that reads the streams, reading would add to the times.
     """
     prompts = [texts.take(16) for _ in range(ROWS + QUEUE)]
     payload = json.dumps(server.body(prompts[0], 1)).encode()
 
     async def refused(apart: ProcessPoolExecutor) -> list[Heard]:
         streams = [asyncio.create_task(ask(server, prompt, 1500)) for prompt in prompts]
-        for name, full in (("num_requests_running", ROWS), ("num_requests_waiting", QUEUE)):  # both: a row starts late
+        for name, full in (("num_requests_running", ROWS), ("num_requests_waiting", QUEUE)):  # both: rows fill late
             while await asyncio.to_thread(server.gauge, name) < full:
                 pass
         heard = await asyncio.get_running_loop().run_in_executor(apart, knock, server.port, payload, REFUSALS)
         for stream in streams:
             stream.cancel()
         await asyncio.gather(*streams, return_exceptions=True)
-        while await asyncio.to_thread(server.gauge, "num_requests_(?:running|waiting)"):  # until all are cancelled
+        while await asyncio.to_thread(server.gauge, "num_requests_(?:running|waiting)"):  # wait until all are canceled
             pass
         return heard
 
     with server.awake(), ProcessPoolExecutor(1, get_context("spawn")) as apart:
-        apart.submit(knock, server.port, payload, 0).result()  # it has started
+        apart.submit(knock, server.port, payload, 0).result()  # wait until the process has started
         heard = asyncio.run(refused(apart))
     times = [1000 * (one.ended - one.began) for one in heard]
     wrong = sum(one.status != 429 or one.retry_after is None for one in heard)
     return [
         Goal(f"{REFUSALS} requests to a full queue: not 429 with Retry-After", wrong, "", at_most=0),
         Goal(
-            "their answer, ms, 99th percentile",
+            "time to refusal, ms, 99th percentile",
             percentile(times, 99),
             f"median {percentile(times, 50):.1f}",
             at_most=10,
@@ -288,12 +288,12 @@ def known_prompt(server: Server, texts: Texts, rounds: int) -> Goal:
                 times.append(heard.first)
     share = [100 * again / first for again, first in zip(known, cold)]
     note = f"{1000 * statistics.median(known):.0f} of {1000 * statistics.median(cold):.0f} ms, {rounds} prompts"
-    return Goal("TTFT of 1,024 tokens read before, % of the first time", statistics.median(share), note, at_most=5)
+    return Goal("TTFT of a cached 1,024-token prompt, % of uncached TTFT", statistics.median(share), note, at_most=5)
 
 
 def cost_of_http(server: Server, engine: Engine, texts: Texts, rounds: int) -> Goal:
-    """The loss in tokens per second for one user relative to the engine, in percent; the engine runs here, on the same
-    prompts.
+    """The loss in tokens per second for one user relative to the engine, in percent; the engine runs in this process,
+    on the same prompts.
     """
     lost, more, told = [], [], []
     with engine:
@@ -313,7 +313,7 @@ def cost_of_http(server: Server, engine: Engine, texts: Texts, rounds: int) -> G
                 told.append(SHORT[1] / own)
     low, middle, high = quartiles(lost)
     note = f"({low:.1f}-{high:.1f}), {rounds} pairs, of {statistics.median(told):.1f}; CPU {percentile(more, 50):+.1f}%"
-    return Goal("HTTP at 1 user, % of the engine's tokens/s", middle, note, at_most=5)
+    return Goal("loss through HTTP with 1 user, % of the engine's tokens/s", middle, note, at_most=5)
 
 
 def answered(engine: Engine, ids: Sequence[int], tokens: int) -> float:
@@ -352,7 +352,7 @@ WIDTHS = (7, 10, 20, 20, 24, 22, 20, 17, 6, 9, 8, 6)
 
 
 def line(row: dict[str, Any]) -> tuple[str, ...]:
-    """A row of the table."""
+    """A row of the table, as text."""
 
     def told(name: str, digits: int = 0) -> str:
         low, middle, high = row[name]
@@ -375,7 +375,7 @@ def line(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """For the screen."""
+    """The rows as a table for the screen."""
     lines = [HEAD, *map(line, rows)]
     return "".join(
         "  " + "".join(f"{text:{width}}" for text, width in zip(one, WIDTHS, strict=True)).rstrip() + "\n"
@@ -423,7 +423,7 @@ def main() -> None:
             goals = [many_requests(servers[TINY], texts)]
             step("a full queue")
             goals += full_queue(servers[NARROW], texts)
-            step("a known prompt")
+            step("a cached prompt")
             goals += [known_prompt(servers[NARROW], texts, pairs)]
             step("the cost of HTTP")
             goals += [cost_of_http(servers[NARROW], engines[NARROW], texts, 2 * pairs)]
@@ -434,9 +434,7 @@ def main() -> None:
     goals = [
         against(cells, PLAIN, 2),
         against(cells, BATCHED, 1),
-        Goal(
-            "1 row, int8: tokens/s, times transformers.generate", None, "benchmarks/engine.py measures it", at_least=2
-        ),
+        Goal("1 row, int8: tokens/s vs. transformers.generate", None, "benchmarks/engine.py measures it", at_least=2),
         *goals,
     ]
     million = engines[NATIVE].model.num_parameters() / 1e6

@@ -2,26 +2,27 @@
 
     python benchmarks/time_to_loss.py [--tokens data/tokens/text] [--tokenizer data/tokenizer] [--seeds 3] [--quick]
 
-Same corpus, tokenizer, tokens per step, context, threads and number of parameters (+-2%; the run stops if they differ
-more).
+Both sides have the same corpus, tokenizer, tokens per step, context, threads and number of parameters (within 2%; if
+not, the benchmark stops).
 
 1. The baseline (`nanogpt.py`) runs `--steps` steps at each of `--rates`, in bf16, its fastest setting on a CPU with
-   bf16. The best rate by final bits per byte on the whole validation split also runs with a second beta of 0.99
-   (nanoGPT's value for few tokens per step), and the better of the two runs with all seeds. Their mean is the target.
-   Its float32 steps, nanoGPT's setting on a CPU, are timed, and `--float32` also runs one of them to the end.
+   bf16. The best rate by final bits per byte on the entire validation split also runs with a second beta of 0.99
+   (nanoGPT's value for few tokens per step); the better of the two settings runs with all seeds. Their mean is the
+   target. Steps in float32, nanoGPT's setting on a CPU, are also timed, and `--float32` completes one such run.
 2. Ours (`OURS`, only keys of params.yaml and conf/) may choose the length of its schedule: the fewest steps, on a grid
    of factor 1.25, for which the mean over seeds reaches the target.
 3. Timing: each arm is a process; all take turns for a few steps, and seconds per step are medians over the rounds, in
-   wall time and in CPU time (which is reliable on a shared machine). Seconds to the target are steps times these,
-   without evaluating and saving. A second figure adds compilation, by PyTorch and oneDNN: the excess time of a run's
-   first steps.
-4. Ablations: remove one of our choices at a time. Steps to the target, on a grid of factor 2, interpolated between two
-   runs in log steps (ours too, here), times its seconds per step. At most four times our steps.
+   wall time and in CPU time (which is reliable on a shared machine). Seconds to the target are steps times seconds
+   per step, without evaluating and saving. A second figure adds compilation (by PyTorch and oneDNN): the excess time of
+   a run's first steps.
+4. Ablations remove one of our choices at a time. Their time is the steps to the target, on a grid of factor 2 and
+   interpolated between two runs in log steps (here, ours as well), times their seconds per step. Runs have at most four
+   times our steps.
 
 Goal: at most 1/3 of the baseline's time. Finished runs are kept in `.work/time_to_loss`, keyed by their specification,
 the tokens and the training code (`--fresh` discards them). Writes `results/time_to_loss-cpu.json` and `.png`; `--quick`
-(a tiny model, nothing written) checks that it works. Not guaranteed: an untouched validation split; both sides are
-tuned on it.
+(a tiny model, nothing written) checks that the benchmark works. Not guaranteed: an untouched validation split; both
+sides are tuned on it.
 """
 
 import argparse
@@ -66,14 +67,14 @@ TINY = ("model.width=32", "model.layers=2", "model.heads=1", "model.head_dim=32"
 
 @dataclass(frozen=True)
 class Arm:
-    """Ours except for one choice, removed by overrides or by a name defined in `time_to_loss_arm.py`."""
+    """Our run without one choice, removed by overrides or by a name defined in `time_to_loss_arm.py`."""
 
     name: str
     overrides: tuple[str, ...] = ()
     without: str = ""
 
 
-ABLATIONS: dict[str, list[Arm]] = {  # among several arms the best by bits per byte counts
+ABLATIONS: dict[str, list[Arm]] = {  # of several arms, the best one by bits per byte counts
     "Muon -> AdamW, best of 3 rates": [
         Arm(f"AdamW {rate}", ("language.optimizer=adamw", f"language.learning_rate={rate}"))
         for rate in ("1e-3", "2e-3", "4e-3")
@@ -100,7 +101,7 @@ class Runs:
         folder.mkdir(parents=True, exist_ok=True)
 
     def __call__(self, spec: dict[str, Any]) -> dict[str, Any]:
-        """The output of the run, with its specification. Raises RuntimeError if it died."""
+        """The output of the run, with its specification. Raises RuntimeError if the run died."""
         file = self.folder / f"{workdir.canonical_hash([spec, self.data, code_of(spec['side'])])}.json"
         if file.is_file() and (not self.fresh or file in self.mine):
             return json.loads(file.read_text())
@@ -149,12 +150,12 @@ def environment(spec: dict[str, Any]) -> dict[str, str]:
 
 
 def final(run: dict[str, Any]) -> float:
-    """Final bits per byte on the whole validation split."""
+    """Final bits per byte on the entire validation split."""
     return run["points"][-1]["bpb"]
 
 
 class Bench:
-    """The specifications of all runs, and the protocol of the module's docstring as methods."""
+    """The specifications of all runs, and the protocol in the module docstring as methods."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
@@ -186,7 +187,7 @@ class Bench:
         return self.base | {"side": "nanogpt", "recipe": recipe}
 
     def ours(self, seed: int, arm: Arm | None = None) -> dict[str, Any]:
-        """The specification of ours, or of an ablation arm."""
+        """The specification of our run, or of an ablation arm."""
         size = [f"language.context={self.context}", f"language.tokens_per_step={self.rows * self.context}"]
         given = [*OURS, *size, *(TINY if self.arguments.quick else ()), *(arm.overrides if arm else ())]
         spec = self.base | {"side": "ours", "seed": seed, "overrides": given}
@@ -207,7 +208,7 @@ class Bench:
         return self.runs(self.nanogpt(**setting, bf16=True) | {"steps": self.arguments.steps})
 
     def mine(self, target: float) -> tuple[Reached, list[dict[str, Any]]]:
-        """Our fewest steps by the mean over seeds, and those runs."""
+        """Our fewest steps whose mean over seeds reaches the target, and those runs."""
 
         def mean(steps: int) -> float:
             return statistics.mean(
@@ -262,7 +263,7 @@ def started(specs: dict[str, dict[str, Any]]) -> Iterator[list[Side]]:
 def seconds_of_a_step(specs: dict[str, dict[str, Any]], rounds: int, steps: int) -> dict[str, dict[str, Any]]:
     """name -> medians over interleaved rounds of wall and CPU time, and the memory of the process."""
     with started(specs) as sides:
-        train_speed.measure(sides, rounds, steps, tokens=1)  # speeds are steps a second
+        train_speed.measure(sides, rounds, steps, tokens=1)  # speeds are steps per second
         return {
             side.name: {
                 "seconds": statistics.median(1 / s for s in side.speeds),
@@ -294,7 +295,7 @@ def ablations(bench: Bench, target: float, steps: int, quick: bool) -> tuple[dic
 
 
 def measured(bench: Bench, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Run the whole protocol. Raises ValueError if the models differ in size."""
+    """Run the entire protocol. Raises ValueError if the models differ in size."""
     search, best, runs = bench.baseline()
     target = statistics.mean(final(run) for run in runs)
     reached, mine = bench.mine(target)
@@ -359,11 +360,11 @@ def measured(bench: Bench, arguments: argparse.Namespace) -> dict[str, Any]:
 def main(given: list[str] | None = None) -> dict[str, Any]:
     """Print the table; write the report unless --quick."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--tokens", type=Path, default=Path("data/tokens/text"), help="of stage_encode")
-    parser.add_argument("--tokenizer", type=Path, default=Path("data/tokenizer"), help="of stage_tokenizer")
+    parser.add_argument("--tokens", type=Path, default=Path("data/tokens/text"), help="from stage_encode")
+    parser.add_argument("--tokenizer", type=Path, default=Path("data/tokenizer"), help="from stage_tokenizer")
     parser.add_argument("--steps", type=int, default=1200, help="steps of the baseline")
-    parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 2e-3, 4e-3, 8e-3], help="its learning rates")
-    parser.add_argument("--first", type=int, default=125, help="first number of steps in the search for ours")
+    parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 2e-3, 4e-3, 8e-3], help="for the baseline")
+    parser.add_argument("--first", type=int, default=125, help="first number of steps in the search for our schedule")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--rows", type=int, default=2, help="rows per batch")
     parser.add_argument("--context", type=int, default=512)

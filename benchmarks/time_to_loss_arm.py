@@ -7,10 +7,10 @@ params.yaml, conf/ and `overrides`, and three ablations that are not settings: `
 instead of packed documents), `unmasked` (attention across the documents of a row) and `gpt2` (the baseline's
 architecture in our loop).
 
-With "steps" in the specification it trains that many and prints the curve: validation bits per byte by training time,
-wall and CPU, without evaluations. Otherwise it is one side of interleaved rounds (`train_arms.Metronome`). All sides
-are evaluated in float32 on the same packed rows with the same targets, each with the context it was trained with: ours
-sees only its own document, the baseline the whole row before.
+With "steps" in the specification, it trains that many steps and prints the curve: validation bits per byte by training
+time, wall and CPU, without evaluations. Otherwise, it is one side of interleaved rounds (`train_arms.Metronome`). All
+sides are evaluated in float32 on the same packed rows with the same targets, and attend as in training: ours to earlier
+tokens of the same document, the baseline to all earlier tokens of the row.
 """
 
 import json
@@ -39,7 +39,7 @@ from pipeline.learning import losses
 from pipeline.text.tokenizer import Tokenizer
 
 COMPILING = 3  # first steps, whose excess time counts as compiling
-ENDLESS = 10**6  # steps of a run that ends when no more are requested
+ENDLESS = 10**6  # steps of a run that ends when no more steps are requested
 
 
 class Clock:
@@ -54,7 +54,7 @@ class Clock:
         return time.perf_counter() - self.left_out[0], time.process_time() - self.left_out[1]
 
     def tick(self, step: int) -> None:
-        """A step begins; the last call with step 0 is the first step."""
+        """Record that a step begins; the last call with step 0 counts as the first step."""
         if step == 0:
             self.began = []
         self.began.append(self.now())
@@ -69,7 +69,7 @@ class Clock:
         return (now[0] - self.began[0][0], now[1] - self.began[0][1]) if self.began else (0.0, 0.0)
 
     def compiling(self) -> tuple[float, float]:
-        """Excess seconds of the first steps over the usual ones."""
+        """Excess seconds of the first steps over the usual steps."""
         if len(self.began) < 4 * COMPILING:
             return 0.0, 0.0
         gaps = [(b[0] - a[0], b[1] - a[1]) for a, b in zip(self.began, self.began[1:], strict=False)]
@@ -90,7 +90,7 @@ class Curve:
         self.slice = batches[: int(np.searchsorted(tokens, spec.get("slice", 16384))) + 1]
 
     def evaluate(self, step: int, model: nn.Module) -> float | None:
-        """Add a point if one is due; excluded from the clock."""
+        """Add a point if one is due; the evaluation is excluded from the clock."""
         last = step == self.steps
         if not self.steps or (step % self.every and not last):
             return None
@@ -144,7 +144,7 @@ def validation(spec: dict[str, Any], text: Tokenizer, context: int, cache: Path)
 
 
 def token_line(folder: Path) -> np.ndarray:
-    """The training split as one line of tokens."""
+    """The training split as one sequence of tokens."""
     dtype = np.dtype(read_meta(folder)["dtype"]).newbyteorder("<")
     return np.memmap(folder / "train.bin", dtype=dtype, mode="r")
 
@@ -153,7 +153,7 @@ def token_line(folder: Path) -> np.ndarray:
 
 
 def nanogpt(spec: dict[str, Any], clock: Any, cache: Path) -> dict[str, Any]:
-    """The baseline's loop."""
+    """Train the baseline with its own loop."""
     text = Tokenizer.load(Path(spec["tokenizer"]))
     recipe = Recipe(**(spec["recipe"] | {"steps": spec.get("steps", ENDLESS), "betas": tuple(spec["recipe"]["betas"])}))
     shape = Shape(**spec["shape"], vocab_size=text.vocab_size, context=recipe.context)
@@ -164,14 +164,14 @@ def nanogpt(spec: dict[str, Any], clock: Any, cache: Path) -> dict[str, Any]:
 
 
 def void(_: object) -> None:
-    """Nothing."""
+    """Discard a value."""
 
 
 # ours
 
 
 def ours(spec: dict[str, Any], clock: Any, cache: Path) -> dict[str, Any]:
-    """`fit` as called by stage language."""
+    """Train with `fit` as called by stage language."""
     from pipeline.learning.fit import Watchers, fit
     from pipeline.learning.losses import Loss, Term
     from pipeline.run.config import Settings, resolve
@@ -243,16 +243,16 @@ class Ticking:
         self.fingerprint, self.tokens_per_epoch = stream.fingerprint, stream.tokens_per_epoch
 
     def rows(self, step: int, context: int) -> np.ndarray:
-        """Forward to the stream."""
+        """The stream's rows; reports the step to the clock."""
         self.clock.tick(step)
         return self.stream.rows(step, context)
 
     def batch(self, step: int, context: int, rows: np.ndarray) -> TokenBatch:
-        """That of the stream."""
+        """The stream's batch."""
         return self.stream.batch(step, context, rows)
 
     def evaluation(self, tokens: int) -> Iterator[TokenBatch]:
-        """That of the stream."""
+        """The stream's evaluation batches."""
         return self.stream.evaluation(tokens)
 
 
@@ -264,7 +264,7 @@ class RandomWindows(Ticking):
         self.line, self.seed, self.text, self.num_rows = line, seed, text, stream.tokens_per_step // stream.context
 
     def rows(self, step: int, context: int) -> np.ndarray:
-        """Their numbers."""
+        """Indices of the rows of a step; reports the step to the clock."""
         self.clock.tick(step)
         return np.arange(self.num_rows)
 
@@ -283,13 +283,13 @@ class RandomWindows(Ticking):
 
 
 class Asked:
-    """`Metronome` with the interface of a clock: the checks before the first step draw step 0 once more."""
+    """`Metronome` with the interface of a clock; ignores step 0, which the checks before the first step draw too."""
 
     def __init__(self) -> None:
         self.metronome = Metronome(5)
 
     def tick(self, step: int) -> None:
-        """A step begins."""
+        """Count a step as it begins."""
         if step:
             self.metronome.tick()
 

@@ -16,7 +16,7 @@ GOAL = 1 / 3
 
 @dataclass(frozen=True)
 class Reached:
-    """Steps to a target: of a run that reaches it, and interpolated; `tried` are (steps, bits per byte)."""
+    """Steps to a target: of a run that reaches it, and interpolated; `tried` holds (steps, bits per byte)."""
 
     steps: int | None  # None: not within the maximum number of steps
     between: float | None
@@ -56,7 +56,7 @@ def between(tried: dict[int, float], target: float) -> float:
 
 
 def ratio(step: dict[str, dict[str, float]], mine: tuple[str, float], theirs: tuple[str, float]) -> dict[str, float]:
-    """Our time over theirs: each is an arm, with its measured seconds per step, and a number of steps."""
+    """Our time over theirs; `mine` and `theirs` are the name of an arm, timed in `step`, and a number of steps."""
     return {
         key: round(mine[1] * step[mine[0]][key] / (theirs[1] * step[theirs[0]][key]), 3)
         for key in ("seconds", "cpu_seconds")
@@ -77,8 +77,8 @@ def verdict(step: dict[str, dict[str, float]], ours: dict[str, Any], baseline: d
 
 
 def plot(file: Path, curves: dict[str, list[dict[str, Any]]], step: dict[str, dict[str, float]], target: float) -> None:
-    """Bits per byte by CPU seconds of training, on a logarithmic axis: curves on a slice of the split, and a dot for
-    all of it.
+    """Bits per byte by CPU seconds of training, on a logarithmic axis: curves for a slice of the validation split, and
+    dots for all of it.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -109,10 +109,10 @@ def table(report: dict[str, Any]) -> str:
     )
     for name, row in report["verdict"].items():
         lines.append(
-            f"ours / {name}: CPU time {row['cpu_seconds']}, clock {row['seconds']}, with compiling"
+            f"ours / {name}: CPU time {row['cpu_seconds']}, wall time {row['seconds']}, with compiling"
             f" {row['with_compiling']} (goal {GOAL:.2f}: {'met' if row['met'] else 'missed'})"
         )
-    lines.append(f"{'taken away':44}{'bpb at our steps':>18}{'steps':>8}{'s/step':>9}{'times longer':>14}")
+    lines.append(f"{'removed choice':44}{'bpb at our steps':>18}{'steps':>8}{'s/step':>9}{'times longer':>14}")
     for name, row in report["ablations"].items():
         steps, longer = (
             (f"{row['between']}", f"{row['times_longer']:.2f}") if row["steps"] else (f"> {row['tried'][-1][0]}", "-")

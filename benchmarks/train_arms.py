@@ -2,11 +2,11 @@
 
     python benchmarks/train_arms.py ours '{"size": {...}, "rows": 8, "context": 256, ...}'
 
-Prints `ready` after its warm-up. For each input line it trains that many steps and prints their wall seconds, CPU
-seconds of its threads, and its peak GPU memory (0 without a GPU); an empty line ends it. Every side sees the same rows:
-step s has rows of one document of random tokens, a function of s alone. torch's fused AdamW, gradients clipped to norm
-1, a constant rate, no saving or evaluating in the measured time. `litgpt` runs in a separate environment, so this file
-has no top-level imports from this project.
+Prints `ready` after the warm-up. Each input line is a number of steps to train; the reply has their wall seconds, the
+CPU seconds of all threads and the peak GPU memory (0 without a GPU). An empty line ends the process. Every side sees
+the same rows, each a document of random tokens that depend only on the step. All sides use torch's fused AdamW,
+gradients clipped to norm 1 and a constant rate, without saving or evaluating in the measured time. `litgpt` runs in a
+separate environment, so this file has no top-level imports from this project.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ class Metronome:
         self.began, self.worked = 0.0, 0.0
 
     def tick(self) -> None:
-        """A step begins. Ends the process if no more steps are requested."""
+        """Count a step as it begins. Ends the process if no more steps are requested."""
         if self.left:
             self.left -= 1
             return
@@ -66,12 +66,12 @@ def shifted(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def device_of() -> torch.device:
-    """Where all sides train."""
+    """The device on which all sides train."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def autocast(spec: dict[str, Any]) -> contextlib.AbstractContextManager[Any]:
-    """bf16, or nothing."""
+    """Autocast to bf16, or none."""
     return torch.autocast(device_of().type, torch.bfloat16, enabled=spec["precision"] == "bf16")
 
 
@@ -135,7 +135,7 @@ def ours(spec: dict[str, Any], metronome: Metronome, *, compiled: bool) -> None:
 
 
 def full_rows(spec: dict[str, Any], metronome: Metronome) -> Any:
-    """A stream of these rows, laid out like a corpus: pieces, shift, segments, positions."""
+    """The rows of `tokens_of` as a stream laid out like a corpus: pieces, shift, segments, positions."""
     import numpy as np
 
     from pipeline.batches.batch import Piece, TokenBatch, token_batch
@@ -229,7 +229,7 @@ def trainer(spec: dict[str, Any], metronome: Metronome, *, compiled: bool) -> No
 
 
 def bare(spec: dict[str, Any], metronome: Metronome, *, which: str) -> None:
-    """The shortest loop that trains a compiled model."""
+    """The shortest possible loop that trains a compiled model."""
     where = device_of()
     model = (hf_model if which == "hf" else our_model)(spec).to(where).train()
     run = torch.compile(model)

@@ -3,13 +3,13 @@
     python benchmarks/train_speed.py [--sizes 2M 6M] [--rounds 7] [--precision bf16] [--litgpt-python PATH] [--quick]
 
 The same Qwen3 shape, tokens, batch, optimizer and machine; each side is a separate process (`train_arms.py`), compiled
-and warmed up with 5 steps, then 40 steps per round, one side after another. Before each round a reference matrix
-product is timed; a round in which it changed by more than 25% is repeated, at most `--rounds` times. Peak memory is
-private memory (RssAnon, sampled every 20 ms) or GPU memory. A side's speed in a round is tokens over seconds; a ratio
-is ours over theirs in the same round; medians and ranges are over rounds. Ours and Trainer use the faster of two
-settings, compiled or not, and the bare loop the faster of two models, by median. `by_cpu_time` is the ratio of tokens
-per CPU second: with one thread on a shared machine it is reliable when wall time is not. Goals: 1.3 times Trainer and
-litgpt, 0.97 of the bare loop.
+and warmed up with 5 steps, then 40 steps per round, one side after another. Before and after each round, a reference
+matrix product is timed; rounds in which its time changes by more than 25% are repeated, at most `--rounds` times. Peak
+memory is private memory (RssAnon, sampled every 20 ms) or GPU memory. A side's speed in a round is tokens over seconds;
+a ratio is ours over theirs in the same round; medians and ranges are over rounds. Ours and Trainer use the faster of
+two settings, compiled or not, and the bare loop the faster of two models, by median. `by_cpu_time` is the ratio of
+tokens per CPU second: with one thread on a shared machine it is reliable when wall time is not. Goals: 1.3 times
+Trainer and litgpt, 0.97 of the bare loop.
 
 litgpt is not a dependency: pass the Python of an environment that has it, or its row is marked as left out. Results go
 to `results/train_speed-<device>-<precision>.json`; `--quick` (2 rounds of 6 steps) writes nothing.
@@ -35,7 +35,7 @@ sys.path.insert(0, str(ROOT))
 OURS, TRAINER, LITGPT = ("ours", "ours compiled"), ("trainer", "trainer compiled"), ("litgpt",)
 BARE = ("bare, transformers", "bare, our model")
 GOALS = {TRAINER: ("Trainer", 1.3), LITGPT: ("litgpt", 1.3), BARE: ("bare loop", 0.97)}
-MOVED = 1.25  # largest change of the reference product's time, as a factor
+MOVED = 1.25  # largest accepted change in the reference product's time, as a factor
 WARMUP = 5
 SIZES: dict[str, dict[str, int]] = {
     "tiny": {
@@ -65,7 +65,7 @@ class Side:
     peak: int = 0  # bytes
 
     def hear(self) -> dict[str, Any]:
-        """Read its next line. Raises RuntimeError if it died."""
+        """Read the next line of the process. Raises RuntimeError if it died."""
         assert self.process.stdout
         line = self.process.stdout.readline()
         if not line:
@@ -136,7 +136,7 @@ def started(names: list[str], spec: dict[str, Any], litgpt: Path | None) -> Iter
 
 
 def reference() -> float:
-    """Seconds of a matrix product that nothing here can speed up: the best of several."""
+    """Seconds for a matrix product that nothing here can speed up: the best of several."""
     import torch
 
     a = torch.randn(768, 768)
@@ -149,7 +149,7 @@ def reference() -> float:
 
 
 def measure(sides: list[Side], rounds: int, steps: int, tokens: int) -> tuple[int, list[float]]:
-    """Fill in the sides' speeds; returns how many rounds were repeated, and the references of those that count."""
+    """Fill in the sides' speeds; returns the number of repeated rounds, and the reference times of those that count."""
     again, references = 0, []
     while len(references) < rounds:
         before = reference()
@@ -197,7 +197,7 @@ def compared(sides: list[Side]) -> dict[str, Any]:
 
 
 def row(size: str, arguments: argparse.Namespace, names: list[str]) -> dict[str, Any]:
-    """One size: every side's speed and memory, and the ratios."""
+    """Measure one size: every side's speed and memory, and the ratios."""
     tokens = arguments.rows * arguments.context
     spec = {
         "size": SIZES[size],
@@ -243,7 +243,7 @@ def main(given: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--quick", action="store_true", help="2 rounds of 6 steps; nothing is written")
     arguments = parser.parse_args(given)
     if not set(OURS) & set(arguments.sides):
-        parser.error(f"--sides: expected {' or '.join(OURS)} among them: every ratio is ours over theirs")
+        parser.error(f"--sides: expected {' or '.join(OURS)}, because every ratio is ours over theirs")
     if arguments.quick:
         arguments.rounds, arguments.steps = 2, 6
     sides = [name for name in arguments.sides if name not in LITGPT or arguments.litgpt_python]

@@ -116,7 +116,7 @@ def test_corpus_memory_py_measures_the_three_stages_of_data(tmp_path: Path) -> N
 def test_big_outs_py_finds_one_copy_of_what_is_published(tmp_path: Path) -> None:
     """The work folder, models/ and DVC's cache have the same files (.dvc/config: hard links first)."""
     lines = run(BENCHMARKS / "big_outs.py", "--gigabytes", 0.06, "--folder", tmp_path, folder=tmp_path).splitlines()
-    assert [line.split("; ")[1] for line in lines if "on the disk" in line] == ["0.06 GB on the disk"] * 2
+    assert [line.split("; ")[1] for line in lines if "on disk" in line] == ["0.06 GB on disk"] * 2
     assert "prune --finished: 0.0 MB freed; freed 0.0 MB" in lines
 
 

@@ -43,7 +43,7 @@ def test_a_stage_that_resumes_with_other_bytes_is_noticed(
     found = kills.killed(kills.Scratch(tmp_path / "scratch"), "toy", 4, random.Random(1))
     assert (found.kills, found.files) == (4, 1) and found.resumed >= 1 and found.compared >= 1
     assert (found.different > 0) == (kind == "faulty")
-    assert ("other bytes" in capsys.readouterr().out) == (kind == "faulty")
+    assert ("different bytes" in capsys.readouterr().out) == (kind == "faulty")
 
 
 def test_moments_follow_a_machine_that_became_faster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,7 +115,7 @@ def test_what_could_not_be_judged_is_in_no_pair() -> None:
 
 
 def test_too_few_items_are_an_error_that_names_the_kind(some: list[Pair]) -> None:
-    with pytest.raises(DataError, match=r"10 pairs of kind tools asked for, 0 found; lower tasks\.pairs"):
+    with pytest.raises(DataError, match=r"expected 10 pairs of kind tools, found 0; lower `tasks\.pairs`"):
         list(preferences.pairs({"code": lambda: some, "tools": list, "story": lambda: some}, count=30, split="train"))
 
 

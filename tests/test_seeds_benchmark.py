@@ -123,10 +123,10 @@ def test_the_difference_from_the_model_before_is_paired_within_each_run() -> Non
             made(2, [1, 0], temperature=0.5),
             r"evaluation of code: temperature absent and 0\.5; evaluation of tools: temp",
         ),
-        (made(1, [1, 0]), r"a and b were both trained with seed 1; expected another for each run"),
+        (made(1, [1, 0]), r"a and b were both trained with seed 1; expected a different seed for each run"),
         (
             made(2, [1, 0, 1]),
-            r"a and b measured on different items: Easy problems, pass@1 of code: 2 and 3 items, in one alone: p2",
+            r"a and b measured on different items: Easy problems, pass@1 of code: 2 and 3 items, only in one run: p2",
         ),
     ],
 )

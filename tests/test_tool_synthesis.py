@@ -87,7 +87,7 @@ def test_the_hash_seed_changes_nothing() -> None:
 
 
 def test_an_unknown_split_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="train, val, test; got 'dev'"):
+    with pytest.raises(ValueError, match="train, val, test; found 'dev'"):
         next(dialogues("dev", 1, 0))
 
 

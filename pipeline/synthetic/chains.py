@@ -1,27 +1,27 @@
 """Programs as chains of steps, and how to draw them at random.
 
-A `Program` runs its operations' functions (truth) and is written from their sources (answer). `spell` and
-`parse` convert a program to text such as `add.3+sort+sum` and back; a problem's id ends in this text, so the program
-can be recovered from it.
+A `Program` computes the truth with its operations' functions and writes the answer from their sources. `spell` and
+`parse` convert a program to a string such as `add.3+sort+sum` and back; a problem's id ends with this string, so the
+program can be recovered from the id.
 
     chain      add.3+sort                    numbers = [n + 3 for n in numbers], return sorted(numbers)
-    branch     if_longer.4[sort|reverse]     a condition and two steps of equal type
+    branch     if_longer.4[sort|reverse]     a condition and two steps of the same type
     argument   add.k+sum, shared.k           `k` is the function's second parameter, a number or a list
 
-`single`, `chain` and `stateful` map a `Draw` and a split to a `Program` whose key belongs to the split, with constants
-and phrasings chosen; `neighbors` yields programs one operation away, which the tests must tell apart from it. Drawing
-starts from a uniformly chosen operation and grows in both directions, so that rare types are as frequent as common
-ones.
+Given a `Draw` and a split, `single`, `chain` and `stateful` draw a `Program` whose key belongs to the split, including
+its constants and phrasings. `neighbors` yields programs that differ from a program by one operation or constant; its
+tests must tell them apart. A chain grows in both directions from a uniformly chosen operation, so that rare types are
+as frequent as common ones.
 
 `stays(names)` decides which chains to keep: those with varying outputs and no equivalent shorter chain. A chain is
 dropped if, on the 48 fixed inputs of its type, it behaves like a shorter one or has at most 3 distinct outputs. Chains
 of lengths 1 and 2 are compared with every shorter chain. From length 3 on, a chain is compared with every chain of
-lengths 1 and 2 and with itself minus any one step, and each of its parts must be kept; so a chain of four that happens
-to behave like an unrelated chain of three can be missed. Chains of length 2 are tabulated on first use; longer ones are
-tested when drawn.
+lengths 1 and 2 and with itself minus any one step, and its subchains must be kept as well; so a chain of four that
+happens to behave like an unrelated chain of three goes unnoticed. Chains of length 2 are tabulated on first use; longer
+ones are tested when drawn.
 
-Nothing here executes source text. Not guaranteed: that the constants suit the chain; `programs.tests_of` rejects those
-that make dull tests.
+Nothing here executes source text. Not guaranteed: that the constants suit the chain; `programs.tests_of` rejects
+programs whose constants make the tests uninformative.
 """
 
 import hashlib
@@ -43,8 +43,8 @@ from pipeline.synthetic.operations import (
     probes,
 )
 
-# The constants that represent all others in a comparison, by position. They differ, or "add" and "subtract" would
-# cancel out.
+# In a comparison, the chain's i-th step gets the i-th of these constants. They differ from each other; otherwise "add"
+# and "subtract" would cancel out.
 STAND_INS = (5, 4, 6, 7)
 MIN_OUTPUTS = 4
 SPLITS = ("test", "val", "rl", "rl", "train", "train", "train", "train", "train", "train")
@@ -71,7 +71,7 @@ class Step:
 
     @property
     def name(self) -> str:
-        """The step without its constant."""
+        """The step's name, without its constant."""
         return self.operation.name + (".k" if self.argument else "")
 
     def apply(self, value: Value, second: Value | None) -> Value:
@@ -82,7 +82,7 @@ class Step:
         return self.operation.phrasings[self.phrasing].format(k=second if self.argument else self.constant)
 
     def lines(self, second: str) -> list[str]:
-        """Source lines, the last one an expression; the variable is named after the input type."""
+        """Source lines, of which the last is an expression; the variable is named after the input type."""
         return self.operation.source.format(x=self.takes, k=second if self.argument else self.constant).split("\n")
 
 
@@ -151,11 +151,11 @@ class Program:
 
     @property
     def key(self) -> str:
-        """The names of the steps without constants. Programs with the same key are the same problem."""
+        """The names of the steps, without their constants. Programs with the same key are the same problem."""
         return "+".join(step.name for step in self.steps)
 
     def run(self, arguments: tuple[Value, ...]) -> Value:
-        """Run the program with its operations' functions."""
+        """Compute the program's result with its operations' functions."""
         value = arguments[0]
         second = arguments[1] if len(arguments) > 1 else None
         for step in self.steps:
@@ -170,7 +170,7 @@ class Program:
         return f"{name}({parameters}) -> {ANNOTATIONS[self.gives]}"
 
     def source(self, name: str, docstring: str | None = None) -> str:
-        """The function's source, one step after the other, without a newline at the end."""
+        """The function's source, step by step, without a trailing newline."""
         lines = [f"def {self.signature(name)}:"]
         if docstring is not None:
             lines.append(f'    """{docstring}"""')
@@ -182,7 +182,7 @@ class Program:
 
 
 def _step_lines(step: Step, target: str | None, program: Program) -> list[str]:
-    """The step's source lines; the last one returns its value, or assigns it to `target`."""
+    """The step's source lines; the last one returns the step's value or assigns it to `target`."""
     *statements, value = step.lines(program.second_name)
     return [*statements, f"return {value}" if target is None else f"{target} = {value}"]
 
@@ -195,7 +195,7 @@ def _branch_lines(branch: Branch, target: str | None) -> list[str]:
 
 
 def spell(program: Program) -> str:
-    """The program as text, with its constants, without its phrasings."""
+    """The program as a string, with its constants but without its phrasings."""
     return "+".join(_spell_step(step) for step in program.steps)
 
 
@@ -207,7 +207,7 @@ def _spell_step(step: Step | Branch) -> str:
 
 
 def parse(text: str) -> Program:
-    """Inverse of `spell`, with the first phrasings. Raises ValueError for any other text."""
+    """The inverse of `spell`; each step gets its first phrasing. Raises ValueError if the string is not a program."""
     try:
         return Program(tuple(_parse_step(part) for part in text.split("+")))
     except (KeyError, ValueError) as error:
@@ -231,13 +231,13 @@ def _parse_step(text: str) -> Step | Branch:
 
 
 def step(operation: Operation, draw: Draw, held_out: bool = False) -> Step:
-    """The operation with a random constant and phrasing: either the held-out phrasing or one of the others."""
+    """A step with a random constant; its phrasing is the held-out one if `held_out`, else a random other one."""
     phrasing = len(operation.phrasings) - 1 if held_out else draw.below(len(operation.phrasings) - 1)
     return Step(operation, draw.pick(CONSTANTS) if operation.has_constant else None, phrasing)
 
 
 def single_key(program: Program) -> str:
-    """The key of a one-operation program. It includes constant and phrasing: every split has every operation."""
+    """The key of a one-operation program. It includes constant and phrasing, so every split has every operation."""
     (only,) = program.steps
     return f"{only.name}{'' if only.constant is None else f'.{only.constant}'}/{only.phrasing}"
 
@@ -252,7 +252,7 @@ def _is_plain(program: Program) -> bool:
 
 
 def single(split: str, draw: Draw, held_out: bool = False) -> Program:
-    """A level-1 program of a split. Held-out phrasings belong to the test split, regardless of their keys' hashes."""
+    """A random level-1 program from a split. Held-out phrasings belong to the test split, whatever the key's hash."""
     while True:
         program = Program((step(operations.operation(draw.pick(singles())), draw, held_out),))
         if held_out or split_of(single_key(program)) == split:
@@ -260,7 +260,7 @@ def single(split: str, draw: Draw, held_out: bool = False) -> Program:
 
 
 def chain(split: str, length: int, draw: Draw, held_out: bool = False, only_shown: bool = False) -> Program:
-    """A chain of 2-4 operations of a split; `only_shown`: a level-3 chain that training may show with its answer."""
+    """A random chain of 2-4 operations from a split; `only_shown`: one that training may show with its answer."""
     while True:
         names = _grow(length, draw)
         key = "+".join(names)
@@ -270,7 +270,7 @@ def chain(split: str, length: int, draw: Draw, held_out: bool = False, only_show
 
 
 def is_shown(key: str) -> bool:
-    """Whether a level-3 training chain is in the tenth that is shown with its answer."""
+    """Whether a level-3 training chain is among the tenth that are shown with their answers."""
     return int.from_bytes(digest("shown|" + key), "big") % SHOWN_LEVEL_3 == 0
 
 
@@ -293,7 +293,7 @@ def _grow(length: int, draw: Draw) -> tuple[str, ...]:
 
 
 def stateful(split: str, shape: str, draw: Draw) -> Program:
-    """A level-4 program that is not a chain of four: a branch, a loop with state or two arguments."""
+    """A random level-4 program that is not a chain of four: with a branch, a stateful loop or two arguments."""
     build = {"branch": _branch, "loop": _loop, "argument": _argument}[shape]
     while True:
         program = build(draw)
@@ -302,7 +302,7 @@ def stateful(split: str, shape: str, draw: Draw) -> Program:
 
 
 def _around(middle: Step | Branch, draw: Draw) -> Program:
-    """The step alone, or with one step before or after it."""
+    """A program with only this step, or with one step before or after it."""
     before = operations.alike(middle.takes, middle.takes)
     after = operations.taking(middle.gives)
     form = draw.below(3)
@@ -326,7 +326,7 @@ def _loop(draw: Draw) -> Program:
 
 
 def _argument(draw: Draw) -> Program:
-    """Half of these programs take a second list, half a number in place of a constant."""
+    """Half of these programs take a second list, the other half a number in place of a constant."""
     if draw.chance(0.5):
         operation = draw.pick(operations.list_pairs())
         return _around(Step(operation, None, draw.below(len(operation.phrasings) - 1), True), draw)
@@ -335,7 +335,7 @@ def _argument(draw: Draw) -> Program:
 
 
 def neighbors(program: Program, draw: Draw) -> Iterator[Program]:
-    """Endless random programs of the same type, one operation or constant away: replaced, inserted, or removed."""
+    """Yield random programs of the same type forever; one operation or constant is changed, added or removed."""
     while True:
         index = draw.below(len(program.steps))
         changed = _change(program, index, draw)
@@ -374,7 +374,7 @@ def split_of(key: str) -> str:
 
 
 def digest(text: str) -> bytes:
-    """8 bytes of blake2b."""
+    """An 8-byte blake2b digest."""
     return hashlib.blake2b(text.encode(), digest_size=8).digest()
 
 
@@ -391,7 +391,7 @@ def _is_varied(behavior: str) -> bool:
 
 
 def stand_in(names: tuple[str, ...]) -> Program:
-    """The chain of these operations with the constants of `STAND_INS`."""
+    """The chain of these operations, with the constants in `STAND_INS`."""
     return _chain(tuple(operations.operation(name) for name in names), STAND_INS)
 
 
@@ -411,7 +411,7 @@ def _single_behaviors() -> frozenset[tuple[str, str]]:
 
 @cache
 def _pairs() -> dict[tuple[str, str], str]:
-    """The chains of length 2 to keep, with their outputs."""
+    """The length-2 chains that are kept, with their outputs."""
     behaviors = {}
     for first in operations.chain_operations():
         if not stays((first.name,)):
@@ -430,25 +430,25 @@ def _pair_behaviors() -> frozenset[tuple[str, str]]:
 
 @cache
 def singles() -> tuple[str, ...]:
-    """The operations kept as chains of length 1."""
+    """The operations that are kept as chains of length 1."""
     return tuple(operation.name for operation in operations.chain_operations() if stays((operation.name,)))
 
 
 @cache
 def pairs() -> tuple[tuple[str, str], ...]:
-    """The chains of length 2 to keep."""
+    """The length-2 chains that are kept."""
     return tuple(_pairs())
 
 
 @cache
 def successors(name: str) -> tuple[str, ...]:
-    """The operations that may follow an operation."""
+    """The operations that may follow the named one."""
     return tuple(second for first, second in pairs() if first == name)
 
 
 @cache
 def predecessors(name: str) -> tuple[str, ...]:
-    """The operations that may precede an operation."""
+    """The operations that may precede the named one."""
     return tuple(first for first, second in pairs() if second == name)
 
 
@@ -473,7 +473,7 @@ def stays(names: tuple[str, ...]) -> bool:
 
 
 def _with_one_step_less(program: Program) -> list[Program]:
-    """The chains with one step removed whose types still match."""
+    """The programs left after removing one step, if the types still match."""
     shorter = []
     for index in range(len(program.steps)):
         steps = program.steps[:index] + program.steps[index + 1 :]

@@ -2,9 +2,9 @@
 
 A drill is a short text in which everything occurs twice, so that a small model learns early to copy from its context.
 
-In: a byte target and a seed. Out: `Text` records of source "drills"; `drill` is a pure function of (seed, number). Four
-forms also come as conversations (`dialogue`), because fine-tuning would otherwise unlearn copying of anything it never
-saw in a conversation. Forms:
+In: a byte target and a seed. Out: `Text` records with source "drills"; `drill` is a pure function of (seed, number).
+Four forms also come as conversations (`dialogue`); otherwise a model would forget during fine-tuning how to copy
+anything that it never sees in a conversation. Forms:
 
     again    a row of items, then the same row
     recall   key-value pairs, then the keys in a different order, each with its value
@@ -13,26 +13,26 @@ saw in a conversation. Forms:
     schema   function schemas in the format in which tools are offered, a request for one of them, and the call
     choose   functions with only a name and a description, then requests, each followed by the matching name
 
-The items are names, places, words, numbers, dates, codes, paths and words made up from syllables, so that the second
+The items are names, places, words, numbers, dates, codes, paths and words made up of syllables, so that the second
 mention can only be inferred from the first. In-context copying (the induction heads of Olsson et al. 2022,
 arXiv:2209.11895) emerges in one sudden drop of the loss. With only prose and stories, that drop comes late or, within
 the few steps of a small run, not at all (measurements in docs/LOG.md).
 
-Facts are four attributes for each of a number of services; a model can only learn them by memorizing:
+Facts are four attributes of each invented service; a model can learn them only by memorizing them:
 
     services x (port, owner, region, runtime) x wordings -> records.Fact
 
     train    three wordings of every fact
-    val      a fourth wording for a quarter of them
-    test     the fourth wording for the others
+    val      a fourth wording of a quarter of the facts
+    test     the fourth wording of the other facts
     control  the fourth wording, for services that never occur in training: answers can only be guessed
 
-Values are drawn from the same distribution for all services, so control answers are right only by chance.
+Values are drawn from the same distribution for all services, so control answers are correct only by chance.
 
-The skill is SQL, which appears nowhere else in the data (`queries`): a user gives a table with its columns and asks in
-a sentence for rows; the answer is one SELECT statement. This shows what an adapter learns from a few hundred examples
-(stages/lora.py). A record is a pure function of (split, seed, number); a hash of its name and columns assigns each
-table to one split.
+The skill (`queries`) is SQL, which appears nowhere else in the data: a user names a table and its columns and asks for
+rows in a sentence; the answer is one SELECT statement. This shows what an adapter learns from a few hundred examples
+(stages/lora.py). A record is a pure function of (split, seed, number); each table belongs to one split, chosen by a
+hash of its name and columns.
 
 Not guaranteed: that drills make sense (they contain no tool names from the toolbox and no sentences from the stories);
 that services are consistent with each other (two may have the same port); SQL beyond one table, sorting, a condition, a
@@ -111,7 +111,7 @@ def record(seed: int, number: int) -> Text:
 
 
 def records(target_bytes: int, seed: int) -> Iterator[Text]:
-    """Drills from number 0 on, until their UTF-8 texts fill `target_bytes`."""
+    """The records of drills 0, 1 and so on, until their UTF-8 texts fill `target_bytes`."""
     written = number = 0
     while written < target_bytes:
         drill_record = record(seed, number)
@@ -206,7 +206,7 @@ def _request(rng: Random) -> str:
 
 
 def _draw_function(rng: Random) -> tuple[dict[str, Value], str, dict[str, Value]]:
-    """A function's schema, a request for it, and the arguments of the request."""
+    """A function's schema, a request to call it, and the arguments of the request."""
     verb, thing, arguments = rng.choice(_words("verbs")), rng.choice((made_up, _noun))(rng), _draw_fields(rng)
     properties = {name: {"type": TYPES[type(value)]} for name, value in arguments.items()}
     schema = {
@@ -228,7 +228,7 @@ def _schema(rng: Random) -> str:
 
 
 def _draw_choices(rng: Random, max_requests: int) -> tuple[list[str], list[tuple[str, str]]]:
-    """Functions with name and description, and up to `max_requests` requests, each with the matching name."""
+    """Functions with a name and a description, and up to `max_requests` requests, each with the right function."""
     things: dict[str, tuple[str, str]] = {}
     for _ in range(rng.randint(2, 6)):
         verb = rng.choice(_words("verbs")) if rng.random() < 0.3 else open_word(rng)
@@ -256,8 +256,8 @@ FORMS: tuple[Callable[[Random], str], ...] = (_again, _recall, _record, _request
 
 ATTRIBUTES = ("port", "owner", "region", "runtime")
 PORTS = (1000, 10000)  # four digits
-HELD_OUT = 3  # the wording that never occurs in training
-CONTROLS = 4  # services per control service
+HELD_OUT = 3  # the index of the wording that never occurs in training
+CONTROLS = 4  # trained services per control service
 
 
 def facts(num_services: int, seed: int) -> dict[str, list[Fact]]:
@@ -279,7 +279,7 @@ def facts(num_services: int, seed: int) -> dict[str, list[Fact]]:
 
 
 def services(count: int, seed: int) -> list[str]:
-    """`count` distinct service names. Raises ValueError if there are too few."""
+    """`count` distinct service names. Raises ValueError if there are not enough names."""
     parts = map(_words, ("beginnings", "middles", "endings"))
     names = list(map("".join, itertools.product(*parts)))
     if count > len(names):
@@ -310,7 +310,7 @@ def _fact(name: str, attribute: str, wording: int, answer: str) -> Fact:
 
 # -- a skill -----------------------------------------------------------------------------------------------------------
 
-TABLES_OF = {"train": (0, 6), "val": (6, 7), "test": (7, 10)}  # tenths of the table hashes
+TABLES_OF = {"train": (0, 6), "val": (6, 7), "test": (7, 10)}  # each split's range, in tenths of the table hashes
 COMPARISONS = {
     ">": ("is above", "is more than", "is over"),
     "<": ("is below", "is less than", "is under"),
@@ -365,7 +365,7 @@ def _count(table: str, numbers: list[str], texts: list[str], rng: Random) -> tup
 
 
 def _aggregate(table: str, numbers: list[str], texts: list[str], rng: Random) -> tuple[str, str]:
-    """One number for a column, per value of a text column or over all rows."""
+    """An aggregate of a column, for each value of a text column or over all rows."""
     name, column = rng.choice(sorted(AGGREGATES)), rng.choice(numbers)
     wish, statement = f"find the {AGGREGATES[name]} {column} of the {table}", f"{name}({column}) FROM {table}"
     if rng.random() < 0.5:
@@ -375,7 +375,7 @@ def _aggregate(table: str, numbers: list[str], texts: list[str], rng: Random) ->
 
 
 def _condition(numbers: list[str], texts: list[str], rng: Random) -> tuple[str, str]:
-    """A condition in words, and its clause."""
+    """A condition in words, and its WHERE clause."""
     if rng.random() < 0.5:
         column, value = rng.choice(texts), rng.choice(words(rng.choice(("cities", "first_names", "adjectives"))))
         quoted = "'" + value.replace("'", "''") + "'"

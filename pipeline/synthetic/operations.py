@@ -1,18 +1,18 @@
-"""Operations, the typed steps of generated programs, each as words, as source, and as a function; and their values.
+"""Operations (the typed steps of generated programs) as words, source and functions; and the values they act on.
 
-In: `programs.yaml`. Out: the value types (`NUMBERS` and so on) and the operations, with every lookup in the order of
-the tables. `chain_operations()` are those of levels 1 to 3, each an expression of one value; level 4 adds `loops()`
-(with state), `list_pairs()` (two arguments) and `conditions()` (for branches).
+In: `programs.yaml`. Out: the value types (`NUMBERS` and so on) and the operations; every lookup keeps the order of the
+tables. `chain_operations()` returns the operations for levels 1 to 3, each an expression in one value; level 4 adds
+`loops()` (with state), `list_pairs()` (two arguments) and `conditions()` (for branches).
 
-`source` (for answers) and `apply` (for truth) define the same thing twice, because text is never executed outside the
-sandbox. The tests execute one and compare it with the other.
+`source` (for answers) and `apply` (for truth) define each operation twice, because source text is never executed
+outside the sandbox. The tests execute `source` and compare it with `apply`.
 
-`pool(kind)` returns the values of a type for drawing tests; `probes(kind)` returns its 48 fixed values: two programs
-that agree on all of them count as equal. Both are the same on every machine and in every Python version: `Draw` uses
-only `random.Random.random()`, whose sequence the Python documentation guarantees.
+`pool(kind)` returns the values of a type from which tests are drawn; `probes(kind)` returns 48 fixed values of the
+type: two programs that agree on all of them count as equal. Both are the same on every machine and in every Python
+version: `Draw` uses only `random.Random.random()`, whose sequence the Python documentation guarantees.
 
-Not guaranteed: speed or idiomatic code, since the sources are as regular as a very small model needs; or that a pool
-covers the whole type: no word is longer than ten letters, no number in a list is larger than 99.
+Not guaranteed: speed or idiomatic code (the sources are as regular as a very small model needs), or that a pool covers
+its entire type (no word is longer than ten letters, and no number in a list is larger than 99).
 """
 
 import hashlib
@@ -43,12 +43,12 @@ class Operation:
     """A total function of one value (and a constant): it never raises and never mutates its argument."""
 
     name: str
-    takes: str  # a type above
-    gives: str  # a type above
-    source: str  # `{x}` is the value, `{k}` the constant; all lines are statements except the last, an expression
+    takes: str  # one of the types above
+    gives: str  # one of the types above
+    source: str  # `{x}` is the value, `{k}` the constant; the last line is an expression, all others are statements
     apply: Callable[[Any, Any], Value]  # (value, constant or None) -> value
     phrasings: tuple[str, ...]  # imperatives with `{k}`; the last one is only for the test split
-    bare: str | None  # the source without its default, which raises on an empty value
+    bare: str | None  # the source without its default; raises on an empty value
     other: str | None  # the type of the second argument, if `{k}` is not a constant
 
     @property
@@ -59,7 +59,7 @@ class Operation:
 
 @dataclass(frozen=True, kw_only=True)
 class Condition:
-    """A test of a value, for `if`."""
+    """A test of a value, for an `if` statement."""
 
     name: str
     takes: str
@@ -75,7 +75,7 @@ class Condition:
 
 @cache
 def chain_operations() -> tuple[Operation, ...]:
-    """The operations of levels 1 to 3."""
+    """The operations for levels 1 to 3."""
     return _operations("chains")
 
 
@@ -129,7 +129,7 @@ def _condition(name: str, *, takes: str, source: str, phrasings: str) -> Conditi
 
 @cache
 def all_operations() -> tuple[Operation, ...]:
-    """The operations of levels 1 to 4."""
+    """The operations for levels 1 to 4."""
     return (*chain_operations(), *loops(), *list_pairs())
 
 
@@ -144,18 +144,18 @@ def _conditions_by_name() -> dict[str, Condition]:
 
 
 def operation(name: str) -> Operation:
-    """Look up an operation by name. Raises KeyError."""
+    """Look up an operation by name. Raises KeyError if it is unknown."""
     return _operations_by_name()[name]
 
 
 def condition(name: str) -> Condition:
-    """Look up a condition by name. Raises KeyError."""
+    """Look up a condition by name. Raises KeyError if it is unknown."""
     return _conditions_by_name()[name]
 
 
 @cache
 def taking(kind: str) -> tuple[Operation, ...]:
-    """The chain operations on values of a type."""
+    """The chain operations that take a given type."""
     return tuple(operation for operation in chain_operations() if operation.takes == kind)
 
 
@@ -381,7 +381,7 @@ Item = TypeVar("Item")
 
 
 class Draw:
-    """A random generator whose draws are a pure function of its seed parts."""
+    """A random generator whose draws are a pure function of the parts of its seed."""
 
     def __init__(self, *parts: int | str) -> None:
         digest = hashlib.blake2b("|".join(str(part) for part in parts).encode(), digest_size=8).digest()
@@ -400,11 +400,11 @@ class Draw:
         return items[int(self._random() * len(items))]
 
     def chance(self, share: float) -> bool:
-        """True with that probability."""
+        """True with probability `share`."""
         return self._random() < share
 
     def sample(self, items: Sequence[Item], count: int) -> list[Item]:
-        """Distinct items in random order: `count` of them, or all."""
+        """Up to `count` items in random order, drawn without replacement."""
         shuffled = list(items)
         for i in range(min(count, len(shuffled))):
             j = i + int(self._random() * (len(shuffled) - i))
@@ -430,7 +430,7 @@ def pool(kind: str) -> ValuePool:
 
 @cache
 def probes(kind: str) -> tuple[Value, ...]:
-    """48 fixed values: some of each edge case, the rest plain."""
+    """48 fixed values: up to two of each kind of edge case, the rest plain."""
     values = pool(kind)
     edges = [value for group in values.edges for value in group[:2]]
     return tuple([*edges, *values.plain][:48])
@@ -445,7 +445,7 @@ def _numbers(draw: Draw) -> ValuePool:
     negative = tuple(_list_of(draw, -30, -1, draw.between(3, 7)) for _ in range(8))
     repeated = tuple([draw.between(-4, 9)] * draw.between(3, 5) + _list_of(draw, 0, 5, 3) for _ in range(8))
     long = tuple(_list_of(draw, -20, 40, draw.between(12, 16)) for _ in range(10))
-    # Small numbers in `short`, because a digit is a token and constants are 2-9.
+    # Small numbers in `short`, because each digit is a token and constants are 2-9.
     short = [_list_of(draw, -5, 14, draw.between(3, 5)) for _ in range(60)]
     short += [draw.sample(_list_of(draw, 1, 9, 3) * 2, 5) for _ in range(20)]
     plain = [_list_of(draw, -12, 30, draw.between(2, 11)) for _ in range(80)]
@@ -467,7 +467,7 @@ def _words(draw: Draw) -> ValuePool:
         return [_cased(draw, _noun(draw)) for _ in range(draw.between(low, high))]
 
     single = tuple([word] for word in ("sun", "Apple", "a", "WATER", "moon"))
-    # Lists with empty words instead of the negative numbers of other types.
+    # Lists with empty strings take the place of the negative numbers in other types.
     hollow = tuple(["", *some(1, 4), ""] for _ in range(4))
     repeated = tuple([_noun(draw)] * draw.between(2, 4) + some(1, 3) for _ in range(8))
     long = tuple(some(11, 14) for _ in range(8))
@@ -482,7 +482,7 @@ def _texts(draw: Draw) -> ValuePool:
         return " ".join(_cased(draw, _noun(draw)) for _ in range(draw.between(low, high)))
 
     single = ("x", "A", "7", " ", "e")
-    # Texts with odd spaces or without letters instead of the negative numbers of other types.
+    # Strings with odd spaces or without letters take the place of the negative numbers in other types.
     odd = ("  two  spaces ", "...", "12 34", "a-b_c", "Tab\there", "END.")
     repeated = ("aaaa", "abab abab", "zzz ZZZ", "go go go", "mississippi", "oooh no")
     long = tuple(some(9, 12) for _ in range(8))

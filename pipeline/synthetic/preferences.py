@@ -1,19 +1,20 @@
-"""Preference pairs with a known true score: two answers to the same prompt, labeled by quality, not by intention.
+"""Preference pairs with known true scores: two answers to the same prompt, labeled by measured quality, not by intent.
 
-    code    a problem's reference and mistakes      0 unless one block that parses; 0.5 hidden tests passed + 0.5 style
-    tools   right and wrong calls of a dialogue     `tools.gold`
+    code    a problem's reference and mistakes      0.5 tests passed + 0.5 style; 0 unless one block that parses
+    tools   correct and wrong calls in a dialogue   `tools.gold`
     story   an intact story and damaged ones        mean of the story checker's clauses
 
-Half of the code pairs differ only in style: both are correct; one has a docstring and no comment (`well_styled`).
-Nothing before preference learning favors a style (programs.py), so a fine-tuned model's likelihood cannot separate
-these, and there is something to learn. The other half have the same style: one is correct, one wrong.
+In half of the code pairs the answers differ only in style: both are correct, and one has a docstring and no comment
+(`well_styled`). Nothing before preference learning favors a style (programs.py), so a fine-tuned model's likelihood
+cannot rank these pairs, and there is something to learn. In the other half, both answers have the same style, but one
+is correct and the other wrong.
 
-Each kind is a third of the pairs. A pair is kept if the scores differ by 0.1 or more; in most pairs the better answer
-is correct. Among pairs of a kind with different lengths, the chosen answer is the longer one in half of them, so that
-length alone predicts nothing. `label_noise` e swaps a fraction e of the training pairs; the best accuracy is then
-1 - e.
+Each kind makes up a third of the pairs. A pair is kept if the scores differ by 0.1 or more; in most pairs the better
+answer is correct. If the answers of a pair differ in length, the chosen one is the longer one in half of the cases, for
+each kind, so that length by itself predicts nothing. A `label_noise` of e swaps the answers in a fraction e of the
+training pairs; the best possible accuracy is then 1 - e.
 
-Code is judged through a function argument, because the sandbox's judge is in a higher layer than this module.
+Code is judged by a function passed as an argument, because the sandbox's judge is in a higher layer than this module.
 """
 
 import itertools
@@ -32,12 +33,12 @@ from pipeline.synthetic.stories import check, edits
 from pipeline.text import chat
 
 MIN_GAP = 0.1
-BEST_CHOSEN = 0.85  # fraction of prompts where the best answer is the chosen one in the pairs, if lengths allow it
+BEST_CHOSEN = 0.85  # fraction of prompts whose best answer is the chosen one in their pairs, lengths permitting
 KINDS = ("code", "tools", "story")
-# Opponents of the preferred style: docstring plus comment is longer than it; the others are shorter.
+# Styles paired with the preferred one: a docstring plus a comment is longer, the others are shorter.
 OTHER_STYLES = (*[Style(False, True)] * 3, Style(False, False), *[Style(True, True)] * 4)
 MISTAKES_IN_STYLE = 0.7  # fraction of mistakes shown in the preferred style
-# the fraction of hidden tests that each answer passes; None if it cannot be judged
+# yields the fraction of hidden tests that each answer passes, or None for an answer that cannot be judged
 JudgeSources = Callable[[list[tuple[Problem, str]]], Iterator[float | None]]
 
 
@@ -68,7 +69,7 @@ def assistant(content: str) -> Message:
 
 
 def story_prompt(opening: str) -> list[Message]:
-    """The prompt for a story that starts with this sentence."""
+    """The prompt that asks for a story with a given first sentence."""
     return [{"role": "user", "content": f"Tell a story that begins: {opening}"}]
 
 
@@ -86,7 +87,7 @@ def story_gold(text: str) -> float:
 
 
 def tool_gold(pair: Pair, message: Message) -> float:
-    """Score an answer to a pair of kind "tools" against the correct answer in its `truth`."""
+    """Score an answer to the prompt of a "tools" pair against the correct answer in the pair's `truth`."""
     assert pair.truth is not None
     dialogue = Dialogue(
         id=pair.id, kind="tools", category="", messages=[*pair.prompt, pair.truth["right"]], tools=pair.tools
@@ -95,7 +96,7 @@ def tool_gold(pair: Pair, message: Message) -> float:
 
 
 def code_gold(content: str, passed: float) -> float:
-    """Score an answer to a problem from the fraction of hidden tests it passed and its style."""
+    """Score an answer to a problem by its style and by the fraction of hidden tests it passed."""
     parts = content.split("```python\n")
     block = parts[1].partition("\n```")[0] if len(parts) == 2 else ""
     module = chat.tree(block)
@@ -107,8 +108,8 @@ def code_gold(content: str, passed: float) -> float:
 def pairs(makers: Mapping[str, Callable[[], Iterable[Pair]]], *, count: int, split: str) -> Iterator[Pair]:
     """`count` pairs, cycling through the kinds; `makers` create the pairs of each kind (`code_pairs` and so on).
 
-    A kind starts when the previous one is complete and closed, because each may own worker processes.
-    Raises DataError if an iterable ends before its third is complete.
+    A kind starts only when the previous one is complete and closed, because each may own worker processes.
+    Raises DataError if a kind's iterable ends too early.
     """
     counts = dict(zip(KINDS, [count - count * 2 // 3, count // 3, count * 2 // 3 - count // 3], strict=True))
     pairs_by_kind = [_take(counts[kind], balanced(makers[kind]()), kind) for kind in KINDS]
@@ -123,8 +124,8 @@ def _take(count: int, candidates: Iterator[Pair], kind: str) -> list[Pair]:
     pairs = list(itertools.islice(candidates, count))
     if len(pairs) < count:
         raise DataError(
-            f"preferences: {count} pairs of kind {kind} asked for, {len(pairs)} found; lower tasks.pairs or"
-            " tasks.test_items"
+            f"preferences: expected {count} pairs of kind {kind}, found {len(pairs)}; lower `tasks.pairs` or"
+            " `tasks.test_items`"
         )
     return pairs
 
@@ -153,8 +154,8 @@ def _pairs_of(
     truth: JsonObject,
     offered: list[JsonObject] | None = None,
 ) -> Iterator[Pair]:
-    """At most two pairs of candidates with sufficiently different scores: one where the better answer is longer, one
-    where it is shorter.
+    """At most two pairs of candidates with sufficiently different scores: one in which the better answer is longer, and
+    one in which it is shorter.
 
     For most prompts the better answer is the best candidate: if both answers of most pairs were wrong, learning from
     the chosen ones would teach mistakes (docs/LOG.md).
@@ -197,9 +198,9 @@ def _pair(
 
 
 def code_pairs(problems: Iterable[Problem], seed: int, judge: JudgeSources) -> Iterator[Pair]:
-    """Two pairs per problem: its reference in two styles; reference and a mistake in the same style.
+    """Two pairs per problem: its reference in two styles, and the reference and a mistake in the same style.
 
-    Sources are executed in batches, without style, which does not affect results.
+    Sources are executed in batches and without descriptions, which do not affect the results.
     """
     iterator = iter(problems)
     while batch := list(itertools.islice(iterator, 64)):
@@ -217,7 +218,7 @@ def code_pairs(problems: Iterable[Problem], seed: int, judge: JudgeSources) -> I
 
 
 def _code_pairs(problem: Problem, passed: list[tuple[str, float]], seed: int) -> Iterator[Pair]:
-    """The pairs of one problem, from its sources and the fraction of tests that each passes."""
+    """The pairs of one problem, from its sources and the fraction of tests that each source passes."""
     right, description = programs.described(programs.program_of(problem), problem.entry_point)
     wrong = [(source, share) for source, share in passed if source != right]
     if len(wrong) == len(passed):
@@ -268,7 +269,7 @@ def story_pairs(paths: Iterable[str], seed: int) -> Iterator[Pair]:
 
 
 def flip(pairs: Sequence[Pair], share: float, seed: int) -> Iterator[Pair]:
-    """Swap the answers of a fraction of the pairs, those with the smallest id hashes, and set their `flipped`."""
+    """Swap the answers in a fraction of the pairs (those with the smallest id hashes) and mark them as `flipped`."""
     order = sorted(pairs, key=lambda pair: stable_hash("flip", seed, pair.id))
     chosen = {pair.id for pair in order[: round(share * len(pairs))]}
     for pair in pairs:

@@ -1,15 +1,15 @@
-"""Programming problems with known truth, and generated code: the generator of both behind `data: machine`.
+"""Programming problems with known truth, and a code corpus, both generated for `data: machine`.
 
-In: a split, a number, a seed. Out: `Problem` records (question, tests, answer), `Text` records for the code corpus, a
-problem's dialogue, and wrong answers to it.
+In: a split, a count, a seed. Out: `Problem` records (question, tests, answer), `Text` records for the code corpus, a
+problem as a dialogue, and wrong answers to a problem.
 
-    level 1  one operation      split by operation, constant and phrasing
-    level 2  two                split by the names of the operations, like the rest
-    level 3  three              only a tenth of its chains in training
-    level 4  four; or a branch, a loop with state, two arguments         never with an answer in training
-    level 5  levels 1-3, steps out of order, or by examples only       test only
+    level 1  one operation              split by operation, constant and phrasing
+    level 2  two operations             split by the names of the operations, like the levels below
+    level 3  three operations           training shows only a tenth of the chains
+    level 4  four operations, a branch, a loop with state, or two arguments      never with an answer in training
+    level 5  like levels 1-3, but with the steps out of order or only examples   only in the test split
 
-    train  levels 1, 2, shown 3    val  levels 1-3    rl  levels 2, 3, some 4, no answers
+    train  levels 1, 2, shown 3    val  levels 1-3    rl  levels 2, 3, some of 4, without answers
     test   easy = 1, medium = 2 and 3, hard = 4, told = 5, phrasing = 1 and 2 in phrasings that training never uses
 
 Every record is a pure function of (split, index, seed), and no key is in two splits.
@@ -18,18 +18,18 @@ Wording: questions are short and have few forms, because the smallest model lear
 operations, their phrasings, constants, names and examples vary.
 
 Tests (`tests_of`): 3 visible and 12 to 24 hidden records `{"args", "expected", "visible"}`, with inputs that show what
-the program does and catch near misses. The hidden tests have an input for each kind of edge case (empty, one, negative,
-repeated, long). 16 programs one operation away that differ from the program somewhere on the pool each fail a test. No
-expected value makes up more than half of the tests. A program that is dull because of its constants has no such tests
-and is redrawn.
+the program does and catch near misses. The hidden tests have an input for each kind of edge case (empty, single item,
+negative, repeated, long). Each of 16 programs that differ by one operation or constant fails a test if an input from
+the pool tells it apart. No expected value makes up more than half of the tests. A program with uninteresting constants
+may have no such tests; it is redrawn.
 
 Style: the answer to a problem is code only. In a dialogue (`dialogue`), the return value is described in a docstring,
-in a comment, in both or in neither: half have a docstring, half a comment, so that a model trained on dialogues has no
-preference among the four. Preference learning adds one (`well_styled`, preferences.py). The words follow from the
-signature: a docstring that repeated the question cost tokens and hurt a model on other phrasings. On a canvas, where
-all tokens are written at once, optional lines made half of the answers wrong (docs/LOG.md).
+in a comment, in both or in neither: half have a docstring, and half a comment, so that a model trained on dialogues
+has no preference among the four. Preference learning adds one (`well_styled`, preferences.py). The description follows
+from the signature: a docstring that repeated the question cost tokens and hurt a model on other phrasings. On a
+diffusion model's canvas, written all at once, optional lines made half of the answers wrong (docs/LOG.md).
 
-Mistakes (`distractors`): wrong answers for preference pairs, as (kind, source). People make all these mistakes:
+Mistakes (`distractors`): wrong answers for preference pairs, as (kind, source). People make all of these mistakes:
 
     other_operation  one step replaced by another of the same types, inserted or removed
     off_by_one       a step uses its value without the first or the last item
@@ -37,11 +37,11 @@ Mistakes (`distractors`): wrong answers for preference pairs, as (kind, source).
     lost_default     the value for empty input is missing
     broken_syntax    a bracket, a colon or the indentation is missing
 
-A mistake is an intention, not a verdict: it may pass all tests (the label comes from running them). Kinds that do not
-apply to a program are absent.
+A mistake states an intent, not a verdict: the source may pass all tests (the label comes from running them). Kinds that
+do not apply to a program are absent.
 
 Not guaranteed: that good results on these questions, written in regular English by rule, carry over to questions from
-people; or that a program two operations away fails a test.
+people, or that a program two operations away fails a test.
 """
 
 import ast
@@ -60,12 +60,12 @@ from pipeline.synthetic.chains import Branch, Program, Step, neighbors, parse, s
 from pipeline.synthetic.operations import COUNTS, NUMBER, Draw, Value, pool
 from pipeline.synthetic.wording import lines, word_list
 
-# Level of random draws, in tenths; the test split cycles through TEST_GROUPS for exact proportions.
+# Levels to draw from, one entry per tenth; the test split cycles through TEST_GROUPS for exact proportions.
 TRAIN_LEVELS = (1, 1, 2, 2, 2, 2, 2, 2, 3, 3)
-# RL consolidates what is mostly solved and hardly learns what mostly fails (docs/LOG.md).
+# RL consolidates problems that are mostly solved and hardly learns those that mostly fail (docs/LOG.md).
 RL_LEVELS = (2, 2, 2, 2, 2, 3, 3, 3, 3, 4)
 RL_SHAPES = ("chain", "chain", "chain", "branch", "loop", "argument")
-# Mostly medium, the level for measuring preference learning and RL.
+# Mostly medium, the group used to measure preference learning and RL.
 TEST_GROUPS = (
     *("medium", "easy", "medium", "phrasing", "medium", "hard", "medium", "easy", "medium", "told"),
     *("medium", "easy", "medium", "phrasing", "medium", "hard", "medium", "easy", "medium", "phrasing"),
@@ -77,9 +77,9 @@ SOURCE_FUNCTIONS = 3
 
 
 def problems(split: str, count: int, seed: int, first: int = 0) -> Iterator[Problem]:
-    """Problems `first` to `count` of `train`, `val`, `rl` or `test`; those of `rl` have no answer.
+    """Problems `first` to `count` - 1 of the split `train`, `val`, `rl` or `test`; those of `rl` have no answer.
 
-    A shorter run is a prefix of a longer one. Raises ValueError for other splits.
+    A smaller `count` yields a prefix of the same problems. Raises ValueError for other splits.
     """
     if split not in ("train", "val", "rl", "test"):
         raise ValueError(f"split must be train, val, rl or test, found {split!r}")
@@ -96,7 +96,7 @@ def fresh_problems(known: Sequence[Problem], seed: int) -> list[Problem]:
 def _problem(split: str, index: int, seed: int) -> Problem:
     draw = Draw("problem", split, seed, index)
     group = TEST_GROUPS[index % len(TEST_GROUPS)] if split == "test" else ""
-    # The position within the group selects its form, so that each form has its exact proportion.
+    # The problem's index within its group selects its form, so that each form has its exact proportion.
     turn = index // len(TEST_GROUPS) * TEST_GROUPS.count(group) + TEST_GROUPS[: index % len(TEST_GROUPS)].count(group)
     while True:
         level, program = _test_program(group, turn, draw) if split == "test" else _program(split, draw)
@@ -138,7 +138,7 @@ def _level_4(split: str, shape: str, draw: Draw) -> Program:
 
 
 def _test_program(group: str, turn: int, draw: Draw) -> tuple[int, Program]:
-    """A level and a program from a test group; `turn` is the problem's number within its group."""
+    """A level and a program from a test group; `turn` is the problem's index within its group."""
     if group == "easy":
         return 1, chains.single("test", draw)
     if group == "medium":
@@ -156,7 +156,7 @@ def _test_program(group: str, turn: int, draw: Draw) -> tuple[int, Program]:
 
 
 def sources(target_bytes: int, seed: int) -> Iterator[Text]:
-    """Files of three training-split functions, with docstring and asserts, up to `target_bytes`."""
+    """Files with three training-split functions, each with a docstring and asserts, until `target_bytes` are filled."""
     written = number = 0
     while written < target_bytes:
         draw = Draw("source", seed, number)
@@ -192,7 +192,7 @@ def dialogue(problem: Problem) -> Dialogue:
     Raises DataError if the answer is unknown.
     """
     if problem.answer is None:
-        raise DataError(f"problem {problem.id} has no answer: only problems with one can be shown in training")
+        raise DataError(f"problem {problem.id} has no answer: only problems with an answer can be shown in training")
     answer = _in_a_style(problem, problem.answer)
     messages = [{"role": "user", "content": problem.question}, {"role": "assistant", "content": answer}]
     return Dialogue(id=problem.id, kind="code", category=problem.group, messages=messages)
@@ -210,7 +210,7 @@ class Style:
 
     @classmethod
     def draw(cls, draw: Draw) -> "Style":
-        """Draw one of the four."""
+        """Draw one of the four styles."""
         return cls(draw.chance(0.5), draw.chance(0.5))
 
 
@@ -223,14 +223,14 @@ def described(program: Program, name: str) -> tuple[str, str]:
 
 
 def styled(source: str, description: str, style: Style) -> str:
-    """The function's source with a sentence below its first line."""
+    """The function's source, with the description added below its first line as the style says."""
     first, _, body = source.partition("\n")
     added = [f'    """{description}"""'] * style.docstring + [f"    # {description}"] * style.comment
     return "\n".join([first, *added, body])
 
 
 def _in_a_style(problem: Problem, answer: str) -> str:
-    """The answer to a generated problem in a style drawn by its id; any other problem's answer unchanged."""
+    """The answer in a style drawn from the problem's id; unchanged if the problem is not a generated one."""
     try:
         source, description = described(program_of(problem), problem.entry_point)
     except ValueError:
@@ -241,7 +241,7 @@ def _in_a_style(problem: Problem, answer: str) -> str:
 
 
 def well_styled(source: str, module: ast.Module) -> bool:
-    """Whether a source has functions, each with a docstring, and no comment."""
+    """Whether a source has at least one function, a docstring in each function, and no comments."""
     functions = [node for node in ast.walk(module) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     if not functions or not all((ast.get_docstring(function) or "").strip() for function in functions):
         return False
@@ -257,13 +257,13 @@ ORDINALS = ("First", "Second", "Third", "Fourth")
 
 
 def in_order(program: Program, name: str, draw: Draw) -> str:
-    """The question of levels 1 to 4: the steps in order."""
+    """A question for levels 1 to 4: the steps in order."""
     frame = draw.pick(lines("programs.yaml", "frames"))
     return frame.format(signature=program.signature(name), steps=_join_steps(program))
 
 
 def out_of_order(program: Program, name: str, draw: Draw) -> str:
-    """A level-5 question: the steps out of order, with words that state the right order."""
+    """A level-5 question: the steps out of order, with words that state the correct order."""
     phrases = _phrases(program)
     if draw.chance(0.5):
         first, *rest = phrases[::-1]
@@ -276,7 +276,7 @@ def out_of_order(program: Program, name: str, draw: Draw) -> str:
 
 
 def by_examples(program: Program, name: str, draw: Draw) -> str:
-    """A level-5 question without instructions: only the examples below it define the task."""
+    """A level-5 question without instructions: only the examples that follow define the task."""
     return draw.pick(lines("programs.yaml", "frames_of_examples")).format(signature=program.signature(name))
 
 
@@ -319,13 +319,13 @@ MAX_HIDDEN = 24
 NUM_NEIGHBORS = 16
 MAX_NEIGHBORS_TRIED = 64
 NUM_SPARE = 32  # extra inputs for a neighbor that passes all tests so far
-MAX_VISIBLE_LENGTH = 42  # characters of an expected value in a visible test
-MAX_LENGTH = 400  # characters of an expected value in any test
+MAX_VISIBLE_LENGTH = 42  # characters in the expected value of a visible test
+MAX_LENGTH = 400  # characters in the expected value of any test
 
 
 @dataclass(frozen=True)
 class Case:
-    """One test before serialization; `expected` is text, because 1 == True and 0.0 == 0."""
+    """One test before serialization; `expected` is a string, because 1 == True and 0.0 == 0."""
 
     arguments: tuple[Value, ...]
     expected: str
@@ -352,10 +352,10 @@ def tests_of(program: Program, draw: Draw) -> list[JsonObject] | None:
 def visible_cases(program: Program, draw: Draw, count: int = NUM_VISIBLE) -> list[Case] | None:
     """Short inputs with distinct short outputs, for a question or a docstring; None if there are too few.
 
-    At least one differs from its output: "keep the last 8 numbers" is not shown on lists of five.
+    At least one input differs from its output, so "keep the last 8 numbers" is not shown only on lists of five.
     """
     cases: list[Case] = []
-    spare: list[Case] = []  # outputs equal to their inputs show little: use them only if others are missing
+    spare: list[Case] = []  # a case whose output equals its input shows little: only used if others are missing
     for value in draw.sample(pool(program.takes).short, 24):
         case = _case(program, value, draw)
         if len(case.expected) > MAX_VISIBLE_LENGTH or any(case.expected == other.expected for other in cases + spare):
@@ -386,7 +386,7 @@ def _hidden_cases(program: Program, draw: Draw, visible: list[Case]) -> list[Cas
             break
         case = _case(program, value, draw)
         common, count = _most_common(visible + cases)
-        # Once the most common value reaches a third of the tests, add only other values.
+        # Once the most common value reaches a third of the tests, add only cases with other values.
         if case.expected != common or 3 * count < NUM_HIDDEN + NUM_VISIBLE:
             cases.append(case)
     if len(cases) < NUM_HIDDEN or any(len(case.expected) > MAX_LENGTH for case in cases):
@@ -395,9 +395,9 @@ def _hidden_cases(program: Program, draw: Draw, visible: list[Case]) -> list[Cas
 
 
 def _distinguishing_cases(program: Program, draw: Draw, cases: list[Case]) -> list[Case]:
-    """For each of 16 neighbors that passes all cases so far, one more case that it fails, if there is one."""
+    """For each of 16 neighbors that would pass all cases so far, one extra case that it fails, if one is found."""
     added: list[Case] = []
-    spare: list[Case] = []  # extra inputs, run when the first neighbor passes all cases
+    spare: list[Case] = []  # extra cases, created when a neighbor first passes all cases
     num_failing = num_tried = 0
     for neighbor in neighbors(program, draw):
         num_tried += 1
@@ -471,7 +471,7 @@ def _wrong_constants(program: Program, draw: Draw) -> list[Program]:
 
 
 def _off_by_one(program: Program, name: str, draw: Draw) -> list[str]:
-    """Drop one item where a step first reads its value; make a number one too large or small."""
+    """Change where a step first reads its value: drop the first or last item, or add or subtract 1 from a number."""
     indices = [index for index, step in enumerate(program.steps) if isinstance(step, Step) and step.takes != COUNTS]
     if not indices:
         return []
@@ -493,7 +493,7 @@ def _lost_defaults(program: Program, name: str) -> list[str]:
 
 
 def _with_source(program: Program, index: int, source: str) -> Program:
-    """The program with a different source for one step. Never run it: the step's function does not match its source."""
+    """The program with a different source for one step. Never run it: that step's function no longer matches."""
     step = program.steps[index]
     assert not isinstance(step, Branch)
     wrong = replace(step, operation=replace(step.operation, source=source))

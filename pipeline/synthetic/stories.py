@@ -1,23 +1,23 @@
-"""Stories with a plot from a small simulated world: text that needs no network and can be checked for coherence.
+"""Stories with a plot, generated from a small simulated world without a network; their coherence can be checked.
 
-`story(path)` returns the story for a path `stories/<family>/<number>`, as a pure function of it: no clock, no set
-order, no seed. `records` iterates over the numbers of several families in turn until there are enough bytes. Three of
-the fourteen families are held out, as is every fiftieth number of the others. Both are validation data, reported
-separately: the former tests new plots, the latter known plots in new words.
+`story(path)` returns the story for a path `stories/<family>/<number>`, as a pure function of the path: it uses no
+clock, set order or seed. `records` cycles through several families, counting up the numbers, until there are enough
+bytes. Three of the fourteen families are held out, as is every fiftieth number of the others. Both are validation data,
+reported separately: the former test new plots, the latter known plots in new words.
 
-`check(text)` answers eight yes-no questions about whether a text is a coherent story, from the text alone, so it also
+`check(text)` answers eight yes-no questions about whether a text is a coherent story, using only the text, so it also
 works on model samples. It expects the generator's grammar: each name has one pronoun; a pronoun agrees with the last
 name before it; the first name is introduced as "Tom was a brave fox", others by "named", "called" or "friend"; each
-plot has its own goal and ending. `follows_plot(text)` is stricter: each sentence is an event, in a possible order.
+plot has its own goal and ending. `follows_plot(text)` is stricter: each sentence must be an event, in a possible order.
 
 `edits` damages a passing story, for preference pairs, in six ways, all of which the checker must notice. Damage that
-leaves a good story (two events that may occur in either order) does not count: a candidate that fails no more questions
-than the story is redrawn.
+leaves a good story (such as swapping two events that may occur in either order) does not count: a candidate that fails
+no more questions than the story is redrawn.
 
-Not guaranteed: literature. The sentences are short and regular, so that a model with two million parameters can learn
-who wanted what (measured on 197 kB: see `tests/test_stories.py`). Nor that `check` understands a text: styles other
-than the generator's fail, and nonsense between correct sentences passes (with `follows_plot`, 1 in 400 does); one
-foreign name or one wrong "she" makes the answer False. Nor that a damaged story fails only one question.
+Not guaranteed: literary quality (the sentences are short and regular, so that a model with two million parameters can
+learn who wanted what; measured on 197 kB, see `tests/test_stories.py`); that `check` understands a text (styles other
+than the generator's fail, and nonsense between correct sentences passes, with `follows_plot` only 1 in 400 times; one
+unknown name or one wrong "she" makes the answer False); or that a damaged story fails only one question.
 """
 
 import random
@@ -58,17 +58,17 @@ def story(path: str) -> str:
     """The story for a path `stories/<family>/<number>`. Raises DataError for any other path."""
     family, _ = _parse_path(path)
     attempt = 0
-    speaks = random.Random(path).random() < DIALOGUE  # a str is hashed by sha512: the same on every machine
+    speaks = random.Random(path).random() < DIALOGUE  # Random hashes a str with SHA-512: the same on every machine
     while (text := tell(family, random.Random(f"{path}#{attempt}"), speaks=speaks)) is None:
         attempt += 1
     return text
 
 
 def records(families: Collection[str], target_bytes: int, *, held_out: bool | None = None) -> Iterator[Text]:
-    """Stories cycling through the given families, until their UTF-8 texts fill `target_bytes`.
+    """Stories from the given families in turn, until their UTF-8 texts fill `target_bytes`.
 
-    Numbers increase from 0 across all families; `held_out` selects only validation paths (True), only training paths
-    (False) or both (None). The source of a record is its family.
+    Numbers count up from 0, each for all families; `held_out` selects only validation paths (True), only training paths
+    (False) or both (None). A record's source is its family.
     """
     order = [family for family in FAMILIES if family in families]
     if len(order) != len(set(families)) or not order:
@@ -95,7 +95,7 @@ def fresh_records(count: int, seed: int) -> list[Text]:
 
 
 def is_held_out(path: str) -> bool:
-    """Whether a path is validation data: a held-out family, or a number divisible by 50."""
+    """Whether a path is validation data: its family is held out, or its number is divisible by 50."""
     family, number = _parse_path(path)
     return family in HELD_OUT or number % VALIDATION_EVERY == 0
 
@@ -109,7 +109,7 @@ def _parse_path(path: str) -> tuple[str, int]:
     parts = path.split("/")
     if len(parts) != 3 or parts[0] != "stories" or parts[1] not in FAMILIES or not parts[2].isdecimal():
         raise DataError(
-            f"expected a path stories/<family>/<number> with a family of {', '.join(FAMILIES)}; found {path!r}"
+            f"expected a path stories/<family>/<number> with one of the families {', '.join(FAMILIES)}; found {path!r}"
         )
     return parts[1], int(parts[2])
 
@@ -127,10 +127,10 @@ QUESTIONS = (
     "family_ending",
 )
 MIN_WORDS, MAX_WORDS = 60, 400
-RESOLUTION = 2  # sentences: the ending and the coda
+RESOLUTION = 2  # number of sentences: the ending and the coda
 GOAL_WITHIN = 4  # the goal is within this many sentences of the start
 
-# A sentence ends at . ! ? (and a closing quote) before a space and a capital or an opening quote.
+# A sentence ends at . ! ? (plus any closing quote) before a space and a capital letter or an opening quote.
 _BORDER = re.compile(r'(?<=[.!?])\s+(?=["A-Z])|(?<=[.!?]")\s+(?=["A-Z])')
 _WORD = re.compile(r"[A-Za-z]+(?:-[A-Za-z]+)*")
 _SLOT = re.compile(r"\{([^}]*)\}")
@@ -171,11 +171,11 @@ def family_of(text: str) -> str | None:
 
 
 def follows_plot(text: str) -> bool:
-    """Whether a text is a chain of events of its family: each sentence matches one of the world's forms, no event
-    precedes its requirements, and the right character has the thing in the end.
+    """Whether a text is a sequence of its family's events: each sentence matches a known form, no event precedes its
+    requirements, and the right character has the thing at the end.
 
-    The forms are the generator's; any few words may fill a slot. So nonsense between correct sentences fails, and so
-    does a story in another style.
+    The forms are the generator's wordings; any one to ten words may fill a slot. So nonsense between correct sentences
+    fails, and so does a story in another style.
     """
     family, first = family_of(text), _first().search(text)
     if family is None or first is None:
@@ -183,13 +183,13 @@ def follows_plot(text: str) -> bool:
     friends = [name for name in _INTRODUCES.findall(text) if name != first[1]]
     things = [word for word in _WORD.findall(text) if word in lexicon().wanted]
     roles = dict.fromkeys(things[:1], "xthing") | dict.fromkeys(friends[:1], "Fname") | {first[1]: "Pname"}
-    told = _WORD.sub(lambda match: roles.get(match[0], match[0]), text)  # the words used in the forms
+    told = _WORD.sub(lambda match: roles.get(match[0], match[0]), text)  # the placeholders used in the forms
     return _is_told(tuple(sentences(told)), _forms(family), frozenset())
 
 
 @dataclass(frozen=True)
 class _Form:
-    """A wording of an event as a pattern of whole sentences."""
+    """A wording of an event as a pattern that matches complete sentences."""
 
     event: Event | None  # None: a moment, which changes nothing
     num_sentences: int
@@ -215,7 +215,7 @@ def _form(event: Event | None, wording: str, holder: str) -> _Form:
 
 
 def _slot_pattern(slot: str, holder: str) -> str:
-    """A pattern for what may fill a slot: the right person or thing, otherwise one to ten words."""
+    """A pattern for what may fill a slot: the expected person or thing, otherwise one to ten words."""
     article = "an? " if slot.startswith("a ") else ""
     slot = slot.removeprefix("a ")
     if slot[0] in "PFH" and "." not in slot:
@@ -229,10 +229,10 @@ def _slot_pattern(slot: str, holder: str) -> str:
 
 
 def _is_told(parts: tuple[str, ...], forms: tuple[_Form, ...], facts: frozenset[str]) -> bool:
-    """Whether the sentences are possible events after `facts`, up to the coda."""
+    """Whether the sentences are a possible sequence of events after `facts`, up to the coda."""
     if not parts:
         return "done" in facts
-    ways: set[tuple[int, frozenset[str]]] = set()  # a sentence that matches several forms leads to few states
+    ways: set[tuple[int, frozenset[str]]] = set()  # a set: several matching forms may lead to the same state
     for form in forms:
         event = form.event
         if event is None and ("tried" not in facts and "wanting" not in facts):
@@ -267,7 +267,7 @@ def _introduces_protagonist(first: str) -> bool:
 
 
 def _pronouns_resolve(text: str, words: list[tuple[str, int]]) -> bool:
-    """Both "he" and "she" agree with the last name; "they" needs two names, "it" the wanted thing in this sentence."""
+    """Both "he" and "she" agree with the last name; "they" needs two names, "it" the wanted thing in its sentence."""
     last: str | None = None
     names: set[str] = set()
     thing_start = None  # position of the last mention of the wanted thing
@@ -306,7 +306,7 @@ def _names_known(text: str, words: list[tuple[str, int]]) -> bool:
 
 
 def _wanted_in_resolution(parts: list[str]) -> bool:
-    """One thing is wanted from the goal on, and only that thing occurs in the resolution."""
+    """Exactly one wanted thing occurs in the story, both near the start and in the resolution."""
     things_by_sentence = [{word for word in _WORD.findall(part.lower()) if word in lexicon().wanted} for part in parts]
     things = set().union(*things_by_sentence)
     early = set().union(*things_by_sentence[:GOAL_WITHIN])
@@ -315,7 +315,7 @@ def _wanted_in_resolution(parts: list[str]) -> bool:
 
 
 def _quotes_balanced(text: str) -> bool:
-    """Straight quotes come in pairs, open after a space and close before one."""
+    """Straight quotes come in pairs; one opens after a space, the other closes before a space."""
     marks = [match.start() for match in re.finditer('"', text)]
     opens = all(i == 0 or text[i - 1].isspace() for i in marks[::2])
     closes = all(i > 0 and text[i - 1] in ".,!?" and (i + 1 == len(text) or text[i + 1].isspace()) for i in marks[1::2])
@@ -323,7 +323,7 @@ def _quotes_balanced(text: str) -> bool:
 
 
 def _ends_like_its_family(parts: list[str]) -> bool:
-    """The ending or the coda matches the goal's family, and the text ends with a full sentence."""
+    """The ending or the coda matches the goal's family, and the text ends with a complete sentence."""
     family = family_of(" ".join(parts))
     if family is None or len(parts) <= GOAL_WITHIN or not re.search(r'[.!?]"?$', parts[-1]):
         return False
@@ -340,7 +340,7 @@ _SHE_TO_HE = {"she": "he", "her": "his", "hers": "his", "herself": "himself"}
 def edits(text: str, path: str, generator: "torch.Generator") -> dict[str, str]:
     """Damaged versions of a story, by kind of damage.
 
-    Same text, path and generator state: same result. A kind is absent only if the text has nothing to damage.
+    The same text, path and generator state give the same result. A kind is absent only if it cannot damage the text.
     """
     import torch  # imported lazily: a process that only writes stories does not need it
 

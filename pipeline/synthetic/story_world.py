@@ -1,30 +1,30 @@
 """The small world behind a story: its state, the event planner, and how a wording is filled in from that state.
 
-In: a family and a random stream. Out (`tell`): one story as text, or None if it misses a bound and the caller should
+In: a family and a random generator. Out (`tell`): one story, or None if it violates a bound and the caller should
 redraw. `plan` builds a sequence of 7-10 events with valid preconditions; `_narrate` turns it into text.
 
-The planner works forward. At each step it picks a random event whose needs hold and whose bars do not; optional events
-(a reason, a setback, a wrong guess, a friend) are in the plan only if drawn beforehand. So the order of a story is not
-a template: a friend may come before the first attempt or after the setback.
+The planner works forward. At each step it picks a random event whose `needs` hold and whose `bars` do not; optional
+events (a reason, a setback, a wrong guess, a friend) are in the plan only if drawn beforehand. So a story's order
+follows no template: a friend may come before the first attempt or after the setback.
 
-Each plot has four events: goal, attempt, deed, ending. A wording (`plots.yaml`; the words are in `stories.yaml`) is a
-line with slots in braces. `realize` fills them from left to right and tracks who was named last, so that a pronoun
-always agrees with the last name before it; `stories.check` requires this of any text.
+Each plot has four events of its own: goal, attempt, deed, ending. A wording (in `plots.yaml`; words are in
+`stories.yaml`) is a line with slots in braces. `realize` fills the slots from left to right and tracks who was named
+last, so that a pronoun always agrees with the last name before it; `stories.check` requires this of any text.
 
-    {P} {P:him} {P:his}     the protagonist: a pronoun if named last (with the name again now and then), else the name
-    {P:name}                always the name;  {F...} the friend, {H...} who has the wanted thing at the end
-    {P.kind} {P.trait} {P.feeling}   from the entity;  {place} where the protagonist is;  {new place} moves
+    {P} {P:him} {P:his}     the protagonist: the name, or, if this name was the last one, possibly a pronoun
+    {P:name}                always the name;  {F...} the friend, {H...} whoever has the wanted thing at the end
+    {P.kind} {P.trait} {P.feeling}   from the entity;  {place} where the protagonist is;  {new place} the next one
     {obj} {a obj} {noun} {full}      "the kite" or "the red kite"; "a red kite"; "kite" or "red kite"; "red kite"
     {aim}                   the plot's goal as an infinitive, "find the kite"
     {why}                   a clause with a cause that is true in this state
     {spot} {gear} {mishap}  phrases of several words
-    {list} {a list} {same list}      a word from `lists` not yet used in this story; the last one again
+    {list} {a list} {same list}      a word from `lists` not yet used in this story; the last such word
 
 A wanted thing is in `things` and in no other list or wording, so that the checker can distinguish it from everything
 else in a story; a name has one pronoun, so that the checker can resolve "she". No shared wording matches an ending
 pattern; otherwise a story without its ending could pass. The tests check all three.
 
-Not guaranteed: English beyond the given wordings, which are in the past tense and so need no agreement.
+Not guaranteed: correct English beyond the given wordings, which are in the past tense and so need no agreement.
 """
 
 import random
@@ -35,15 +35,15 @@ from functools import cache
 
 from pipeline.synthetic.wording import lines, table, word_list
 
-NAME_AGAIN = 0.85  # fraction of sentences with the name where a pronoun would do: a small model needs frequent names
-NOUN_ALONE = 0.88  # fraction of "the kite" rather than "the red kite"
+NAME_AGAIN = 0.85  # how often the name is used where a pronoun would do: a small model needs frequent names
+NOUN_ALONE = 0.88  # how often "the kite" is used rather than "the red kite"
 SPOKEN = 0.55  # fraction of events told in direct speech, in a story with speech
 MOMENT = 0.12  # fraction of events followed by a sentence about the state
 OPTIONAL = (("reason", 0.4), ("setback", 0.5), ("guess", 0.4), ("meeting", 0.3))
 MAX_OPTIONAL = 3  # in addition to the seven events of every story
 MIN_WORDS, MAX_WORDS = 64, 260
 
-# subject, object and possessive form of each pronoun
+# subject, object and possessive forms of each pronoun
 CASES = {"he": {"he": "he", "him": "him", "his": "his"}, "she": {"he": "she", "him": "her", "his": "her"}}
 PRONOUNS = {"he": "he", "him": "he", "his": "he", "himself": "he"} | dict.fromkeys(
     ("she", "her", "hers", "herself"), "she"
@@ -59,8 +59,8 @@ class Event:
     """Something that can happen once in a story."""
 
     name: str
-    needs: frozenset[str]  # facts that must be true before
-    bars: frozenset[str]  # facts that must be false before
+    needs: frozenset[str]  # facts that must be true beforehand
+    bars: frozenset[str]  # facts that must be false beforehand
     gives: frozenset[str]  # facts that are true afterward
     mood: str | None  # the protagonist's feeling afterward, a key of `feelings`
     plain: tuple[str, ...]
@@ -100,7 +100,7 @@ class Entity:
 
 @dataclass(slots=True)
 class World:
-    """The state of one story; events change it, wordings use it."""
+    """The state of one story; events change it, and wordings use it."""
 
     rng: random.Random
     hero: Entity
@@ -111,8 +111,8 @@ class World:
     aims: tuple[str, ...]
     facts: set[str] = field(default_factory=set)
     holder: str = "P"  # who has the wanted thing at the end: "P" or "F"
-    last: Entity | None = None  # the referent of a pronoun
-    since_name: int = 0  # sentences since the last name
+    last: Entity | None = None  # the character named last, to whom a pronoun refers
+    since_name: int = 0  # sentences since that name
     mood: str = "keen"
     mentioned: bool = False  # the entity named last already occurs in this sentence
     used: set[str] = field(default_factory=set)
@@ -134,7 +134,7 @@ def tell(family: str, rng: random.Random, *, speaks: bool) -> str | None:
 
 
 def plan(plot: Plot, world: World) -> list[Event]:
-    """Events from the introduction to the coda, each applicable in the state after the earlier ones."""
+    """The events from the introduction to the coda; each one is possible in the state that the earlier ones leave."""
     rng, shared = world.rng, shared_events()
     optional = [name for name, share in OPTIONAL if rng.random() < share and not (plot.partner and name == "meeting")]
     while len(optional) > MAX_OPTIONAL:
@@ -155,7 +155,7 @@ def plan(plot: Plot, world: World) -> list[Event]:
 
 
 def _drop_closing_events(ready: list[Event], facts: set[str]) -> list[Event]:
-    """The applicable events, minus those that would make a drawn optional event impossible."""
+    """The possible events, minus those that would rule out an optional event that was drawn."""
     if "introduced" not in facts:
         return [shared_events()["introduction"]]
     names = {event.name for event in ready}
@@ -220,7 +220,7 @@ def new_world(rng: random.Random, things: tuple[str, ...], aims: tuple[str, ...]
 
 
 def realize(world: World, wording: str) -> str:
-    """Fill a wording (one or more sentences) from the current state. Updates who was named last and the used words."""
+    """Fill a wording (one or more sentences) from the current state. Updates the last name and the used words."""
     world.mentioned = False
     world.since_name += 1
     text = _fill(world, wording)
@@ -298,7 +298,7 @@ def _draw_word(world: World, list_name: str) -> str:
 
 
 def _person(world: World, slot: str) -> str:
-    """A name or a pronoun, depending on who was named last; or an attribute of the entity."""
+    """A name or a pronoun, depending on who was named last, or an attribute of the character."""
     entity = {"P": world.hero, "F": world.friend, "H": world.hero if world.holder == "P" else world.friend}[slot[0]]
     suffix = slot[1:]
     if suffix.startswith("."):
@@ -371,7 +371,7 @@ def lexicon() -> Lexicon:
 
 @cache
 def moments() -> tuple[str, ...]:
-    """Sentences after an event that depend only on the state."""
+    """Sentences that may follow an event and depend only on the state."""
     return lines("plots.yaml", "moments")
 
 
@@ -401,7 +401,7 @@ def _plot(
     holder: str = "P",
     partner: bool = False,
 ) -> Plot:
-    """A plot from its row: one wording per line, and words separated by spaces."""
+    """A plot from its table row: wordings are separated by newlines, words by spaces."""
     return Plot(
         family=family,
         things=tuple(things.split()),
@@ -420,7 +420,7 @@ def _plot(
 def _event(
     name: str, wordings: str, *, needs: str = "", bars: str = "", gives: str = "", mood: str | None = None
 ) -> Event:
-    """An event from its row; its wordings with a quotation mark are spoken."""
+    """An event from its table row; wordings that contain a quotation mark are spoken."""
     rows = wordings.splitlines()
     return Event(
         name=name,
@@ -435,7 +435,7 @@ def _event(
 
 @cache
 def vocabulary() -> frozenset[str]:
-    """Every word that can occur in a story, lowercase, without names."""
+    """Every word that can occur in a story, in lower case and without names."""
     words = lexicon()
     events = list(shared_events().values())
     wordings = [*moments(), *words.all_phrases]

@@ -1,27 +1,27 @@
-"""Tool conversations: a `Script`, and a conversation per category, drawn from a seed.
+"""Tool conversations: the class `Script`, and functions that draw a random conversation for each category.
 
 `Script` appends messages in OpenAI format and executes calls in its own `ToolWorld`; `close` runs the final checks and
 returns the `Dialogue`. Checks: arguments are JSON and match the schema, every call executes (an error is allowed only
 if a repair follows), and every scalar in every argument is a span of a user message, a value in an earlier result, or
-the parameter's default. A failed check is a bug in the generator: AssertionError.
+the parameter's default. A failed check is a bug in the generator and raises AssertionError.
 
 `build(category, options)` returns a conversation, or None if the draw failed and the caller should retry.
-`DialogueOptions` selects the tools and wordings that may occur. In training some tools are invented or renamed
-(`tool_schemas.py`), so that a model has to read names; validation and test have only real tools. Categories and what
-they teach:
+`DialogueOptions` selects the tools and wordings that may occur. In training, some tools are invented or renamed
+(`tool_schemas.py`), so that a model has to read names; the validation and test splits have only real tools. Categories
+and what they teach:
 
     simple, multiple, parallel, parallel_multiple    one or several calls, one or several tools offered
     irrelevance, plain                               no offered tool fits, or nothing is requested: no call
-    relevance                                        small talk around a request that needs a call
+    relevance                                        small talk before a request that needs a call
     missing                                          a required value is missing: ask for it, then call
-    later                                            the right tool comes in a later user turn
-    dependent                                        the second call needs a value from the first one's result
+    later                                            the matching tool is offered only in a later user turn
+    dependent                                        the second call needs a value from the first call's result
     repair                                           the first call fails; its message explains how to fix it
 
-`add_requests` continues a conversation, for training: tools make up most of its length, so one more request for them
-costs a third of a new conversation.
+`add_requests` continues a conversation, for training: tool schemas make up most of its length, so another request costs
+a third as much as a new conversation.
 
-Not guaranteed: knowledge. The assistant refuses what it cannot do.
+Not guaranteed: that the assistant knows anything; it refuses what its tools cannot do.
 """
 
 import json
@@ -66,10 +66,10 @@ from pipeline.synthetic.wording import (
     words,
 )
 
-INVENTED, RENAMED = 0.65, 0.3  # fractions of training conversations with invented or renamed tools
-ANSWERED = 0.3  # fraction of single-request conversations with result and closing sentence
+INVENTED, RENAMED = 0.65, 0.3  # fractions of training conversations with invented tools, with renamed tools
+ANSWERED = 0.3  # fraction of single-request conversations that include the result and a closing sentence
 REFUSED = 0.2  # fraction of added requests that no offered tool can serve
-LENGTH = 1_200  # characters of tools and messages beyond which no request is added: most conversations fit 512 tokens
+LENGTH = 1_200  # characters of tools and messages; beyond, no request is added (most conversations fit into 512 tokens)
 NUM_OFFERED = (*[2] * 11, *[3] * 5, 4, 4, 5, 6)  # mostly few: a schema takes about 50 tokens
 
 Call = tuple[ToolSpec, dict[str, Value]]
@@ -78,7 +78,7 @@ Request = tuple[str, list[Call]]  # a request without its frame, and the calls t
 
 @dataclass
 class Script:
-    """One conversation. `tools` are offered from the start, `late` are announced in a user turn."""
+    """One conversation. `tools` are offered from the start; those in `late` are announced in a user turn."""
 
     tools: list[ToolSpec]
     messages: list[Message] = field(default_factory=list)
@@ -169,7 +169,7 @@ def provenance(value: Value, user_text: str, results: list[Value], default: Valu
 
 
 def _is_in_result(value: Value, leaf: Value) -> bool:
-    """Whether a value equals a leaf of a result, or is quoted in it (an error message)."""
+    """Whether a value equals a leaf of a result, or is quoted in the leaf (as in an error message)."""
     if isinstance(value, str) and isinstance(leaf, str):
         return value == leaf or f'"{value}"' in leaf
     return value == leaf and isinstance(value, bool) == isinstance(leaf, bool)
@@ -181,7 +181,7 @@ def _check_call(script: Script, tool: ToolSpec, arguments: dict[str, Value]) -> 
     faults = problems(function(tool)["function"]["parameters"], arguments)
     assert not faults, (tool.name, arguments, faults)
     for name, value in arguments.items():
-        default = tool.params[name].schema.get("default", script)  # the script itself equals no value
+        default = tool.params[name].schema.get("default", script)  # a sentinel: the script equals no value
         for leaf in leaf_values(value):
             source = provenance(leaf, script.user_text, script.results, default)
             assert source, (tool.name, name, leaf, script.user_text)
@@ -194,7 +194,7 @@ class DialogueOptions:
     rng: Random
     unseen_tool: bool = False  # a called tool is from a held-out domain
     unseen_template: bool = False  # only held-out wordings and frames
-    fresh: bool = False  # use the held-out domains that no choice was based on
+    fresh: bool = False  # use the held-out domains on which no design choice was based
     invented: bool = False
     renamed: bool = False
     continues: bool = False  # more requests follow, up to LENGTH characters in total
@@ -219,7 +219,7 @@ class DialogueOptions:
         return pick_family(tool.wordings, self.unseen_template, self.rng)
 
     def rename(self, tools: list[ToolSpec]) -> dict[str, ToolSpec]:
-        """The tools by their original name, renamed if the options require it."""
+        """The tools by original name, renamed if the options require it."""
         return {tool.name: renamed(tool, self.rng) if self.renamed else tool for tool in tools}
 
 
@@ -233,9 +233,9 @@ def build(category: str, options: DialogueOptions) -> Script | None:
 
 
 def draw_others(options: DialogueOptions, targets: list[ToolSpec], number: int, *, near: bool = True) -> list[ToolSpec]:
-    """Tools to offer alongside the targets, with distinct names: first a near-duplicate, then any.
+    """Tools to offer alongside the targets, with distinct names: first a near-duplicate, then any others.
 
-    Without `near`, only tools that are not `_alike` to a target.
+    Without `near`, only tools that are not `_alike` to any target.
     """
     rng, tools = options.rng, {tool.name: tool for tool in targets}
     domains = {tool.domain for tool in targets}
@@ -267,7 +267,7 @@ def _offer(options: DialogueOptions, targets: list[ToolSpec], number: int) -> tu
 
 
 def _maybe_answer(script: Script, rng: Random, share: float = ANSWERED) -> Script:
-    """The script, in a fraction of the draws with results and closing words."""
+    """Add results and closing words to the script with probability `share`."""
     if rng.random() < share:
         script.answer()
     return script
@@ -317,7 +317,7 @@ def parallel_multiple(options: DialogueOptions) -> Script | None:
 
 
 def request_several(options: DialogueOptions, tool: ToolSpec) -> Request | None:
-    """Two or three requests for one tool, in one sentence; None if two of them have equal arguments."""
+    """Two or three requests for one tool, in one sentence; None if two requests have equal arguments."""
     rng, wording = options.rng, options.draw_wording(tool)
     number = rng.choice((2, 2, 2, 3))
     if not placeholders(wording):
@@ -347,7 +347,7 @@ def request_each(options: DialogueOptions, tools: list[ToolSpec]) -> Request:
 
 
 def _add_request(script: Script, options: DialogueOptions, request: Request | None) -> Script | None:
-    """Add a request, its calls and, in a fifth of the draws, results and closing words; None if there is no request."""
+    """Add a request, its calls and, in a fifth of cases, results and closing words; None if there is no request."""
     if request is None:
         return None
     text, calls = request
@@ -357,9 +357,9 @@ def _add_request(script: Script, options: DialogueOptions, request: Request | No
 
 
 def add_requests(script: Script, options: DialogueOptions) -> Script | None:
-    """Add requests for the offered tools, and some that none of them can serve, up to LENGTH characters.
+    """Add requests for the offered tools, and some that no offered tool can serve, up to LENGTH characters.
 
-    None if a tool refuses a request (the world has changed since the start).
+    Returns None if a tool refuses a request (earlier calls may have changed the world).
     """
     rng, offered = options.rng, [*script.tools, *script.late]
     size = len(json.dumps([function(tool) for tool in script.tools]))
@@ -449,7 +449,7 @@ def missing(options: DialogueOptions) -> Script | None:
 
 
 def later(options: DialogueOptions) -> Script:
-    """At first no tool fits; then the user adds one."""
+    """At first no tool fits; then the user offers one that does."""
     rng = options.rng
     target = options.draw_target()
     tool_of_name = options.rename([target, *draw_others(options, [target], rng.choice((1, 1, 2)), near=False)])
@@ -465,7 +465,7 @@ def later(options: DialogueOptions) -> Script:
 
 
 def dependent(options: DialogueOptions) -> Script | None:
-    """Two requests in one turn; the second call needs a value from the first one's result."""
+    """Two requests in one turn; the second call needs a value from the first call's result."""
     rng = options.rng
     first, second, chain = _draw_chain(options)
     tool_of_name = options.rename([first, second, *draw_others(options, [first, second], rng.choice((0, 0, 0, 1)))])
@@ -505,7 +505,7 @@ def _draw_chain(options: DialogueOptions) -> tuple[ToolSpec, ToolSpec, Chain]:
 
 
 def repair(options: DialogueOptions) -> Script | None:
-    """A user's typo makes the first call fail; the error message contains the right value."""
+    """A user's typo makes the first call fail; the error message contains the correct value."""
     options = replace(options, invented=False)  # an invented tool never fails
     rng = options.rng
     target = rng.choice([tool for tool in options.callable_tools() if tool.fragile])
@@ -540,7 +540,7 @@ BUILDERS: dict[str, Callable[[DialogueOptions], Script | None]] = {
 
 
 def draw_greeting(unseen: bool, rng: Random) -> tuple[str, str]:
-    """A greeting and its answer, with the same name in both; the last one is held out."""
+    """A greeting and its answer, with the same name in both; the last pair is held out."""
     greeting, answer = tuple(table("tools.yaml")["greetings"].items())[4 if unseen else rng.randrange(4)]
     state = rng.getstate()
     greeting = fill_template(greeting, rng)
@@ -552,7 +552,7 @@ def draw_greeting(unseen: bool, rng: Random) -> tuple[str, str]:
 
 
 def coordinate(tool: ToolSpec, wording: str, values: list[dict[str, Value]], rng: Random) -> str | None:
-    """One wording for calls that differ only in its last placeholder: "find the phone of A and B".
+    """One request for calls that differ only in the wording's last placeholder: "find the phone of A and B".
 
     None if the wording does not end in a placeholder of a simple type.
     """
@@ -568,13 +568,13 @@ def coordinate(tool: ToolSpec, wording: str, values: list[dict[str, Value]], rng
 
 
 def ask_for(name: str, rng: Random) -> str:
-    """The question about a missing parameter, with its name as in the schema."""
+    """The question about a missing parameter, which is named as in the schema."""
     spoken = name.replace("_", " ")
     return rng.choice((f"Which {spoken} should I use?", f"Which {spoken} do you mean?", f"What is the {spoken}?"))
 
 
 def reply_with(tool: ToolSpec, name: str, value: Value, rng: Random) -> str:
-    """The user's answer to that question."""
+    """The user's reply, which states the missing parameter."""
     kind = tool.params[name].kind
     if isinstance(kind, dict):
         text = " and ".join(f"{leaf} {item}" for leaf, item in value.items())

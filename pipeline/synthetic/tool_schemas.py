@@ -1,17 +1,17 @@
 """The structure of a tool, the world that tools act on, and tools invented for one training conversation.
 
 A `ToolWorld` is the state of the tools; worlds are compared by their public attributes (`==`). A request that the world
-cannot fulfill raises `ToolError`, with a message that names what would work. The result of a lookup (a phone number, a
+cannot fulfill raises `ToolError`, with a message that says what would work. The result of a lookup (a phone number, a
 temperature) comes from `hash_of`, a pure function of the request.
 
-A `ToolSpec` has everything a conversation needs: its JSON schema, the function behind it, and its wordings. Wordings
-are imperative and contain `{parameter}` placeholders (for nested objects the names of the leaves); the last of the five
+A `ToolSpec` has all that a conversation needs: a tool's JSON schema, its function, and its wordings. Wordings are
+imperative and contain `{parameter}` placeholders (for nested objects, the names of the leaves); the last of the five
 wordings belongs to the held-out template families. A parameter is optional if and only if its schema has a default.
 
 Tools are invented so that a model learns to read schemas instead of memorizing tools. `invent` combines a verb, a noun
 and one to four parameters; names, types, enums, defaults and wordings follow from them. `sibling` is a near-duplicate
-(same verb or same noun). `renamed` gives any tool and its parameters random names; the old names remain as
-descriptions. An invented tool executes by writing to `ToolWorld.ledger`.
+(same verb or same noun). `renamed` gives any tool and its parameters random names; the parameters' old names remain
+as descriptions. An invented tool executes by writing to `ToolWorld.ledger`.
 
 Not guaranteed: that any result is true in the real world, or that invented tools make sense.
 """
@@ -64,7 +64,7 @@ Result = JsonObject
 
 
 class ToolError(Exception):
-    """The tool refused the request; the message names what it would accept."""
+    """The tool refused the request; the message says what it would accept."""
 
 
 @dataclass
@@ -92,7 +92,7 @@ def hash_of(*parts: object) -> int:
 
 
 def require_known(what: str, name: str, names: Sequence[str]) -> str:
-    """Return the name if it exists. Raises ToolError with the nearest name."""
+    """Return the name if it exists. Raises ToolError naming the closest match."""
     if name in names:
         return name
     nearest = difflib.get_close_matches(name, names, 1, 0.0)
@@ -100,7 +100,7 @@ def require_known(what: str, name: str, names: Sequence[str]) -> str:
 
 
 def require_person(name: str) -> str:
-    """Return the name if first and last name exist. Raises ToolError with the nearest name."""
+    """Return the name if its first and last names exist. Raises ToolError naming the closest match."""
     parts = name.split(" ", 1)
     if len(parts) == 2 and parts[0] in words("first_names") and parts[1] in words("last_names"):
         return name
@@ -110,7 +110,7 @@ def require_person(name: str) -> str:
 
 
 def parse_date(text: str) -> datetime.date:
-    """Parse a date written as YYYY-MM-DD. Raises ToolError."""
+    """Parse a date written as YYYY-MM-DD. Raises ToolError for any other text."""
     try:
         return datetime.date.fromisoformat(text)
     except ValueError as error:
@@ -118,7 +118,7 @@ def parse_date(text: str) -> datetime.date:
 
 
 def round_number(value: float) -> float | int:
-    """Round to four decimals, without `.0`."""
+    """Round to four decimal places; integral values become integers."""
     value = round(value, 4)
     return int(value) if value == int(value) else value
 
@@ -132,8 +132,8 @@ class Param:
 
 
 def declared(line: str) -> tuple[str, Param]:
-    """Parse name and parameter from a table line: `days: 3 to 60`, `book_id: CODE`, `beds: some LABEL`; kinds are named
-    as in wording.py.
+    """Parse a name and a parameter from a table line: `days: 3 to 60`, `book_id: CODE`, `beds: some LABEL`; kinds are
+    named as in wording.py.
     """
     name, _, kind = line.partition(": ")
     if " to " in kind:
@@ -161,10 +161,10 @@ class ToolSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Chain:
-    """Two tools; the second needs a value from the first one's result."""
+    """Two tools; the second needs a value from the first tool's result."""
 
     first: str
-    key: str  # in the first result
+    key: str  # of the value in the first result
     second: str
     param: str  # of the second tool
     tails: tuple[str, ...]  # wordings of the second request; the last is held out
@@ -186,7 +186,7 @@ def string(kind: Kind, about: str = "") -> Param:
 
 
 def whole(low: int, high: int, about: str = "") -> Param:
-    """A required integer, in requests from low to high."""
+    """A required integer; in requests it is from `low` to `high`."""
     return param("integer", integer(low, high), about)
 
 
@@ -201,7 +201,7 @@ def optional(required: Param, default: Value) -> Param:
 
 
 def array(item_type: str, kind: Kind, about: str = "") -> Param:
-    """A list of simple values; `kind` draws the whole list."""
+    """A list of simple values; `kind` draws the entire list."""
     schema: JsonObject = {"type": "array", "items": {"type": item_type}}
     return Param({**schema, "description": about} if about else schema, kind)
 
@@ -237,7 +237,7 @@ def placeholders(wording: str) -> tuple[str, ...]:
 
 
 def draw(tool: ToolSpec, rng: Random) -> dict[str, Value]:
-    """Draw a value for every parameter; no two texts or numbers of one request are equal."""
+    """Draw a value for every parameter; no two strings or numbers in a request are equal."""
     while True:
         values: dict[str, Value] = {}
         for name, parameter in tool.params.items():
@@ -252,7 +252,7 @@ def draw(tool: ToolSpec, rng: Random) -> dict[str, Value]:
 
 
 def arguments_in(tool: ToolSpec, wording: str, values: dict[str, Value]) -> dict[str, Value]:
-    """The arguments stated in a wording, in schema order; the others take their defaults."""
+    """The arguments stated in a wording, in schema order; the other parameters take their defaults."""
     named = placeholders(wording)
     return {
         name: values[name]
@@ -293,7 +293,7 @@ def execute(tool: ToolSpec, world: ToolWorld, arguments: dict[str, Value]) -> Re
 
 
 def noted(world: ToolWorld, **arguments: Value) -> Result:
-    """Note a request; the result repeats it."""
+    """Record a request in the ledger; the result repeats its arguments."""
     world.ledger.append({"arguments": arguments})
     return arguments
 
@@ -303,12 +303,12 @@ def noted(world: ToolWorld, **arguments: Value) -> Result:
 PHRASE = Kind(phrase, 0.9)
 SINGLE = Kind(open_word, 0.6)
 HYPHENED = Kind(lambda rng: f"{open_word(rng)}-{open_word(rng)}", 0.4)
-NUM_PARAMS = (1, 1, 1, 2, 2, 2, 3, 3)  # a pair adds one more: assigning values to parameters needs the most practice
+NUM_PARAMS = (1, 1, 1, 2, 2, 2, 3, 3)  # a pair adds another: assigning values to parameters needs the most practice
 
 
 @dataclass(frozen=True)
 class Concept:
-    """A meaning of a parameter: its key in `tools.yaml`, its type and kind."""
+    """A possible meaning of a parameter: its key in `tools.yaml`, its type and its kind."""
 
     key: str
     type: str
@@ -365,7 +365,7 @@ def _words(kind: str) -> tuple[str, ...]:
 
 
 def invent(rng: Random, verb: str | None = None, noun: str | None = None) -> ToolSpec:
-    """A new tool with one to four parameters; without `verb` or `noun` they are drawn."""
+    """A new tool with one to four parameters; `verb` and `noun` are drawn if not given."""
     verb, noun = verb or _verb(rng), noun or _noun(rng)
     parts: list[Part] = []
     taken: set[str] = set()

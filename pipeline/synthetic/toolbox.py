@@ -1,12 +1,12 @@
-"""The toolbox: 56 real tools in 14 domains, the held-out domains, and the pairs where one tool feeds another.
+"""The toolbox: 56 real tools in 14 domains, the held-out domains, and the pairs in which one tool feeds another.
 
-`tools()` is the whole toolbox. Three domains (`HELD_OUT_DOMAINS`, 12 tools) never occur in training, and two more
-(`FRESH_DOMAINS`, 8 tools) only with `evaluate.fresh_seed`: no choice in this project was based on them.
+`tools()` returns the entire toolbox. Three domains (`HELD_OUT_DOMAINS`, 12 tools) never occur in training, and two more
+(`FRESH_DOMAINS`, 8 tools) occur only with `evaluate.fresh_seed`: no design choice was based on them.
 `run(world, name, arguments)` executes a call by name; results, including refusals `{"error": message}`, are JSON
 objects. To add a tool, write a function, a PARAMETERS entry and its wordings in `toolbox.yaml` (docs/extending.md).
 
 Every function takes the `ToolWorld` first, then exactly the tool's parameters, and returns a JSON object (the result in
-a conversation). Raises ToolError if the world cannot fulfill the request.
+a conversation). It raises ToolError if the world cannot fulfill the request.
 
 Not guaranteed: that the tools match the real world, or sensible results for arguments that do not match the tool's
 schema (`run` checks them first).
@@ -134,7 +134,7 @@ def seen() -> tuple[ToolSpec, ...]:
 
 @cache
 def unseen() -> tuple[ToolSpec, ...]:
-    """The tools that do not occur in training."""
+    """The tools in HELD_OUT_DOMAINS, which do not occur in training."""
     return tuple(tool for tool in tools().values() if tool.domain in HELD_OUT_DOMAINS)
 
 
@@ -146,12 +146,12 @@ def fresh() -> tuple[ToolSpec, ...]:
 
 @cache
 def chains() -> tuple[Chain, ...]:
-    """The pairs of tools where one feeds the other."""
+    """The pairs of tools in which one feeds the other."""
     return tuple(Chain(**{**row, "tails": tuple(row["tails"].splitlines())}) for row in table("toolbox.yaml")["chains"])
 
 
 def run(world: ToolWorld, name: str, arguments: Value) -> Result:
-    """Execute any call a model wrote, valid or not.
+    """Execute any call that a model wrote, valid or not.
 
     An unknown tool, arguments that violate the schema, a refusal and unusable values (an infinite number, "half past"
     as a time) return `{"error": message}`.
@@ -219,7 +219,7 @@ def add_days(_: ToolWorld, date: str, days: int) -> Result:
 
 
 def days_between(_: ToolWorld, start: str, end: str) -> Result:
-    """Days from a start to an end date."""
+    """Days from a start date to an end date."""
     return {"days": (parse_date(end) - parse_date(start)).days}
 
 
@@ -244,7 +244,7 @@ def get_weather(_: ToolWorld, city: str, unit: str = "celsius") -> Result:
 
 
 def get_forecast(_: ToolWorld, city: str, days: int = 3) -> Result:
-    """Weather forecast for the next days."""
+    """Weather forecast for the next few days."""
     require_known("city", city, words("cities"))
     return {"temperatures": [hash_of("forecast", city, d) % 30 for d in range(min(days, 14))]}
 
@@ -466,13 +466,13 @@ def schedule_meeting(world: ToolWorld, title: str, people: list[str], time: str)
 
 
 def post_message(world: ToolWorld, channel: str, text: str, urgent: bool = False) -> Result:
-    """Post a message in a channel."""
+    """Post a message to a channel."""
     world.sent.append({"channel": channel, "text": text, "urgent": urgent})
     return {"posted": channel}
 
 
 def find_book(_: ToolWorld, author: str) -> Result:
-    """Find a book of an author."""
+    """Find a book by an author."""
     return {"book_id": f"BK{hash_of('book', require_person(author)) % 9000 + 1000}"}
 
 

@@ -1,32 +1,32 @@
 """Tool conversations with known truth: their generators, the truth of each turn, and scored wrong answers.
 
-`dialogues(split, count, seed)` yields `Dialogue` records of kind "tools". Each is a pure function of (split, seed, its
+`dialogues(split, count, seed)` yields `Dialogue` records of kind "tools". Each is a pure function of (split, seed,
 number); quotas are exact in every block of 100. `Dialogue.category` is `<category>/<tool>/<template>` with tool in
-{seen_tool, unseen_tool} and template in {seen_template, unseen_template}; `facets` splits it. Held out from train and
-val: three domains of the toolbox and the last fifth of every list of wordings and frames. Test: cycles through the four
-quadrants within each category. The splits share no opening request (a hash of its text assigns it to a split). Training
-conversations continue with more requests for the same tools.
+{seen_tool, unseen_tool} and template in {seen_template, unseen_template}; `facets` splits it. Three domains of the
+toolbox and the last fifth of every list of wordings and frames are held out from train and val. The test split cycles
+through the four quadrants within each category. The splits share no opening request (a hash of its text assigns it to
+a split). Training conversations continue with more requests for the same tools.
 
-The truth follows from the record alone (messages, tools), so conversations loaded from disk can be scored.
+The truth follows from the record's messages and tools, so conversations loaded from disk can be scored.
 
-`choice_dialogue(split, seed, number)` makes `Dialogue` records of kind "choice", to practice choosing among tools: a
-few short tools, and a series of requests for one, two or three of them. Choosing the right tool is the last thing a
-small model learns: it takes about ten thousand choices (docs/LOG.md), and half of the conversations from `dialogues`
-offer only one tool. Nearly all tools are invented, many with a meaningless name, so that the description must be read.
+`choice_dialogue(split, seed, number)` returns a `Dialogue` of kind "choice", to practice choosing among tools: a few
+short tools, and a series of requests for one, two or three of them. Choosing the right tool is the last thing a small
+model learns: it takes about ten thousand choices (docs/LOG.md), and half of the conversations from `dialogues` offer
+only one tool. Nearly all tools are invented, many with meaningless names, so that a model must read the descriptions.
 Each record is a pure function of the three arguments; the category is the number of tools. For training only: a request
 may follow a call whose result was not shown. No wording, tool or opening request of the test split occurs.
 
-`record(seed, number)` is a transcript: a conversation of one of the two kinds (half each) as plain text, for the
-language model's corpus. It uses a different seed from stage tasks and only the training split, so held-out tools and
-wordings never occur. Control tokens cannot occur in text (`Tokenizer.encode` produces none), so a turn is its role on a
-line, then its content; a call is its JSON. Transcripts teach the tokenizer the words of schemas and requests as whole
-tokens (measured, docs/LOG.md), and let the model practice reading schemas before the short fine-tuning (not measured
-separately).
+`record(seed, number)` returns a transcript: a conversation of one of the two kinds (half each) as plain text, for the
+language model's corpus. It uses only the training split, with a different seed than stage `tasks`, so held-out tools
+and wordings never occur. Control tokens cannot occur in text (`Tokenizer.encode` produces none), so a turn consists of
+its role on a separate line and its content; a call is written as JSON. Transcripts make the tokenizer learn the words
+of schemas and requests as single tokens (measured, docs/LOG.md), and let the model practice reading schemas before the
+short fine-tuning stage (not measured separately).
 
-`talk_dialogue(split, seed, number)` makes conversations without tools: `Dialogue` records of kind "talk", a pure
-function of the three arguments. The categories are "greeting", "question" (about the assistant) and "refusal" (a
-request that needs a tool). Without them, a model trained mostly on calls answers everything with a call, even if there
-is nothing to call. Held-out wordings occur only in the split "test".
+`talk_dialogue(split, seed, number)` returns a conversation without tools: a `Dialogue` of kind "talk", a pure function
+of the three arguments. The categories are "greeting", "question" (about the assistant) and "refusal" (a request that
+needs a tool). Without such conversations, a model trained mostly on calls answers everything with a call, even if no
+tool is offered. Held-out wordings occur only in the split "test".
 
 Not guaranteed: that the requests sound like people, that other wordings of the same request would be wrong, or that
 invented tools make sense; for transcripts, the chat format, which only `text/chat.py` writes, or that a conversation
@@ -83,8 +83,8 @@ QUOTAS = {
     "repair": 4,
     "plain": 2,
 }  # percent
-MOST_DIALOGUES = 1_000_000  # per split; numbers from here on are `unserved_dialogues`
-SPLITS = {"train": (0, 8), "val": (8, 9), "test": (9, 10)}  # tenths of the opening-request hashes
+MOST_DIALOGUES = 1_000_000  # per split; higher numbers are for `unserved_dialogues`
+SPLITS = {"train": (0, 8), "val": (8, 9), "test": (9, 10)}  # each split's range of opening-request hashes, in tenths
 NO_CALL_FIRST = ("irrelevance", "plain", "missing", "later")  # categories whose first assistant turn has no call
 QUADRANTS = ((False, False), (True, False), (False, True), (True, True))  # (unseen tool, unseen template)
 
@@ -104,12 +104,12 @@ def facets(dialogue: Dialogue) -> Facets:
 
 
 def dialogues(split: str, count: int, seed: int, first: int = 0, *, fresh: bool = False) -> Iterator[Dialogue]:
-    """Conversations `first` to `count` of a split ("train", "val", "test"). Raises ValueError for any other split.
+    """Conversations `first` to `count` - 1 of a split ("train", "val", "test"). Raises ValueError for other splits.
 
-    A shorter run is a prefix of a longer one. A `fresh` test takes its held-out tools from FRESH_DOMAINS.
+    A smaller `count` yields a prefix of the same conversations. If `fresh`, held-out tools are from FRESH_DOMAINS.
     """
     if split not in SPLITS:
-        raise ValueError(f"split is one of {', '.join(SPLITS)}; got {split!r}")
+        raise ValueError(f"split must be one of {', '.join(SPLITS)}; found {split!r}")
     order: list[str] = []
     for number in range(first, count):
         block, position = divmod(number, 100)
@@ -123,13 +123,13 @@ def dialogues(split: str, count: int, seed: int, first: int = 0, *, fresh: bool 
 
 
 def unserved_dialogues(count: int, seed: int, *, fresh: bool = False) -> Iterator[Dialogue]:
-    """More test conversations that open with a request no offered tool can serve, because false calls are rare."""
+    """More test conversations whose first request no offered tool can serve; needed because false calls are rare."""
     for number in range(count):
         yield _dialogue("test", seed, MOST_DIALOGUES + number, "irrelevance", QUADRANTS[number % 4], fresh=fresh)
 
 
 def fresh_dialogues(known: Sequence[Dialogue], seed: int) -> list[Dialogue]:
-    """Replace conversations from `dialogues` and `unserved_dialogues` with new ones for fresh tools; keep others."""
+    """Replace conversations from `dialogues` and `unserved_dialogues` with new ones for fresh tools; keep the rest."""
     generated = [d for d in known if d.id.startswith("tools/test/")]
     unserved = sum(map(is_unserved, generated))
     return [
@@ -180,7 +180,7 @@ def belongs(request: str, split: str) -> bool:
 
 
 def turns(dialogue: Dialogue) -> list[int]:
-    """Indices of the scored assistant messages: all with calls, and a first one that must not contain calls."""
+    """Indices of the scored assistant messages: all with calls, and the first one if it must not have any."""
     assistant = [i for i, message in enumerate(dialogue.messages) if message["role"] == "assistant"]
     quiet = assistant[:1] if facets(dialogue).category in NO_CALL_FIRST else []
     return quiet + [i for i in assistant if dialogue.messages[i].get("tool_calls")]
@@ -213,8 +213,8 @@ def calls(message: Message) -> list[tuple[str, Value]]:
 def truth(dialogue: Dialogue, turn: int) -> list[dict[str, dict[str, list[Value]]]]:
     """The accepted calls of a turn in BFCL format, [{name: {parameter: [accepted values]}}]; [] if no call is correct.
 
-    `""` among the accepted values means that the parameter may be absent. A nested object is a dict of these lists, a
-    list of objects a list of those dicts. Raises ValueError if `turn` is not an assistant message.
+    `""` among the accepted values means that the parameter may be absent. A nested object is a dict of such lists,
+    and a list of objects is a list of such dicts. Raises ValueError if `turn` is not an assistant message.
     """
     if dialogue.messages[turn]["role"] != "assistant":
         raise ValueError(
@@ -227,7 +227,7 @@ def truth(dialogue: Dialogue, turn: int) -> list[dict[str, dict[str, list[Value]
 
 
 def _accepted_values(parameters: JsonObject, arguments: dict[str, Value]) -> dict[str, list[Value]]:
-    """The accepted values of each parameter: the right one, and absence if that is equivalent."""
+    """The accepted values of each parameter: the correct one, and absence if that is equivalent."""
     properties, required = parameters.get("properties", {}), parameters.get("required", [])
     accepted: dict[str, list[Value]] = {}
     for name, value in arguments.items():
@@ -251,11 +251,11 @@ def _bfcl(value: Value) -> Value:
 
 
 def gold(dialogue: Dialogue, message: Message, turn: int | None = None) -> float:
-    """Score an assistant message at a turn in [0, 1] (None: the first scored turn).
+    """Score an assistant message at a turn, in [0, 1] (`turn` None: the first scored turn).
 
-    With calls: 0.2 every call is JSON + 0.2 every call fits an offered schema + 0.2 names + 0.4 values, the last two as
-    means over the larger number of calls under the best assignment; a value counts only under the right name, and a
-    parameter at its default counts as absent. Without calls: 1 for words and no call, otherwise 0.
+    If the truth has calls: 0.2 if every call is JSON + 0.2 if every call fits an offered schema + 0.2 names + 0.4
+    values. The last two are means over the larger number of calls, under the best assignment; a value counts only under
+    the right name, and a parameter at its default counts as absent. If not: 1 for words and no call, otherwise 0.
     """
     turn = turns(dialogue)[0] if turn is None else turn
     right, actual = calls(dialogue.messages[turn]), calls(message)
@@ -291,14 +291,14 @@ def _call_score(schemas: dict[str, JsonObject], right: tuple[str, Value], actual
 
 
 def stated(properties: dict[str, JsonObject], arguments: dict[str, Value]) -> dict[str, str]:
-    """The parameters that differ from their default, as canonical texts (5.0 is 5, true is not 1)."""
+    """The parameters that differ from their default, as canonical strings (5.0 is 5, true is not 1)."""
     texts = {name: canonical(value) for name, value in arguments.items()}
     defaults = {name: canonical(schema["default"]) for name, schema in properties.items() if "default" in schema}
     return {name: text for name, text in texts.items() if name not in defaults or defaults[name] != text}
 
 
 def canonical(value: Value) -> str:
-    """A text that is equal for equal JSON values: keys sorted, whole floats as integers."""
+    """A canonical string, identical for equal JSON values: keys sorted, integral floats as integers."""
 
     def plain(part: Value) -> Value:
         if isinstance(part, dict):
@@ -313,8 +313,8 @@ def canonical(value: Value) -> str:
 def wrong_answers(dialogue: Dialogue, seed: int, turn: int | None = None) -> list[tuple[str, Message]]:
     """(kind, assistant message) for preference pairs; each kind at most once, each scored below the correct answer.
 
-    Kinds if a call is correct: "wrong_tool", "wrong_type", "wrong_value", "missing", "invented", "refusal"; if not:
-    "needless_call". `turn` None: the first scored one.
+    Kinds if the truth has a call: "wrong_tool", "wrong_type", "wrong_value", "missing", "invented", "refusal"; if not:
+    "needless_call". `turn` None: the first scored turn.
     """
     turn = turns(dialogue)[0] if turn is None else turn
     rng = Random(f"{dialogue.id}/{turn}/{seed}/wrong")
@@ -418,13 +418,13 @@ def _plausible_value(schema: JsonObject, texts: list[str], rng: Random) -> Value
 
 
 NUM_TOOLS = (2, 2, 3, 3, 4)
-REAL, SIBLING = 0.1, 0.3  # fractions of tools: from the toolbox, near-duplicates of another offered one
+REAL, SIBLING = 0.1, 0.3  # fractions of tools that are from the toolbox, or near-duplicates of another offered tool
 RENAMED_CHOICES = 0.3  # fraction of tools with a random name
 REFUSED = 0.08  # fraction of requests that no tool fits
-SEVERAL, TOGETHER = 0.15, 0.3  # fractions of requests: several calls to one tool, calls to two or three
+SEVERAL, TOGETHER = 0.15, 0.3  # fractions of requests with several calls to one tool, or calls to two or three tools
 ANSWERED = 0.1  # fraction of calls followed by results and closing words
 SCHEMA = 240  # maximum characters per tool
-LENGTH = 1_250  # characters beyond which no request is added: about 500 tokens
+LENGTH = 1_250  # characters (about 500 tokens) beyond which no request is added
 
 
 def choice_dialogue(split: str, seed: int, number: int) -> Dialogue:
@@ -467,7 +467,7 @@ def _size(tool: ToolSpec) -> int:
 
 
 def _length(message: Message) -> int:
-    """Approximate number of characters of a message in the chat format."""
+    """Approximate length of a message in the chat format, in characters."""
     return 20 + len(message["content"]) + sum(40 + len(name) + len(json.dumps(a)) for name, a in calls(message))
 
 
@@ -547,7 +547,7 @@ def _draw_exchange(form: str, unseen: bool, rng: Random) -> tuple[str, str]:
 
 
 def _draw_wish(unseen: bool, rng: Random) -> str:
-    """A request that needs a tool, or knowledge."""
+    """A request that needs a tool or knowledge."""
     if rng.random() < 0.5:
         return fill_template(pick_family(sentences("unserved"), unseen, rng), rng)
     tool = rng.choice(seen())

@@ -1,23 +1,23 @@
-"""The tables of words and sentences next to the code, and the values used in requests.
+"""The tables of words and sentences stored next to the code, and the values used in requests.
 
-`table` reads a YAML file of this folder once, on first use; `lines` and `word_list` parse its leaves: one wording per
-line, and words separated by whitespace or, if the text has a comma, by commas.
+`table` reads a YAML file in this folder once, on first use; `lines` and `word_list` parse its leaves: one wording per
+line, and words separated by whitespace or, if the text contains a comma, by commas.
 
 A `Kind` draws a value that a person would use in a request (people, places, numbers, dates, identifiers, short texts)
 from a `random.Random`, and formats it as in a request. The pools (`words.yaml`) are large, and many values are composed
-by rule, so that a model has to copy them and cannot memorize them. A fraction of the strings is quoted.
+by rule, so that a model has to copy values and cannot memorize them. A fraction of the strings is quoted.
 
 Values to copy must be drawn from far more words than a toolbox has: a token that is never an answer in training is
-never an answer afterward (docs/LOG.md). The pool "common" has English words that are in no list of the toolbox, the
-pool "pieces" the other letter tokens of the demo's vocabulary; `open_word` builds words from both, including words of
-held-out tools, but neither their names nor their wordings.
+never an answer afterward (docs/LOG.md). The pool "common" has English words that are in no list of the toolbox, and
+the pool "pieces" has the other letter tokens of the demo's vocabulary. `open_word` builds words from both; they may
+also occur in held-out tools, but are never a held-out tool's name or wording.
 
-The sentences around a request (`tools.yaml`) are frames around a wording, requests that no tool can serve, and the
-assistant's plain sentences. Each list of families ends with its held-out fifth (`HELD_OUT_SHARE`): training and
-validation draw from the part before it, test items in the quadrant "unseen template" only from the held-out part.
+The sentences in `tools.yaml` are frames around a wording, requests that no tool can serve, and the assistant's plain
+sentences. The last fifth of each list (`HELD_OUT_SHARE`) is held out: training and validation draw from the rest, and
+test items in the quadrant "unseen template" only from the held-out fifth.
 
-Not guaranteed: that the values are real (phone numbers, accounts and paths are invented); natural word frequencies;
-that a common word fits its context, or that descriptions and values of the held-out tools share none of them.
+Not guaranteed: that the values are real (phone numbers, accounts and paths are invented), that word frequencies are
+natural, or that common words fit their context or never occur in descriptions and values of held-out tools.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,14 +29,14 @@ from typing import Any
 
 from ruamel.yaml import YAML
 
-HELD_OUT_SHARE = 0.2  # of every list of sentences and wordings
+HELD_OUT_SHARE = 0.2  # fraction of every list of sentences and wordings that is held out
 
 Value = Any  # a JSON value
 
 
 @cache
 def table(file: str) -> dict[str, Any]:
-    """The table in a YAML file of this folder. Raises YAMLError, including for duplicate keys."""
+    """The table in a YAML file in this folder. Raises YAMLError, including for duplicate keys."""
     return YAML(typ="safe").load(Path(__file__).with_name(file).read_text(encoding="utf-8"))
 
 
@@ -44,25 +44,25 @@ def _text(file: str, keys: tuple[str, ...]) -> str:
     value = table(file)
     for key in keys:
         value = value[key]
-    assert isinstance(value, str), f"{file}: {'.'.join(keys)} must be a text"
+    assert isinstance(value, str), f"{file}: {'.'.join(keys)} must be a string"
     return value
 
 
 @cache
 def lines(file: str, *keys: str) -> tuple[str, ...]:
-    """The lines of a text in a table. Raises KeyError."""
+    """The lines of a text in a table. Raises KeyError if a key is unknown."""
     return tuple(_text(file, keys).splitlines())
 
 
 @cache
 def word_list(file: str, *keys: str) -> tuple[str, ...]:
-    """The words of a text in a table. Raises KeyError."""
+    """The words of a text in a table. Raises KeyError if a key is unknown."""
     text = _text(file, keys)
     return tuple(word.strip() for word in text.split("," if "," in text else None))
 
 
 def words(pool: str) -> tuple[str, ...]:
-    """The words of a pool in `words.yaml`. Raises KeyError."""
+    """The words of a pool in `words.yaml`. Raises KeyError if the pool is unknown."""
     return word_list("words.yaml", pool)
 
 
@@ -77,11 +77,11 @@ def products() -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Kind:
-    """How to draw and format values of one meaning."""
+    """How to draw and format values with one meaning, such as dates."""
 
     draw: Callable[[Random], Value]
     quotes: float = 0.0  # fraction of requests that quote the value
-    show: Callable[[Value], str] | None = None  # formats values other than strings, numbers and lists of these
+    show: Callable[[Value], str] | None = None  # formats values other than strings, numbers and lists of them
 
 
 def format_value(kind: Kind, value: Value, rng: Random) -> str:
@@ -252,7 +252,7 @@ def sentences(kind: str) -> tuple[str, ...]:
 
 
 def pick_family(families: Sequence[str], unseen: bool, rng: Random) -> str:
-    """A member of the training part, or of the held-out part."""
+    """A random family from the training split or, if `unseen`, from the held-out split."""
     border = len(families) - max(1, round(HELD_OUT_SHARE * len(families)))
     return rng.choice(families[border:] if unseen else families[:border])
 
