@@ -34,7 +34,7 @@ from pipeline.model import checkpoint
 from pipeline.model.config import ModelConfig
 from pipeline.model.transformer import Transformer
 from pipeline.run import device
-from pipeline.serve.engine import Engine, Event, Said
+from pipeline.serve.engine import Engine, Event, SampledToken
 from pipeline.serve.engine import GenerationRequest as Request
 
 SHAPE = ModelConfig(
@@ -81,7 +81,7 @@ def ours(engine: Engine) -> Answer:
         while engine.waiting or engine.busy:
             engine.step()
         seconds = time.perf_counter() - begin
-        assert sum(isinstance(event, Said) for event in said) == tokens * len(prompts)
+        assert sum(isinstance(event, SampledToken) for event in said) == tokens * len(prompts)
         return seconds
 
     return answer

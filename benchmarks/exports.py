@@ -231,7 +231,7 @@ class Subject:
         return Row("ours, float64", smoke.compare(self.model, Exact(deepcopy(self.model).double()), ids))
 
     def transformers(self) -> Iterator[Row]:
-        """The row of the installed transformers version."""
+        """The row for the installed transformers version."""
         yield self.asked(f"transformers {importlib.metadata.version('transformers')}", Transformers(self.folder))
 
     def llama_cpp(self) -> Iterator[Row]:

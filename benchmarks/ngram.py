@@ -6,7 +6,7 @@ Source: Chen & Goodman 1999, "An empirical study of smoothing techniques for lan
 in Heafield et al. 2013, "Scalable modified Kneser-Ney language model estimation", section 2 (`lmplz`). For a context h
 of n - 1 tokens, and h' for h without its first token:
 
-    p(w | h) = (a(hw) - D_n(a(hw))) / sum_x a(hx) + b(h) p(w | h')      p(w | h) = p(w | h') where h was never followed
+    p(w | h) = (a(hw) - D_n(a(hw))) / sum_x a(hx) + b(h) p(w | h')      p(w | h) = p(w | h') if no token ever followed h
     a(hw)    = occurrences, at the highest order or where h begins at a document's start;
                else the number of different tokens seen before hw ("continuation count")
     D_n(k)   = k - (k + 1) t_1 t_{k+1} / ((t_1 + 2 t_2) t_k), k = 1, 2, 3 and more; t_k: n-grams whose a is k

@@ -65,7 +65,7 @@ from benchmarks.servers import (
 )
 from pipeline.generation.sampling import Sampling
 from pipeline.run import device
-from pipeline.serve.engine import Ended, Engine, Event, Said
+from pipeline.serve.engine import Ended, Engine, Event, SampledToken
 from pipeline.serve.engine import GenerationRequest as Request
 
 QUICK_SECONDS = 285
@@ -330,7 +330,7 @@ def answered(engine: Engine, ids: Sequence[int], tokens: int) -> float:
     engine.submit(Request(ids=ids, sampling=Sampling(tokens, temperature=1.0), seed=0, listener=hear, owner=""))
     done.wait()
     seconds = time.perf_counter() - began
-    assert sum(isinstance(event, Said) for event in said) == tokens
+    assert sum(isinstance(event, SampledToken) for event in said) == tokens
     return seconds
 
 

@@ -466,9 +466,9 @@ def sources() -> list[tuple[str, dict[str, Any]]]:
 
 TRAINER = """
 import sys, threading
-from pipeline.sandbox.pool import Pool, SandboxConfig, Task
+from pipeline.sandbox.pool import CandidateJob, Pool, SandboxConfig
 pool = Pool(SandboxConfig(), 2).__enter__()
-task = Task("import time\\ntime.sleep(60)", "f", [{"args": "[]", "kwargs": "{}"}], 10.0)
+task = CandidateJob("import time\\ntime.sleep(60)", "f", [{"args": "[]", "kwargs": "{}"}], 10.0)
 for _ in range(2): threading.Thread(target=pool.run, args=(task,), daemon=True).start()
 print(*[s.process.pid for s in pool.host.running], flush=True)
 threading.Event().wait()

@@ -7,7 +7,7 @@ import torch
 
 from pipeline.generation.sampling import Sampling, generate
 from pipeline.model.transformer import Transformer
-from pipeline.serve.engine import Ended, Engine, Event, Said, Ticket
+from pipeline.serve.engine import Ended, Engine, Event, SampledToken, Ticket
 from pipeline.serve.engine import GenerationRequest as Request
 from pipeline.serve.loop import Read
 
@@ -18,13 +18,13 @@ class Heard:
     """A listener, and what it heard."""
 
     def __init__(self) -> None:
-        self.said: list[Said] = []
+        self.said: list[SampledToken] = []
         self.read: list[Read] = []
         self.end: Ended | None = None
         self.done = threading.Event()
 
     def __call__(self, event: Event) -> None:
-        if isinstance(event, Said):
+        if isinstance(event, SampledToken):
             self.said.append(event)
         elif isinstance(event, Read):
             self.read.append(event)

@@ -111,9 +111,7 @@ def test_prompts_without_a_short_answer_stop_rlhf(workspace: Workspace) -> None:
 def test_problems_that_cannot_be_asked_stop_grpo(workspace: Workspace) -> None:
     path = workspace.folder / "data/problems/rl.jsonl"
     records.write(path, [builder.problem(n, question="Add. " * (30 if n < 2 else 1)) for n in range(8)])
-    assert_refused(
-        workspace, "grpo", r"2 of 8 problems have prompts of more than max_prompt = 60 tokens; at most a tenth"
-    )
+    assert_refused(workspace, "grpo", r"2 of 8 problems have prompts of more than max_prompt = 60 tokens; at most 10%")
     records.write(path, [builder.problem(n, **({"tests": []} if n == 5 else {})) for n in range(8)])
     assert_refused(workspace, "grpo", "problem 5 has no tests, so its answers cannot be scored; add tests or drop it")
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.serve.answers import Assembler, Delta
-from pipeline.serve.engine import Said
+from pipeline.serve.engine import SampledToken
 from pipeline.text.tokenizer import Tokenizer
 from tests.conftest import SENTENCES
 
@@ -16,8 +16,8 @@ TOKENIZER = Tokenizer.train(iter(SENTENCES), 320)
 BYTE = TOKENIZER.byte_ids
 
 
-def said(ids: list[int]) -> list[Said]:
-    return [Said(id_, -1.0) for id_ in ids]
+def said(ids: list[int]) -> list[SampledToken]:
+    return [SampledToken(id_, -1.0) for id_ in ids]
 
 
 def heard(ids: list[int], **named: Any) -> tuple[Assembler, list[Delta]]:

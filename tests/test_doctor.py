@@ -272,7 +272,7 @@ def test_parts_of_dead_processes_are_found_and_those_of_living_ones_left(scratch
     (scratch / "work").mkdir()
     (scratch / "models" / f".language.{os.getpid()}.part").mkdir()
     (scratch / "models" / ".language.part").mkdir()  # not named by us
-    assert summary(doctor.leftovers(scratch)).startswith("ok: 0 parts")
+    assert summary(doctor.leftovers(scratch)).startswith("ok: 0 .part files")
     (scratch / "models" / f".my model.{dead}.old.part").mkdir()
     (scratch / "work" / f".digests.json.{dead}.1234.part").touch()
     found = summary(doctor.leftovers(scratch))

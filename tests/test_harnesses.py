@@ -94,7 +94,7 @@ def test_texts_that_differ_by_one_character_differ() -> None:
 
 
 def test_items_that_only_one_has_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"found 1 of ours and 2 of theirs; in one only: \['b'\]"):
+    with pytest.raises(ValueError, match=r"found 1 of ours and 2 of theirs; on one side only: \['b'\]"):
         agreement.choices([choice("a", -1.0)], [choice("a", -1.0), choice("b", -1.0)])
 
 
@@ -114,7 +114,7 @@ def test_the_report_has_numbers_protocols_and_reasons() -> None:
     assert "| f | all | FAIL |" in text
     assert r"| t | theirs | `Q: a\|b\nA:` | ['\n', '<\|im_end\|>'] | greedy |" in text
     assert "| t | ours | the same | none | greedy |" in text
-    assert "- t, 1: a rule (such as `i`, ours right against wrong)" in text
+    assert "- t, 1: a rule (for example `i`: ours correct, theirs incorrect)" in text
     assert agreement.failures([Comparison("g", "all", absent="x"), Comparison("f", "all", failed="broke")]) == [
         "f, all: broke"
     ]

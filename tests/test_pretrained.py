@@ -134,7 +134,10 @@ def test_a_stored_copy_of_a_tied_head_is_dropped_and_one_that_differs_refused(tm
         ({"model_type": "stagecoach_mdm", "base_model_type": "qwen3"}, r"expected a causal model, found a bidir"),
         ({"vocab_size": 640}, r"embed_tokens\.weight has shape \[512, 64\], but config\.json requires \[640, 64\]"),
         ({"num_hidden_layers": 3}, r"num_hidden_layers is 3, but .*model\.safetensors has 2 layers"),
-        ({"intermediate_size": 128}, r"mlp\.gate_proj\.weight has shape \[96, 64\], config\.json requires \[128, 64\]"),
+        (
+            {"intermediate_size": 128},
+            r"mlp\.gate_proj\.weight has shape \[96, 64\], but config\.json requires \[128, 64\]",
+        ),
     ],
 )
 def test_what_the_weights_do_not_mean_here_is_refused_by_name(

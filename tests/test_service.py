@@ -125,7 +125,7 @@ def test_after_three_retries_the_candidates_are_unscorable(url: str, monkeypatch
     (found,) = outcomes(proxy.url, PROGRAMS[:1])
     proxy.shutdown()
     assert found[:3] == ("unscorable", "harness", None)
-    assert len(proxy.bodies) == 4 and "answers 503, 4 times" in caplog.text
+    assert len(proxy.bodies) == 4 and "answered 503, 4 times" in caplog.text
 
 
 def test_a_token_is_needed_where_one_is_set(monkeypatch):

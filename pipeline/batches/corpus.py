@@ -181,9 +181,9 @@ class CorpusStream(PackedStream):
 
 
 def infill(ids: np.ndarray, key: int, tokenizer: Tokenizer, syntax: float = 0.0) -> np.ndarray:
-    """Reorder a complete document (n,), with its end of text, into PSM or SPM: at most n + RESERVE ids, cut by `key`.
+    """Reorder a complete document (n,), with its end of text, into PSM or SPM: at most n + RESERVE ids.
 
-    syntax: the probability that the middle is a syntactic unit, if the document has one.
+    `key` determines the two cuts. syntax: the probability that the middle is a syntactic unit, if the document has one.
     """
     body, end = ids[:-1], ids[-1:]
     raw = b"".join([tokenizer.token_bytes[id_] for id_ in body.tolist()])

@@ -143,7 +143,7 @@ def usable(
         drops = ", ".join(f"{number} {reason}" for reason, number in dropped.most_common())
         raise DataError(
             f"{path}: {dropped.total()} of {total} {what.split()[-1]} cannot be used ({drops or 'the file is empty'});"
-            f" at most a tenth may be left out. Fix the file, or raise max_prompt ({max_prompt}) and max_length"
+            f" at most 10% may be left out. Fix the file, or raise max_prompt ({max_prompt}) and max_length"
             f" ({max_length})"
         )
     return kept, dropped

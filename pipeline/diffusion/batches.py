@@ -15,9 +15,10 @@ masks depend on (seed, pair, side, pass); policy and reference score the same ba
 ends with its end of turn; unlike in fine-tuning, no fill follows it.
 
 **Problems** (data/problems/{train,val}.jsonl). A diffusion model writes on a canvas of fixed length, so it must learn
-to stop: the canvas is filled after the answer and its end of turn, and the fill is noised and predicted like any other
-token (LLaDA, arXiv:2502.09992, appendix B.1). The length of a canvas depends on the example and the pass, never on the
-rest of the batch. The prompt stays clean. The causal control gets the same examples in the same order, without fill.
+to stop: the rest of the canvas, after the answer and its end of turn, is filled, and the fill is noised and predicted
+like any other token (LLaDA, arXiv:2502.09992, appendix B.1). The length of a canvas depends on the example and the
+pass, never on the rest of the batch. The prompt stays clean. The causal control gets the same examples in the same
+order, without fill.
 """
 
 import hashlib

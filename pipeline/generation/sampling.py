@@ -253,7 +253,7 @@ def _generate(
 
 
 def _admit(waiting: list[int], free: list[int], prompts: list[list[int]]) -> list[tuple[int, int]]:
-    """Take prompts for the free slots from the end of `waiting`, up to PREFILL_TOKENS: (slot, prompt index) pairs."""
+    """Take prompts from the end of `waiting`, up to PREFILL_TOKENS; returns (slot, prompt index) pairs."""
     admitted: list[tuple[int, int]] = []
     tokens = 0
     for slot in free:

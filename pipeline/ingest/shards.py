@@ -123,7 +123,7 @@ class Counts:
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """The smallest little-endian type that fits every id."""
+    """The smallest little-endian type that can hold every id."""
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
 
 

@@ -24,7 +24,7 @@ A wanted thing is in `things` and in no other list or wording, so that the check
 else in a story; a name has one pronoun, so that the checker can resolve "she". No shared wording matches an ending
 pattern; otherwise a story without its ending could pass. The tests check all three.
 
-Not guaranteed: correct English beyond the given wordings, which are in the past tense and so need no agreement.
+Not guaranteed: correct English beyond the given wordings, which are in the past tense so their verbs need not agree with the subject.
 """
 
 import random

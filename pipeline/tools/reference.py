@@ -47,9 +47,10 @@ HEAD = """\
 Generated from the code by `python -m pipeline.tools.reference`: each meaning is the docstring under the key's field.
 Edit it there, then rerun the command.
 
-**The tables.** The columns `smoke`, `demo`, `gpu`, `cluster` show the values in `conf/scale/`. If there is none, they
-show the default in *italics*, or – if a value is required. `adapter.rank` is a key inside `adapter`; "below" means
-that the scale file, or a default, sets some inner keys. A block in no scale file has one column, the default.
+**The tables.** The columns `smoke`, `demo`, `gpu`, `cluster` show the values in `conf/scale/`. If a scale file sets no
+value, they show the default in *italics*, or `–` if a value is required. `adapter.rank` is a key inside `adapter`;
+"below" means that the scale file, or a default, sets some inner keys. A block in no scale file has one column, the
+default.
 
 **Precedence.** The first value found wins: the command line, `params.yaml` unless its value is null, the block's
 preset, the scale file, the default. An unknown key, or a value of the wrong type, is an error.
