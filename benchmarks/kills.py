@@ -197,7 +197,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "stagecoach-kills")
     asked = parser.parse_args()
     if unknown := sorted(set(asked.stages) - set(TRAINING)):
-        parser.error(f"{unknown[0]} is not a training stage; expected some of {', '.join(TRAINING)}")
+        parser.error(f"{unknown[0]} is not a training stage; valid stages: {', '.join(TRAINING)}")
     stages = [stage for stage in TRAINING if stage in asked.stages or not asked.stages]
     scratch, rows = Scratch(asked.folder.resolve()), {}
     if RESULTS.is_file():

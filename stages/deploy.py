@@ -44,7 +44,7 @@ class Params:
         if len(set(self.gguf)) != len(self.gguf):
             raise ValueError(f"gguf: duplicate type in {', '.join(self.gguf)}")
         if self.onnx not in (None, *onnx.KINDS):
-            raise ValueError(f"onnx: expected none, {' or '.join(onnx.KINDS)}, got {self.onnx!r}")
+            raise ValueError(f"onnx: expected `none`, {' or '.join(onnx.KINDS)}, got {self.onnx!r}")
 
 
 def run(params: Params, job: Job, *, base: Path, text: Path, code: Path, out: Path) -> None:
@@ -54,8 +54,8 @@ def run(params: Params, job: Job, *, base: Path, text: Path, code: Path, out: Pa
     model, tokenizer = huggingface.load(base)
     if isinstance(model, Transformer) and model.hook is not None and model.hook.leaky:
         raise ModelError(
-            f"{base}: this memory routes on future tokens (routing: sequence), so the model cannot generate;"
-            " train a memory with routing: chunk"
+            f"{base}: this memory routes on future tokens (`routing: sequence`), so the model cannot generate;"
+            " train a memory with `routing: chunk`"
         )
     name = f"stagecoach-{params.model}"
     made_by = checkpoint.lineage(base)

@@ -68,7 +68,7 @@ class Params:
             raise ValueError(f"init: expected one of {', '.join(INITS)}, got {self.init!r}")
         if self.noise.block_size and self.init != "scratch":
             raise ValueError(
-                f"block_size: expected 0 with init: {self.init}, because block diffusion needs init: scratch"
+                f"block_size: expected 0 with `init: {self.init}`, because block diffusion needs `init: scratch`"
             )
         if self.noise.block_size and self.fit.max_new_tokens % self.noise.block_size:
             raise ValueError(
@@ -86,7 +86,9 @@ def run(
     if files.opens(base):
         model, tokenizer = files.load(base)
         if params.init == "scratch":
-            raise ConfigError(f"init: expected base, because {base} is already a masked-diffusion model; got scratch")
+            raise ConfigError(
+                f"init: expected `base`, because {base} is already a masked-diffusion model; got `scratch`"
+            )
     else:
         causal, tokenizer = checkpoint.load(base)
         model = _masked(params, causal, tokenizer, job.seed)

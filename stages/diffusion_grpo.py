@@ -95,14 +95,15 @@ class Params:
                 raise ValueError(f"{name}: expected one of {', '.join(values)}, got {getattr(self, name)!r}")
         if self.fit.samples < 2:
             raise ValueError(
-                f"samples: expected at least 2, got {self.fit.samples}; a problem's completions are compared"
+                f"samples: expected at least 2, got {self.fit.samples}; each problem's completions are compared"
+                " with one another"
             )
         if not 0 <= self.clip_low <= 1 or self.clip_high < 0 or self.beta < 0 or self.ref_sync < 0:
             raise ValueError("expected clip_low in [0, 1], clip_high >= 0, beta >= 0 and ref_sync >= 0")
         if self.ref_sync and (self.adapter is not None or not self.beta):
             raise ValueError(
-                "ref_sync: expected 0 with an adapter, whose reference is its base model, and with beta: 0, which uses"
-                " no reference"
+                "ref_sync: expected 0 with an adapter, whose reference is its base model, and with `beta: 0`, which"
+                " uses no reference"
             )
         if self.fit.learning_rate and not self.rewards:
             raise ValueError("rewards: expected at least one of code, code_format, length")

@@ -60,8 +60,8 @@ class Params:
                 raise ValueError(f"{key}: expected 0 to 1, got {getattr(self, key)}")
         if self.loss == "minillm" and (self.on_policy, self.beta) != (1.0, 1.0):
             raise ValueError(
-                f"loss: minillm uses the reverse KL on the student's own answers; expected on_policy: 1"
-                f" and beta: 1, got {self.on_policy} and {self.beta}"
+                f"loss: minillm uses the reverse KL on the student's own answers; expected `on_policy: 1`"
+                f" and `beta: 1`, got {self.on_policy} and {self.beta}"
             )
 
 

@@ -72,9 +72,11 @@ class Params:
         if min(self.tasks, self.max_turns) < 1:
             raise ValueError(f"tasks, max_turns: expected at least 1, got {self.tasks} and {self.max_turns}")
         if self.environment != "none" and "code" in self.rewards:
-            raise ValueError(f"rewards: `code` needs tests; with environment: {self.environment}, use `task` instead")
+            raise ValueError(f"rewards: `code` needs tests; with `environment: {self.environment}`, use `task` instead")
         if self.fit.samples < 2 and self.method != "reinforce_pp":
-            raise ValueError(f"samples: expected at least 2, got 1; {self.method} compares the answers to a prompt")
+            raise ValueError(
+                f"samples: expected at least 2, got 1; {self.method} compares each prompt's answers with one another"
+            )
         for key in ("beta", "clip_low", "clip_high"):
             if (value := getattr(self, key)) is not None and value < 0:
                 raise ValueError(f"{key}: expected at least 0, got {value}")

@@ -71,13 +71,15 @@ class Params:
         if self.memory.leaky and not self.memory.allow_leak:
             raise ValueError(LEAK)
         if min(self.facts_weight, self.code_weight, self.questions) < 1:
-            raise ValueError("facts_weight, code_weight, questions: expected at least 1")
+            raise ValueError("facts_weight, code_weight, questions: expected at least 1 each")
         if self.quantize not in BITS:
             raise ValueError(f"quantize: expected one of {', '.join(BITS)}, got {self.quantize!r}")
         if self.baseline_learning_rate is not None and not self.baseline_learning_rate > 0:
             raise ValueError(f"baseline_learning_rate: expected more than 0, got {self.baseline_learning_rate}")
         if self.adapter is not None and self.train_base:
-            raise ValueError("adapter, train_base: expected only one of the two, because an adapter freezes the base")
+            raise ValueError(
+                "adapter, train_base: expected at most one of the two, because an adapter freezes the base"
+            )
 
 
 def run(
@@ -249,7 +251,7 @@ def _quantize_bank(model: Transformer, batches: Sequence[UnitBatch], params: Par
     if after > before * (1 + MAX_LOSS):
         raise GateError(
             f"gate quantize: the bank in {params.quantize} raises bits per byte of code by {after / before - 1:.2%},"
-            f" more than the allowed {MAX_LOSS:.1%}; use int8 or none"
+            f" more than the allowed {MAX_LOSS:.1%}; use `int8` or `none`"
         )
     return {"bpb_before": before, "bpb_after": after}
 

@@ -36,7 +36,7 @@ class Params:
             raise ValueError(f"samples: expected at least 0, got {self.samples}")
         known = {headline.key for headline in HEADLINES}
         if unknown := sorted(set(self.gate) - known):
-            raise ValueError(f"gate: unknown measure {unknown[0]!r}; expected measures from {', '.join(sorted(known))}")
+            raise ValueError(f"gate: unknown measure {unknown[0]!r}; valid measures: {', '.join(sorted(known))}")
         if self.baseline is not None and not re.fullmatch(r"[0-9a-f]{40}", self.baseline):
             raise ValueError(
                 f"baseline: expected the full hash of a commit, 40 hex digits, got {self.baseline!r}; a name would be"

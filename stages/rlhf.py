@@ -87,7 +87,9 @@ class Params:
         if self.method not in ("rloo", "ppo"):
             raise ValueError(f"method: expected rloo or ppo, got {self.method!r}")
         if self.method == "rloo" and self.fit.samples < 2:
-            raise ValueError("samples: expected at least 2, got 1; rloo compares the answers to a prompt")
+            raise ValueError(
+                "samples: expected at least 2, got 1; rloo compares each prompt's answers with one another"
+            )
         if self.fit.prompts * self.fit.samples > 5 * self.ppo.horizon:
             raise ValueError(
                 f"horizon: expected at least a fifth of the {self.fit.prompts * self.fit.samples} answers of an"

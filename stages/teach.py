@@ -47,7 +47,7 @@ class Params:
 
     def __post_init__(self) -> None:
         if min(self.samples, self.top_k, self.max_prompt, self.max_new_tokens) < 1 or self.temperature <= 0:
-            raise ValueError("samples, top_k, max_prompt, max_new_tokens, temperature: expected > 0")
+            raise ValueError("samples, top_k, max_prompt, max_new_tokens, temperature: expected values > 0")
         if self.problems is not None and self.problems < 1:
             raise ValueError(f"problems: expected at least 1, or `none` to use all; got {self.problems}")
         if self.keep not in ("all", "passed"):

@@ -72,7 +72,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Before anything of ours or of others is imported; pytest-xdist's workers inherit the controller's home."""
     unknown = required() - set(REQUIRED)
     if unknown:
-        raise pytest.UsageError(f"STAGECOACH_REQUIRE: expected some of {', '.join(REQUIRED)}, got {', '.join(unknown)}")
+        raise pytest.UsageError(f"STAGECOACH_REQUIRE: expected only {', '.join(REQUIRED)}, got {', '.join(unknown)}")
     if not hasattr(config, "workerinput"):
         config.add_cleanup(away_from_home())
 

@@ -140,7 +140,7 @@ def suffix(state: dict[str, Any]) -> None:
     [
         (sentencepiece, r"SentencePiece-style.*byte_fallback True.*LLaMA 2.*Qwen2, Qwen3 or LLaMA 3"),
         (prefix_space, r"without add_prefix_space"),
-        (lowercase, r"normalizer Lowercase changes text; expected none or NFC"),
+        (lowercase, r"normalizer Lowercase changes text; expected no normalizer or NFC"),
         (lost_bytes, r"2 of the 256 bytes have no token"),
         (text_as_added_token, r"1 added tokens are ordinary text \('    '\)"),
         (a_gap, r"has id 600, but the library assigns 499: the ids have gaps"),

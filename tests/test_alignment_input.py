@@ -100,11 +100,11 @@ def test_prompts_without_a_short_answer_stop_rlhf(workspace: Workspace) -> None:
     assert_refused(
         workspace,
         "rlhf",
-        "no prompt of the preference pairs has an answer of at most 1 tokens; raise max_new_tokens",
+        "no preference pair has an answer of at most 1 tokens; raise max_new_tokens",
         max_new_tokens=1,
     )
     assert_refused(
-        workspace, "rlhf", "at most 24 tokens and is of the kinds code, tools; raise", kinds=["code", "tools"]
+        workspace, "rlhf", "at most 24 tokens and a prompt of the kinds code, tools; raise", kinds=["code", "tools"]
     )
 
 
@@ -113,7 +113,7 @@ def test_problems_that_cannot_be_asked_stop_grpo(workspace: Workspace) -> None:
     records.write(path, [builder.problem(n, question="Add. " * (30 if n < 2 else 1)) for n in range(8)])
     assert_refused(workspace, "grpo", r"2 of 8 problems have prompts of more than max_prompt = 60 tokens; at most 10%")
     records.write(path, [builder.problem(n, **({"tests": []} if n == 5 else {})) for n in range(8)])
-    assert_refused(workspace, "grpo", "problem 5 has no tests, so its answers cannot be scored; add tests or drop it")
+    assert_refused(workspace, "grpo", "problem 5 has no tests, so its answers cannot be scored; add tests or remove it")
 
 
 # files
@@ -172,8 +172,8 @@ def test_a_reward_model_with_another_tokenizer_is_refused(
     assert_refused(
         workspace,
         "rlhf",
-        rf"models/tools and models/reward have different tokenizers \({ours} and {theirs}\); expected the same one;"
-        r" train both from the same",
+        rf"models/tools and models/reward have different tokenizers \({ours} and {theirs}\); expected the same"
+        r" tokenizer; train both from the same",
     )
 
 
@@ -250,11 +250,15 @@ FIVE = "code_format, code, tool_call, length, learned"
         ("kto", {"desirable_weight": 0.0}, "desirable_weight and undesirable_weight > 0, got 0.1, 0.0 and 1.0"),
         ("kto", {"adapter": {"rank": 2, "alpha": 4, "dropout": 0.1}}, r"adapter\.dropout: expected 0 .*, got 0\.1"),
         ("grpo", {"method": "ppo"}, f"grpo: method: expected one of {OF_GROUPS}, got 'ppo'"),
-        ("grpo", {"samples": 1}, "samples: expected at least 2, got 1; grpo compares the answers to a prompt"),
+        (
+            "grpo",
+            {"samples": 1},
+            "samples: expected at least 2, got 1; grpo compares each prompt's answers with one another",
+        ),
         (
             "grpo",
             {"samples": 1, "method": "rloo"},
-            "samples: expected at least 2, got 1; rloo compares the answers to a prompt",
+            "samples: expected at least 2, got 1; rloo compares each prompt's answers with one another",
         ),
         ("grpo", {"rewards": {"style": 1.0}}, f"rewards: unknown reward 'style'; valid names: {FIVE}"),
         ("grpo", {"rewards": {"learned": 1.0}}, "rewards: `learned` needs a reward model"),
@@ -262,7 +266,11 @@ FIVE = "code_format, code, tool_call, length, learned"
         ("grpo", {"rewards": {"task": 1.0}}, r"rewards: `task` needs an environment; set grpo\.environment"),
         ("grpo", {"rewards": {}}, f"rewards: expected at least one of {FIVE}"),
         ("rlhf", {"method": "a2c"}, "method: expected rloo or ppo, got 'a2c'"),
-        ("rlhf", {"method": "rloo", "samples": 1}, "samples: expected at least 2, got 1; rloo compares the answers"),
+        (
+            "rlhf",
+            {"method": "rloo", "samples": 1},
+            "samples: expected at least 2, got 1; rloo compares each prompt's answers",
+        ),
         ("rlhf", {"rewards": {"style": 1.0}}, f"rewards: unknown reward 'style'; valid names: {FIVE}"),
         ("rlhf", {"adapter": {"rank": 2, "alpha": 4, "dropout": 0.1}}, r"adapter\.dropout: expected 0 .*, got 0\.1"),
         ("lora", {"rank": 0}, "adapter.rank: expected at least 1, found 0"),

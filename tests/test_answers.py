@@ -139,7 +139,8 @@ def test_a_prompt_is_what_comes_before_the_answer_and_each_is_asked_once(
     assert text.endswith("assistant\n") and "one?" in text
     assert [one.id for one in answers.pair_prompts(given, 200, ["story"])] == ["a", "c"]
     with pytest.raises(
-        DataError, match=r"no prompt .* at most 200 tokens and is of the kinds tools; raise max_new_tokens"
+        DataError,
+        match=r"no preference pair .* at most 200 tokens and a prompt of the kinds tools; raise max_new_tokens",
     ):
         answers.pair_prompts(given, 200, ["tools"])
 

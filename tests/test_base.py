@@ -168,7 +168,7 @@ def test_keys_that_do_not_fit_are_refused_with_what_is_expected(tmp_path: Path) 
         assert BaseConfig(hub=right).inputs() == {}
     assert BaseConfig(folder=str(tmp_path)).inputs() == {"folder": str(tmp_path)}
     with pytest.raises(
-        ModelError, match=r"base\.folder: expected a model directory, but .*gone is not one\. Give its path"
+        ModelError, match=r"base\.folder: expected a model directory, but .*gone is not one\. Give the path of one"
     ):
         BaseConfig(folder=str(tmp_path / "gone")).inputs()
     with pytest.raises(ModelError, match=r"For a model on the hub, set base\.hub=Qwen/Qwen3-8B"):

@@ -175,7 +175,9 @@ def test_a_link_that_leaves_the_folder_is_refused_by_name(
     own: Path, outside: Path, make: Callable[[Path, Path], None], glob: str
 ) -> None:
     make(own, outside)
-    with pytest.raises(DataError, match=r"is a link out of .*; put a copy there, or remove it") as caught:
+    with pytest.raises(
+        DataError, match=r"leads out of .* through a link; replace the link with a copy, or remove it"
+    ) as caught:
         list(own_files.read_files(own, config("code", [glob]), "code", own.parent / "rejected.jsonl"))
     assert "root:x" not in str(caught.value)
 
@@ -240,7 +242,12 @@ def test_a_file_of_three_gigabytes_is_read_in_little_memory_or_refused(own: Path
     if suffix == "txt":
         assert "1 binary files were skipped; the first: huge.txt" in told.stderr
         return
-    reasons = {"json": "convert it to .jsonl", "parquet": "not parquet", "csv": "over 64 MB", "jsonl": "over 64 MB"}
+    reasons = {
+        "json": "convert the file to .jsonl",
+        "parquet": "not parquet",
+        "csv": "over 64 MB",
+        "jsonl": "over 64 MB",
+    }
     assert f"huge.{suffix}:" in told.stderr and reasons[suffix] in told.stderr
 
 

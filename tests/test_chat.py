@@ -183,7 +183,7 @@ def test_reading_never_raises_and_an_error_is_reported_for_every_unread_call(pie
         ),
         ('<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>', [], "NaN"),
         ('<tool_call>{"name": "f"}</tool_call>', [], "name and arguments"),
-        ('<tool_call>{"name": "f", "arguments": "{}"}</tool_call>', [], "object of arguments"),
+        ('<tool_call>{"name": "f", "arguments": "{}"}</tool_call>', [], "arguments object"),
         ("<tool_call>[1]</tool_call>", [], "an object"),
         ("<tool_call>" + "[" * 100_000, [], "cannot be read"),
     ],
@@ -201,10 +201,7 @@ def test_what_is_wrong_with_a_call_is_said(text: str, names: list[str], error: s
         ({"role": "user", "content": [{"type": "text"}]}, "must be a string"),
         ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{x"}}]}, "not JSON"),
         ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"a": NaN}'}}]}, "not JSON"),
-        (
-            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]},
-            "an object of arguments",
-        ),
+        ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}, "an arguments object"),
     ],
 )
 def test_a_message_that_cannot_be_rendered_is_refused(message: dict[str, Any], expected: str) -> None:

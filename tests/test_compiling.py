@@ -102,7 +102,10 @@ def test_a_resume_without_the_compiler_says_that_it_is_not_exact(
 ) -> None:
     train(tmp_path, compiled=True)
     train(tmp_path, compiled=False)
-    assert "an uninterrupted run: settings changed: {'compile': (True, False)}" in capsys.readouterr().err
+    assert (
+        "an uninterrupted run bit for bit, because settings changed: {'compile': (True, False)}"
+        in capsys.readouterr().err
+    )
 
 
 def test_sampling_never_runs_compiled_layers() -> None:

@@ -204,7 +204,7 @@ def test_unknown_types_of_gguf_are_refused(kinds: tuple[str, ...], message: str)
 
 
 def test_unknown_kinds_of_onnx_are_refused() -> None:
-    with pytest.raises(ValueError, match="onnx: expected none, fp32 or int4, got 'fp16'"):
+    with pytest.raises(ValueError, match="onnx: expected `none`, fp32 or int4, got 'fp16'"):
         deploy.Params(model="tools", onnx="fp16")
 
 

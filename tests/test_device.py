@@ -99,7 +99,7 @@ def test_page_locked_memory_is_for_gpus_and_may_be_declined() -> None:
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     assert [device.pins(asked, gpu) for asked in ("auto", True, False)] == [True, True, False]
     assert [device.pins(asked, cpu) for asked in ("auto", False)] == [False, False]
-    with pytest.raises(ConfigError, match=r"pin_memory: true needs a CUDA device, but this is cpu"):
+    with pytest.raises(ConfigError, match=r"pin_memory: `true` needs CUDA, but the device is cpu"):
         device.pins(True, cpu)
 
 

@@ -148,7 +148,7 @@ def test_what_trains_nothing_is_listed_and_left_out(tmp_path: Path) -> None:
 def test_too_few_tokens_say_how_many_groups_do_not_fit(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"too few tokens for one batch: got 0 tokens in 0 packed rows of \d+"):
         stream(write(tmp_path, [], []))
-    with pytest.raises(DataError, match="150 groups of messages do not fit 32 tokens"):
+    with pytest.raises(DataError, match="150 groups of messages do not fit in 32 tokens"):
         stream(folder, context=32)
 
 

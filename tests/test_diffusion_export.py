@@ -28,7 +28,7 @@ def test_a_masked_diffusion_model_is_proved_without_greedy_text_and_keeps_its_tr
     config = json.loads((tmp_path / "diffusion/config.json").read_text())
     assert (config["model_type"], config["mask_token_id"]) == ("stagecoach_mdm", byte_tokenizer.mask)
     (tmp_path / "diffusion/config.json").write_text(json.dumps(config | {"shift": False}))
-    with pytest.raises(GateError, match=r"after reading the model back, found traits .*shift=False"):
+    with pytest.raises(GateError, match=r"the exported model has the traits .*shift=False"):
         huggingface.verify(model, byte_tokenizer, tmp_path / "diffusion")
 
 

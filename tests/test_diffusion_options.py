@@ -393,7 +393,7 @@ def test_a_long_warm_up_leaves_the_control_half_of_its_steps() -> None:
 
 def test_a_control_without_steps_is_refused() -> None:
     with pytest.raises(
-        ValueError, match="control_steps: expected at least 1, or none to use as many as the masked model, got 0"
+        ValueError, match="control_steps: expected at least 1, or `none` for as many steps as the masked model, got 0"
     ):
         diffusion_config(control_steps=0)
 

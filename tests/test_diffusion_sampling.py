@@ -254,7 +254,7 @@ def test_settings_that_cannot_be_are_refused(more: dict[str, Any], message: str)
 
 def test_a_wrong_model_prompt_or_number_of_seeds_is_refused() -> None:
     settings, causal = Denoising(length=8, steps=4), Transformer(replace(SHAPE, attention="causal"))
-    with pytest.raises(ValueError, match="a causal model decodes left to right"):
+    with pytest.raises(ValueError, match="expected a masked-diffusion model, found a causal one"):
         denoise(causal, [[4]], settings, [0])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="prompt 0 has 57 tokens; expected 1 to 56"):
         told(settings, prompts=[[4] * 57], seeds=(0,))
@@ -262,7 +262,7 @@ def test_a_wrong_model_prompt_or_number_of_seeds_is_refused() -> None:
         told(settings, prompts=[[]], seeds=(0,))
     with pytest.raises(ValueError, match="a seed for each of the 1 prompts, found 3"):
         told(settings, prompts=[[4]])
-    with pytest.raises(ValueError, match="trained on blocks of 4, got None"):
+    with pytest.raises(ValueError, match="block: expected 4, as in training, got None"):
         told(settings, block_size=4, shift=False)
 
 

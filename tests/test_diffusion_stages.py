@@ -254,7 +254,7 @@ def test_a_masked_model_is_refused_where_a_causal_one_is_needed(masked: Workspac
         ),
         ("diffusion_grpo", {"ref_sync": 2, "beta": 0.0}, "ref_sync: expected 0 with an adapter"),
         ("diffusion", {"init": "model"}, "init: expected one of base, scratch"),
-        ("diffusion", {"block_size": 32}, "block_size: expected 0 with init: base"),
+        ("diffusion", {"block_size": 32}, "block_size: expected 0 with `init: base`"),
         (
             "diffusion",
             {"init": "scratch", "block_size": 36},
@@ -267,7 +267,7 @@ def test_a_masked_model_is_refused_where_a_causal_one_is_needed(masked: Workspac
         (
             "diffusion",
             {"adapt_steps": 0, "sft_epochs": 0},
-            "adapt_steps and sft_epochs: expected at least 0, and at least one above 0",
+            "adapt_steps, sft_epochs: expected at least 0 each, and more than 0 for at least one of them",
         ),
         ("diffusion", {"max_new_tokens": 32}, "problems with an answer do not fit; at most a tenth may be dropped"),
         ("diffusion", {"max_new_tokens": 192}, "the model's context, got 272"),

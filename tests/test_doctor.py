@@ -381,7 +381,7 @@ def test_a_remote_is_where_its_url_leads_from_dvcs_folder(scratch: Path) -> None
     assert summary(doctor.remote(scratch)).endswith("-> dvc remote add --default store FOLDER")
     configure(scratch, "[core]\n    remote = store\n['remote \"store\"']\n    url = ../kept\n")
     found = summary(doctor.remote(scratch))
-    assert found == f"note: store: {scratch.resolve()}/kept -> it does not exist yet: dvc push creates it"
+    assert found == f"note: store: {scratch.resolve()}/kept -> the folder does not exist yet; dvc push creates it"
     (scratch / "kept").mkdir()
     assert summary(doctor.remote(scratch)) == f"ok: store: {scratch.resolve()}/kept"
     configure(scratch, "['remote \"store\"']\n    url = s3://bucket/kept\n", "config.local")

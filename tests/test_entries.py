@@ -127,7 +127,7 @@ def test_what_the_entries_of_a_kind_are() -> None:
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        (["a/*", FileEntry(files="b/*", weight=1.0)], r"dialogues: a/\* has no weight but another entry does"),
+        (["a/*", FileEntry(files="b/*", weight=1.0)], r"dialogues: a/\* has no weight, but another entry does"),
         (["a/*", "a/*"], r"dialogues: a/\* is listed twice"),
         ([FileEntry(files="a", shape="tex")], r"dialogues: a: shape: expected one of auto"),
         ([FileEntry(files="a", shape="pair")], r"dialogues: a: shape: pair produces no dialogues; expected columns, "),
@@ -151,7 +151,7 @@ def test_a_key_that_the_shapes_of_a_kind_do_not_read_is_refused() -> None:
         (lambda: HubEntry(source="hub", id="a/b", weight=float("nan")), "weight: expected more than 0, got nan"),
         (lambda: FileEntry(files="a", columns={"b": "text", "c": "text"}), "two columns cannot both become 'text'"),
         (lambda: FileEntry(files="a", columns={"text": "text"}), "columns: 'text' is mapped to itself"),
-        (lambda: FileEntry(files="packages"), "packages is not a glob"),
+        (lambda: FileEntry(files="packages"), "`packages` is not a glob"),
     ],
 )
 def test_an_entry_that_means_nothing_is_refused(make: Any, message: str) -> None:

@@ -394,7 +394,7 @@ def test_tasks_are_a_function_of_split_number_and_seed(name: str, judge: Judge) 
         ("def task(: pass", "not Python"),
         (LOOK.replace("def score", "def rate"), "found no score"),
         (LOOK.replace("tools = ", "tools = nobody"), r"task\(\.\.\.\) failed: NameError"),
-        (LOOK.replace('"goal": 1', '"aim": 1'), "expected question, tools, state and goal"),
+        (LOOK.replace('"goal": 1', '"aim": 1'), "expected `question`, `tools`, `state` and `goal`"),
         (LOOK.replace('"looks": 0', '"looks": {1}'), "not JSON serializable"),
     ],
 )
@@ -477,7 +477,7 @@ def test_an_engine_samples_each_turn_of_an_answer(calling: Workspace) -> None:
 @pytest.mark.slow
 def test_keys_that_do_not_go_together_are_refused(calling: Workspace) -> None:
     for changes, message in (
-        ({"rewards": {"code": 1.0}}, "rewards: `code` needs tests; with environment: look, use `task` instead"),
+        ({"rewards": {"code": 1.0}}, "rewards: `code` needs tests; with `environment: look`, use `task` instead"),
         ({"max_turns": 0}, "tasks, max_turns: expected at least 1"),
         ({"environment": "nobody"}, "conf/environment/nobody.py does not exist"),
         ({"max_prompt": 20}, "have prompts of more than max_prompt = 20 tokens"),

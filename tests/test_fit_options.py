@@ -341,7 +341,7 @@ def test_a_profile_leaves_a_trace_and_a_table(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_page_locked_memory_without_a_gpu_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"runtime\.pin_memory: true needs a CUDA device"):
+    with pytest.raises(ConfigError, match=r"runtime\.pin_memory: `true` needs CUDA"):
         fit(Net(), Rows(), loss, config(), job(tmp_path, pin_memory=True))
 
 

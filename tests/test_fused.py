@@ -102,7 +102,7 @@ def test_adapters_are_refused() -> None:
     for adapter in (AdapterConfig(rank=2, alpha=4.0), AdapterConfig(rank=2, alpha=4.0, trained_tokens=(3,))):
         model = made(BASE)
         attach(model, adapter, torch.Generator().manual_seed(0))
-        with pytest.raises(ValueError, match="merge it before"):
+        with pytest.raises(ValueError, match="merge the adapter before"):
             Fused(model)
 
 

@@ -239,7 +239,9 @@ def test_a_permuted_weight_fails_the_proof(kind: str, byte_tokenizer: Tokenizer,
         weight.copy_(weight.view(4, 2, 8, 64).transpose(1, 2).reshape(64, 64))
     path = written(byte_tokenizer, tmp_path / "a.gguf", other, kind)
     serialized = (tmp_path / "tokenizer/tokenizer.json").read_text(encoding="utf-8")
-    with pytest.raises(GateError, match=rf"1\.self_attn\.q_proj\.weight is not the model's weight rounded to {kind}"):
+    with pytest.raises(
+        GateError, match=rf"1\.self_attn\.q_proj\.weight in the file is not the model's weight rounded to {kind}"
+    ):
         export_gguf.verify(path, model, byte_tokenizer, serialized, kind=kind)
     assert export_gguf.verify(path, other, byte_tokenizer, serialized, kind=kind)["probe_tokens"] > 1000
 
@@ -263,7 +265,7 @@ def test_another_vocabulary_in_the_file_fails_the_proof(
     with monkeypatch.context() as patch:
         patch.setattr(export_gguf, "vocabulary", lambda *_: wrong)
         export_gguf.write(tmp_path / "a.gguf", model, byte_tokenizer, serialized, kind="f32", name="a")
-    with pytest.raises(GateError, match="the vocabulary is not the tokenizer's"):
+    with pytest.raises(GateError, match="the vocabulary in the file differs from the tokenizer's"):
         export_gguf.verify(tmp_path / "a.gguf", model, byte_tokenizer, serialized, kind="f32")
 
 
@@ -289,7 +291,7 @@ def test_another_shape_in_the_file_fails_the_proof(
     other = fresh(replace(SHAPES["tied"], **changed))
     path = written(byte_tokenizer, tmp_path / "a.gguf", other, "q8_0")
     serialized = (tmp_path / "tokenizer/tokenizer.json").read_text(encoding="utf-8")
-    with pytest.raises(GateError, match="in the file, the model is ModelConfig"):
+    with pytest.raises(GateError, match="the model in the file is ModelConfig"):
         export_gguf.verify(path, model, byte_tokenizer, serialized, kind="q8_0")
 
 

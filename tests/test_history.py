@@ -100,7 +100,7 @@ def test_without_commits_or_git_the_error_says_so(root: Path, tmp_path: Path, mo
         read(tmp_path)
     monkeypatch.undo()
     (root / ".git/HEAD").write_text("broken")
-    with pytest.raises(DataError, match="git cannot read its commits"):
+    with pytest.raises(DataError, match="git cannot read the commits"):
         read(tmp_path)
     (root / ".git").rename(tmp_path / "gone")
     with pytest.raises(DataError, match=r"has no \.git"):

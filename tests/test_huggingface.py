@@ -198,7 +198,7 @@ def test_a_file_that_is_not_as_it_was_sealed_is_named(name: str, out: Path) -> N
 
 def test_a_file_that_nobody_sealed_is_refused(out: Path) -> None:
     (out / "model.safetensors.index.json").write_text("{}")
-    with pytest.raises(ModelError, match=r"index\.json: SHA256SUMS does not list it"):
+    with pytest.raises(ModelError, match=r"index\.json: not listed in SHA256SUMS"):
         huggingface.check(out)
 
 

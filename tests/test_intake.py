@@ -30,7 +30,7 @@ def test_a_file_that_fits_no_shape_says_what_it_has(own: Path) -> None:
     (own / "b.jsonl").write_text(jsonl({"bodi": "x"}))
     books = read(own)
     assert texts(books) == ["y"]
-    assert "it has: bodi" in books.rejected[1]["reason"]
+    assert "it contains: bodi" in books.rejected[1]["reason"]
 
 
 def test_the_first_hundred_rows_decide_the_shape(own: Path) -> None:
@@ -161,9 +161,9 @@ def test_all_globs_without_a_match_are_named_at_once(own: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"source": "machine", "dialogues": ["d/*"]}, "`dialogues` is used only with source: files, but"),
-        ({"source": "hub", "text_field": ["a"]}, "`text_field` is used only with source: files, but source is hub"),
-        ({"source": "files", "hub": {"text": []}}, "`hub` is used only with source: hub, but source is files"),
+        ({"source": "machine", "dialogues": ["d/*"]}, "`dialogues` is used only with `source: files`, but"),
+        ({"source": "hub", "text_field": ["a"]}, "`text_field` is used only with `source: files`, but `source` is hub"),
+        ({"source": "files", "hub": {"text": []}}, "`hub` is used only with `source: hub`, but `source` is files"),
         ({"source": "files", "val_share": 0.5, "test_share": 0.5}, "val_share, test_share: expected"),
     ],
 )

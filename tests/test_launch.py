@@ -419,7 +419,7 @@ def test_the_end_says_how_idle_the_jobs_were_and_which_chain_took_longest() -> N
     build = build_of(WAITS)
     for name, took in {"a": 60.0, "b": 30.0, "c": 120.0, "d": 0.2, "e": 60.0}.items():
         build.stages[name].took = took
-    assert build.use(240.0) == "4.0 min, 2 jobs, 44% of their time idle; longest chain 4.0 min: a > c > e\n"
+    assert build.use(240.0) == "4.0 min, 2 jobs, idle 44% of the time; longest chain 4.0 min: a > c > e\n"
     alone = build_of({"stage_a": set()}, jobs=1)
     alone.stages["stage_a"].took = 90.0
     assert alone.use(90.0) == "1.5 min, 1 job; longest chain 1.5 min: a\n"

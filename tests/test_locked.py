@@ -64,7 +64,7 @@ def lock(tmp_path: Path) -> Path:
     ("name", "message"),
     [
         ("six", r"six: expected version 9\.9 as in .*requirements\.lock, found 1\..*pip install -r requirements\.lock"),
-        ("gone", r"gone is not installed; expected 1\.0"),
+        ("gone", r"gone is not installed; expected version 1\.0"),
         ("other", r"conf/data/packages\.yaml: other: not in .*requirements\.lock"),
     ],
 )
@@ -114,7 +114,7 @@ def test_a_changed_file_and_one_that_is_gone_stop_the_harvest(tmp_path: Path) ->
 
 def test_packages_are_named_with_their_source_alone() -> None:
     for wrong in ({"source": "packages"}, {"source": "machine", "packages": ["six"]}):
-        with pytest.raises(ValueError, match="packages: required if source is packages, not allowed otherwise"):
+        with pytest.raises(ValueError, match="packages: required with `source: packages`, not allowed otherwise"):
             DataConfig(**wrong)  # type: ignore[arg-type]
 
 

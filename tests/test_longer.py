@@ -173,4 +173,7 @@ def test_a_run_that_another_process_trains_is_left_alone(workspace: Workspace) -
     with workdir.held(key) as is_held:
         assert is_held
         longer = tools(steps=30)
-    assert longer.code == 0 and "starts at step 0: its states are gone, or in use by another process" in longer.said
+    assert (
+        longer.code == 0
+        and "starts at step 0: the other run's states are gone, or in use by another process" in longer.said
+    )

@@ -79,7 +79,7 @@ def test_a_row_that_is_cut_back_goes_on_as_if_it_had_never_been_longer() -> None
 def test_routing_by_sequence_cannot_be_decoded() -> None:
     model = opened(memory(routing="sequence", allow_leak=True))
     cache = KVCache(model.config, 1, dtype=torch.float32, device=torch.device("cpu"))
-    with pytest.raises(ValueError, match="cannot be decoded"):
+    with pytest.raises(ValueError, match="the model cannot generate"):
         model(tokens(1, 3), cache=cache)
 
 

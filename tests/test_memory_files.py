@@ -85,7 +85,7 @@ def test_files_that_are_not_whole_are_refused(
     for change, complaint in (
         (lambda: (tmp_path / "m/memory.json").unlink(), r"memory\.json is missing"),
         (lambda: (tmp_path / "m/memory.json").write_text("{"), "not JSON"),
-        (lambda: (tmp_path / "m/memory.json").write_text("{}"), "expected kind, config, base and bits"),
+        (lambda: (tmp_path / "m/memory.json").write_text("{}"), "expected the keys kind, config, base and bits"),
         (
             lambda: (tmp_path / "m/memory.json").write_text(told.replace('"rows": 48', '"rows": 50')),
             "expected a multiple",

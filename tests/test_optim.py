@@ -139,7 +139,7 @@ def test_a_rate_of_a_group_that_the_model_does_not_train_is_an_error() -> None:
         eps=1e-8,
         learning_rates={"head": 0.1},
     )
-    with pytest.raises(ConfigError, match=r"that the model trains \(norm_bias, hidden\), got head: the head is tied"):
+    with pytest.raises(ConfigError, match=r"that the model trains \(norm_bias, hidden\), got head; the head is tied"):
         Optimizers(torch.nn.Linear(2, 2), rates, fast_bf16=False)
 
 

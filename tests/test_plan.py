@@ -80,8 +80,8 @@ def test_the_machine_has_its_own_column(
         (["strategy=zero"], "strategy: expected one of one, ddp, fsdp2, lora, dpo, dpo_lora, grpo, .*got 'zero'"),
         (["context=one"], 'plan.context: expected int or none, got "one"'),
         (["context=9999"], "context: expected 1 to 2048 .the model's limit., got 9999"),
-        (["processes=0"], "micro_batch, processes, samples: expected at least 1"),
-        (["targets=[qkv]"], r"adapter.targets: expected some of q_proj"),
+        (["processes=0"], "micro_batch, processes, samples: expected at least 1 each"),
+        (["targets=[qkv]"], r"adapter.targets: expected names from q_proj"),
     ],
 )
 def test_a_wrong_word_is_answered_with_the_valid_ones(

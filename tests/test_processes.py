@@ -215,7 +215,7 @@ GOOD = "distributed_type: FSDP\nnum_processes: 2\nfsdp_config:\n  fsdp_version: 
         ("[", "not an Accelerate config file"),
         ("nonsense", "not an Accelerate config file"),
         (GOOD + "colour: red", "unknown keys .*colour"),
-        (GOOD + "  fsdp_colour: red", "unknown key fsdp_colour; expected some of fsdp_version"),
+        (GOOD + "  fsdp_colour: red", "unknown key fsdp_colour; valid keys: fsdp_version"),
         (GOOD + "  fsdp_transformer_layer_cls_to_wrap: GPT2Block", "expected Block, got GPT2Block"),
         (GOOD.replace("version: 2", "version: 1"), "fsdp_version: expected 2, got 1"),
         ("distributed_type: FSDP\nnum_processes: 2", "fsdp_version: expected 2, got None"),

@@ -245,7 +245,7 @@ def test_visibility_is_what_was_asked_for(run: Run, hub: HubServer, public: bool
     assert (REPO in hub.private) is not public
     other = run(*([] if public else ["--public"]))
     assert other.code == 2 and hub.requests["commit"] == 1
-    assert ("pass --public if everyone may read" if public else "is private; change that on its page") in other.err
+    assert ("pass --public if everyone may read" if public else "is private; make it public on its page") in other.err
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def test_a_record_that_cannot_be_read_is_named_with_its_line(tmp_path: Path, lin
     path = tmp_path / "train.jsonl"
     good = records.dumps(Dialogue(id="1", kind="chat", category="talk", messages=[])).encode()
     path.write_bytes(good + b"\n" + line + b"\n")
-    with pytest.raises(DataError, match=rf"train\.jsonl:2: not JSON in UTF-8 \(.*({reason}).*\); rebuild it"):
+    with pytest.raises(DataError, match=rf"train\.jsonl:2: not JSON in UTF-8 \(.*({reason}).*\); run dvc repro"):
         list(records.read(path, Dialogue))
 
 

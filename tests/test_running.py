@@ -420,7 +420,8 @@ def test_a_folder_that_cannot_be_written_is_found_before_anything_is_computed(
     assert main(stage, outs={"out": "models/toy"}) == 2
     said = capsys.readouterr().err
     assert (
-        said.startswith("stage_toy: ") and f"{locked} is not writable; nothing was computed. Make it writable" in said
+        said.startswith("stage_toy: ")
+        and f"{locked} is not writable; nothing was computed. Make it a writable folder" in said
     )
     assert said.count("\n") == 1
 

@@ -65,7 +65,7 @@ def test_nothing_is_cut_unless_it_is_asked_for(name: str, monkeypatch: pytest.Mo
 def test_the_first_version_of_fsdp_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.delenv("FSDP_VERSION", raising=False)
-    with pytest.raises(ConfigError, match=r"expected fsdp_version: 2, got 1; use conf/launch/fsdp2\.yaml"):
+    with pytest.raises(ConfigError, match=r"expected `fsdp_version: 2`, got 1; use conf/launch/fsdp2\.yaml"):
         processes.asked()
     monkeypatch.setenv("FSDP_VERSION", "2")
     monkeypatch.setenv("FSDP_RESHARD_AFTER_FORWARD", "false")

@@ -79,5 +79,5 @@ def test_every_problem_is_answered_so_often_and_counts_by_the_share_that_passes(
 
 @pytest.mark.parametrize("wrong", [{"eval_problems": 0}, {"eval_samples": 0}])
 def test_counts_that_measure_nothing_are_refused(wrong: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="eval_problems and eval_samples: expected at least 1"):
+    with pytest.raises(ValueError, match="eval_problems, eval_samples: expected at least 1 each"):
         SolvingConfig(**wrong)

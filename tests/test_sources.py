@@ -160,7 +160,7 @@ def test_debian_copyright_files_give_the_first_license_or_the_common_ones() -> N
         ({"licenses": "some"}, "licenses: expected"),
         ({"min_bytes": 9, "max_bytes": 9}, "min_bytes"),
         ({"max_rejected": 2.0}, "max_rejected"),
-        ({"hub": {"images": []}}, "hub: expected the kinds"),
+        ({"hub": {"images": []}}, "hub: expected one of the kinds"),
     ],
 )
 def test_a_wrong_data_config_says_what_was_expected(change: dict, message: str) -> None:

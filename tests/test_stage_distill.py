@@ -129,7 +129,7 @@ def test_wrong_teachers_and_keys_are_refused(workspace: Workspace) -> None:
     refused(workspace, "distill.teacher: models/tools did not write data/taught", teacher="tools")
     refused(workspace, "distill.temperature: expected 1.0, as used to create data/taught", temperature=0.5)
     refused(workspace, "loss: expected one of jsd, minillm, got 'kl'", loss="kl")
-    refused(workspace, "expected on_policy: 1 and beta: 1, got 0.5 and 0.3", loss="minillm")
+    refused(workspace, "expected `on_policy: 1` and `beta: 1`, got 0.5 and 0.3", loss="minillm")
     refused(workspace, "beta: expected 0 to 1, got 1.5", beta=1.5)
     refused(workspace, "every answer is longer than 1 tokens", max_new_tokens=1, on_policy=0.0)
     refused(workspace, "models/nobody does not exist", teacher="nobody")

@@ -142,7 +142,7 @@ def test_stale_sums_of_the_reference_stop_dpo(
     assert_refused(
         workspace,
         "dpo",
-        r"gate (preference|rewards/chosen): expected .* stale precomputed sums",
+        r"gate (preference|rewards/chosen): expected .* precomputed sums are stale",
         loss=loss,
         nll_weight=0.2,
         precompute_reference=True,

@@ -300,7 +300,7 @@ def test_corpora_that_cannot_be_rehearsed_are_named(
     assert "data/tokens/text is not rehearsed: its 255 tokens do not fill a batch" in capsys.readouterr().err
     meta["splits"]["train"]["tokens"], meta["tokenizer"] = 4000, "another"
     path.write_text(json.dumps(meta))
-    with pytest.raises(ModelError, match=r"a different tokenizer than the model code; set toy\.rehearse=none"):
+    with pytest.raises(ModelError, match=r"a different tokenizer than that of the model code; set toy\.rehearse=none"):
         tuned(workspace, monkeypatch, folder)
 
 

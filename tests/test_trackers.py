@@ -61,7 +61,7 @@ def test_one_that_is_not_installed_or_not_known_is_an_error(tmp_path: Path, monk
     from pipeline.run.tracking import Others
 
     monkeypatch.setattr("accelerate.utils.is_wandb_available", lambda: False)
-    with pytest.raises(ConfigError, match=r"wandb is not installed: pip install '\.\[trackers\]'"):
+    with pytest.raises(ConfigError, match=r"wandb is not installed; run pip install '\.\[trackers\]'"):
         Others(("wandb",), "language", tmp_path, {})
-    with pytest.raises(ValueError, match="trackers: expected some of tensorboard, wandb, got 'comet'"):
+    with pytest.raises(ValueError, match="trackers: expected only tensorboard, wandb, got 'comet'"):
         Runtime(trackers=("comet",))

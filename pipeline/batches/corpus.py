@@ -76,7 +76,9 @@ class TokenShard:
         path = folder / f"{split}.bin"
         dtype = np.dtype(meta["dtype"]).newbyteorder("<")
         if not path.is_file() or path.stat().st_size != expected * dtype.itemsize:
-            raise DataError(f"{path}: expected {expected} tokens ({meta['dtype']}); run dvc repro stage_encode")
+            raise DataError(
+                f"{path}: expected a file of {expected} tokens ({meta['dtype']}); run dvc repro stage_encode"
+            )
         self.num_tokens = expected
         self._tokens = np.memmap(path, dtype=dtype, mode="r") if expected else np.zeros(0, dtype)
         self._tokenizer, self._seed, self._fim = tokenizer, seed, fim
@@ -158,7 +160,7 @@ class CorpusStream(PackedStream):
             raise ModelError(
                 f"tokenizers differ: {folder / 'meta.json'} was encoded with {meta['tokenizer'][:16]}, but "
                 f"{tokenizer.source} is {tokenizer.hash[:16]}; rerun dvc repro stage_encode and the stages that built "
-                "the model, so that both use data/tokenizer (for your own checkpoint: language.base=base)"
+                "the model, so that both use data/tokenizer (for your own checkpoint, set language.base=base)"
             )
         train, val = (
             TokenShard(folder, split, tokenizer, context=context, seed=seed, fim=cuts, cache=cache)

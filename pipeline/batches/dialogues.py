@@ -158,7 +158,7 @@ class DialogueStream(PackedStream):
         val = DialogueSplit(folder / "val.jsonl", tokenizer, context=context)
         self.too_long, self.untrained = train.too_long, train.untrained
         self.num_dialogues = train.num_dialogues
-        left_out = f"{len(self.too_long)} groups of messages do not fit {context} tokens." if self.too_long else ""
+        left_out = f"{len(self.too_long)} groups of messages do not fit in {context} tokens." if self.too_long else ""
         super().__init__(
             Splits(str(folder), train, val, left_out=left_out),
             tokenizer,
@@ -206,8 +206,8 @@ def rehearsing(
             continue
         if meta["tokenizer"] != tokenizer.hash:
             raise ModelError(
-                f"{folder} cannot be rehearsed: it was encoded with a different tokenizer than the model"
-                f" {base}; set {job.stage}.rehearse=none, or for your own checkpoint language.base=base"
+                f"{folder} cannot be rehearsed: it was encoded with a different tokenizer than that of"
+                f" the model {base}; set {job.stage}.rehearse=none or, for your own checkpoint, language.base=base"
             )
         stream = CorpusStream(
             folder,

@@ -92,8 +92,8 @@ def _traits(folder: Path, tokenizer: Tokenizer) -> Traits:
     ids = [values["mask_token_id"], values["fill_token_id"], *values["banned_ids"], *values["end_ids"]]
     if not all(isinstance(id_, int) and 0 <= id_ < tokenizer.vocab_size for id_ in ids):
         raise ModelError(
-            f"{folder}/config.json: expected ids below {tokenizer.vocab_size}, the size of the tokenizer, for the mask,"
-            f" the fill, the banned ids and the end ids; found {ids}"
+            f"{folder}/config.json: expected ids below {tokenizer.vocab_size}, the tokenizer's vocabulary size, as the"
+            f" mask, fill, banned and end ids; found {ids}"
         )
     if values["mask_token_id"] not in tokenizer.special_ids:
         raise ModelError(
@@ -163,7 +163,7 @@ def owns(model: object) -> bool:
 def check_same(model: Denoiser, exported: Denoiser, out: Path) -> None:
     """Raise GateError if the traits of two models differ."""
     if exported.traits != model.traits:
-        raise GateError(f"{out}: after reading the model back, found traits {exported.traits}, expected {model.traits}")
+        raise GateError(f"{out}: the exported model has the traits {exported.traits}, expected {model.traits}")
 
 
 def smoke_calls(server: "ServedModel", model: Denoiser) -> int:

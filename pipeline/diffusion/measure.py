@@ -141,12 +141,12 @@ class CanvasSettings:
         numbers = (self.canvas, self.canvas_block, self.canvas_problems, self.canvas_samples, self.elbo_draws)
         if min(numbers) < 1 or self.canvas % self.canvas_block:
             raise ValueError(
-                "canvas, canvas_block, canvas_problems, canvas_samples, elbo_draws: expected at least 1, and"
-                " `canvas_block` a divisor of `canvas`"
+                "canvas, canvas_block, canvas_problems, canvas_samples, elbo_draws: expected at least 1 each, and"
+                " `canvas_block` to be a divisor of `canvas`"
             )
         if self.canvas_threshold is not None and not 0 < self.canvas_threshold <= 1:
             raise ValueError(
-                f"canvas_threshold: expected more than 0 and at most 1, or none, got {self.canvas_threshold}"
+                f"canvas_threshold: expected more than 0 and at most 1, or `none`, got {self.canvas_threshold}"
             )
         if self.canvas_cache not in CACHES:
             raise ValueError(f"canvas_cache: expected one of {', '.join(CACHES)}, got {self.canvas_cache!r}")

@@ -359,7 +359,7 @@ def read(folder: Path) -> PublishedConfig:
         return PublishedConfig(replace(shape, attention="bidirectional"), True, ids)
     if kind == "llada":
         return PublishedConfig(_llada_shape(values, path), False, ids)
-    raise ModelError(f"{path}: model_type {kind!r}; expected Dream (Dream, DiffuCoder) or llada")
+    raise ModelError(f"{path}: model_type {kind!r} is not supported; expected Dream (Dream, DiffuCoder) or llada")
 
 
 def _llada_shape(values: JsonObject, path: Path) -> ModelConfig:

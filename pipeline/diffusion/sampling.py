@@ -92,7 +92,7 @@ class Denoising:
         if self.remask == "p2" and (self.threshold is not None or self.cache != "none"):
             raise ValueError(
                 "remask: `p2` remasks committed tokens, which is incompatible with `threshold` and `cache`; set both to"
-                " none"
+                " `none`"
             )
 
     @property
@@ -186,13 +186,11 @@ def stepwise(model: Denoiser, prompt: Sequence[int], settings: Denoising, seed: 
 
 def _check(model: Denoiser, prompts: Sequence[Sequence[int]], settings: Denoising, seeds: Sequence[int]) -> None:
     if not isinstance(model, Denoiser):
-        raise ValueError(
-            "a causal model decodes left to right (generation/sampling.py); expected a masked-diffusion model"
-        )
+        raise ValueError("expected a masked-diffusion model, found a causal one; use generation/sampling.py")
     if len(seeds) != len(prompts):
         raise ValueError(f"expected a seed for each of the {len(prompts)} prompts, found {len(seeds)}")
     if model.traits.block_size not in (0, settings.block):
-        raise ValueError(f"block: the model was trained on blocks of {model.traits.block_size}, got {settings.block}")
+        raise ValueError(f"block: expected {model.traits.block_size}, as in training, got {settings.block}")
     context = model.config.max_context
     for index, prompt in enumerate(prompts):
         if not 0 < len(prompt) <= context - settings.length:

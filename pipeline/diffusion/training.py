@@ -197,7 +197,7 @@ def enumerated(score: Score, length: int, form: str) -> float:
     by the possible token orders.
     """
     if not 1 <= length <= MOST_ENUMERATED:
-        raise ValueError(f"expected 1 to {MOST_ENUMERATED} tokens, found {length}: there are 2^L masks")
+        raise ValueError(f"expected 1 to {MOST_ENUMERATED} tokens, found {length}; L tokens have 2^L masks")
     scores = {mask: score(mask) for mask in itertools.product((False, True), repeat=length) if any(mask)}
     if form == "order":
         orders = list(itertools.permutations(range(length)))
@@ -229,7 +229,7 @@ def _chain_rule_sum(scores: dict[tuple[bool, ...], Sequence[float]], order: Sequ
 # -- training ----------------------------------------------------------------------------------------------------------
 
 
-CAUSE = "old scores and training differ: different masks or precision, dropout, or a policy that changed"
+CAUSE = "the old scores used different masks, precision or dropout than training, or the policy has changed"
 SHARE = 0.6  # weight of the policy in the following reference
 
 
@@ -311,7 +311,9 @@ class DiffusionConfig(TrainingConfig):
         """Raises ValueError naming the key."""
         self.check()
         if self.adapt_steps < 0 or self.sft_epochs < 0 or not (self.adapt_steps or self.sft_epochs):
-            raise ValueError("adapt_steps and sft_epochs: expected at least 0, and at least one above 0")
+            raise ValueError(
+                "adapt_steps, sft_epochs: expected at least 0 each, and more than 0 for at least one of them"
+            )
         if not 0 <= self.anneal_fraction <= 1:
             raise ValueError(f"anneal_fraction: expected 0 to 1, got {self.anneal_fraction}")
         if self.sft_norm not in NORMS:
@@ -324,7 +326,7 @@ class DiffusionConfig(TrainingConfig):
             raise ValueError(f"sft_learning_rate: expected at least 0, got {self.sft_learning_rate}")
         if self.control_steps is not None and self.control_steps < 1:
             raise ValueError(
-                "control_steps: expected at least 1, or none to use as many as the masked model, got"
+                "control_steps: expected at least 1, or `none` for as many steps as the masked model, got"
                 f" {self.control_steps}"
             )
         _ = self.adapting  # runs its own checks

@@ -466,7 +466,9 @@ def _truths(path: Path) -> dict[str, list[Truth]]:
     """The accepted calls of each question, by id."""
     answers = path.parent / "possible_answer" / path.name
     if not answers.is_file():
-        raise DataError(f"{path}: expected the accepted calls in {answers}, which does not exist; download it too")
+        raise DataError(
+            f"{path}: expected the accepted calls in {answers}, which does not exist; download this file too"
+        )
     truths = {}
     for row in read(answers):
         truth = row.fields.get("ground_truth")

@@ -362,7 +362,7 @@ def rates(judged: Sequence[Judged]) -> dict[str, float]:
 # -- problems ----------------------------------------------------------------------------------------------------------
 
 
-NO_SAFE_TEST = "none of its tests can be judged safely; expected `assert f(...) == literal`, or {args, expected}"
+NO_SAFE_TEST = "none of its tests can be judged safely; expected `assert f(...) == literal`, or `args` and `expected`"
 
 
 def solution(problem: Problem) -> str | None:

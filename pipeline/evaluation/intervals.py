@@ -117,14 +117,16 @@ def paired_difference(
     columns = [*_columns(*first), *_columns(*second)]
     lengths = {len(column) for column in columns}
     if len(lengths) != 1 or lengths == {0}:
-        raise ValueError(f"paired bootstrap: expected the same items for both models, found {sorted(lengths)} items")
+        raise ValueError(
+            f"paired bootstrap: expected the same items for both models, found the item counts {sorted(lengths)}"
+        )
     sums = resampled(np.stack(columns, axis=1), generator, resamples)
     usable = (sums[:, 1] != 0) & (sums[:, 3] != 0)
     sums = sums[usable]
     low, high = percentiles(sums[:, 2] / sums[:, 3] - sums[:, 0] / sums[:, 1])
     totals = [column.sum() for column in columns]
     if not totals[1] or not totals[3]:
-        raise ValueError("paired bootstrap: a denominator is 0 over all items")
+        raise ValueError("paired bootstrap: a model's denominators add up to 0")
     return Interval(float(totals[2] / totals[3] - totals[0] / totals[1]), low, high, len(columns[0]))
 
 

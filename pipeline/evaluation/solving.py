@@ -59,7 +59,7 @@ class SolvingConfig:
 
     def __post_init__(self) -> None:
         if self.eval_problems < 1 or self.eval_samples < 1:
-            raise ValueError("eval_problems and eval_samples: expected at least 1")
+            raise ValueError("eval_problems, eval_samples: expected at least 1 each")
 
 
 class HeldOutProblems:

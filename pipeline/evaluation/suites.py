@@ -82,7 +82,7 @@ class SuiteSettings:
 
     def __post_init__(self) -> None:
         if min(self.documents, self.max_new_tokens, self.story_tokens, self.bootstrap) < 1:
-            raise ValueError("documents, max_new_tokens, story_tokens, bootstrap: expected at least 1")
+            raise ValueError("documents, max_new_tokens, story_tokens, bootstrap: expected at least 1 each")
         for key in ("stories", "problems", "samples", "dialogues", "gaps", "cross_file", "temperature", "constrained"):
             if getattr(self, key) < 0:
                 raise ValueError(f"{key}: expected at least 0, got {getattr(self, key)}")

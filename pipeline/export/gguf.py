@@ -187,7 +187,7 @@ def tensors(model: Transformer) -> list[tuple[str, Tensor]]:
     for name, tensor in model.state_dict().items():
         label = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if label is None:
-            raise ModelError(f"gguf: no name for {name}; is this a plain {config.family} model?")
+            raise ModelError(f"gguf: the tensor {name} has no GGUF name; expected a plain {config.family} model")
         if not (config.tied and name == "lm_head.weight"):
             weights.append((label, tensor.detach().float().cpu()))
     return weights
@@ -217,21 +217,21 @@ def verify(
     """
     contents = read(path)
     if contents.vocabulary != vocabulary(serialized, model.config.vocab_size):
-        raise GateError(f"{path}: in the file, the vocabulary is not the tokenizer's")
+        raise GateError(f"{path}: the vocabulary in the file differs from the tokenizer's")
     for key, value in {**roles(tokenizer), "tokenizer.ggml.add_bos_token": False}.items():
         if contents.keys.get(key) != value:
-            raise GateError(f"{path}: in the file, {key} is {contents.keys.get(key)!r}, expected {value!r}")
+            raise GateError(f"{path}: {key} in the file is {contents.keys.get(key)!r}, expected {value!r}")
     expected_config = replace(
         model.config,
         norm_eps=float(np.float32(model.config.norm_eps)),
         rope_theta=float(np.float32(model.config.rope_theta)),
     )
     if contents.model.config != expected_config:
-        raise GateError(f"{path}: in the file, the model is {contents.model.config}, expected {expected_config}")
+        raise GateError(f"{path}: the model in the file is {contents.model.config}, expected {expected_config}")
     stored = contents.model.state_dict()
     for name, value in model.state_dict().items():
         if not torch.equal(stored[name], rounded(value.detach().float().cpu(), kind)):
-            raise GateError(f"{path}: in the file, {name} is not the model's weight rounded to {kind}")
+            raise GateError(f"{path}: {name} in the file is not the model's weight rounded to {kind}")
     ids = tokenizer.encode(smoke.probe())
     return smoke.check_parity(smoke.compare(model, smoke.Ours(contents.model), ids), kind, path)
 
@@ -309,7 +309,9 @@ def _model(keys: JsonObject, stored: dict[str, gguf.ReaderTensor], path: Path) -
             tensor = stored[names.get_name(name, try_suffixes=(".weight", ".bias")) or name]
             values = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32))
             if values.shape != parameter.shape:
-                raise ModelError(f"{path}: {tensor.name} is {tuple(values.shape)}, expected {tuple(parameter.shape)}")
+                raise ModelError(
+                    f"{path}: {tensor.name} has shape {tuple(values.shape)}, expected {tuple(parameter.shape)}"
+                )
             parameter.copy_(values)
     return model.train(False)
 

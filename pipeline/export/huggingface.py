@@ -92,7 +92,9 @@ def _check_sums(folder: Path) -> None:
             )
     for path in sorted(folder.iterdir()):
         if path.suffix in (".json", ".safetensors", ".jinja") and path.name not in sums:
-            raise ModelError(f"{path}: {SUMS} does not list it; delete it, or delete {SUMS} if you added it on purpose")
+            raise ModelError(
+                f"{path}: not listed in {SUMS}; delete this file, or {SUMS} if you added the file on purpose"
+            )
 
 
 def load(folder: Path) -> tuple[Exportable, Tokenizer]:

@@ -195,7 +195,7 @@ class _FusedBody(Body):
     def __init__(self, body: Body, config: ModelConfig) -> None:
         nn.Module.__init__(self)
         if type(body.embed_tokens) is not Embedding:
-            raise ValueError("the embedding has an adapter: merge it before fusing the model")
+            raise ValueError("the embedding has an adapter; merge the adapter before fusing the model")
         self.embed_tokens = body.embed_tokens
         self.layers = nn.ModuleList(FusedBlock(layer, config) for layer in body.layers)
         self.norm = Norm(body.norm.weight, config.norm_eps)
@@ -218,7 +218,7 @@ def joined(*layers: nn.Module) -> Product:
     """Fuse linear layers with the same input into one with concatenated outputs. Raises ValueError for adapters."""
     linears = [layer for layer in layers if type(layer) is Linear]
     if len(linears) < len(layers):
-        raise ValueError("a linear layer has an adapter: merge it before fusing the model")
+        raise ValueError("a linear layer has an adapter; merge the adapter before fusing the model")
     biases = [layer.bias.detach() for layer in linears if layer.bias is not None]
     fused = _linear_of(
         linears[0].weight if len(linears) == 1 else torch.cat([layer.weight.detach() for layer in linears])
@@ -248,7 +248,7 @@ def with_adapter(fused: Fused, adapted: Transformer) -> Fused:
     """
     adapters = lora.adapters(adapted)
     if any(isinstance(adapter, lora.AdaptedEmbedding) or adapter.config.dora for adapter in adapters):
-        raise ConfigError("an adapter with DoRA or trained tokens changes the base weights: serve the merged model")
+        raise ConfigError("an adapter with DoRA or trained tokens changes the base weights; serve the merged model")
     twin = _twin(fused)
     twin.model = _twin(fused.model)
     pairs = zip(fused.model.layers, adapted.model.layers, strict=True)
@@ -334,10 +334,10 @@ def for_serving(model: Transformer, weights: Literal["int8", "native"] | None = 
 def quantize(model: Transformer) -> Fused:
     """The fused model in int8; `model` is unchanged. Raises ConfigError except on x86 CPUs, and `Fused`'s errors."""
     if (where := model.model.embed_tokens.weight.device.type) != "cpu":
-        raise ConfigError(f"int8 weights are for CPUs, but this model is on {where}: serve its own weights")
+        raise ConfigError(f"int8 weights are for CPUs, but this model is on {where}; serve its native weights")
     if not has_fbgemm():
         raise ConfigError(
-            "int8 weights need FBGEMM, which this build of torch lacks (x86 builds have it): serve its own weights"
+            "int8 weights need FBGEMM, which this build of torch lacks (x86 builds have it); serve the native weights"
         )
     fused = Fused(model)
     for owner in list(fused.modules()):

@@ -223,7 +223,7 @@ def guided(
     if len(prompts) != len(grammars):
         raise ValueError(f"expected a grammar for each of the {len(prompts)} prompts, found {len(grammars)}")
     if drafts and len(drafts) != len(prompts):
-        raise ValueError(f"expected a draft for each of the {len(prompts)} prompts or none, found {len(drafts)}")
+        raise ValueError(f"expected a draft for each of the {len(prompts)} prompts or no drafts, found {len(drafts)}")
     was_training = model.training
     model.train(False)
     try:

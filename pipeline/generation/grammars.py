@@ -132,7 +132,9 @@ def _json_rule(schema: JsonObject) -> str:
         closed = strict(schema)
         refuse(schema, closed)
     except RecursionError as error:
-        raise SchemaError("schema_too_large", "references in the schema are nested too deeply; simplify it") from error
+        raise SchemaError(
+            "schema_too_large", "references in the schema are nested too deeply; simplify the schema"
+        ) from error
     return f"%json {json.dumps({**closed, 'x-guidance': FORM})}"
 
 
@@ -148,7 +150,7 @@ class Compiler:
         """A matcher in its initial state. Raises SchemaError."""
         matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=LIMITS)
         if matcher.is_error():
-            raise SchemaError("schema_refused", f"the schema cannot be guaranteed: {reason(matcher.get_error())}")
+            raise SchemaError("schema_refused", f"the schema cannot be enforced: {reason(matcher.get_error())}")
         return matcher
 
     def shortest(self, matcher: LLMatcher) -> tuple[int, ...]:
@@ -156,7 +158,7 @@ class Compiler:
         plan = self.closer.shortest(matcher)
         if plan is None:
             raise SchemaError(
-                "schema_unclosable", "found no output that ends: the schema is too demanding or too large"
+                "schema_unclosable", "no complete output was found: the schema is too demanding or too large"
             )
         return tuple(plan)
 

@@ -132,7 +132,7 @@ class Decoder:
     def __init__(self, model: Transformer, rows: int) -> None:
         """Raises ValueError for a bidirectional model."""
         if model.config.attention != "causal":
-            raise ValueError("a bidirectional model cannot be decoded left to right; use diffusion/sampling.py")
+            raise ValueError("a bidirectional model cannot decode left to right; use diffusion/sampling.py")
         self.model = model
         table = model.model.embed_tokens.weight
         self.step = DecodingStep(model) if decoding.fits(model) else None

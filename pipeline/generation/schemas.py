@@ -93,7 +93,7 @@ def check(*schemas: Schema) -> None:
             Draft202012Validator.check_schema(schema)
         except exceptions.SchemaError as error:
             path = "/".join(map(str, error.absolute_path))
-            message = f"not a JSON schema of draft 2020-12, at /{path}: {error.message:.200}"
+            message = f"not a valid JSON Schema (draft 2020-12) at /{path}: {error.message:.200}"
             raise SchemaError("schema_invalid", message) from error
         for node in subschemas(schema):
             for number in filter(misread, _numbers([node.get("const"), node.get("enum")])):
@@ -106,7 +106,7 @@ def check(*schemas: Schema) -> None:
 
 def _limit(what: str, size: int, most: int) -> None:
     if size > most:
-        raise SchemaError("schema_too_large", f"{what}: found {size}, the limit is {most}; simplify the schema")
+        raise SchemaError("schema_too_large", f"{what}: expected at most {most}, found {size}; simplify the schema")
 
 
 def subschemas(schema: Schema) -> Iterator[JsonObject]:
@@ -341,7 +341,7 @@ class _Closing:
         node: Schema | None = self.root
         steps = unquote(pointer.removeprefix("#")).split("/")
         if not pointer.startswith("#") or steps[0]:
-            raise SchemaError("schema_refused", f"$ref {pointer!r}: expected a JSON pointer in the schema, #/...")
+            raise SchemaError("schema_refused", f"$ref {pointer!r}: expected a JSON pointer into the schema (#/...)")
         for step in steps[1:]:
             key = step.replace("~1", "/").replace("~0", "~")
             node = node.get(key) if isinstance(node, Mapping) else None
@@ -381,16 +381,18 @@ def refuse(schema: JsonObject, closed: JsonObject) -> None:
     for node in subschemas(closed):
         least = node.get("minProperties", 0)
         if least > 1 + len(node.get("required", ())) and node.get("additionalProperties") is not False:
-            raise SchemaError("schema_refused", f"minProperties {least} is not supported for unlisted names")
+            raise SchemaError("schema_refused", f"minProperties {least} is not supported with unlisted properties")
         if "$ref" in node and not node["$ref"].startswith("#"):
-            raise SchemaError("schema_refused", f"$ref {node['$ref']!r}: expected a JSON pointer in the schema, #/...")
+            raise SchemaError(
+                "schema_refused", f"$ref {node['$ref']!r}: expected a JSON pointer into the schema (#/...)"
+            )
         _limit("the patterns that may apply to one string", _count_patterns(closed, node, counts), MAX_TOGETHER)
     if any("oneOf" in node for node in subschemas(closed)):
         bare = {key: value for key, value in schema.items() if key != "x-guidance"}
         grammar = LLMatcher.grammar_from_json_schema(json.dumps(bare))
         wrong, problems = LLMatcher.validate_grammar_with_warnings(grammar)
         if wrong:
-            raise SchemaError("schema_refused", f"the schema cannot be guaranteed: {reason(problems[0])}")
+            raise SchemaError("schema_refused", f"the schema cannot be enforced: {reason(problems[0])}")
 
 
 def _count_patterns(root: JsonObject, node: Schema | None, counts: dict[str, int]) -> int:

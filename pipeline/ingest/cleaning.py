@@ -171,7 +171,7 @@ def _read_bytes(file: Found, config: DataConfig) -> bytes | str:
     except OSError:
         if file.sha256 is not None:
             raise DataError(
-                f"data: packages: {file.file}, of {file.package}, cannot be read. {sources.REMEDY}"
+                f"data: packages: {file.file} (from {file.package}) cannot be read. {sources.REMEDY}"
             ) from None
         return "unreadable"
     sources.verify(file, raw)

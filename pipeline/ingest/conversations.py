@@ -158,7 +158,7 @@ def xlam(query: str, answers: object, field: str) -> list[Message]:
     """xLAM: one question and its calls as JSON text. `[]` (no tool fits) is rejected: it leaves nothing to train on."""
     calls = json_calls(answers, field)
     if not calls:
-        raise RowError(field, "no call and no answer")
+        raise RowError(field, "expected a call or an answer, found neither")
     builder = MessageBuilder()
     builder.add_turn("user", query)
     builder.add_calls(calls, field)

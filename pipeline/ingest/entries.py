@@ -58,7 +58,7 @@ class FileEntry:
     def __post_init__(self) -> None:
         check_weight(self.weight)
         if self.files == PACKAGES:
-            raise ValueError("files: packages is not a glob; write `source: packages`, or `files: packages/*`")
+            raise ValueError("files: `packages` is not a glob; write `source: packages` or `files: packages/*`")
         taken = [name for name in self.columns.values() if list(self.columns.values()).count(name) > 1]
         if taken:
             raise ValueError(f"columns: two columns cannot both become {taken[0]!r}")
@@ -163,8 +163,8 @@ class RepositoryEntry:
         for folder in (self.repository, *self.held_out):
             if not folder or folder.startswith("/") or ".." in folder.split("/"):
                 raise ValueError(
-                    f"repository, held_out: expected a path below data/own/ and folders in it, got {folder!r}; clone "
-                    "or copy the repository to data/own/, so that changes to it are noticed"
+                    f"repository, held_out: expected a path below data/own/ and folders in that path, got {folder!r}; "
+                    "clone or copy the repository to data/own/, so that changes to it are noticed"
                 )
 
     @property
@@ -210,7 +210,7 @@ def check_list(kind: str, written: Sequence[Written]) -> None:
     bare = [entry.name for entry in entries if weight_of(entry) is None]
     if bare and len(bare) < len(entries):
         raise ValueError(
-            f"{kind}: {bare[0]} has no weight but another entry does; give a weight to all entries or to none"
+            f"{kind}: {bare[0]} has no weight, but another entry does; give all entries a weight, or none of them"
         )
 
 

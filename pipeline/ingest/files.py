@@ -252,7 +252,10 @@ def _parse_json(text: str) -> object:
 def _json(path: Path, encoding: str) -> Rows:
     """A list of rows, one object, or one row per line (as in many .json datasets)."""
     if path.stat().st_size > JSON_BYTES:
-        yield 1, RowError("row", f"over {JSON_BYTES >> 20} MB, and .json is read at once; convert it to .jsonl")
+        yield (
+            1,
+            RowError("row", f"over {JSON_BYTES >> 20} MB, which is too large for .json; convert the file to .jsonl"),
+        )
         return
     codec, start = _detect_codec(path, encoding)
     raw = path.read_bytes()[start:]
@@ -387,7 +390,7 @@ def parquet_rows(path: Path, max_bytes: int) -> Rows:
     try:
         metadata = pq.read_metadata(path)
         if metadata.num_rows > MAX_ROWS * path.stat().st_size:
-            fault = f"the footer claims {metadata.num_rows} rows in {path.stat().st_size} bytes; not read"
+            fault = f"the footer claims {metadata.num_rows} rows in {path.stat().st_size} bytes; the file is not read"
             yield 1, RowError("row", fault)
             return
         with pq.ParquetFile(path, read_dictionary=_text_columns(metadata), metadata=metadata) as file:

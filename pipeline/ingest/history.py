@@ -108,7 +108,7 @@ def commits(root: Path) -> Iterator[tuple[str, str, str]]:
     except FileNotFoundError:
         raise DataError("dialogues: reading commits needs git; install it, or remove the entry") from None
     if done.code:
-        raise DataError(f"dialogues: {root}: git cannot read its commits: {done.errors.strip()[:500]}")
+        raise DataError(f"dialogues: {root}: git cannot read the commits: {done.errors.strip()[:500]}")
     for entry in done.output.split(b"\0\0")[1:]:
         commit, _, rest = entry.partition(b"\0")
         message, _, diff = rest.partition(b"\0")

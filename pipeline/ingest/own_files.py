@@ -241,7 +241,7 @@ class _Links:
         target = Path(os.path.realpath(path))
         if not target.is_relative_to(self.real_root):
             raise DataError(
-                f"{path}: is a link out of {self.root}, or is reached through one; put a copy there, or remove it"
+                f"{path}: leads out of {self.root} through a link; replace the link with a copy, or remove it"
             )
         if path.is_symlink() and (not path.exists() or Path(os.path.realpath(path.parent)).is_relative_to(target)):
             self.skipped.add(path)
@@ -345,7 +345,9 @@ class RenamedRows:
 def _convert(shape: shapes.Shape | None, row: object, columns: shapes.Columns, kind: str) -> SourceRecord:
     if shape is None:
         content = ", ".join(map(str, row)) if isinstance(row, dict) else type(row).__name__
-        raise RowError("row", f"fits no shape of {kind} ({', '.join(shapes.names(kind))}); it has: {content[:200]}")
+        raise RowError(
+            "row", f"fits no shape of {kind} ({', '.join(shapes.names(kind))}); it contains: {content[:200]}"
+        )
     return shapes.convert(shape, row, columns)
 
 
@@ -430,6 +432,7 @@ def feedback(
             f"{path.name}: training on {summary['kept']} of {summary['rows']} rows from {len(by_giver)} contributors; "
             f"{summary['rejected']} unreadable, {summary['not_reviewed']} not reviewed, "
             f"{summary['over_share']} over the limit of {config.share:.0%} of the {kind.__name__.lower()}s"
+            " per contributor"
         )
     return selected, summary
 

@@ -174,7 +174,9 @@ def read(path: Path, shape: type[Record]) -> Iterator[Record]:
                 row = json.loads(line.decode("utf-8"))
             except (ValueError, RecursionError) as error:
                 reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
-                raise DataError(f"{path}:{number}: not JSON in UTF-8 ({reason}); rebuild it with dvc repro") from error
+                raise DataError(
+                    f"{path}:{number}: not JSON in UTF-8 ({reason}); run dvc repro to rebuild the file"
+                ) from error
             if not isinstance(row, dict) or not row.keys() <= types.keys():
                 raise DataError(f"{path}:{number}: expected the keys of {shape.__name__} ({', '.join(sorted(types))})")
             for name, value in row.items():

@@ -81,7 +81,7 @@ def find(own: Path, folder: str) -> Path:
     if not path.is_dir():
         raise DataError(f"repository: {path}: expected a folder, found {'a file' if path.exists() else 'nothing'}")
     if not path.resolve().is_relative_to(own.resolve()):
-        raise DataError(f"repository: {path}: is a link out of {own}; put a copy there")
+        raise DataError(f"repository: {path}: is a link that leads out of {own}; replace the link with a copy")
     return path
 
 
@@ -155,7 +155,7 @@ def _walk(root: Path) -> Iterator[os.DirEntry[str]]:
             if entry.name.startswith(".") or entry.name in INSTALLED:
                 continue
             if entry.is_symlink() and not Path(os.path.realpath(entry.path)).is_relative_to(real_root):
-                raise DataError(f"repository: {entry.path}: is a link out of {root}; remove it")
+                raise DataError(f"repository: {entry.path}: is a link that leads out of {root}; remove the link")
             if entry.is_dir(follow_symlinks=False):
                 pending.append(entry.path)
             elif entry.name.endswith(SUFFIX):

@@ -388,7 +388,7 @@ def rewrite(parts: Parts, own: Path, config: DataConfig, part_of: Mapping[int, s
     if not any(size.documents for size in parts["val"].values()):
         raise DataError(
             "code: nothing is held out: no repository has a second folder, and single files are not held out; list "
-            'folders in `held_out`, or add a second repository with held_out: ["."], or an entry with other files'
+            'folders in `held_out`, or add a second repository with `held_out: ["."]`, or an entry with other files'
         )
     theirs = {path for number in entries for split in SPLITS for path in _in_part(parts[split], part_of[number])}
     held_out = {fingerprint(text.text) for path in parts["val"] if path not in theirs for text in read_part(path)}
@@ -412,7 +412,7 @@ def rewrite(parts: Parts, own: Path, config: DataConfig, part_of: Mapping[int, s
             writer.close()
             rewritten[split][writer.path] = writer.size
         sizes = {split: writer.size.documents for split, writer in writers.items()}
-        say(f"code: {entries[number].repository}: documents {sizes}, {num_equal} dropped as equal to a held-out one")
+        say(f"code: {entries[number].repository}: documents {sizes}; {num_equal} dropped (equal to a held-out one)")
     return rewritten
 
 

@@ -439,7 +439,7 @@ def mix(parts: Parts, out: Path, draws: Draws | None = None, *, contexts: bool =
     sizes = {split: parts[split] | {path: draw.size for path, draw in draws[split].items()} for split in SPLITS}
     total = sum(size.documents for split in SPLITS for size in sizes[split].values())
     if total < 2:
-        raise DataError(f"{out.name}: expected at least two documents for training and validation, {total} left")
+        raise DataError(f"{out.name}: expected at least two documents for training and validation, found {total}")
     out.mkdir(parents=True)
     num_documents = {split: sum(size.documents for size in sizes[split].values()) for split in SPLITS}
     files = {split: _NumberedFiles(out, split, contexts=contexts) for split in SPLITS}

@@ -98,9 +98,9 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         if self.source not in SOURCES:
-            raise ValueError(f"source: expected {', '.join(SOURCES)}, got {self.source!r}")
+            raise ValueError(f"source: expected one of {', '.join(SOURCES)}, got {self.source!r}")
         if (self.source == "packages") != bool(self.packages):
-            raise ValueError("packages: required if source is packages, not allowed otherwise")
+            raise ValueError("packages: required with `source: packages`, not allowed otherwise")
         if self.licenses not in LICENSES:
             raise ValueError(f"licenses: expected {' or '.join(LICENSES)}, got {self.licenses!r}")
         if not 0 <= self.min_bytes < self.max_bytes:
@@ -115,14 +115,14 @@ class DataConfig:
         kinds = ("text", "code", "dialogues", "problems", "preferences", "labels")
         for kind in self.hub:
             if kind not in kinds:
-                raise ValueError(f"hub: expected the kinds {', '.join(kinds)}, got {kind!r}")
+                raise ValueError(f"hub: expected one of the kinds {', '.join(kinds)}, got {kind!r}")
         unread = [*(kind for kind in kinds if getattr(self, kind)), *(["text_field"] if self.text_field else [])]
         if self.source != "files" and unread:
             raise ValueError(
-                f"`{unread[0]}` is used only with source: files, but source is {self.source}; remove `{unread[0]}`"
+                f"`{unread[0]}` is used only with `source: files`, but `source` is {self.source}; remove `{unread[0]}`"
             )
         if self.source != "hub" and self.hub:
-            raise ValueError(f"`hub` is used only with source: hub, but source is {self.source}; remove `hub`")
+            raise ValueError(f"`hub` is used only with `source: hub`, but `source` is {self.source}; remove `hub`")
         for kind in kinds:
             check_list(kind, getattr(self, kind))
 
@@ -494,7 +494,9 @@ def packages(names: list[str], lock: Path = LOCK) -> list[Package]:
         try:
             package = package_of(name)
         except PackageNotFoundError:
-            raise DataError(f"data: packages: {name} is not installed; expected {expected[name]}. {REMEDY}") from None
+            raise DataError(
+                f"data: packages: {name} is not installed; expected version {expected[name]}. {REMEDY}"
+            ) from None
         if package.version != expected[name]:
             raise DataError(
                 f"data: packages: {name}: expected version {expected[name]} as in {lock}, found {package.version}."

@@ -193,7 +193,7 @@ def first_dpo(expected: float | None, precision: str, beta: float) -> Callable[[
     def check(values: dict[str, float]) -> None:
         if expected is None:
             return
-        cause = "policy and reference differ: different weights, dropout, dtype, or stale precomputed sums"
+        cause = "policy and reference differ in weights, dropout or dtype, or the precomputed sums are stale"
         loss_tolerance = tolerance if precision == "fp32" else tolerance + 0.05 * abs(expected)
         value(values, "preference" if "preference" in values else "loss", expected, loss_tolerance, cause)
         for name in ("rewards/chosen", "rewards/rejected"):
@@ -213,7 +213,7 @@ def first_kto(expected: float, precision: str, beta: float) -> Callable[[dict[st
 
     def check(values: dict[str, float]) -> None:
         of_pairs(dict.fromkeys(rewards, 0.0) | values)
-        cause = "policy and reference differ on mismatched answers: different weights, dropout, dtype"
+        cause = "policy and reference score mismatched answers with different weights, dropout or dtype"
         value(values, "kl", 0.0, 1e-3 if precision == "fp32" else ROUNDED, cause)
 
     return check
@@ -228,7 +228,9 @@ def first_policy(ratio: str, divergence: str, clipped: str, precision: str) -> C
     exact = precision == "fp32"
 
     def check(values: dict[str, float]) -> None:
-        cause = "the sampler and the training pass score answers differently: temperature, masks, positions, dropout"
+        cause = (
+            "the sampler and the training pass score answers with different temperatures, masks, positions or dropout"
+        )
         name = "sampling/sampling_logp_difference/"
         value(values, name + ("max" if exact else "mean"), 0.0, 1e-4 if exact else 2e-2, cause)
         value(values, ratio, 1.0, 1e-4 if exact else 5e-2, cause)
@@ -246,5 +248,5 @@ def unmoved(before: str, after: str, what: str) -> None:
     if before != after:
         raise GateError(
             f"{what} must stay frozen, but the hash of its weights changed from {before[:16]} to {after[:16]}: "
-            "something trains or overwrites it"
+            "something trains or overwrites them"
         )

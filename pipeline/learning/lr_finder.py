@@ -59,7 +59,9 @@ def look(run: TrainingRun) -> NoReturn:
     Raises SystemExit(0), or GateError if the loss diverges within ten steps.
     """
     if run.rolling:
-        raise GateError("runtime.find_lr: a policy generates its own data; use dvc exp run -S with several rates")
+        raise GateError(
+            "runtime.find_lr: a policy generates its own data; compare several rates with dvc exp run -S instead"
+        )
     before = fingerprint(run)
     weights = [p.detach().clone() for p in run.plain.parameters()]
     try:

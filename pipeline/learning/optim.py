@@ -210,7 +210,7 @@ class Optimizers:
         if unused := sorted(set(config.learning_rates) - valid):
             raise ConfigError(
                 f"learning_rates: expected groups that the model trains ({', '.join(self.members)}), got {unused[0]}"
-                + (": the head is tied to the embedding" if unused == ["head"] else "")
+                + ("; the head is tied to the embedding" if unused == ["head"] else "")
             )
         self.rates = {name: _rate_of(name, config) for name in self.members}
         muon, adamw = self._param_groups(model, config)

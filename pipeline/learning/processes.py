@@ -76,7 +76,9 @@ class Ranks:
         self.sharding = asked() if self.world > 1 else None
         self._backups: list[ModuleBackup] = []
         if self.sharding and run_device.hardware(precision).precision == "fp16":
-            raise ConfigError("runtime.precision: FSDP2 cannot train in fp16 (its scaler is lost); use bf16 or fp32")
+            raise ConfigError(
+                "runtime.precision: FSDP2 cannot train in fp16 (the loss scaler would be lost); use bf16 or fp32"
+            )
         if self.world > 1:
             self.accelerator = run_device.accelerator(precision, folder)
             side = dist.new_group(backend="gloo")
@@ -92,7 +94,7 @@ class Ranks:
         if set(keys) != {key}:
             other = next(rank for rank, other_key in enumerate(keys) if other_key != key)
             raise ConfigError(
-                f"rank {self.rank} computes key {key}, rank {other} computes key {keys[other]}: expected the same"
+                f"rank {self.rank} computes key {key}, but rank {other} computes {keys[other]}; expected the same"
                 " parameters, code and input files on all processes. With several machines, use one checkout on a"
                 " shared file system, and start the other machines once the stage's inputs exist"
             )
@@ -100,7 +102,9 @@ class Ranks:
     def share_of(self, rows: int, stage: str) -> int:
         """The maximum rows per step on a rank. Raises ConfigError if some rank would have none."""
         if rows < self.world:
-            raise ConfigError(f"{stage}: {rows} rows per step for {self.world} processes; use a larger batch")
+            raise ConfigError(
+                f"{stage}: {rows} rows per step are too few for {self.world} processes; use a larger batch"
+            )
         return -(-rows // self.world)
 
     def place(self, model: nn.Module, device: torch.device) -> nn.Module:
@@ -354,7 +358,7 @@ def asked() -> Sharding | None:
         return None
     version = os.environ.get("FSDP_VERSION", "1")
     if version != "2":
-        raise ConfigError(f"fsdp_config: expected fsdp_version: 2, got {version}; use conf/launch/fsdp2.yaml")
+        raise ConfigError(f"fsdp_config: expected `fsdp_version: 2`, got {version}; use conf/launch/fsdp2.yaml")
     return Sharding(reshard=_flag("FSDP_RESHARD_AFTER_FORWARD", "true"), offload=_flag("FSDP_OFFLOAD_PARAMS"))
 
 

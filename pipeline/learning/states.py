@@ -172,14 +172,16 @@ class Keeper:
                     remove(folder / f"{name}.part")
                     shutil.copytree(path.with_name(name), folder / f"{name}.part", copy_function=link_or_copy)
                     (folder / f"{name}.part").rename(folder / name)
-                say(f"{job.name}: continuing from step {step} of run {path.parent.name}, identical up to there")
+                say(
+                    f"{job.name}: continuing from step {step} of run {path.parent.name}, which is identical up to there"
+                )
                 return
         why = (
-            "its states are gone, or in use by another process"
+            "the other run's states are gone, or in use by another process"
             if self.free
             else f"the rates of schedule {self.config.schedule} depend on the length (use wsd or constant to continue)"
         )
-        say(f"{job.name}: run {relatives[0].name} differs only in length, but this one starts at step 0: {why}")
+        say(f"{job.name}: run {relatives[0].name} differs only in length, but this run starts at step 0: {why}")
 
     def _shared_states(self, relative: Path) -> Iterator[tuple[int, Path, int]]:
         """(step, state, best step) for each state of another run whose steps this run shares."""
@@ -220,7 +222,9 @@ class Keeper:
             )
         changed = {k: (state.meta.get(k), v) for k, v in self.settings.items() if state.meta.get(k) != v}
         if changed:
-            say(f"{self.job.name}: not bit-exact with an uninterrupted run: settings changed: {changed}")
+            say(
+                f"{self.job.name}: will not match an uninterrupted run bit for bit, because settings changed: {changed}"
+            )
         return self._restore(state)
 
     def _newest_state(self) -> State | None:

@@ -455,7 +455,7 @@ class Averages:
         """Continue from saved averages. Raises ValueError if their names differ from those of the trained weights."""
         if values.keys() != self.values.keys():
             name = sorted(values.keys() ^ self.values.keys())[0]
-            raise ValueError(f"the saved averages and the trained weights differ in {name!r}")
+            raise ValueError(f"{name!r} is in the saved averages or in the trained weights, but not in both")
         self.updates = updates
         _copy(self.values, values)
 

@@ -84,16 +84,16 @@ class MemoryConfig:
                 raise ValueError(f"memory.{name}: expected one of {', '.join(options)}, got {getattr(self, name)!r}")
         if (self.bank_rank is None) != (self.storage == "full") or (self.bank_rank or 1) < 1:
             raise ValueError(
-                "memory.bank_rank: required with factorized or reduced storage, not allowed with full storage, got"
-                f" {self.bank_rank} with {self.storage}"
+                "memory.bank_rank: required with factorized or reduced storage, not allowed with full storage; got"
+                f" {self.bank_rank} with {self.storage} storage"
             )
         if self.rank is not None and self.rank < 1:
             raise ValueError(f"memory.rank: expected at least 1, got {self.rank}")
         if self.share not in ("all", "each") and not re.fullmatch(r"every_[1-9]\d*", self.share):
-            raise ValueError(f"memory.share: expected all, each or every_N, got {self.share!r}")
+            raise ValueError(f"memory.share: expected `all`, `each` or `every_N`, got {self.share!r}")
         if isinstance(self.layers, str) and self.layers not in ("all", "none") and not PLACEMENT.fullmatch(self.layers):
             raise ValueError(
-                f"memory.layers: expected all, none, first_N, last_N, every_N or a list, got {self.layers!r}"
+                f"memory.layers: expected `all`, `none`, `first_N`, `last_N`, `every_N` or a list, got {self.layers!r}"
             )
 
     @property
@@ -144,7 +144,7 @@ class MemoryConfig:
         """The configuration stored in memory.json. Raises ModelError."""
         names = {field.name for field in fields(cls)}
         if unknown := sorted(set(values) - names):
-            raise ModelError(f"memory: {unknown[0]} is unknown; expected some of {', '.join(sorted(names))}")
+            raise ModelError(f"memory: unknown key {unknown[0]}; valid keys: {', '.join(sorted(names))}")
         try:
             layers = values.get("layers", "last_2")
             arguments: JsonObject = values | {"layers": layers if isinstance(layers, str) else tuple(layers)}

@@ -230,8 +230,8 @@ def load(model: Transformer, folder: Path, base: str) -> None:
     if description["base"] != base:
         raise ModelError(
             f"{folder / SHAPE}: this memory was trained on another base (digest {description['base'][:12]}, found"
-            f" {base[:12]}); put it next to its original model.safetensors, or run dvc repro stage_memory"
-            " to retrain it"
+            f" {base[:12]}); put the memory next to its own base's model.safetensors, or run dvc repro"
+            " stage_memory to retrain the memory"
         )
     try:
         config = (
@@ -290,5 +290,5 @@ def _read_description(folder: Path) -> JsonObject:
     except ValueError as error:
         raise ModelError(f"{path}: not JSON ({error})") from error
     if not isinstance(description, dict) or not {"kind", "config", "base", "bits"} <= description.keys():
-        raise ModelError(f"{path}: expected kind, config, base and bits")
+        raise ModelError(f"{path}: expected the keys kind, config, base and bits")
     return description

@@ -235,7 +235,7 @@ class Reader(nn.Module):
         narrow = config.bank_rank if config.storage == "reduced" else None
         if narrow is not None and narrow % shape.heads:
             raise ValueError(
-                f"memory.bank_rank: expected a multiple of the {shape.heads} heads with reduced storage, got {narrow}"
+                f"memory.bank_rank: expected a multiple of heads ({shape.heads}) with reduced storage, got {narrow}"
             )
         self.head_dim = shape.head_dim if narrow is None else narrow // shape.heads
         inner, outer, row = self.heads * self.head_dim, self.kv_heads * self.head_dim, narrow or shape.width
@@ -502,7 +502,8 @@ def _cached_reads(memory: Memory, layout: CacheLayout) -> Reads:
     cache, own_cache = layout.cache, memory_cache(layout.cache)
     if memory.config.leaky:
         raise ValueError(
-            "memory: routing by sequence needs the entire text, so text cannot be decoded; train with chunk routing"
+            "memory: `routing: sequence` needs the entire text, so the model cannot generate; train"
+            " with `routing: chunk`"
         )
     where = cache.keys[0].device
     own = [

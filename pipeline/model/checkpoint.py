@@ -87,7 +87,9 @@ def files(folder: Path) -> tuple[list[str], dict[str, str]]:
         raise ModelError(f"{index}: expected JSON with `weight_map` ({error!r:.200}); fetch it again") from error
     for name in file_of.values():
         if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
-            raise ModelError(f"{index} names {name!r}; expected safetensors files in the same folder; fetch it again")
+            raise ModelError(
+                f"{index} names {name!r}; expected safetensors files in the same folder; fetch the index again"
+            )
     return sorted(set(file_of.values())), file_of
 
 
@@ -111,7 +113,7 @@ def _open_tensors(folder: Path) -> Iterator[tuple[str, safe_open]]:
         except OSError as error:
             raise ModelError(f"{path}: cannot be read ({error}); expected a safetensors file") from error
     if missing := sorted(set(file_of) - seen):
-        raise ModelError(f"{folder}: {INDEX} names {missing[0]} and {len(missing) - 1} more, but no shard has them")
+        raise ModelError(f"{folder}: {INDEX} names {missing[0]} and {len(missing) - 1} more tensors that no shard has")
 
 
 def headers(folder: Path) -> dict[str, Shape]:
@@ -409,8 +411,8 @@ def load_reward(folder: Path) -> tuple[RewardModel, Tokenizer]:
     architecture = architecture[0] if isinstance(architecture, list) else architecture
     if architecture != _classifier_name(config):
         raise ModelError(
-            f"{folder}: expected a reward model ({_classifier_name(config)}), found {architecture}; make one with dvc"
-            " repro stage_reward"
+            f"{folder}: expected a reward model ({_classifier_name(config)}), found {architecture}; run dvc repro"
+            " stage_reward to train one"
         )
     trunk = {name: shape for name, shape in headers(folder).items() if name != "score.weight"}
     check(replace(config, tied=True), folder, trunk)  # a reward model has no head over the vocabulary
@@ -445,7 +447,7 @@ def same_tokenizer(first: Tokenizer, second: Tokenizer, what_first: str, what_se
     if first.hash != second.hash:
         raise ModelError(
             f"{what_first} and {what_second} have different tokenizers ({first.hash[:12]} and {second.hash[:12]}); "
-            "expected the same one; train both from the same base model"
+            "expected the same tokenizer; train both from the same base model"
         )
 
 

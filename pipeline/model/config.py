@@ -282,7 +282,7 @@ def _check_supported(config: JsonObject, family: str) -> None:
     for key, value in unsupported.items():
         if value is not None:
             raise ModelError(
-                f"config.json: {key} = {value!r} is not supported for {family}; use a checkpoint without it"
+                f"config.json: {key} = {value!r} is not supported for {family}; use a checkpoint without this key"
             )
 
 
@@ -326,7 +326,7 @@ class BaseConfig:
             hint = f" For a model on the hub, set base.hub={self.folder}"
             raise ModelError(
                 f"base.folder: expected a model directory, but {self.folder} is not one."
-                f"{hint if HUB_ID.fullmatch(self.folder) else ' Give its path'}"
+                f"{hint if HUB_ID.fullmatch(self.folder) else ' Give the path of one'}"
             )
         return {"folder": self.folder}
 

@@ -74,7 +74,7 @@ class AdapterConfig:
             raise ValueError(f"adapter.dropout: expected a number in [0, 1), found {self.dropout}")
         if self.targets != (ALL,) and (not self.targets or set(self.targets) - set(TARGETS)):
             raise ValueError(
-                f"adapter.targets: expected some of {', '.join(TARGETS)}, or only {ALL}; found {list(self.targets)}"
+                f"adapter.targets: expected names from {', '.join(TARGETS)}, or {ALL} alone; found {list(self.targets)}"
             )
         if len(set(self.trained_tokens)) < len(self.trained_tokens) or any(token < 0 for token in self.trained_tokens):
             raise ValueError(f"adapter.trained_tokens: expected distinct ids >= 0; found {list(self.trained_tokens)}")
@@ -284,7 +284,7 @@ def load_adapter_state(model: nn.Module, state: Mapping[str, Tensor], *, source:
         ]
         raise ModelError(
             f"{source}: expected the {len(own)} parameters of the attached adapter, found {' and '.join(differences)}; "
-            "attach it with the configuration and the base model it was trained with"
+            "attach the adapter with the configuration and base model of its training"
         )
     for name, parameter in own.items():
         if state[name].shape != parameter.shape:

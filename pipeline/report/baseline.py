@@ -43,7 +43,9 @@ def metrics_at(revision: str) -> Iterator[Path]:
             files = DVCFileSystem(rev=commit)
             built = _built(files)
             if not built:
-                raise InputError(f"{revision} has no metrics: expected a commit with dvc.lock; run make and commit it")
+                raise InputError(
+                    f"{revision} has no metrics: expected a commit with dvc.lock; run make and commit dvc.lock"
+                )
             for path in built:
                 target = Path(scratch) / path
                 target.parent.mkdir(parents=True, exist_ok=True)

@@ -187,11 +187,14 @@ def main(arguments: list[str]) -> int:
         prog="python -m pipeline.report.compare", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument(
-        "before", metavar="A", nargs="?", help="a commit, branch, tag, experiment or `workspace`; none: all experiments"
+        "before",
+        metavar="A",
+        nargs="?",
+        help="a commit, branch, tag, experiment or `workspace`; default: all experiments",
     )
     parser.add_argument("after", metavar="B", nargs="?", default=baseline.WORKSPACE)
     parser.add_argument("--md", action="store_true", help="Markdown, for a pull request")
-    parser.add_argument("--all", action="store_true", help="include measures that did not move")
+    parser.add_argument("--all", action="store_true", help="include measures that did not change")
     options = parser.parse_args(arguments)
     try:
         if options.before is None:

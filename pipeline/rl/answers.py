@@ -120,8 +120,8 @@ def pair_prompts(split: PairSplit, max_new_tokens: int, kinds: Sequence[str] = (
         prompts.setdefault(chat.render_text(pair.prompt, pair.tools), Prompt(pair.id, ids, pair.kind, pair))
     if not prompts:
         raise DataError(
-            f"no prompt of the preference pairs has an answer of at most {max_new_tokens} tokens"
-            + (f" and is of the kinds {', '.join(kinds)}" if kinds else "")
+            f"no preference pair has an answer of at most {max_new_tokens} tokens"
+            + (f" and a prompt of the kinds {', '.join(kinds)}" if kinds else "")
             + "; raise max_new_tokens"
         )
     return list(prompts.values())
@@ -131,7 +131,9 @@ def problem_prompts(problems: Sequence[Problem], tokenizer: Tokenizer, max_promp
     """A prompt for each problem. Raises DataError for a problem without tests, or if too many are too long."""
     for problem in problems:
         if not problem.tests:
-            raise DataError(f"problem {problem.id} has no tests, so its answers cannot be scored; add tests or drop it")
+            raise DataError(
+                f"problem {problem.id} has no tests, so its answers cannot be scored; add tests or remove it"
+            )
     return _fitting(
         [(problem.id, problem, problem.question, []) for problem in problems], tokenizer, max_prompt, "code"
     )

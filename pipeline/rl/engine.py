@@ -69,7 +69,7 @@ class RolloutEngine:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         if not key and not is_loopback(base):
             raise ConfigError(
-                f"runtime.sampler.url: {self.url} is on another machine: set {KEY} to the key of the engine there,"
+                f"runtime.sampler.url: {self.url} is on another machine: set {KEY} to that engine's key,"
                 " or use an engine on this machine"
             )
         limits = httpx.Limits(max_connections=CONNECTIONS)

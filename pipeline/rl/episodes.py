@@ -109,7 +109,8 @@ class Environment:
             }
         except (KeyError, TypeError) as error:
             raise DataError(
-                f"environment {self.name}: task(...): expected question, tools, state and goal; failed with {error!r}"
+                f"environment {self.name}: task(...): expected `question`, `tools`, `state` and `goal`;"
+                f" failed with {error!r}"
             ) from error
 
     def results(self, played: Sequence[tuple[Task, list[JsonObject]]]) -> list[str]:

@@ -90,10 +90,12 @@ class RolloutConfig(TrainingConfig):
         if min(counts) < 1 or (length or 0) <= 0 or self.temperature <= 0:
             raise ValueError(
                 "prompts, samples, iterations, passes, epochs, minibatches, max_prompt, max_new_tokens, temperature: "
-                "expected > 0"
+                "expected values > 0"
             )
         if "rollback" in (self.on_spike, self.on_nonfinite):
-            raise ValueError("on_spike, on_nonfinite: expected skip or stop; rollback cannot give a policy other data")
+            raise ValueError(
+                "on_spike, on_nonfinite: expected skip or stop, because a rollback cannot give a policy other data"
+            )
         if self.prompts * self.samples < self.minibatches:
             raise ValueError(f"minibatches: expected at most prompts * samples, got {self.minibatches}")
         self.check()

@@ -145,7 +145,7 @@ class Runtime:
             if value != "auto" and (isinstance(value, str) or value < 1):
                 raise ValueError(f"{name}: expected auto or an integer of at least 1, got {value!r}")
         if unknown := sorted(set(self.trackers) - set(TRACKERS)):
-            raise ValueError(f"trackers: expected some of {', '.join(TRACKERS)}, got {unknown[0]!r}")
+            raise ValueError(f"trackers: expected only {', '.join(TRACKERS)}, got {unknown[0]!r}")
         for name, minimum in {"keep": 1, "logging_steps": 1, "save_steps": 1, "save_minutes": 0}.items():
             if getattr(self, name) < minimum:
                 raise ValueError(f"{name}: expected at least {minimum}, got {getattr(self, name)}")

@@ -198,13 +198,14 @@ def hardware(precision: str = "auto", base_weights: str = "auto") -> Hardware:
     precision = best if precision == "auto" else precision
     if base_weights in ("bf16", "nf4") and precision != "bf16":
         raise ConfigError(
-            f"runtime.base_weights: {base_weights} requires forward passes in bf16, but they are in {precision}; set it"
-            " to auto or fp32"
+            f"runtime.base_weights: {base_weights} requires forward passes in bf16, but they are in {precision}; set"
+            " runtime.base_weights to auto or fp32"
         )
     if base_weights == "nf4" and (device.type != "cuda" or importlib.util.find_spec("bitsandbytes") is None):
         raise ConfigError(
-            f"runtime.base_weights: nf4 needs CUDA and bitsandbytes (pip install -e '.[gpu]'); this is {device.type},"
-            f" bitsandbytes is {'' if importlib.util.find_spec('bitsandbytes') else 'not '}installed; use bf16 instead"
+            f"runtime.base_weights: nf4 needs CUDA and bitsandbytes (pip install -e '.[gpu]'); the device is"
+            f" {device.type}, and bitsandbytes is {'' if importlib.util.find_spec('bitsandbytes') else 'not '}"
+            "installed; use bf16 instead"
         )
     if base_weights == "auto":
         base_weights = "bf16" if device.type == "cuda" and precision == "bf16" else "fp32"
@@ -291,7 +292,7 @@ def gpu_utilisation(device: torch.device) -> float | None:
 def pins(setting: bool | str, device: torch.device) -> bool:
     """Whether batches go through pinned memory. Raises ConfigError for `true` without a GPU."""
     if setting is True and device.type != "cuda":
-        raise ConfigError(f"runtime.pin_memory: true needs a CUDA device, but this is {device.type}; set it to auto")
+        raise ConfigError(f"runtime.pin_memory: `true` needs CUDA, but the device is {device.type}; use `auto` instead")
     return device.type == "cuda" and setting is not False
 
 

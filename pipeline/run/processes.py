@@ -148,8 +148,8 @@ def plan() -> Plan | None:
     else:
         files = ", ".join(sorted(str(p) for p in Path("conf/launch").glob("*.yaml"))) or "none"
         raise ConfigError(
-            "STAGECOACH_LAUNCH: expected a number of processes (4), fsdp2: and a number (fsdp2:4), or an Accelerate"
-            f" config file, got {launch!r}; files: {files}"
+            "STAGECOACH_LAUNCH: expected a number of processes (such as 4, or fsdp2:4 to shard the model) or an"
+            f" Accelerate config file, got {launch!r}; files: {files}"
         )
     if workers.processes * workers.machines > 1:
         return workers
@@ -198,7 +198,7 @@ def _read_plan(path: Path) -> Plan:
         raise ConfigError(
             f"{path}: DeepSpeed is not supported: it clips and steps inside its own backward pass, so the training loop"
             " could not skip a bad step or save a checkpoint that loads with a different number of processes."
-            " conf/launch/fsdp2.yaml shards weights, gradients and moments as ZeRO-3 does; fsdp_offload_params: true"
+            " conf/launch/fsdp2.yaml shards weights, gradients and moments as ZeRO-3 does; `fsdp_offload_params: true`"
             " keeps them in CPU memory"
         )
     expected = {"distributed_type": (kind, KINDS), "mixed_precision": (config.mixed_precision or "no", ("no",))}
@@ -211,7 +211,7 @@ def _read_plan(path: Path) -> Plan:
         expected.setdefault("fsdp_version", (None, (2,)))
     for name, (value, allowed) in expected.items():
         if not allowed:
-            raise ConfigError(f"{path}: unknown key {name}; expected some of {', '.join(FSDP_KEYS)}")
+            raise ConfigError(f"{path}: unknown key {name}; valid keys: {', '.join(FSDP_KEYS)}")
         if value not in allowed:
             why = " (set runtime.precision instead)" if name == "mixed_precision" else ""
             raise ConfigError(f"{path}: {name}: expected {' or '.join(map(str, allowed))}, got {value}{why}")

@@ -172,7 +172,7 @@ def _run(
             workdir.back_to(folder, resumed)
         if workdir.is_finished(folder):
             again = f"python -m stages.{' '.join(filter(None, (stage, item)))} runtime.fresh=true"
-            tracking.say(f"{name}: already computed (key {lineage['key']}); exported. To recompute: {again}")
+            tracking.say(f"{name}: already computed (key {lineage['key']}) and exported. To recompute, run {again}")
             absent = [n for n in runtime.keep_models if not (folder / f"out/models/{names['name']}-{n}").is_dir()]
             if wiring.trains and absent:
                 tracking.say(
@@ -213,7 +213,7 @@ def _finder_folder(folder: Path, stage: str, wiring: Wiring) -> Path:
         raise ConfigError(f"runtime.find_lr: stage_{stage} trains nothing; set it only for a stage that trains")
     if os.environ.get("DVC_STAGE"):
         raise ConfigError(
-            "runtime.find_lr: a search has no outs for DVC; remove the key from params.yaml and run "
+            "runtime.find_lr: a search writes no outs for DVC; remove the key from params.yaml and run "
             f"python -m stages.{stage} runtime.find_lr=true"
         )
     return folder.with_name(f"{folder.name}-find-lr")

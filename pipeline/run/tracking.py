@@ -188,7 +188,10 @@ class Others:
 
         installed = {"tensorboard": is_tensorboard_available(), "wandb": is_wandb_available()}
         if missing := [name for name in names if not installed[name]]:
-            raise ConfigError(f"runtime.trackers: {missing[0]} is not installed: pip install '.[trackers]', or drop it")
+            raise ConfigError(
+                f"runtime.trackers: {missing[0]} is not installed; run pip install '.[trackers]', or remove it"
+                " from the list"
+            )
         self.names, self.run, self.folder, self.parameters = names, run, folder, parameters
         self.note = folder / "trackers.json"  # stores the last step sent
         known = json.loads(self.note.read_text()) if self.note.is_file() else {}

@@ -248,7 +248,7 @@ def need_writable(*targets: Path) -> None:
         if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
             what = "is not writable" if folder.is_dir() else "is not a folder"
             raise ConfigError(
-                f"{target}: {folder} {what}; nothing was computed. Make it writable (see ls -ld) and rerun"
+                f"{target}: {folder} {what}; nothing was computed. Make it a writable folder (see ls -ld) and rerun"
             )
 
 

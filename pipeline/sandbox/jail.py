@@ -272,7 +272,7 @@ def self_test(*, alone: bool) -> None:
     """
     kernel.filter_code()  # built once, inherited by every child; raises Refused for an unsupported architecture
     if b"CapEff:\t0000000000000000" not in Path("/proc/self/status").read_bytes():
-        raise kernel.Refused("the process that runs candidates would keep capabilities; start it without them")
+        raise kernel.Refused("the process that runs candidates would keep capabilities; start Stagecoach without them")
     everything = lambda parent: _call_attempts(parent) | _path_attempts() | _link_attempts()  # noqa: E731
     _run_in_child(("seccomp",), lambda parent: _succeeded(everything(parent).items()), alone=alone)
 
@@ -388,7 +388,7 @@ def _run_in_child(layers: tuple[str, ...], trial: Callable[[int], list[str]], *,
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     if failed:
-        raise kernel.Refused(f"self-test behind {' and '.join(layers)}: failed: {', '.join(failed)}")
+        raise kernel.Refused(f"self-test behind {' and '.join(layers)} failed: {', '.join(failed)}")
 
 
 def main() -> None:

@@ -132,7 +132,7 @@ def drop_identity() -> bool:
             except OSError:
                 continue
     if 0 in os.getresuid():
-        raise Refused(f"running as root, and the ids {UIDS} cannot be used: run as another user")
+        raise Refused(f"running as root, but the ids {UIDS} cannot be used; run as another user")
     return os.getuid() == own
 
 

@@ -95,7 +95,7 @@ class Remote:
         self._jobs.put((json.dumps(job, separators=(",", ":")), future))
         answer = future.result()
         if answer.get("id") != job["id"] or not answer.keys() >= ANSWER:
-            raise HarnessError(f"{self.url}: {answer.get('fault', 'an answer to another job')}")
+            raise HarnessError(f"{self.url}: {answer.get('fault', 'got an answer to another job')}")
         return answer
 
     def _send_batches(self) -> None:
@@ -134,7 +134,7 @@ class Remote:
                     time.sleep(float(answer.headers.get("Retry-After", 1)))
                     continue
                 if answer.status_code == 413:
-                    raise HarnessError(f"{self.url}: a request of {len(body)} bytes is too large for it")
+                    raise HarnessError(f"{self.url}: a request of {len(body)} bytes is too large for this service")
                 if answer.status_code < 500 and answer.status_code != 429:
                     _check_status(answer)
                     return _parse_answers(answer, len(texts))

@@ -31,8 +31,8 @@ ENVIRONMENT = {"PYTHONHASHSEED": "0"}  # same iteration order of sets in every r
 ATTEMPTS = 2  # a job that kills its server this many times is unscorable
 START_SECONDS = 120.0
 UNSAFE_WARNING = (
-    "there is no sandbox here: programs run with resource limits only, and could read and write your files. They come"
-    " from our own generators, or sandbox.allow_unsafe is true"
+    "there is no sandbox here: programs run with resource limits only, and could read and write your files. The"
+    " programs come from our own generators, or sandbox.allow_unsafe is true"
 )
 NO_SANDBOX = (
     "Running generated code safely needs Linux with seccomp. Set runtime.sandbox.url to a Linux machine, "
@@ -92,7 +92,7 @@ class Server:
             raise HarnessError(f"the sandbox server is gone: {error}") from error
         if answer.get("id") != job["id"] or "fault" in answer:
             self.stop()
-            raise HarnessError(str(answer.get("fault", "an answer to another job")))
+            raise HarnessError(str(answer.get("fault", "got an answer to another job")))
         return answer
 
     def _send(self, message: JsonObject) -> None:
@@ -195,7 +195,7 @@ class Servers:
                 return server.call(job, seconds)
             except (HarnessError, NoSandboxError) as error:
                 if attempt == ATTEMPTS:
-                    raise HarnessError(f"its server failed {ATTEMPTS} times: {error}") from error
+                    raise HarnessError(f"the sandbox server failed {ATTEMPTS} times: {error}") from error
                 LOG.warning("sandbox: restarting a server and rerunning its job: %s", error)
         raise AssertionError("unreachable")
 

@@ -56,7 +56,7 @@ def choose_models(models: list[Path], root: Path = Path("models")) -> list[Path]
         return models
     built = [root / name for name in DEFAULT_MODELS if (root / name / "config.json").is_file()]
     if not built:
-        raise ConfigError(f"{root}/ has no model to serve; build one with make, or name a directory")
+        raise ConfigError(f"{root}/ has no model to serve; run make to build one, or name a directory")
     reward = root / "reward"
     return [built[0], *([reward] if (reward / "config.json").is_file() else [])]
 
@@ -80,7 +80,7 @@ def free_port(host: str, port: int) -> int:
         try:
             probe.bind((host, port))
         except OSError as error:
-            raise ConfigError(f"--port {port}: {error.strerror}; choose another, or 0 for a free one") from None
+            raise ConfigError(f"--port {port}: {error.strerror}; choose another port, or 0 for a free one") from None
         return probe.getsockname()[1]
 
 
@@ -89,7 +89,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m pipeline.serve", description="Serve models: an OpenAI-compatible API and a chat page."
     )
-    parser.add_argument("models", type=Path, nargs="*", help="model directories (default: those that make built)")
+    parser.add_argument("models", type=Path, nargs="*", help="model directories (default: those built by `make`)")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000, help="0: pick a free port")
     parser.add_argument(
@@ -100,7 +100,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--queue", type=int, help="requests that may wait (32; with --rollouts, 1024); more get 429")
     parser.add_argument(
-        "--rate", type=float, help="requests per second per key or address (200; with --rollouts, no limit); 0: none"
+        "--rate",
+        type=float,
+        help="requests per second per key or address (200; with --rollouts, no limit); 0: no limit",
     )
     parser.add_argument(
         "--rollouts", type=Path, help="serve a policy in training; its run publishes weights below this folder (.work)"

@@ -309,7 +309,8 @@ class Keys:
         """Raises ConfigError if a key is short enough to guess."""
         if short := sum(len(key) < SHORTEST_KEY for key in keys):
             raise ConfigError(
-                f"{short} of the API keys have fewer than {SHORTEST_KEY} characters; make one with openssl rand -hex 24"
+                f"{short} of the API keys have fewer than {SHORTEST_KEY} characters; run openssl rand -hex 24 to"
+                " make a new one"
             )
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 

@@ -261,7 +261,7 @@ class Loop(ABC):
         if not 0 < num <= most:
             raise InputError(f"the prompt has {num} tokens; expected 1 to {most}, as many as the context allows")
         if wrong := [id_ for id_ in (*request.ids, *request.bias) if not 0 <= id_ < self.vocabulary]:
-            raise InputError(f"token {wrong[0]} is not in the vocabulary of {self.vocabulary}")
+            raise InputError(f"token {wrong[0]} is not in the vocabulary of {self.vocabulary} tokens")
         ticket = Ticket(request)
         with self._changed:
             if not self.alive or self._stopping:

@@ -195,7 +195,7 @@ def _load_adapter(folder: Path, bases: dict[str, tuple[Served, Path]], rows: int
     if base is None or not isinstance(base.engine, Engine):
         raise ConfigError(
             f"{folder} is an adapter of {base_name!r}, which is not served; served: {', '.join(bases) or 'nothing'}."
-            f" Also name its directory: python -m pipeline.serve models/{base_name} {folder}"
+            f" Name that model too: python -m pipeline.serve models/{base_name} {folder}"
         )
     shared = base.engine.model
     assert isinstance(shared, inference.Fused)

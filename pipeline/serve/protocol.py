@@ -177,7 +177,7 @@ class ResponseFormat(RequestBody):
     @model_validator(mode="after")
     def _check_schema(self) -> "ResponseFormat":
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("json_schema: required if type is json_schema, not allowed otherwise")
+            raise ValueError("json_schema: required if `type` is `json_schema`, not allowed otherwise")
         return self
 
 
@@ -283,7 +283,7 @@ class ChatBody(GenerationBody):
         if self.tool_choice == "required" and not names:
             raise ValueError("tool_choice: 'required' needs at least one tool")
         if self.top_logprobs and not self.logprobs:
-            raise ValueError("top_logprobs: requires logprobs: true")
+            raise ValueError("top_logprobs: requires `logprobs: true`")
         shaped = self.response_format is not None and self.response_format.type != "text"
         if shaped and names and self.tool_choice != "none":
             raise ValueError("response_format: cannot be combined with tools; set tool_choice to 'none'")

@@ -24,7 +24,8 @@ A wanted thing is in `things` and in no other list or wording, so that the check
 else in a story; a name has one pronoun, so that the checker can resolve "she". No shared wording matches an ending
 pattern; otherwise a story without its ending could pass. The tests check all three.
 
-Not guaranteed: correct English beyond the given wordings, which are in the past tense so their verbs need not agree with the subject.
+Not guaranteed: correct English beyond the given wordings, which are in the past tense, so that no verb depends on its
+subject.
 """
 
 import random

@@ -186,7 +186,7 @@ def _call_json(call: JsonObject) -> str:
         except ValueError as error:
             raise DataError(f"the arguments of a call to {name!r} are not JSON ({error}): {arguments[:200]}") from error
     if not isinstance(name, str) or not isinstance(arguments, dict):
-        raise DataError(f"a call needs a name and an object of arguments, found {function!r:.200}")
+        raise DataError(f"a call needs a name and an arguments object, found {function!r:.200}")
     return _dumps({"name": name, "arguments": arguments})
 
 
@@ -239,7 +239,7 @@ def _read_call(rest: str) -> tuple[JsonObject, str]:
     if not isinstance(call, dict) or set(call) != {"name", "arguments"}:
         raise ValueError(f"expected an object with name and arguments, found {call!r:.80}")
     if not isinstance(call["name"], str) or not isinstance(call["arguments"], dict):
-        raise ValueError(f"expected a name and an object of arguments, found {call!r:.80}")
+        raise ValueError(f"expected a name and an arguments object, found {call!r:.80}")
     return call, after[len(CALL_END) :]
 
 

@@ -477,7 +477,7 @@ def _read(path: Path) -> JsonObject:
     if not path.is_file():
         other = [name for name in ("tokenizer.model", "vocab.json", "merges.txt") if (path.parent / name).is_file()]
         raise ModelError(
-            f"{path} is missing{f', found only {other[0]}' if other else ''}: continued training uses the checkpoint's"
+            f"{path} is missing{f' (found only {other[0]})' if other else ''}: continued training uses the checkpoint's"
             " tokenizer; create the file with AutoTokenizer.from_pretrained(...).save_pretrained(...) in transformers"
         )
     try:
@@ -488,7 +488,7 @@ def _read(path: Path) -> JsonObject:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{path}: not a tokenizer.json ({error!r:.200}); download the checkpoint again") from error
     if kind != "BPE" or not isinstance(vocab, dict) or not vocab:
-        raise ModelError(f"{path}: expected BPE, found {kind} and {len(vocab or ())} tokens; {REMEDY}")
+        raise ModelError(f"{path}: expected BPE, found {kind} with {len(vocab or ())} tokens; {REMEDY}")
     if len(set(contents)) < len(contents):
         raise ModelError(f"{path}: an added token is listed twice; download the checkpoint again")
     return state
@@ -505,7 +505,7 @@ def _require_byte_level_bpe(state: JsonObject, path: Path) -> None:
         )
     if (state.get("normalizer") or {"type": "NFC"})["type"] != "NFC":
         raise ModelError(
-            f"{path}: normalizer {state['normalizer']['type']} changes text; expected none or NFC; {REMEDY}"
+            f"{path}: normalizer {state['normalizer']['type']} changes text; expected no normalizer or NFC; {REMEDY}"
         )
     if '"ByteLevel"' not in steps or '"add_prefix_space": true' in steps:
         raise ModelError(

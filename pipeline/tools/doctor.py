@@ -146,7 +146,7 @@ def memory(system: Path) -> list[Finding]:
         if limit != "max":
             available = min(available, max(0, int(limit) - int(current) + int(cache_size[1] if cache_size else 0)))
     text = f"{_format_bytes(device.total_memory(torch.device('cpu')))}, {_format_bytes(available)} of it available"
-    remedy = "close other programs, or use a smaller model: python -m pipeline.tools.plan shows the memory each needs"
+    remedy = "close other programs, or use a smaller model: python -m pipeline.tools.plan shows how much each needs"
     return [Finding("memory", "ok", text) if available >= MEMORY_BYTES else Finding("memory", "note", text, remedy)]
 
 
@@ -298,7 +298,7 @@ def unfinished(_root: Path) -> Iterator[Finding]:
     text = f"{len(idle)} unfinished, {_format_bytes(sum(idle.values()))} {', '.join([*idle][:3])}" + ", ..." * (
         len(idle) > 3
     )
-    remedy = "dvc repro resumes what it still needs; python -m pipeline.run.workdir prune removes all of it"
+    remedy = "dvc repro resumes the work it still needs; python -m pipeline.run.workdir prune removes all of it"
     yield Finding("work", "note" if idle else "ok", text, remedy if idle else None)
 
 
@@ -352,7 +352,7 @@ def packages(root: Path) -> Iterator[Finding]:
     for extra, texts in project.get("optional-dependencies", {}).items():
         if extra in EXTRAS:
             lacking = next((fault for text in texts if (fault := _fault_of_requirement(Requirement(text)))), None)
-            state = f"absent ({lacking}); python -m pip install -e '.[{extra}]'" if lacking else "present"
+            state = f"absent ({lacking}); to install: python -m pip install -e '.[{extra}]'" if lacking else "present"
             yield Finding("extra", "ok", f"{extra} ({EXTRAS[extra]}): {state}")
 
 
@@ -418,7 +418,7 @@ def remote(root: Path) -> list[Finding]:
     if "://" in url:
         return [Finding("remote", "ok", f"{name}: {without_password(url)} (not contacted)")]
     folder = (root / ".dvc" / Path(url).expanduser()).resolve()
-    remedy = None if folder.is_dir() else "it does not exist yet: dvc push creates it"
+    remedy = None if folder.is_dir() else "the folder does not exist yet; dvc push creates it"
     return [Finding("remote", "note" if remedy else "ok", f"{name}: {folder}", remedy)]
 
 

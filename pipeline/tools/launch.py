@@ -184,7 +184,7 @@ class Build:
         while waits := self.stages[chain[-1]].waits:
             chain.append(max(waits, key=until))
         names = " > ".join(name.removeprefix("stage_") for name in reversed(chain) if self.stages[name].took >= 1)
-        jobs = f"{self.jobs} jobs, {idle:.0%} of their time idle" if self.jobs > 1 else "1 job"
+        jobs = f"{self.jobs} jobs, idle {idle:.0%} of the time" if self.jobs > 1 else "1 job"
         return f"{seconds / 60:.1f} min, {jobs}; longest chain {until(last) / 60:.1f} min: {names}\n"
 
 
@@ -198,7 +198,7 @@ def chosen(waits: dict[str, set[str]], target: str | None) -> dict[str, set[str]
         ends = {name for name in waits if target in (name, name.split("@")[0])}
     if not ends or not ends <= waits.keys():
         raise ConfigError(
-            f"no stage {target!r} in dvc.yaml: expected {SPINE}, or a stage; `dvc stage list` prints their names"
+            f"no stage {target!r} in dvc.yaml; expected {SPINE} or a stage (run `dvc stage list` to see the names)"
         )
     queue = list(ends)
     while queue:

@@ -92,7 +92,7 @@ class PlanConfig:
                 raise ValueError(f"{key}: expected one of {names}, got {getattr(self, key)!r}")
         assert self.adapter  # building it runs its checks
         if min(self.micro_batch, self.processes, self.samples) < 1:
-            raise ValueError("micro_batch, processes, samples: expected at least 1")
+            raise ValueError("micro_batch, processes, samples: expected at least 1 each")
         if not 1 <= self.tokens <= self.model.max_context:
             raise ValueError(f"context: expected 1 to {self.model.max_context} (the model's limit), got {self.tokens}")
 

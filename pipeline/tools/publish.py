@@ -76,7 +76,7 @@ def check(folder: Path) -> JsonObject:
         )
     lines = (folder / SUMS).read_text(encoding="utf-8").splitlines()
     if unnamed := sorted(present - {line.partition("  ")[2] for line in lines} - {SUMS}):
-        raise ModelError(f"{folder}: not listed in {SUMS}: {', '.join(unnamed)}; delete these, or deploy again")
+        raise ModelError(f"{folder}: not listed in {SUMS}: {', '.join(unnamed)}; delete these files, or deploy again")
     try:
         lineage = json.loads((folder / "lineage.json").read_text(encoding="utf-8"))
         model, inputs, tokenizer = lineage["model"], lineage["inputs"], lineage["tokenizer"]
@@ -123,7 +123,8 @@ def measured(folder: Path, lineage: JsonObject) -> JsonObject:
         raise ModelError(f"{path}: expected the output of stage evaluate ({error!r:.200}); run dvc repro") from error
     if ours != theirs:
         raise ModelError(
-            f"{path}: evaluated {name} {theirs}, but deployed {ours}; dvc repro evaluates and deploys the same weights"
+            f"{path}: evaluated {name} {theirs}, but deployed {ours}; run dvc repro to evaluate and deploy"
+            " the same weights"
         )
     return numbers
 
@@ -243,7 +244,7 @@ def publish(api: "HfApi", target: Target, files: Files, *, message: str, replace
         named = ", ".join(others[:5]) + (" ..." if len(others) > 5 else "")
         raise ConfigError(
             f"{target.repo} has other files: {named}; choose another name or --revision, or use --replace to replace"
-            " them with these files (the old files stay in the branch's history)"
+            " them with the deployed files (the old files stay in the branch's history)"
         )
     if not has_branch:
         api.create_branch(target.repo, branch=target.branch, revision=head)
@@ -269,7 +270,7 @@ def _open(api: "HfApi", target: Target) -> tuple[str, bool]:
         info = api.model_info(target.repo)
     if bool(info.private) == target.public:
         raise ConfigError(
-            f"{target.repo} is private; change that on its page, or omit --public"
+            f"{target.repo} is private; make it public on its page, or omit --public"
             if info.private
             else f"{target.repo} is public: pass --public if everyone may read the model, or choose another name"
         )
@@ -384,10 +385,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("folder", type=Path, help="the output of stage deploy: models/deploy")
     parser.add_argument("--to", required=True, metavar="OWNER/NAME", help="the repository; created if it is missing")
     parser.add_argument("--public", action="store_true", help="make the repository public (default: private)")
-    parser.add_argument("--revision", default="main", metavar="BRANCH", help="created from main if missing")
+    parser.add_argument("--revision", default="main", metavar="BRANCH", help="the branch; created from main if missing")
     parser.add_argument("--endpoint", help="hub URL; default: HF_ENDPOINT, or huggingface.co if unset")
     parser.add_argument("--license", default="unknown", help="the hub's id for the weights' license, for example mit")
-    parser.add_argument("--language", nargs="+", default=["en", "code"], help="languages of its data; default: en code")
+    parser.add_argument(
+        "--language", nargs="+", default=["en", "code"], help="languages of the model's data; default: en code"
+    )
     parser.add_argument("--replace", action="store_true", help="replace the repository's existing files")
     parser.add_argument("--dry-run", action="store_true", help="only check and list the files; contact no hub")
     return parser.parse_args(arguments)

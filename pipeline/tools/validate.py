@@ -145,7 +145,7 @@ def _record(row: object, found: FileReport, *, is_table: bool) -> SourceRecord:
     if shape is None:
         content = ", ".join(map(str, row)) if isinstance(row, dict) else type(row).__name__
         expected = ", ".join(shapes.names(found.kind))
-        raise RowError("row", f"fits no shape of {found.kind} ({expected}); it has: {content[:200]}")
+        raise RowError("row", f"fits no shape of {found.kind} ({expected}); it contains: {content[:200]}")
     record = shapes.convert(shape, row, shapes.Columns())
     found.shapes[shape.name] += 1
     return record
@@ -213,7 +213,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
     parser.add_argument("--kind", choices=(*KINDS, "code"), help="kind of all files; default: the best fit")
     parser.add_argument("--columns", type=parse_columns, default={}, help="rename columns: COLUMN=FIELD,COLUMN=FIELD")
-    parser.add_argument("--encoding", default="utf-8", help="of files that are neither UTF-8 nor marked as UTF-16")
+    parser.add_argument(
+        "--encoding", default="utf-8", help="encoding of files that are neither UTF-8 nor marked as UTF-16"
+    )
     parser.add_argument("--tokenizer", type=Path, help="tokenizer or model folder, for tokens and the example")
     parser.add_argument("--benchmarks", type=Path, default=Path("data/benchmarks"), help="benchmark files")
     chosen = parser.parse_args(arguments)

@@ -83,7 +83,7 @@ def _built(folder: Path) -> ctypes.CDLL:
         return ctypes.CDLL(str(file))
     except OSError as error:
         raise ConfigError(
-            f"{file} cannot be loaded ({error}); delete it to rebuild it, or set runtime.compile=false"
+            f"{file} cannot be loaded ({error}); delete the file to rebuild it, or set runtime.compile=false"
         ) from error
 
 
@@ -106,7 +106,7 @@ def call(name: str, *values: Tensor | float | None) -> None:
         if isinstance(value, Tensor):
             if not value.is_contiguous():
                 raise ValueError(
-                    f"{name}: expected contiguous tensors, got strides {value.stride()} of {tuple(value.shape)}"
+                    f"{name}: expected contiguous tensors, got strides {value.stride()} with shape {tuple(value.shape)}"
                 )
             arguments.append(ctypes.c_void_p(value.data_ptr()))
         elif value is None:
