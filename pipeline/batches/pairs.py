@@ -250,7 +250,7 @@ class PairStream:
 
 
 def flipped(encoded: Encoded, share: float, seed: int) -> Encoded:
-    """The pair, with its answers swapped if the hash of its id falls into `share`."""
+    """The pair, with its answers swapped if the hash of its id, scaled to [0, 1), is below `share`."""
     if stable_hash("label flip", seed, encoded.pair.id) / 2**64 >= share:
         return encoded
     return Encoded(encoded.pair, encoded.rejected, encoded.chosen)

@@ -1,4 +1,4 @@
-"""Training batches of masked diffusion: windows of a corpus, pairs of answers, and problems with answers on canvases.
+"""Training batches for masked diffusion: windows of a corpus, pairs of answers, and problems with answers on canvases.
 
     CorpusStream windows                --times, masks-->       NoisedBatch     adaptation, pre-training
     prompt | answer, end of turn, fill  --times, masks-->       NoisedBatch     supervised fine-tuning

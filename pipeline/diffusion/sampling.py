@@ -471,8 +471,8 @@ def order_of(steps: Sequence[CanvasStep]) -> list[int]:
 def local_ar(order: Sequence[int], k: int) -> float:
     """AR-ness local@k: the fraction of tokens p whose k preceding commits were p - k, ..., p - 1, in this order.
 
-    Positions before the completion count as committed in order (DiffuCoder, arXiv:2506.20639, section 3.1). `order` is
-    a permutation.
+    Positions before the completion are treated as committed in order (DiffuCoder, arXiv:2506.20639, section 3.1).
+    `order` is a permutation.
     """
     hits = 0
     for index, p in enumerate(order):

@@ -467,7 +467,7 @@ def _truths(path: Path) -> dict[str, list[Truth]]:
     answers = path.parent / "possible_answer" / path.name
     if not answers.is_file():
         raise DataError(
-            f"{path}: expected the accepted calls in {answers}, which does not exist; download this file too"
+            f"{path}: expected the accepted calls in {answers}, which does not exist; download that file too"
         )
     truths = {}
     for row in read(answers):

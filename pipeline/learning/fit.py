@@ -88,7 +88,7 @@ def fit(
 
 
 class Run:
-    """One call of `fit`: its parts, and the steps of the loop as methods."""
+    """One call to `fit`: its parts, and the steps of the loop as methods."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class Run:
         self.course, self.window = Course(), LoggingWindow()
         self.last_save = time.monotonic()
         self.save_due, self.saved_step = False, 0
-        self.seen = 0  # positions trained on in this call of fit, over all ranks
+        self.seen = 0  # positions trained on in this call to fit, over all ranks
         self.postponed = False  # the first-gradient gate is deferred because of an fp16 overflow
         self.unfilled: JsonObject | None = None  # the rolling stream's state before a fill; None after an update
         self.pin = device.pins(job.runtime.pin_memory, self.hardware.device)

@@ -77,7 +77,7 @@ from pipeline.run.workdir import Job
 
 
 class Instruments:
-    """The performance instruments of one call of `fit`."""
+    """The performance instruments of one call to `fit`."""
 
     def __init__(self, run: TrainingRun) -> None:
         self._run, job = run, run.job
@@ -410,7 +410,7 @@ SKIPPED, WARM_UP, RECORDED = 2, 1, 3
 
 
 class Profile:
-    """Records steps 3 to 5 of this call of `fit`. Does nothing when inactive."""
+    """Records steps 3 to 5 of this call to `fit`. Does nothing when inactive."""
 
     def __init__(self, active: bool, folder: Path, rank: int, device: torch.device) -> None:
         self.folder, self.rank, self.device = folder / "profile", rank, device
@@ -487,7 +487,7 @@ def _muon_share(run: TrainingRun) -> str:
 
 
 def report(run: TrainingRun, seconds: float, steps: int, targets: int) -> None:
-    """Report tokens per second, utilization and memory for the `steps` steps of this call of fit."""
+    """Report tokens per second, utilization and memory for the `steps` steps of this call to fit."""
     if not steps:
         return
     tokens, device = run.seen, run.hardware.device

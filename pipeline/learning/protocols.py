@@ -75,7 +75,7 @@ class TrainingRun(Protocol):
     scaler: Scaler
     steps: int  # of the entire run
     micro_batch: int  # rows in one forward pass
-    seen: int  # positions trained on in this call of fit, over all ranks
+    seen: int  # positions trained on in this call to fit, over all ranks
 
     def batches(self, step: int, index: int) -> tuple[np.ndarray, list[Batch]]:
         """The rows of global batch `index`, and this rank's micro-batches of them at the context length of `step`."""

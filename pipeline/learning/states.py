@@ -173,7 +173,8 @@ class Keeper:
                     shutil.copytree(path.with_name(name), folder / f"{name}.part", copy_function=link_or_copy)
                     (folder / f"{name}.part").rename(folder / name)
                 say(
-                    f"{job.name}: continuing from step {step} of run {path.parent.name}, which is identical up to there"
+                    f"{job.name}: continuing from step {step} of run {path.parent.name}, which is identical to this"
+                    " one so far"
                 )
                 return
         why = (

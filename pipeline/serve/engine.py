@@ -550,7 +550,7 @@ class Drafter:
     accepted if it equals the token sampled with the position's own uniform number, so an answer is the same with and
     without drafts, at any temperature.
 
-    Code and tool calls repeat earlier text. Other text does not, and drafts then cost time: after a failed draft the
+    Code and tool calls repeat earlier text. Other text does not, and drafts then cost time, so after a failed draft the
     row waits 1, then 2, 4, ... tokens before it tries again.
     """
 

@@ -201,7 +201,7 @@ def _links(source: str, kind: Any, stages: Sequence[str]) -> list[str]:
         return [f"`{source}.{field.name}`" for field in dataclasses.fields(kind)]
     if source.startswith("conf/"):  # one key of a specific file
         path, _, key = source.partition(":")
-        return [f"`{key}` of `{path}`"]
+        return [f"`{key}` from `{path}`"]
     return [f"`{source}`" if "." in source else f"[`{source}`](#{source})"]
 
 
@@ -367,8 +367,8 @@ def data_files() -> str:
     """The keys of the files in conf/data/."""
     kind = typing.get_type_hints(importlib.import_module("stages.corpus").Params)["data"]
     return (
-        "## data files\n\nA file in `conf/data/`, selected by `data`. The first word of some meanings is the `source`"
-        " that uses the key.\n\n" + table(["key", "type", "default", "meaning"], list(rows_of(kind, None)))
+        "## data files\n\nA file in `conf/data/`, selected by `data`. If a meaning begins with a source, only that `source`"
+        " uses the key.\n\n" + table(["key", "type", "default", "meaning"], list(rows_of(kind, None)))
     )
 
 
