@@ -3,8 +3,8 @@
     python benchmarks/kills.py [STAGE ...] [--kills 20] [--seed 0] [--folder DIR]      default: all training stages
 
 A scratch folder has the data and models at scale smoke, built by the stages themselves (later calls reuse them). Each
-stage first runs uninterrupted. Then it is started and killed, with its children, by SIGKILL at a random moment after the
-fraction EARLIEST of its run time, so most kills hit loading, the training loop (with a state after every step) or
+stage first runs uninterrupted. Then it is started and killed, with its children, by SIGKILL at a random moment after
+a fraction EARLIEST of its run time, so most kills hit loading, the training loop (with a state after every step) or
 publishing. A run that ends before its kill is compared and started over; after the last kill the stage runs to its end
 and is compared too. Runs are equal if every file published by the uninterrupted run has the same sha256. Prints a line
 per stage and writes benchmarks/results/kills.json; exits with 1 if bytes differ.

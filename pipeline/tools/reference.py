@@ -367,8 +367,8 @@ def data_files() -> str:
     """The keys of the files in conf/data/."""
     kind = typing.get_type_hints(importlib.import_module("stages.corpus").Params)["data"]
     return (
-        "## data files\n\nA file in `conf/data/`, selected by `data`. If a meaning begins with a source, only that `source`"
-        " uses the key.\n\n" + table(["key", "type", "default", "meaning"], list(rows_of(kind, None)))
+        "## data files\n\nA file in `conf/data/`, selected by `data`. If a meaning begins with a source, only that"
+        " `source` uses the key.\n\n" + table(["key", "type", "default", "meaning"], list(rows_of(kind, None)))
     )
 
 
