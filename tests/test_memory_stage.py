@@ -148,7 +148,7 @@ def test_routing_by_sequence_is_refused_unless_asked_for_and_said_to_leak(coded:
         ({"questions": 0}, "expected at least 1"),
         ({"load_balance": -1.0}, "expected at least 0"),
         ({"storage": "reduced", "bank_rank": 15}, "expected a multiple of"),
-        ({"train_base": True, "adapter": {"rank": 1, "alpha": 1}}, "expected one of them"),
+        ({"train_base": True, "adapter": {"rank": 1, "alpha": 1}}, "expected at most one of the two"),
         ({"context": 8, "tokens_per_step": 512}, "tokens, more than `context`"),
         ({"context": 100000, "tokens_per_step": 100000}, "the model's context"),
     ],

@@ -238,7 +238,7 @@ def first_policy(ratio: str, divergence: str, clipped: str, precision: str) -> C
         value(values, clipped, 0.0, 0.0 if exact else 1e-1, cause)
         for name in KL:  # sampling versus teacher forcing, summed over an answer: too coarse in half precision
             if exact and name in values:
-                value(values, name, 0.0, 1e-3, "not the initial policy, or scores answers differently")
+                value(values, name, 0.0, 1e-3, "the reference is not the initial policy, or scores answers differently")
 
     return check
 
