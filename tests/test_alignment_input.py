@@ -182,7 +182,7 @@ def test_a_language_model_is_no_reward_model(workspace: Workspace, tiny_model: T
     assert_refused(
         workspace,
         "rlhf",
-        r"models/reward: expected a reward model \(Qwen3ForSequenceClassification\), found Qwen3ForCausalLM; make one"
+        r"models/reward: expected a reward model \(Qwen3ForSequenceClassification\), found Qwen3ForCausalLM; run"
         r" with "
         "dvc repro stage_reward",
     )

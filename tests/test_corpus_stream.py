@@ -348,7 +348,7 @@ def test_missing_and_cut_off_token_files_are_refused(tmp_path: Path) -> None:
     folder = write_corpus(tmp_path, documents(30), ["y"])
     with (folder / "train.bin").open("r+b") as file:
         file.truncate(100)
-    with pytest.raises(DataError, match=r"train\.bin: expected \d+ tokens"):
+    with pytest.raises(DataError, match=r"train\.bin: expected a file of \d+ tokens"):
         stream(folder)
 
 

@@ -58,7 +58,7 @@ def test_a_stage_refuses_a_checkpoint_of_the_other_kind(
     assert "expected a masked-diffusion model, found a causal one" in said("diffusion_dpo")
     masked_given(tmp_path_factory.mktemp("given") / "llada", masked, "llada")
     assert "expected a causal model, found a masked-diffusion one" in said("dpo")
-    assert "init: expected base" in command("diffusion", ["diffusion.base=base", "diffusion.init=scratch"]).said
+    assert "init: expected `base`" in command("diffusion", ["diffusion.base=base", "diffusion.init=scratch"]).said
 
 
 def test_a_masked_model_passes_through_without_pairs_and_problems(masked: Workspace) -> None:

@@ -278,7 +278,7 @@ def test_another_role_of_a_token_fails_the_proof(
         patch.setattr(export_gguf, "roles", lambda _: right | {name: wrong})
         path = written(byte_tokenizer, tmp_path / "a.gguf", model := fresh(), "f32")
     serialized = (tmp_path / "tokenizer/tokenizer.json").read_text(encoding="utf-8")
-    with pytest.raises(GateError, match=rf"{name} is {wrong}, expected {right[name]}"):
+    with pytest.raises(GateError, match=rf"{name} in the file is {wrong}, expected {right[name]}"):
         export_gguf.verify(path, model, byte_tokenizer, serialized, kind="f32")
 
 

@@ -96,8 +96,8 @@ IDS = torch.randint(0, 97, (64, 20), generator=torch.Generator().manual_seed(2))
         ({"alpha": 0.0}, "adapter.alpha: expected a positive number"),
         ({"dropout": 1.0}, r"adapter.dropout: expected a number in \[0, 1\), found 1.0"),
         ({"dropout": -0.1}, "adapter.dropout"),
-        ({"targets": ("q_proj", "lm_head")}, "some of q_proj, k_proj, .*found .*lm_head"),
-        ({"targets": ("q_proj", "all-linear")}, "only all-linear"),
+        ({"targets": ("q_proj", "lm_head")}, "names from q_proj, k_proj, .*found .*lm_head"),
+        ({"targets": ("q_proj", "all-linear")}, "or all-linear alone"),
         ({"targets": ()}, "adapter.targets"),
     ],
 )
