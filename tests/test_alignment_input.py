@@ -183,8 +183,7 @@ def test_a_language_model_is_no_reward_model(workspace: Workspace, tiny_model: T
         workspace,
         "rlhf",
         r"models/reward: expected a reward model \(Qwen3ForSequenceClassification\), found Qwen3ForCausalLM; run"
-        r" with "
-        "dvc repro stage_reward",
+        " dvc repro stage_reward to train one",
     )
 
 
