@@ -243,7 +243,11 @@ def test_a_masked_model_is_refused_where_a_causal_one_is_needed(masked: Workspac
         ("diffusion_grpo", {"denoising_steps": 0}, "steps: expected 1 to 24, the length of the canvas, got 0"),
         ("diffusion_grpo", {"denoising_steps": 25}, "steps: expected 1 to 24, the length of the canvas, got 25"),
         ("diffusion_grpo", {"max_new_tokens": 200}, "the model's context, got 260"),
-        ("diffusion_grpo", {"samples": 1}, "samples: expected at least 2, got 1; each problem's completions are compared"),
+        (
+            "diffusion_grpo",
+            {"samples": 1},
+            "samples: expected at least 2, got 1; each problem's completions are compared",
+        ),
         ("diffusion_grpo", {"estimator": "best"}, "estimator: expected one of normalized, released"),
         ("diffusion_grpo", {"advantage": "best"}, "advantage: expected one of loo, mean"),
         ("diffusion_grpo", {"t_scope": "row"}, "t_scope: expected one of sample, batch"),
