@@ -31,8 +31,9 @@ def tool(name: str, **properties: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "description": "", "parameters": parameters}}
 
 
-def test_text_keeps_its_license_and_id() -> None:
-    found = read({"text": "a b", "license": "MIT", "id": 3}, "text")
+@pytest.mark.parametrize("spelling", ["license", "licence"])
+def test_text_keeps_its_license_and_id(spelling: str) -> None:
+    found = read({"text": "a b", spelling: "MIT", "id": 3}, "text")
     assert found == Text(text="a b", source="", path="3", license="MIT")
 
 

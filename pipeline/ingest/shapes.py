@@ -163,7 +163,8 @@ def _columns_text(row: Row, columns: Columns) -> Text:
 
 
 def _document(row: Row, text: str) -> Text:
-    return Text(text=text, source=_optional(row, "source"), path=row_id(row), license=_optional(row, "license"))
+    license = _optional(row, "license", _optional(row, "licence"))
+    return Text(text=text, source=_optional(row, "source"), path=row_id(row), license=license)
 
 
 # --- dialogues -------------------------------------------------------------------------------------------------------
