@@ -122,7 +122,7 @@ except GateError as error:
 try:
     Ranks("fp32", f"somewhere/key{mine}")
 except ConfigError as error:
-    assert f"rank {mine} computes key key{mine}, rank {1 - mine} computes key key{1 - mine}" in str(error)
+    assert f"rank {mine} computes key key{mine}, but rank {1 - mine} computes key{1 - mine}" in str(error), error
 else:
     raise AssertionError("two keys are one too many")
 os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
