@@ -3,13 +3,13 @@
     python benchmarks/abuse.py [--requests 10000] [--answers 1000] [--users 8] [--only odd attack masked] [--kinds ...]
         [--seed 0] [--json FILE]
 
-odd     `--requests` requests of the kinds in `odd_requests.py`, four at a time: none gets a 5xx (except 503 with
-        Retry-After) or takes more than HANG_SECONDS, every error is an OpenAI error object, and after the first tenth
-        memory grows by at most MOST_GROWTH.
+odd     `--requests` requests of the kinds in `odd_requests.py`, four at a time. Passes if none gets a 5xx (except 503
+        with Retry-After) or takes more than HANG_SECONDS, every error is an OpenAI error object, and memory grows by at
+        most MOST_GROWTH after the first tenth.
 attack  `--answers` chats by `--users` users, each with a key; half run undisturbed, half while one client with its own
-        key sends hostile and valid schemas, Markdown and prompts to score, and other clients send bodies without a key:
-        no chat fails, and the 95th percentile of the response times at most doubles.
-masked  the same for a masked-diffusion model, under the same attack.
+        key sends hostile and valid schemas, Markdown and prompts to score, and other clients send bodies without a key.
+        Passes if no chat fails, and the 95th percentile of the response times at most doubles.
+masked  the same attack, while the users chat with a masked-diffusion model.
 
 A server with untrained two-layer models runs as a process on 127.0.0.1; the attacker is a separate process
 (`attacker.py`). The quiet half and the attacked half alternate in ROUNDS, so that a slowdown of the machine affects
@@ -65,7 +65,7 @@ SENTENCES = (
 
 @contextmanager
 def server(folder: Path) -> Iterator[Running]:
-    """A server of untrained models with keys for all users and the attacker, the default rate limit and enough rows."""
+    """A server with untrained models, keys for all users and the attacker, the default rate limit and enough rows."""
     tokenizer = Tokenizer.train(iter(SENTENCES), 320)
     models = save_models(folder, tokenizer)
     if MASKED:
@@ -203,7 +203,7 @@ class Beside:
     model: str
     quiet: list[Heard]
     attacked: list[Heard]
-    sent: dict[str, int]  # by the attacker, "kind status"
+    sent: dict[str, int]  # the attacker's requests, by "kind status"
     growth: float
 
     @property
@@ -213,7 +213,7 @@ class Beside:
 
     @property
     def times(self) -> float:
-        """The 95th percentile under attack divided by the quiet one."""
+        """The 95th percentile of response times under attack, divided by that without."""
         return self.tail(self.attacked) / self.tail(self.quiet)
 
     @staticmethod

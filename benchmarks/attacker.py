@@ -2,8 +2,8 @@
 
     python benchmarks/attacker.py URL KIND ...      attacks until its input ends, then prints counts as JSON
 
-The counts are by "kind status". The attacker imports little and runs at nice 19, since it stands in for other machines.
-ATTACK sets the number of concurrent requests per kind; each is repeated PAUSE seconds after its answer.
+Counts are keyed by "kind status". The attacker imports little and runs at nice 19, since it stands in for other
+machines. ATTACK sets the number of concurrent requests per kind; each is repeated PAUSE seconds after its answer.
 """
 
 import asyncio

@@ -3,10 +3,10 @@
     python benchmarks/constrain.py models/tools data/dialogues/test.jsonl [--requests 500] [--temperature 1.0]
 
 Each request is a user question from the held-out dialogues with its tools and `tool_choice: required`; budgets run from
-8 to 256 tokens. Prints the numbers of complete and valid answers, of refusals (`budget_too_small`) with the tokens they
-lacked, and of tokens chosen by the plan instead of the model, and the microseconds per token for the mask, for `take`
-and for the model. Goal: every answer is complete and valid, and mask and `take` together take less than 5% of the
-model's time per step, at this model size and above.
+8 to 256 tokens. Prints how many answers are complete and valid, how many requests are refused (`budget_too_small`) and
+how many tokens they lacked, how many tokens the plan chose instead of the model, and the microseconds per token for the
+mask, for `take` and for the model. Goal: every answer is complete and valid, and mask and `take` together take less
+than 5% of the model's time per step, at this model size and above.
 """
 
 import argparse

@@ -2,10 +2,10 @@
 
     python benchmarks/house.py [ROOT] [--json FILE]                      each figure and its limit
 
-A room is a folder in `pipeline/`; an arrow leads from a room to one whose files it imports, including inside functions.
-The reader's way of a method consists of its stage; the loop, rollout and streams that the stage imports; and their
-direct imports. An empty `__init__.py` is counted, but not as a short file. Every stage has a `Params`; that name is not
-counted as a repeated one.
+A room is a folder in `pipeline/`; an arrow leads from a room to another whose files it imports, also inside functions.
+The "reader's way" of a method is its stage; the loop, rollout and streams that the stage imports; and their direct
+imports. An empty `__init__.py` is counted, but not as a short file. Every stage has a `Params`, so that name is not
+counted as a repeated name.
 """
 
 import argparse
@@ -156,7 +156,7 @@ def circles(graph: Mapping[Node, set[Node]]) -> int:
 
 
 def readers_way(root: Path, imports: Mapping[Path, set[Path]], stage: Path) -> set[Path]:
-    """The files of the reader's way that starts at a stage."""
+    """The files on the reader's way that starts at a stage."""
     first = imports[stage]
     read_on = {path for path in first if str(path.relative_to(root)).startswith(READ_ON)}
     return {stage, *first, *(other for path in read_on for other in imports[path])}

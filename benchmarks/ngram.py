@@ -12,10 +12,10 @@ of n - 1 tokens, and h' for h without its first token:
     D_n(k)   = k - (k + 1) t_1 t_{k+1} / ((t_1 + 2 t_2) t_k), k = 1, 2, 3 and more; t_k: n-grams whose a is k
     b(h)     = sum_x D_n(a(hx)) / sum_x a(hx), the discounted mass; below the unigrams p is 1 / V
 
-Each document follows one end-of-text token, and no n-gram crosses it; the end-of-text token after a document is to be
-predicted. So p is a distribution over all V ids; if only text tokens are scored, the model pays for ids that cannot
-occur, as a neural model does. If an order has too few n-grams for its discounts (some t_k is 0, or D is outside
-[0, k]), these are 0.5, 1, 1.5, as in `lmplz --discount_fallback`; `Level.discounts` shows the values used.
+Each document follows one end-of-text token, and no n-gram crosses it; the end-of-text token after a document is
+predicted as well. So p is a distribution over all V ids; if only text tokens are scored, the model pays for ids that
+cannot occur, as a neural model does. If an order has too few n-grams for its discounts (some t_k is 0, or D is outside
+[0, k]), they are set to 0.5, 1, 1.5, as in `lmplz --discount_fallback`; `Level.discounts` shows the values used.
 
 An n-gram's key is the index of its context, times V, plus its last token: one int64, found by bisection. Counting takes
 about 110 bytes of memory per training token at order 5. Not supported: pruning, or training on data that does not fit
@@ -37,7 +37,7 @@ class Level:
 
     keys: np.ndarray  # (U,) int64, sorted: context * V + token
     counts: np.ndarray  # (U,) int32: a(hw)
-    totals: np.ndarray  # (C,) int32: sum of `counts` by context; 0 where a context was never followed
+    totals: np.ndarray  # (C,) int32: sum of `counts` by context; 0 if nothing ever followed the context
     backoff: np.ndarray  # (C,) float64: b(h), 0 where the total is 0
     discounts: tuple[float, float, float]  # D_n(1), D_n(2), D_n(3 and more)
 

@@ -235,7 +235,7 @@ class Maker:
         return self.post("completed", "/v1/completions", body)
 
     def denoised(self) -> Odd:
-        """A masked-diffusion model, its canvases, and parameters it does not support."""
+        """A chat with a masked-diffusion model: its canvases, and parameters that it does not support."""
         draw = self.draw
         more = draw.choice(
             [
@@ -290,7 +290,7 @@ class Maker:
         )
 
     def mutated(self) -> Odd:
-        """A valid body with one arbitrary field."""
+        """A valid body with a few arbitrary fields."""
         path = self.draw.choice(
             [
                 "/v1/chat/completions",
@@ -415,7 +415,7 @@ class Maker:
         }
 
     def schema(self, depth: int) -> Any:
-        """A schema: mostly valid for its draft, often without any instance."""
+        """A schema: mostly valid for its draft, often unsatisfiable."""
         draw = self.draw
         if draw.random() < 0.5:
             return self.plain(depth)

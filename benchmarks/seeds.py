@@ -4,7 +4,8 @@
 
 A RUN is a metrics folder, a commit, branch, tag, experiment, or `workspace`. For three runs, use `dvc exp run -S
 seed=1` and `-S seed=2` in addition to the current run. Prints a Markdown table and writes the same numbers as JSON. The
-columns, for each headline of each model, its difference from the model it is compared with, and the report's claims:
+rows are each model's headlines, their differences from those of the model it is compared with, and the report's claims.
+The columns:
 
     mean, range      over the runs
     95% over items   would other items of the same kind give the same result? A bootstrap over items of the mean over
@@ -42,7 +43,7 @@ from pipeline.run.errors import InputError, StagecoachError
 
 # Student's t, 97.5%, for 2 to 10 runs: 1 to 9 degrees of freedom
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
-Columns = tuple[list[float], list[float]]  # for each item its contribution to the numerator and the denominator
+Columns = tuple[list[float], list[float]]  # each item's contribution to the numerator and the denominator
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Spread:
     mean: float
     lowest: float
     highest: float
-    items: list[float] | None  # 95% over items: low, high; None: no run has one
+    items: list[float] | None  # 95% over items: low, high; None: some run has none
     pooled: bool  # the interval over items is a bootstrap of the mean over runs, not the mean of the runs' own
     seeds: list[float]  # 95% over training seeds
     n: int  # items; 0: unknown

@@ -6,8 +6,8 @@ Five servers run as processes, each stopped (SIGSTOP) while another is measured:
 weights, `transformers serve` in float32 without and with continuous batching, and ours with a tiny model. All but the
 last serve the same directory: random weights of a Qwen3 shape with 82 M parameters and a BPE of 8,192 tokens trained on
 this repository's sources. Tokens are sampled at temperature 1, so that no text repeats and our drafts never match. No
-answer ends early: our servers use `ignore_eos`, transformers a generation_config.json without an end token. Tokens are
-counted by `usage`; an answer with a different length is a failure.
+answer ends early: our servers use `ignore_eos`, transformers a generation_config.json without an end token. Token
+counts come from `usage`; an answer with a different length is a failure.
 
 Each round sends every server the same new prompts, with 1, 4 and 8 concurrent users, each with one streamed request.
 Before the rounds, each server answers 3 requests that do not count. Reported with medians and quartiles:
@@ -250,7 +250,7 @@ def full_queue(server: Server, texts: Texts) -> list[Goal]:
 
     async def refused(apart: ProcessPoolExecutor) -> list[Heard]:
         streams = [asyncio.create_task(ask(server, prompt, 1500)) for prompt in prompts]
-        for name, full in (("num_requests_running", ROWS), ("num_requests_waiting", QUEUE)):  # both: rows fill late
+        for name, full in (("num_requests_running", ROWS), ("num_requests_waiting", QUEUE)):  # the queue may fill first
             while await asyncio.to_thread(server.gauge, name) < full:
                 pass
         heard = await asyncio.get_running_loop().run_in_executor(apart, knock, server.port, payload, REFUSALS)
@@ -278,7 +278,7 @@ def full_queue(server: Server, texts: Texts) -> list[Goal]:
 
 
 def known_prompt(server: Server, texts: Texts, rounds: int) -> Goal:
-    """The time to the first text of a cached long prompt, in percent of the uncached time."""
+    """The time to the first text of a cached long prompt, as a percentage of the uncached time."""
     cold, known = [], []
     with server.awake():
         for prompt in [texts.take(LONG[0]) for _ in range(rounds)]:

@@ -15,9 +15,9 @@ not, the benchmark stops).
    wall time and in CPU time (which is reliable on a shared machine). Seconds to the target are steps times seconds
    per step, without evaluating and saving. A second figure adds compilation (by PyTorch and oneDNN): the excess time of
    a run's first steps.
-4. Ablations remove one of our choices at a time. Their time is the steps to the target, on a grid of factor 2 and
-   interpolated between two runs in log steps (here, ours as well), times their seconds per step. Runs have at most four
-   times our steps.
+4. Ablations remove one of our choices at a time. Their time is the steps to the target times their seconds per step.
+   Here, the steps (ours as well) are searched on a grid of factor 2 and interpolated between two runs in log steps.
+   Runs have at most four times our steps.
 
 Goal: at most 1/3 of the baseline's time. Finished runs are kept in `.work/time_to_loss`, keyed by their specification,
 the tokens and the training code (`--fresh` discards them). Writes `results/time_to_loss-cpu.json` and `.png`; `--quick`
@@ -74,7 +74,7 @@ class Arm:
     without: str = ""
 
 
-ABLATIONS: dict[str, list[Arm]] = {  # of several arms, the best one by bits per byte counts
+ABLATIONS: dict[str, list[Arm]] = {  # of several arms, only the one with the fewest bits per byte counts
     "Muon -> AdamW, best of 3 rates": [
         Arm(f"AdamW {rate}", ("language.optimizer=adamw", f"language.learning_rate={rate}"))
         for rate in ("1e-3", "2e-3", "4e-3")

@@ -38,7 +38,7 @@ from pipeline.batches.corpus import CorpusStream, read_meta
 from pipeline.learning import losses
 from pipeline.text.tokenizer import Tokenizer
 
-COMPILING = 3  # first steps, whose excess time counts as compiling
+COMPILING = 3  # number of first steps whose excess time counts as compiling
 ENDLESS = 10**6  # steps of a run that ends when no more steps are requested
 
 
@@ -69,7 +69,7 @@ class Clock:
         return (now[0] - self.began[0][0], now[1] - self.began[0][1]) if self.began else (0.0, 0.0)
 
     def compiling(self) -> tuple[float, float]:
-        """Excess seconds of the first steps over the usual steps."""
+        """How many seconds longer the first steps took than the usual ones."""
         if len(self.began) < 4 * COMPILING:
             return 0.0, 0.0
         gaps = [(b[0] - a[0], b[1] - a[1]) for a, b in zip(self.began, self.began[1:], strict=False)]
@@ -283,7 +283,7 @@ class RandomWindows(Ticking):
 
 
 class Asked:
-    """`Metronome` with the interface of a clock; ignores step 0, which the checks before the first step draw too."""
+    """`Metronome` with the interface of a clock; ignores step 0, which checks before training also draw."""
 
     def __init__(self) -> None:
         self.metronome = Metronome(5)

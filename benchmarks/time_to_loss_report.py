@@ -16,7 +16,7 @@ GOAL = 1 / 3
 
 @dataclass(frozen=True)
 class Reached:
-    """Steps to a target: of a run that reaches it, and interpolated; `tried` holds (steps, bits per byte)."""
+    """Steps to a target, of a run that reaches it and interpolated; `tried` holds (steps, bits per byte)."""
 
     steps: int | None  # None: not within the maximum number of steps
     between: float | None
@@ -56,7 +56,7 @@ def between(tried: dict[int, float], target: float) -> float:
 
 
 def ratio(step: dict[str, dict[str, float]], mine: tuple[str, float], theirs: tuple[str, float]) -> dict[str, float]:
-    """Our time over theirs; `mine` and `theirs` are the name of an arm, timed in `step`, and a number of steps."""
+    """Our time over theirs; `mine` and `theirs` each hold an arm's name in `step` and a number of steps."""
     return {
         key: round(mine[1] * step[mine[0]][key] / (theirs[1] * step[theirs[0]][key]), 3)
         for key in ("seconds", "cpu_seconds")

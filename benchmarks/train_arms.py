@@ -1,8 +1,8 @@
-"""One side of `train_speed.py`, as a process: trains, and counts at the start of each step.
+"""One side of `train_speed.py`, as a process: trains, counting each step as it begins.
 
     python benchmarks/train_arms.py ours '{"size": {...}, "rows": 8, "context": 256, ...}'
 
-Prints `ready` after the warm-up. Each input line is a number of steps to train; the reply has their wall seconds, the
+Prints `ready` after the warm-up. Each input line is a number of steps to train; the reply gives their wall seconds, the
 CPU seconds of all threads and the peak GPU memory (0 without a GPU). An empty line ends the process. Every side sees
 the same rows, each a document of random tokens that depend only on the step. All sides use torch's fused AdamW,
 gradients clipped to norm 1 and a constant rate, without saving or evaluating in the measured time. `litgpt` runs in a
@@ -193,7 +193,7 @@ def trainer(spec: dict[str, Any], metronome: Metronome, *, compiled: bool) -> No
         def __getitem__(self, place: int) -> dict[str, Tensor]:
             step, row = divmod(place, spec["rows"])
             ids = tokens_of(step, spec)[row]
-            return {"input_ids": ids[:-1], "labels": ids[:-1]}  # the model shifts
+            return {"input_ids": ids[:-1], "labels": ids[:-1]}  # the model shifts the labels
 
     class Clock(TrainerCallback):
         def on_step_begin(self, *_: object, **__: object) -> None:

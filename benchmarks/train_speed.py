@@ -2,14 +2,14 @@
 
     python benchmarks/train_speed.py [--sizes 2M 6M] [--rounds 7] [--precision bf16] [--litgpt-python PATH] [--quick]
 
-The same Qwen3 shape, tokens, batch, optimizer and machine; each side is a separate process (`train_arms.py`), compiled
-and warmed up with 5 steps, then 40 steps per round, one side after another. Before and after each round, a reference
-matrix product is timed; rounds in which its time changes by more than 25% are repeated, at most `--rounds` times. Peak
-memory is private memory (RssAnon, sampled every 20 ms) or GPU memory. A side's speed in a round is tokens over seconds;
-a ratio is ours over theirs in the same round; medians and ranges are over rounds. Ours and Trainer use the faster of
-two settings, compiled or not, and the bare loop the faster of two models, by median. `by_cpu_time` is the ratio of
-tokens per CPU second: with one thread on a shared machine it is reliable when wall time is not. Goals: 1.3 times
-Trainer and litgpt, 0.97 of the bare loop.
+All sides have the same Qwen3 shape, tokens, batch, optimizer and machine. Each is a separate process (`train_arms.py`),
+compiled and warmed up with 5 steps; in each round, the sides train 40 steps, one after another. Before and after each
+round, a reference matrix product is timed; rounds in which its time changes by more than 25% are repeated, at most
+`--rounds` times. Peak memory is private memory (RssAnon, sampled every 20 ms) or GPU memory. A side's speed in a round
+is tokens over seconds; a ratio is ours over theirs in the same round; medians and ranges are over rounds. Ours and
+Trainer use the faster of two settings, compiled or not, and the bare loop the faster of two models, by median.
+`by_cpu_time` is the ratio of tokens per CPU second: with one thread on a shared machine it is reliable when wall time
+is not. Goals: 1.3 times Trainer and litgpt, 0.97 of the bare loop.
 
 litgpt is not a dependency: pass the Python of an environment that has it, or its row is marked as left out. Results go
 to `results/train_speed-<device>-<precision>.json`; `--quick` (2 rounds of 6 steps) writes nothing.

@@ -12,7 +12,7 @@ called. Code with an extension point looks up offers by name and also works if t
                                               serve/models.py
     the rest                                  a layer hook and its training: model/layers.py, learning/pretraining.py
 
-To remove a wing, delete its folder, its stages and its tests. The code hash follows this rule (run/codehash.py).
+To remove a wing, delete its folder, its stages and its tests. The code hash finds offers by name too (run/codehash.py).
 """
 
 import importlib

@@ -134,7 +134,7 @@ def run(params: Params, job: Job, *, own: Path, benchmarks: Path, text: Path, co
     """Build both corpora. Raises DataError for unreadable files, and for a corpus that has entries but no
     documents."""
     parts = job.folder / "parts"
-    shutil.rmtree(parts / "kept", ignore_errors=True)  # but keep what a killed run fetched from the Hub
+    shutil.rmtree(parts / "kept", ignore_errors=True)  # Hub data that a killed run fetched remains
     index = Index(benchmark_items(benchmarks))
     corpora = {name: _selection(name, params, index, parts / "kept" / name) for name in PARTS}
     versions = {} if params.data.source == "packages" else {"python": platform.python_version()}

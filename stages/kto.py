@@ -4,8 +4,8 @@
 
 A thumbs up or down is easier to collect than a choice between two answers to the same prompt. Without human labels, the
 preference pairs are split into single labels (`stages/tasks.py`), so, like stage dpo, this stage also reports how well
-the model separates held-out pairs. The reference is the initial model; with an adapter, the model with the adapter
-disabled. The reference point z0 is estimated before each step, over the step's entire batch.
+the model separates held-out pairs. The reference is the initial model; with an adapter, it is the model with the
+adapter disabled. The reference point z0 is estimated before each step, over the step's entire batch.
 """
 
 from dataclasses import dataclass, field

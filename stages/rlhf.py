@@ -222,7 +222,7 @@ def _ppo(params: Params, setting: CausalSetting, scorer: Scorer, reward: Path) -
     """A learner for the policy and a critic; the critic is discarded after training."""
     critic: RewardModel
     critic, _ = checkpoint.load_reward(reward)
-    if "learned" not in params.rewards:  # then the reward model's scores are unsuitable as initial values
+    if "learned" not in params.rewards:  # the reward model's scores would be poor initial values
         nn.init.zeros_(critic.score.weight)
         critic.reward_mean, critic.reward_std = 0.0, 1.0
     carried, config = {"beta": params.ppo.beta}, params.fit

@@ -7,8 +7,8 @@
 `data: files`, each kind lists its entries (`ingest/entries.py`): files, Hub data sets, or `packages` for generated
 data, optionally weighted; an empty list yields empty files. A repository among the problems adds its tested functions
 as tasks for reinforcement learning (`evaluation/mining.py`); `mined.csv` lists the outcome for each function. Supplied
-problems are run in the sandbox. If a problem's tests cannot be judged, or its own solution fails them, the stage stops
-if the problem is from a user's file, and skips the problem if it is from a Hub data set (up to the fraction
+problems are run in the sandbox. A problem is bad if its tests cannot be judged or its own solution fails them. The
+stage stops at a bad problem from a user's file, and skips those from a Hub data set (up to the fraction
 `max_rejected`). Generated labels are the preference pairs of the same split, divided into single labels. Pairs and
 labels that people gave on the web page (feedback/preferences.jsonl, feedback/labels.jsonl) join the training split,
 each up to the limit in `tasks.feedback`; these pairs are not divided, so that the limit holds for labels too. Facts and
@@ -240,7 +240,7 @@ def _fill(lots: Sequence[Lot[R]], generate: Callable[[], Splits[R]]) -> None:
 
 
 def _mine(lots: Sequence[Lot[Problem]], params: Params, job: Job, own: Path) -> dict[str, Mined]:
-    """Fill the lots of repositories with tasks for reinforcement learning. Raises DataError if one has none."""
+    """Fill the lots of repositories with tasks for reinforcement learning. Raises DataError if one yields none."""
     found: dict[str, Mined] = {}
     entries = [(lot, entry) for lot in lots for entry in lot.entries if isinstance(entry, RepositoryEntry)]
     if not entries:

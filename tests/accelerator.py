@@ -1,11 +1,11 @@
-"""A second kind of device, `fake:0`. Its tensors compute on the CPU but refuse one that lies there, as CUDA's do.
+"""A second kind of device, `fake:0`. Its tensors compute on the CPU but, like CUDA's, refuse CPU operands.
 
     python -m tests.accelerator '{"stage": ["key=value", ...], ...}'     runs these stages on it, in this directory
     python -m tests.accelerator '{"serve": ["tools", ...]}'              serves these models on it
 
 Prints {"stage": {"code": exit code, "said": stderr, "there": matrix products there, "cpu": those on the CPU}}. A tensor
-that a stage leaves on the CPU fails the first operation that meets both devices, or is part of a product there. Indices
-and scalars may come from the CPU, as on CUDA. Precision is fp32: the device has no autocast.
+that a stage leaves on the CPU fails the first operation that mixes both devices, or shows up in the "cpu" count.
+Indices and scalars may come from the CPU, as on CUDA. Precision is fp32: the device has no autocast.
 """
 
 import json
@@ -44,7 +44,7 @@ MULTIPLY = ("mm", "bmm", "addmm", "baddbmm", "_scaled_dot_product", "convolution
 
 
 class Elsewhere(Tensor):
-    """A tensor of the device. `inside` is the CPU tensor that has its numbers; views of one have views of the other."""
+    """A tensor on the device. `inside` is the CPU tensor with its numbers; a view of one wraps a view of the other."""
 
     inside: Tensor
 
@@ -68,7 +68,7 @@ class Elsewhere(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return compute(func, args, kwargs or {})
 
-    # What PyTorch refuses of subclasses, and devices have.
+    # Methods that PyTorch does not support for subclasses but that real devices have.
 
     def tolist(self) -> Any:
         return self.inside.tolist()
@@ -92,7 +92,7 @@ class Elsewhere(Tensor):
 
 
 def compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """An operation with tensors of the device, on what is inside them. Raises RuntimeError if one lies on the CPU."""
+    """Run an operation on the CPU tensors inside its operands. Raises RuntimeError if an operand is on the CPU."""
     given = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
     copies = func in (aten._to_copy.default, aten.copy_.default, aten._copy_from.default)
     if not copies and func not in TAKE_INDICES:
@@ -110,14 +110,14 @@ def compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return result
     if func is aten.copy_.default:
         return given[0]
-    known = {id(value.inside): value for value in given if isinstance(value, Elsewhere)}  # of operations in place
+    known = {id(value.inside): value for value in given if isinstance(value, Elsewhere)}  # for in-place operations
     return pytree.tree_map_only(
         Tensor, lambda tensor: known[id(tensor)] if id(tensor) in known else Elsewhere(tensor), result
     )
 
 
 def factories() -> Iterator[Any]:
-    """The operations that make a tensor on a device from none."""
+    """The operations that create a tensor on a device without taking one."""
     for full in torch._C._dispatch_get_all_op_names():
         if not full.startswith("aten::"):
             continue
@@ -136,7 +136,7 @@ def factories() -> Iterator[Any]:
 
 
 def on_cpu(op: Any) -> Any:
-    """The kernel of a factory."""
+    """A kernel that runs a factory on the CPU and wraps the result."""
 
     def kernel(*args: Any, **kwargs: Any) -> Tensor:
         return Elsewhere(op(*args, **kwargs | {"device": "cpu", "pin_memory": False}))
@@ -145,7 +145,7 @@ def on_cpu(op: Any) -> Any:
 
 
 def register() -> torch.library.Library:
-    """Make `fake:0` a device of this process, as long as what is returned lives."""
+    """Make `fake:0` a device of this process for as long as the returned object lives."""
     module = SimpleNamespace(
         is_available=lambda: True,
         is_initialized=lambda: True,
@@ -171,7 +171,7 @@ def register() -> torch.library.Library:
 
 
 class Multiplications(TorchDispatchMode):
-    """Counts those with a tensor of the device, and those without."""
+    """Counts matrix products with a tensor on the device, and those without."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ class Multiplications(TorchDispatchMode):
 
 
 def served(names: list[str]) -> None:
-    """Load models of models/ as the server does, and let each answer or score once."""
+    """Load models from models/ as the server does, and let each answer or score once."""
     ids = [300, 301, 302]
     for one in models.load([Path("models") / name for name in names], rows=2, queue=2, weights=None):
         if one.reward_model is not None:
@@ -200,7 +200,7 @@ def served(names: list[str]) -> None:
 
 
 def on_accelerator(stages: dict[str, list[str]]) -> None:
-    """Each stage ends well, with all of its matrix products there."""
+    """Check that each stage succeeds, with all of its matrix products on the device."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.accelerator", json.dumps(stages)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
@@ -212,7 +212,7 @@ def on_accelerator(stages: dict[str, list[str]]) -> None:
 
 
 def to_measure(work: Workspace) -> list[str]:
-    """Write the data that `stages.evaluate` reads; the keys for a few items of every suite."""
+    """Write the data that `stages.evaluate` reads; returns keys for a few items of every suite."""
     data = work.folder / "data"
     shutil.rmtree(data / "dialogues")
     shutil.rmtree(data / "problems")

@@ -1,9 +1,9 @@
 """What an accessibility checker finds serious, as one JavaScript expression that a page's test evaluates.
 
-A list of findings, empty for a good page: controls without a name, ids twice, references that point nowhere, no or
-several main landmarks, text with a contrast below 4.5 (3 where it is large; WCAG 2.1, 1.4.3), scrolling boxes that a
-keyboard cannot reach. axe-core 4.12.1 found nothing on any panel either, light and dark, 1280 and 375 px; here without
-it, since the repository holds no foreign JavaScript.
+Its value is a list of findings, empty for a good page: controls without a name, duplicate ids, references that point
+nowhere, not exactly one main landmark, text with a contrast below 4.5 (3 where it is large; WCAG 2.1, 1.4.3), scrolling
+boxes that the keyboard cannot reach. axe-core 4.12.1 found nothing either, on any panel, light and dark, at 1280 and
+375 px; it is not used here, since the repository contains no third-party JavaScript.
 """
 
 FINDINGS = r"""(() => {

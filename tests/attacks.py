@@ -1,10 +1,10 @@
-"""Candidates that try to get out, to stay, or to pass without being right; data for `test_jail.py`.
+"""Candidates that try to escape, to stay behind, or to pass without being right; data for `test_jail.py`.
 
-`FORGING` (`forging.py`) want to pass, `EXHAUSTING` (`exhausting.py`) want all of the machine, `REFUSED` want to get
-out. `CHEATS`: name, source of `f(x)`, the verdicts and reasons that may follow. The one test is f(2) == 4, three times.
-`REFUSED`: name, an expression whose system call the kernel must refuse: `refused` and `raw` say whether it did.
-`PROGRAMS`: name, source, stdin, stdout, verdicts. `ROWS`: the rows of the attack table and the attacks that make each.
-Standard library only: `python attacks.py` judges all of them as whoever runs it and prints JSON.
+Those in `FORGING` (`forging.py`) try to pass, those in `EXHAUSTING` (`exhausting.py`) to use up the machine, those in
+`REFUSED` to escape. `CHEATS`: name, source of `f(x)`, allowed verdicts and reasons. The one test is f(2) == 4, three
+times. `REFUSED`: name, an expression whose system call the kernel must refuse: `refused` and `raw` return whether it
+did. `PROGRAMS`: name, source, stdin, stdout, verdicts. `ROWS`: the rows of the attack table and the attacks in each.
+Standard library only: `python attacks.py` judges all of them as the user who runs it and prints JSON.
 """
 
 import json
@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # as a script
+sys.path.insert(0, str(Path(__file__).parents[1]))  # when run as a script
 from tests.exhausting import EXHAUSTING
 from tests.forging import FORGING, FRAME
 
@@ -349,7 +349,7 @@ PROGRAMS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("only the first expected line", "print(int(input()) ** 2)", "2\n3", "4\n9\n", ("wrong",)),
     ("all expected lines", "print(int(input()) ** 2)\nprint(int(input()) ** 2)", "2\n3", "4\n9\n", ("passed",)),
 ]
-# The attack table: row -> the attacks above that make it, all of them.
+# The attack table: row -> the attacks above that belong to it; every attack is in a row.
 ROWS: dict[str, tuple[str, ...]] = {
     "eq, hostile subclass": ("honest", "__eq__ always true", "hostile subclass"),
     "frame walk, gc search": ("frame walk and gc search for expected values",),
@@ -439,7 +439,7 @@ ROWS: dict[str, tuple[str, ...]] = {
 
 
 def expected() -> dict[str, tuple[tuple[str, ...], tuple[str, ...] | None]]:
-    """name -> the verdicts and reasons (None: any) that may follow. What the kernel refuses passes."""
+    """name -> allowed verdicts and reasons (None: any). A candidate in REFUSED passes if its call was refused."""
     found: dict[str, tuple[tuple[str, ...], tuple[str, ...] | None]] = {
         name: (verdicts, reasons) for name, _, verdicts, reasons in CHEATS
     }
@@ -476,7 +476,7 @@ threading.Event().wait()
 
 
 def survivors() -> int:
-    """How many servers and children are alive a while after their trainer was killed."""
+    """How many servers and children are still alive a few seconds after their trainer was killed."""
     import os
 
     root = Path(__file__).parents[1]
@@ -484,7 +484,7 @@ def survivors() -> int:
     assert trainer.stdout is not None
     servers = [int(pid) for pid in trainer.stdout.readline().split()]
     children: list[int] = []
-    while len(children) < 4:  # of each server its zygote and a candidate
+    while len(children) < 4:  # each server's zygote and a candidate
         children = [int(p) for s in servers for p in Path(f"/proc/{s}/task/{s}/children").read_text().split()]
     watched = [os.pidfd_open(pid) for pid in (*servers, *children)]
     trainer.send_signal(signal.SIGKILL)
@@ -496,8 +496,8 @@ def survivors() -> int:
 
 
 def state(judge: Any) -> list[int]:
-    """What of two servers and their zygotes may not grow: processes, descriptors (root sees them), IPC objects, 8
-    MiB of memory.
+    """What must not grow in two servers and their zygotes: processes, descriptors (only root sees them), IPC objects,
+    and memory by more than 8 MiB.
     """
     servers = [server.process.pid for server in judge.pool.host.running]
     zygotes = [int(pid) for s in servers for pid in Path(f"/proc/{s}/task/{s}/children").read_text().split()]

@@ -1,7 +1,7 @@
 """A task that reinforcement must solve: say one token four times, then end. Loop, sampler, stream and losses are the
 real ones.
 
-The reward is the share of four that was said; a fresh model of 16 tokens says it by chance, about 0.12.
+The reward is the fraction of the four that were said; a fresh model over 16 tokens gets about 0.12 by chance.
 """
 
 import copy
@@ -34,7 +34,7 @@ PAD, END, WANTED, MOST, LONGEST = 0, 1, 5, 4, 12
 
 
 class Letters:
-    """What sampling reads of a tokenizer, over 16 ids."""
+    """The part of a tokenizer that sampling uses, over 16 ids."""
 
     turn_end = END
 
@@ -101,7 +101,7 @@ def group_run(
     rehearsal: Any = None,
     **runtime: Any,
 ) -> Any:
-    """Train the model by a group method as the stages do; the job, whose curve is kept."""
+    """Train the model by a group method as the stages do; returns the job, which keeps the curve."""
     frozen = copy.deepcopy(model).requires_grad_(False)
     needed = method.beta > 0
 

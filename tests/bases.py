@@ -1,4 +1,4 @@
-"""Small checkpoints of a user, taken in as models/base, and stages that begin from them."""
+"""A user's small checkpoints, imported as models/base, and stages that start from them."""
 
 import json
 from pathlib import Path
@@ -11,13 +11,13 @@ from tests.workspace import Ended, Workspace, command
 
 
 def take_in(folder: Path | None = None, **keys: str) -> Ended:
-    """Stage base on a folder, or with other keys."""
+    """Run stage base on a folder, or with other keys."""
     keys = keys if folder is None else {"folder": str(folder)}
     return command("base", [f"base.{key}={value}" for key, value in keys.items()])
 
 
 def causal_given(folder: Path, shape: str) -> None:
-    """A small checkpoint, taken in as models/base."""
+    """Write a small checkpoint and import it as models/base."""
     pytest.importorskip("transformers")
     checkpoints.write(folder, shape, max_position_embeddings=512)
     ended = take_in(folder)

@@ -1,4 +1,4 @@
-"""A source that starts threads by clone(2), past pthread_create and its stacks; data for the attacks. x86_64 alone.
+"""A source that starts threads by clone(2), without pthread_create and its stacks; data for the attacks. x86_64 only.
 
 Standard library only.
 """
@@ -6,7 +6,7 @@ Standard library only.
 import platform
 import struct
 
-PTHREAD = 0x3D0F00  # the flags of glibc: VM FS FILES SIGHAND THREAD SYSVSEM SETTLS PARENT_SETTID CHILD_CLEARTID
+PTHREAD = 0x3D0F00  # glibc's flags: VM FS FILES SIGHAND THREAD SYSVSEM SETTLS PARENT_SETTID CHILD_CLEARTID
 AVAILABLE = platform.machine() == "x86_64"
 
 

@@ -1,4 +1,4 @@
-"""Headless Chromium before a real server: how the page's tests look at it, and what every one of them holds.
+"""Headless Chromium on a real server's page: how tests use it, and what all of them check.
 
 `opened` fails a test whose page broke its content security policy, threw an error, or asked another host for anything.
 """
@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import pytest
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-# What a test begins with: short answers of a known seed.
+# What a test starts with: short answers with a known seed.
 SETTINGS = {
     "model": "nano",
     "temperature": 0.7,
@@ -60,7 +60,7 @@ def opened(
     quiet: bool = True,
     **context: Any,
 ) -> Iterator[Any]:
-    """The page in a fresh profile. `settings` differ from SETTINGS; `quiet` also refuses errors on the console."""
+    """The page in a fresh profile. `settings` override SETTINGS; `quiet` also fails on console errors."""
     held = browser.new_context(**{"viewport": {"width": 1280, "height": 800}, "accept_downloads": True} | context)
     held.grant_permissions(["clipboard-read", "clipboard-write"], origin=url)
     held.set_default_timeout(20_000)
@@ -87,7 +87,7 @@ def opened(
 
 
 def foreign(asked: str, own: str) -> bool:
-    """Whether a request leaves for another host."""
+    """Whether a request goes to another host."""
     parts = urlsplit(asked)
     return parts.scheme not in ("data", "blob") and parts.netloc != urlsplit(own).netloc
 
@@ -110,7 +110,7 @@ def say(page: Any, text: str) -> None:
 
 
 def idle(page: Any) -> None:
-    """Wait until nothing is being said."""
+    """Wait until no answer is being generated."""
     page.locator(".log[aria-busy=false]").wait_for()
     page.locator("article.assistant .actions").last.wait_for()
 
@@ -130,14 +130,14 @@ def stream(*chunks: dict[str, Any]) -> str:
 
 
 def recorded(page: Any, *chunks: dict[str, Any]) -> None:
-    """From now on every chat is answered with this stream instead of the model's."""
+    """Answer every chat from now on with this stream instead of the model's."""
     page.route(
         "**/v1/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=stream(*chunks))
     )
 
 
 def answered(page: Any, text: str) -> None:
-    """From now on every chat is answered with this text."""
+    """Answer every chat from now on with this text."""
     usage = {"prompt_tokens": 3, "completion_tokens": 2}
     recorded(
         page,
@@ -149,7 +149,7 @@ def answered(page: Any, text: str) -> None:
 
 
 def download(page: Any, folder: Path) -> Path:
-    """The file that Export gives."""
+    """The file that Export downloads."""
     with page.expect_download() as found:
         page.get_by_role("button", name="Export").click()
     path = folder / "conversation.json"

@@ -71,9 +71,9 @@ def bpe(family: str, size: int) -> tokenizers.Tokenizer:
 
 
 def write(folder: Path, shape: str, *, ids: int = 500, rows: int = 512, **changes: Any) -> Any:
-    """Write a checkpoint: `ids` tokens, `rows` of the embedding; returns the model of transformers.
+    """Write a checkpoint with `ids` tokens and `rows` embedding rows; returns the transformers model.
 
-    All weights are drawn, norms and biases too, and large enough that its greedy text varies.
+    All weights are random, norms and biases too, and large enough that its greedy text varies.
     """
     import transformers
 
@@ -99,7 +99,7 @@ def write(folder: Path, shape: str, *, ids: int = 500, rows: int = 512, **change
     made = bpe(family, ids)
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token=CONTROL[family][0])
     fast.save_pretrained(folder)
-    made.save(str(folder / "tokenizer.json"))  # as the family has it, whatever transformers made of it
+    made.save(str(folder / "tokenizer.json"))  # as the family ships it, whatever transformers wrote
     return model
 
 

@@ -1,7 +1,7 @@
 """Shared fixtures: a tiny model, a tokenizer of little more than bytes, the repository as working directory.
 
-The whole run has a home of its own (`away_from_home`). STAGECOACH_REQUIRE=chromium turns a skip for want of it into a
-failure.
+The whole run has its own home directory (`away_from_home`). STAGECOACH_REQUIRE=chromium makes a test fail that would be
+skipped because Chromium is missing.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ if TYPE_CHECKING:  # torch takes seconds to import; the tests that need it impor
     from tests.server import Running
     from tests.workspace import Workspace
 
-settings.register_profile("same", derandomize=True)  # the same cases each time: a red run is one that can be repeated
+settings.register_profile("same", derandomize=True)  # the same cases each time, so that a failing run can be repeated
 settings.load_profile("same")
 os.environ.setdefault("STAGECOACH_MLFLOW", "off")  # tests of MLflow switch it on; the rest need not wait for it
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 ROOT = Path(__file__).parents[1]
 BUILD_A_GRAPH = ("test_graph.py", "test_spine.py")
-LONG = ("test_launch.py", "test_own_model.py", "test_tutorial.py", "test_wings.py")  # minutes, and few tests
+LONG = ("test_launch.py", "test_own_model.py", "test_tutorial.py", "test_wings.py")  # minutes each, with few tests
 NEED_THE_GRAPH = {f"test_{name}.py" for name in ("extending", "remotes")}
-AT_HOME = {  # where programs keep what is the person's, below HOME
+AT_HOME = {  # where programs keep a user's files, below HOME
     "XDG_CACHE_HOME": ".cache",
     "XDG_CONFIG_HOME": ".config",
     "XDG_DATA_HOME": ".local/share",
@@ -45,7 +45,7 @@ AT_HOME = {  # where programs keep what is the person's, below HOME
     "DVC_SITE_CACHE_DIR": ".cache/dvc",
     "DVC_GLOBAL_CONFIG_DIR": ".config/dvc",
 }
-# What a person's shell may say that would change what a test does
+# Variables from a user's shell that would change what a test does
 NOT_OURS = (
     "MLFLOW_",
     "WANDB_",
@@ -58,7 +58,7 @@ NOT_OURS = (
     "STAGECOACH_LAUNCH",
     "STAGECOACH_WORK",
 )
-# What may be required -> what the reason of a skip says where it lacks
+# What may be required -> words in a skip's reason when it is missing
 REQUIRED = {"chromium": ("Chromium", "playwright")}
 SHARED = ("served", "built")  # folders of fixtures that live as long as the run
 SENTENCES = (
@@ -69,7 +69,7 @@ SENTENCES = (
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Before anything of ours or of others is imported; pytest-xdist's workers inherit the controller's home."""
+    """Set the home before any package is imported; pytest-xdist's workers inherit the controller's."""
     unknown = required() - set(REQUIRED)
     if unknown:
         raise pytest.UsageError(f"STAGECOACH_REQUIRE: expected only {', '.join(REQUIRED)}, got {', '.join(unknown)}")
@@ -78,8 +78,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def away_from_home() -> Callable[[], None]:
-    """Give this process and those that it starts an empty home, and return what removes it: no test reads or writes
-    the person's.
+    """Give this process and its children an empty home, so that no test reads or writes the user's; returns a
+    function that removes it.
     """
     home = Path(tempfile.mkdtemp(prefix="stagecoach-home-"))
     for name in [name for name in os.environ if name.startswith(NOT_OURS)]:
@@ -98,7 +98,7 @@ def required() -> set[str]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """A test that is skipped for want of what is required has failed."""
+    """Fail a test that is skipped because something required is missing."""
     report = yield
     if report.skipped and isinstance(report.longrepr, tuple):
         reason = report.longrepr[2]
@@ -109,13 +109,13 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
     return report
 
 
-@pytest.hookimpl(trylast=True)  # when those of other groups are gone
+@pytest.hookimpl(trylast=True)  # after the tests of other groups are deselected
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The order of files for `--dist loadfile --no-loadscope-reorder`, of which each process takes the next: so none
-    ends long after another.
+    """Order the files for `--dist loadfile --no-loadscope-reorder`, where each process takes the next one, so that all
+    processes end at about the same time.
 
-    First the file that builds a graph, then the long ones, then those of many tests; the others that need the graph
-    wait for it in the middle.
+    First come the files that build a graph, then the long ones, then the rest, those with the most tests first. Other
+    files that need the graph go in the middle, when it is likely to exist.
     """
     count = Counter(item.path for item in items)
     files = sorted(
@@ -130,7 +130,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def removed_after(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What a file's fixtures wrote goes when its tests have passed: copies of a graph have half a gigabyte each."""
+    """Delete what a file's fixtures wrote once its tests have passed: each copy of a graph takes half a gigabyte."""
     base, failed = tmp_path_factory.getbasetemp(), request.session.testsfailed
     before = set(base.iterdir())
     yield
@@ -195,7 +195,7 @@ def own(tmp_path: Path) -> Path:
 def workspace(
     tmp_path: Path, byte_tokenizer: Tokenizer, tiny_model: Transformer, monkeypatch: pytest.MonkeyPatch
 ) -> Workspace:
-    """The stages of alignment on tiny models and data, in a working directory of their own."""
+    """The alignment stages on tiny models and data, in their own working directory."""
     from tests import workspace
 
     monkeypatch.chdir(tmp_path)
@@ -215,7 +215,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Tokenizer) 
 
 @pytest.fixture(scope="session")
 def client(server: Running) -> openai.OpenAI:
-    """OpenAI's own client of that server; it does not try again."""
+    """OpenAI's own client for that server; it does not retry."""
     import openai
 
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
@@ -223,7 +223,7 @@ def client(server: Running) -> openai.OpenAI:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """Headless Chromium; tests are skipped where there is none. While it is open this thread has a running event
+    """Headless Chromium; tests are skipped where there is none. While it is open, this thread has a running event
     loop.
     """
     from tests.browser import browsing
@@ -234,7 +234,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def page(browser: Any, server: Running) -> Iterator[Any]:
-    """The page of the server, also of a module's own, in a fresh profile."""
+    """The server's page in a fresh profile; a module may define a `server` of its own."""
     from tests.browser import opened
 
     with opened(browser, server.url) as found:
@@ -245,7 +245,7 @@ def page(browser: Any, server: Running) -> Iterator[Any]:
 def coded(
     tmp_path: Path, byte_tokenizer: Tokenizer, tiny_model: Transformer, monkeypatch: pytest.MonkeyPatch
 ) -> Workspace:
-    """A workspace with tokens of code too, and the working directory in it."""
+    """A workspace that has code tokens too, as the working directory."""
     from tests import workspace
 
     monkeypatch.chdir(tmp_path)

@@ -19,7 +19,7 @@ CONTEXT, STEP = 64, 256
 
 
 def write_raw(folder: Path, **files: list[tuple[str, str, str]]) -> Path:
-    """A folder of parquet files, of (text, source, path) rows: split_number=rows."""
+    """Write a folder of parquet files, given as split_number=[(text, source, path), ...]."""
     folder.mkdir()
     for name, rows in files.items():
         columns = {key: [row[n] for row in rows] for n, key in enumerate(("text", "source", "path"))}
@@ -29,7 +29,7 @@ def write_raw(folder: Path, **files: list[tuple[str, str, str]]) -> Path:
 
 
 def write_corpus(folder: Path, train: list[str], val: list[str], tokenizer: Tokenizer = TOKENIZER) -> Path:
-    """Parquet files and, beside them, their tokens; returns the token folder."""
+    """Write parquet files and, next to them, their tokens; returns the token folder."""
     raw, tokens = folder / "raw", folder / "tokens"
     raw.mkdir(parents=True)
     tokenizer.save(folder / "tokenizer")

@@ -1,4 +1,4 @@
-"""The stages that make data, run in this process: the corpus of a planted machine, and stage tasks."""
+"""The stages that make data, run in this process: stage corpus on a machine with planted files, and stage tasks."""
 
 import json
 import random
@@ -64,7 +64,7 @@ HELD_OUT = next(name for n in range(999) if sources.split_of(name := f"held{n}")
 
 @dataclass
 class FakeJob:
-    """What the stage uses of a Job."""
+    """The parts of a Job that the stage uses."""
 
     folder: Path
     workers: int = 1
@@ -77,7 +77,7 @@ class FakeJob:
 
 @dataclass
 class Machine:
-    """A planted machine: `build` runs the stage on it."""
+    """A machine with planted files: `build` runs the stage on it."""
 
     tmp: Path
     files: list[Found]
@@ -125,7 +125,7 @@ def planted_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr(sources, "readmes", lambda packages: [])
     monkeypatch.setattr(sources, "python_files", lambda packages: files)
     monkeypatch.setattr(sources, "shell_scripts", lambda project: scripts)
-    # The first file must come first for its copies to be the later ones.
+    # The original must come first, so that its copies are the later files.
     monkeypatch.setattr(sources, "ordered", lambda found: sorted(found, key=lambda f: (f.package, f.path)))
     return Machine(tmp_path, files, scripts)
 
@@ -159,7 +159,7 @@ Made = dict[str, Any]  # kind -> split -> records, and "report"
 
 
 def made(folder: Path, params: Params = TASKS, *, seed: int = 1, workers: int = 1) -> Made:
-    """What the stage writes into `folder`/out, and its report under "report"."""
+    """Run the stage; returns what it wrote into `folder`/out, and its report under "report"."""
     for name in ("own", "feedback", "work", "out"):
         (folder / name).mkdir(parents=True, exist_ok=True)
     job = Job(

@@ -11,7 +11,7 @@ from stages import deploy
 
 
 def manifests(folder: Path) -> dict[str, Path]:
-    """Manifests as stage_corpus writes them, with what the card reads."""
+    """Manifests as stage corpus writes them, with the fields that the card uses."""
     paths = {}
     for name, licenses in (("text", {"CC0-1.0": 600, "MIT": 400}), ("code", {"PSF-2.0": 1, "a|b\n": 2})):
         manifest = {
@@ -36,7 +36,7 @@ def both_manifests(tmp_path: Path) -> dict[str, Path]:
 def deployed(
     params: deploy.Params, base: Path, out: Path, corpora: dict[str, Path], lineage: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Run the stage; what it reported."""
+    """Run the stage; returns what it reported."""
     told: dict[str, Any] = {}
     job: Any = SimpleNamespace(
         lineage=lineage or {"key": "deploy-key"}, report=told.update, register=lambda folder, **tags: None

@@ -1,5 +1,5 @@
-"""A masked-diffusion model small enough to know all about it: 3 tokens, 4 places, a table of logits for each of its
-256 states.
+"""A masked-diffusion model small enough to enumerate: 3 tokens, 4 positions, a table of logits for each of its 256
+states.
 """
 
 import itertools
@@ -26,7 +26,7 @@ def normalized(logits: np.ndarray) -> np.ndarray:
 
 @cache
 def moved(seed: int, by: int, scale: float = 0.1) -> np.ndarray:
-    """The log-probabilities of `table(seed)` and `scale` times the noise of another generator, normalized."""
+    """`table(seed)` plus `scale` times the noise of another generator, normalized."""
     return normalized(table(seed) + scale * np.random.default_rng(by).standard_normal((len(STATES), L, V)))
 
 
@@ -47,7 +47,7 @@ def masked_sums(seed: int, number: int) -> dict[tuple[bool, ...], float]:
 
 
 def order_probability(logprobs: np.ndarray, sequence: tuple[int, ...]) -> float:
-    """p(y) of decoding in a uniformly random order, one token a step."""
+    """p(y) under decoding in a uniformly random order, one token per step."""
     told = score(logprobs, sequence)
     total = []
     for order in itertools.permutations(range(L)):

@@ -1,4 +1,4 @@
-"""Small models of masked diffusion, and checkpoints of random weights under the names of published ones."""
+"""Small masked-diffusion models, and random checkpoints with the tensor names of published ones."""
 
 import json
 from dataclasses import replace
@@ -64,7 +64,7 @@ LLADA = {
 def checkpoint(
     folder: Path, tokenizer: Tokenizer, values: dict[str, Any], *, mask: str = "<|mask|>"
 ) -> dict[str, Tensor]:
-    """A directory with random weights, whose tokenizer says `mask` in the place of our mask."""
+    """Write a directory with random weights, whose tokenizer has `mask` in place of our mask token."""
     folder.mkdir()
     (folder / "tokenizer.json").write_text(tokenizer.serialized.replace("<|mask|>", mask))
     rows, generator = tokenizer.vocab_size, torch.Generator().manual_seed(0)

@@ -1,5 +1,4 @@
-"""`workspace.py` for the stages of masked diffusion: a model that was adapted, problems with answers, tokens of
-code.
+"""`workspace.py` for the masked-diffusion stages: an adapted model, problems with answers, code tokens.
 """
 
 from typing import Any
@@ -45,27 +44,27 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def answered(number: int) -> records.Problem:
-    """A problem with its answer, of one to three canvases."""
+    """A problem with its answer, which takes one to three canvases."""
     lines = "".join(f"    x = x + {n}\n" for n in range(number % 3))
     return problem(number, answer=f"```python\ndef f(x):\n{lines}    return x\n```")
 
 
 @pytest.fixture(name="masked")
 def masked_workspace(coded: Workspace) -> Workspace:
-    """`coded` with what else the stages of masked diffusion read."""
+    """`coded`, plus what the masked-diffusion stages read."""
     folder, tokenizer = coded.folder, coded.tokenizer
     for split, first, count in (("train", 0, 24), ("val", 100, 3)):
         records.write(folder / f"data/problems/{split}.jsonl", map(answered, range(first, first + count)))
     causal, _ = checkpoint.load(folder / "models/code")
     denoiser = files.from_causal(causal, tokenizer)
-    with torch.no_grad():  # some completions end, late
+    with torch.no_grad():  # so that some completions end, but late
         denoiser.trunk.model.embed_tokens.weight[tokenizer.turn_end] *= 0.3
     files.save(folder / "models/diffusion", denoiser, tokenizer, {})
     return coded
 
 
 def arguments(stage: str, changes: dict[str, Any]) -> list[str]:
-    """The command line of a stage with SETTINGS and `changes`."""
+    """A stage's command line with SETTINGS and `changes`."""
     before = workspace.SETTINGS
     workspace.SETTINGS = before | SETTINGS
     try:

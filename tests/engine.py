@@ -1,4 +1,4 @@
-"""Requests to an engine in this process: a listener that keeps what it heard, and what a request hears alone."""
+"""Requests to an engine in this process: a listener that keeps its events, and what a request would get if alone."""
 
 import threading
 from typing import Any
@@ -15,7 +15,7 @@ WARM = Sampling(24, temperature=0.9, top_p=0.95)
 
 
 class Heard:
-    """A listener, and what it heard."""
+    """A listener that keeps the events it receives."""
 
     def __init__(self) -> None:
         self.said: list[SampledToken] = []
@@ -48,7 +48,7 @@ def prompt(number: int, length: int) -> list[int]:
 
 
 def finished(engine: Engine, *heard: Heard) -> None:
-    """Steps until all of them ended; the thread is not started."""
+    """Step the engine until all requests have ended; its thread is not started."""
     for _ in range(500):
         if all(one.end for one in heard):
             return

@@ -1,5 +1,5 @@
-"""Candidates that want all of the machine; data for `attacks.py`. None passes, all end in time, and nothing of them is
-left.
+"""Candidates that try to use up the machine; data for `attacks.py`. None may pass, and all must end in time and leave
+nothing behind.
 
 The one call is f(2), three times. `EXHAUSTING`: name -> source. Standard library only.
 """

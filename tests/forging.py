@@ -1,10 +1,10 @@
-"""Candidates that want to pass without being right; data for `attacks.py`. None may earn anything.
+"""Candidates that try to pass without being right; data for `attacks.py`. None may earn anything.
 
 The tests are f(2) == 4, f(3) == 9, f(4) == 16; none of these sources squares. `FORGING`: name -> source. Standard
 library only.
 """
 
-# Sends what it likes on the channel; the nonce of its own job stands in the frames below it.
+# Sends arbitrary messages on the channel; its job's nonce is found in the frames of its callers.
 FRAME = r"""
 import os, struct, sys
 def nonce():
@@ -19,7 +19,7 @@ def answer(index, value, key=None):
     send(b'{"n":"%s","i":%d,"v":%s}' % ((key or nonce()).encode(), index, value))
 """
 
-# What is sent in the call, before an answer that is wrong; N stands for the nonce
+# Sent during the call, before a wrong answer; N stands for the nonce
 BODIES: dict[str, str] = {
     "a claim to have passed": '{"n":"N","i":0,"v":4,"passed":true}',
     "a verdict": '{"n":"N","verdict":"passed","score":1.0}',
@@ -52,7 +52,7 @@ BODIES: dict[str, str] = {
     "a nonce of zeros": '{"n":"00000000000000000000000000000000","i":0,"v":4}',
     "an empty nonce": '{"n":"","i":0,"v":4}',
 }
-# What is written as it is, without a length
+# Written as is, without a length
 RAW: dict[str, str] = {
     "a length of nothing": r"bytes(4)",
     "a length of 2 GiB": r"b'\xff\xff\xff\x7f' + b'{\"n\":\"'",
@@ -65,7 +65,7 @@ RAW: dict[str, str] = {
 }
 CALLED = FRAME + "def f(x):\n {send}\n return 0"
 
-# What comes back from the call, or instead of it
+# What the call returns, or does instead of returning
 RETURNED: dict[str, str] = {
     "a subclass that equals all": (
         "class A(int):\n def __eq__(s, o): return True\n __hash__ = int.__hash__\ndef f(x): return A(0)"
@@ -95,7 +95,7 @@ RETURNED: dict[str, str] = {
     "a process that ends": "import os\ndef f(x): os._exit(0)",
     "a process that ends at once": "import os\nos._exit(0)",
 }
-# What is done to the process before
+# What is done to the process first
 PATCHED: dict[str, str] = {
     "the encoder": (
         "import sys\nfor m in list(sys.modules.values()):\n if hasattr(m, 'encode') and hasattr(m, 'MAX_NODES'):"

@@ -1,5 +1,5 @@
-"""The stored numbers of the oracles (golden/README.md), our losses of them, and what a loop makes of a loss: what the
-tests of objectives share.
+"""Shared by the tests of objectives: the oracles' stored numbers (golden/README.md), our losses on their inputs, and
+what the loop makes of a loss.
 """
 
 import json
@@ -25,13 +25,13 @@ I = -100  # noqa: E741 (nothing is trained here)
 
 
 def cases(method: str) -> dict[str, Case]:
-    """The cases of a file by name."""
+    """The cases in a file, by name."""
     text = (Path(__file__).parent / "golden" / f"{method}.json").read_text(encoding="utf-8")
     return {case["name"]: case for case in json.loads(text)}
 
 
 def tensors(inputs: Case, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The inputs that are lists; masks are booleans, ids whole numbers, null is not a number."""
+    """The inputs that are lists; masks become booleans, ids integers, null NaN."""
     kinds = {"mask": torch.bool, "ids": torch.int64}
     return {
         name: torch.tensor(_known(value), dtype=kinds.get(name.split("_")[-1], dtype))
@@ -47,7 +47,7 @@ def _known(value: Any) -> Any:
 
 
 def assert_near(found: Tensor | float, expected: Any, dtype: torch.dtype) -> None:
-    """Equal within the tolerance of the README, relative or absolute, and of one shape."""
+    """Check that shapes are equal, and values within the README's tolerance, relative or absolute."""
     is_value, should = torch.as_tensor(found).detach().double(), torch.tensor(expected, dtype=torch.float64)
     assert is_value.shape == should.shape, (is_value.shape, should.shape)
     worst = ((is_value - should).abs() / should.abs().clamp(min=1)).max()
@@ -55,19 +55,19 @@ def assert_near(found: Tensor | float, expected: Any, dtype: torch.dtype) -> Non
 
 
 def objective(loss: Loss, counts: dict[str, int]) -> Tensor:
-    """What the loop minimises: the terms, each divided by its count."""
+    """What the loop minimizes: the sum of the terms, each divided by its count."""
     return torch.stack([term.coefficient * term.sum / counts[term.per] for term in loss.terms]).sum()
 
 
 def numbers(loss: Loss, counts: dict[str, int]) -> dict[str, float]:
-    """What the loop shows of a step that is this loss alone."""
+    """What the loop logs for a step that consists of this loss alone."""
     totals = Totals(counts)
     totals.add(loss)
     return totals.values()
 
 
 def ppo_loss(given: dict[str, Tensor], chosen: Tensor, **changes: Any) -> Loss:
-    """Our loss of the chosen tokens of a case; entropies are 0.5."""
+    """Our loss on the chosen tokens of a case; entropies are 0.5."""
     rows = {name: given[name][chosen] for name in ("policy", "values", "old", "old_values", "advantages", "returns")}
     knobs: dict[str, Any] = {"clip": Clip(0.2, 0.2), "value_clip": 0.2, "value_weight": 0.1} | changes
     entropy = torch.full_like(rows["old"], 0.5)
@@ -75,7 +75,7 @@ def ppo_loss(given: dict[str, Tensor], chosen: Tensor, **changes: Any) -> Loss:
 
 
 def group_loss(given: dict[str, Tensor], method: GroupMethod, max_tokens: int, rows: slice = slice(None)) -> Loss:
-    """Our loss over some answers; advantages (B,) or (B, T); entropies are 0.5."""
+    """Our loss on some answers; advantages are (B,) or (B, T), entropies 0.5."""
     mask = given["mask"][rows]
     row_of = torch.arange(len(mask))[:, None].expand_as(mask)[mask]
     flat = {name: given[name][rows][mask] for name in ("policy", "old", "reference") if name in given}
@@ -100,7 +100,7 @@ def counts_of(given: dict[str, Tensor]) -> dict[str, int]:
 
 
 class Given(nn.Module):
-    """Answers every call with the same logits (B, T, V), at the places that are asked for."""
+    """Answers every call with the same logits (B, T, V), at the requested positions."""
 
     def __init__(self, logits: Tensor) -> None:
         super().__init__()
@@ -115,13 +115,13 @@ class Given(nn.Module):
 
 
 def rows_of(ids: Tensor, mask: Tensor) -> Answered:
-    """Targets that stand where they are predicted, so nothing is left to shift."""
+    """A batch with each target where it is predicted, so that nothing needs shifting."""
     zero = torch.zeros_like(ids)
     return Answered(zero, ids.where(mask, I), zero.int(), zero)
 
 
 def interpreter(oracle: str) -> str:
-    """The Python that has the oracle, or the reason to skip."""
+    """The Python interpreter that has the oracle; skips the test if none does."""
     named = os.environ.get(f"STAGECOACH_TRL_{oracle}")
     if named or oracle == "hand":
         return named or sys.executable

@@ -1,5 +1,4 @@
-"""A scratch copy of the repository in which the graph runs at smoke scale: what the slow tests of DVC's behaviour
-share.
+"""A scratch copy of the repository in which the graph runs at smoke scale, shared by the slow tests of DVC's behavior.
 """
 
 import fcntl
@@ -29,14 +28,14 @@ def _heed_signals() -> None:
 
 
 class Repository:
-    """A git and DVC repository of its own, with a cache of its own."""
+    """A separate git and DVC repository, with its own cache."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     @classmethod
     def copy_of_ours(cls, folder: Path) -> "Repository":
-        """The files that git has or would take, committed in a new repository at smoke scale."""
+        """A new repository at smoke scale, with our files that git tracks or would add, committed."""
         listed = subprocess.run(
             ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
         )
@@ -55,13 +54,13 @@ class Repository:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What every command of the repository runs with."""
+        """The environment of every command in the repository."""
         clean = {k: v for k, v in os.environ.items() if not k.startswith(("DVC_", "GIT_", "STAGECOACH_", "PYTEST_"))}
         path = f"{Path(sys.executable).parent}:{clean['PATH']}"
         return clean | {"PATH": path, "STAGECOACH_MLFLOW": "off", "DVC_NO_ANALYTICS": "1", "PYTHONPATH": ""}
 
     def run(self, *command: str, check: bool = True, **environment: str) -> subprocess.CompletedProcess[str]:
-        """Run a command in the repository, output captured together."""
+        """Run a command in the repository, capturing stdout and stderr together."""
         done = subprocess.run(
             command,
             cwd=self.folder,
@@ -75,8 +74,8 @@ class Repository:
         return done
 
     def start(self, *command: str, **environment: str) -> subprocess.Popen[str]:
-        """Start a command as the leader of a process group of its own, which ignores no signal, also where the tests
-        run under nohup.
+        """Start a command as the leader of its own process group. It does not ignore SIGINT or SIGHUP, even if the
+        tests run under nohup.
         """
         return subprocess.Popen(
             command,
@@ -91,7 +90,7 @@ class Repository:
 
     @contextmanager
     def started(self, *command: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
-        """A command started; in the end its process group is gone, and the locks of DVC that it may have left."""
+        """Start a command; at the end, kill its process group and remove DVC locks that it may have left."""
         process = self.start(*command, **environment)
         try:
             yield process
@@ -116,7 +115,7 @@ class Repository:
         return self.run("dvc", *arguments, check=check, **environment).stdout
 
     def repro(self, *arguments: str, **environment: str) -> set[str]:
-        """`dvc repro`: the stages whose commands ran."""
+        """Run `dvc repro`; returns the stages whose commands ran."""
         return ran(self.dvc("repro", *arguments, **environment))
 
     def edit(self, name: str, old: str, new: str) -> None:
@@ -127,13 +126,13 @@ class Repository:
         path.write_text(text.replace(old, new, 1))
 
     def changed(self) -> set[str]:
-        """Stages that `dvc status` names."""
+        """The stages that `dvc status` reports as changed."""
         import json
 
         return {name.split(":")[-1] for name in json.loads(self.dvc("status", "--json"))}
 
     def inputs(self, stage: str) -> dict[str, str]:
-        """The digest of everything that a stage was made from, as its metrics say."""
+        """The digests of everything that a stage was made from, as recorded in its metrics."""
         import json
 
         return json.loads((self.folder / f"metrics/{stage}.json").read_text())["lineage"]["inputs"]
@@ -144,15 +143,15 @@ class Repository:
 
 
 def copy_of_built(folder: Path, factory: "pytest.TempPathFactory") -> tuple[Repository, str]:
-    """A copy of the whole graph as its first `dvc repro` left it, committed, and what that command printed.
+    """A copy of the whole graph as its first `dvc repro` left it, committed, and that command's output.
 
-    The graph is built once for all processes of pytest-xdist: the first that asks builds (five minutes), others wait.
-    Beside the copy `ran/` says which functions of ours the stages called (tests/traced).
+    The graph is built once for all processes of pytest-xdist: the first to ask builds it (five minutes), the others
+    wait. `ran/` next to the copy records which of our functions the stages called (tests/traced).
     """
     base = factory.getbasetemp()
     shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "built"
     shared.mkdir(exist_ok=True)
-    printed = shared / "repro.txt"  # stands when the repository beside it is complete
+    printed = shared / "repro.txt"  # exists once the repository next to it is complete
     with (shared / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not printed.exists():
@@ -175,5 +174,5 @@ def copy_of_built(folder: Path, factory: "pytest.TempPathFactory") -> tuple[Repo
 
 
 def ran(output: str) -> set[str]:
-    """Stage names behind "Running stage" in dvc's output."""
+    """The stage names after "Running stage" in dvc's output."""
     return set(re.findall(r"Running stage '([^']+)'", output))

@@ -1,4 +1,4 @@
-"""What a stage hands to `fit`, taken down instead of trained on: whether a key of its block arrives there."""
+"""Record what a stage passes to `fit` instead of training, to check that the keys of its block arrive there."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pipeline.sandbox.judge import SandboxConfig
 
 @dataclass
 class Handed:
-    """The arguments of the stage's one call of `fit`."""
+    """The arguments of the stage's only call to `fit`."""
 
     model: Any = None
     stream: Any = None
@@ -25,15 +25,13 @@ class Handed:
     job: Any = None
     from_scratch: bool = False
     watchers: Any = None
-    seen: Any = None  # what `look` gave
+    seen: Any = None  # what `look` returned
 
 
 def handed(
     stage: ModuleType, monkeypatch: pytest.MonkeyPatch, look: Callable[[Handed], Any] = lambda _: None
 ) -> Handed:
-    """From now on the stage's `fit` trains nothing: it fills what is returned, and looks at it while the stage
-    waits.
-    """
+    """Replace the stage's `fit` by one that trains nothing, but fills the returned object and calls `look` on it."""
     found = Handed()
 
     def fit(model: Any, stream: Any, loss: Any, config: Any, job: Any, **more: Any) -> None:
@@ -48,7 +46,7 @@ def handed(
 
 
 def without_judge(monkeypatch: pytest.MonkeyPatch, stage: ModuleType = models) -> list[SandboxConfig]:
-    """No sandbox is started where `stage` asks for one; the settings that it was asked for with."""
+    """Start no sandbox when `stage` asks for one; returns the settings that it passed."""
     asked: list[SandboxConfig] = []
 
     def judge_or_none(sandbox: SandboxConfig, *_: Any, **__: Any) -> Any:

@@ -1,21 +1,21 @@
 """A small Hugging Face hub, for tests: commits on demand, files from a dict, faults on demand.
 
-    GET  /api/datasets/ID[/revision/REV]              what the data set is; of a model /api/models
+    GET  /api/datasets/ID[/revision/REV]              about the data set; /api/models for a model
     GET  /api/datasets/ID/tree/REV[/folder]           its files, one level or all
-    GET  /datasets/ID/resolve/REV/path                a file; HEAD, GET, Range; of a model without /datasets
+    GET  /datasets/ID/resolve/REV/path                a file; HEAD, GET, Range; without /datasets for a model
     POST /api/repos/create, /api/models/ID/branch/B   an empty repository, a branch of another's files
-    POST /api/validate-yaml                           whether the metadata of a card is right
-    POST /api/models/ID/preupload/REV                 which files are large, and the hashes of those that are there
-    POST /ID.git/info/lfs/objects/batch               where each large file goes that is not there yet
-    PUT  /storage/OID, POST /storage/OID              the file, or its parts and what ends them
+    POST /api/validate-yaml                           whether a card's metadata is valid
+    POST /api/models/ID/preupload/REV                 which files are large, and the hashes of existing ones
+    POST /ID.git/info/lfs/objects/batch               where to put each large file that is missing
+    PUT  /storage/OID, POST /storage/OID              the file, or its parts and the request that joins them
     POST /ID.git/info/lfs/verify                      whether it arrived
-    POST /api/models/ID/commit/REV                    the commit, in lines of JSON
+    POST /api/models/ID/commit/REV                    the commit, as lines of JSON
 
-`faults` is a list taken from the front, one entry for each GET of a file: None serves it, a number answers with that
-status, "break" closes the connection in the middle, "hold" as well, but waits for `released` first. `put_faults` is the
-same for what is stored, by the number of the PUT.
+`faults` is consumed from the front, one entry for each GET of a file: None serves it, a number answers with that
+status, "break" closes the connection in the middle, "hold" does so after waiting for `released`. `put_faults` does the
+same for uploads, by the number of the PUT.
 
-Who writes needs a token of `tokens`: `read`, `write`, or the one namespace that it may write to.
+Writing needs a token in `tokens`, with the role `read`, `write`, or the one namespace that it may write to.
 """
 
 import base64
@@ -31,13 +31,14 @@ from urllib.parse import unquote, urlsplit
 import yaml
 
 REVISION = "0123456789abcdef0123456789abcdef01234567"
-LARGE = (".safetensors", ".gguf", ".onnx")  # what .gitattributes gives to Git LFS
+LARGE = (".safetensors", ".gguf", ".onnx")  # what .gitattributes assigns to Git LFS
 LICENSES = ("mit", "apache-2.0", "other", "unknown")
 
 
 class HubServer(ThreadingHTTPServer):
-    """Serves `files[data set id][path]`, of a branch `files[id@branch][path]`; `gets` lists the files asked for, in
-    order; `requests` counts what is written by route, `stored_bytes` what PUT brought by file, also when it broke off.
+    """Serves `files[data set id][path]`, or `files[id@branch][path]` for a branch. `gets` lists the requested files in
+    order, `requests` counts writing requests by route, `stored_bytes` the bytes uploaded for each file, also by a PUT
+    that broke off.
     """
 
     def __init__(self) -> None:
@@ -46,13 +47,13 @@ class HubServer(ThreadingHTTPServer):
         self.faults: list[int | str | None] = []
         self.gets: list[str] = []
         self.commits = [REVISION]  # the last one is main, until something is committed
-        self.heads: dict[str, str] = {}  # of what was committed to: ID or ID@branch -> commit
+        self.heads: dict[str, str] = {}  # of branches with commits: ID or ID@branch -> commit
         self.snapshots: dict[str, dict[str, bytes]] = {}  # commit -> its files
         self.holding, self.released = threading.Event(), threading.Event()
         self.tokens: dict[str, str] = {}
         self.private: set[str] = set()
         self.objects: dict[str, bytes] = {}  # large files that arrived, by sha256
-        self.parts: dict[str, dict[int, bytes]] = {}  # of those that arrive in parts
+        self.parts: dict[str, dict[int, bytes]] = {}  # of large files that arrive in parts
         self.part_size: int | None = None
         self.put_faults: dict[int, int | str] = {}
         self.requests: Counter[str] = Counter()
@@ -153,13 +154,13 @@ class Handler(BaseHTTPRequestHandler):
     # -- writing -------------------------------------------------------------------------------------------------------
 
     def role(self, namespace: str = "") -> str | None:
-        """What the request's token may do: None without a token, "" with one that is not known."""
+        """What the request's token may do: None without a token, "" with an unknown one."""
         token = self.headers.get("Authorization", "").removeprefix("Bearer ")
         role = self.server.tokens.get(token, "") if token else None
         return "write" if role and role == namespace else role
 
     def may_write(self, repo: str) -> bool:
-        """Whether it may; else answers as the hub does."""
+        """Whether the request may write; if not, answers as the hub does."""
         role = self.role(repo.partition("/")[0])
         if role == "write":
             return True
@@ -243,7 +244,7 @@ class Handler(BaseHTTPRequestHandler):
             oid, size = asked["oid"], asked["size"]
             objects.append(dict(asked))
             if oid in self.server.objects:
-                continue  # no action: it is there
+                continue  # no action: it is already there
             address = f"{self.server.url}/storage/{oid}"
             upload: dict[str, Any] = {"href": f"{address}?signature=s3cret"}
             if (step := self.server.part_size) is not None and size > step:
@@ -254,7 +255,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send_json({"transfer": "basic", "objects": objects})
 
     def do_PUT(self) -> None:
-        """Store a large file, or a part of one; what breaks off is not stored."""
+        """Store a large file, or a part of one; an upload that breaks off is not stored."""
         url, length = urlsplit(self.path), int(self.headers["Content-Length"])
         oid = url.path.rpartition("/")[2]
         self.server.requests["put"] += 1
@@ -320,12 +321,12 @@ def ref(repo: str, branch: str) -> str:
 
 
 def is_large(path: str) -> bool:
-    """Whether Git LFS keeps it."""
+    """Whether Git LFS stores the file."""
     return path.endswith(LARGE)
 
 
 def entry(path: str, content: bytes) -> dict[str, Any]:
-    """A file as the hub lists it: its blob's hash, of a large one also that of its contents."""
+    """A file as the hub lists it: with its blob's hash and, if it is large, that of its contents."""
     oid = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
     listed: dict[str, Any] = {"type": "file", "oid": oid, "size": len(content), "path": path}
     if is_large(path):

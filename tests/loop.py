@@ -1,4 +1,4 @@
-"""What the tests of `fit` share: a small net and rows that it learns, jobs, and runs that are cut."""
+"""What the tests of `fit` share: a small net and rows that it learns, jobs, and interrupted runs."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -56,7 +56,7 @@ class Rows:
         targets = (ids * 3 + 1) % 13
         targets[:: 2 + row % 3] = -100
         if row // 6 == self.poison:
-            ids = torch.full_like(ids, 13)  # the row of NaN in the embedding
+            ids = torch.full_like(ids, 13)  # the embedding's row of NaN
         return ids, targets
 
     def evaluation(self, tokens: int) -> Iterator[Batch]:
@@ -86,7 +86,7 @@ class Dropping(Net):
 
 def loss(model: nn.Module, batch: Batch) -> Loss:
     chosen = batch.targets >= 0
-    total = losses.next_token(model(batch.ids)[chosen], torch.eye(13), batch.targets[chosen])  # it gives logits
+    total = losses.next_token(model(batch.ids)[chosen], torch.eye(13), batch.targets[chosen])  # already logits
     return Loss([Term("loss", total)])
 
 
@@ -124,11 +124,11 @@ def equal(a: nn.Module, b: nn.Module) -> bool:
     return all(torch.equal(x.nan_to_num(9), y.nan_to_num(9)) for x, y in pairs)
 
 
-SPIKE = 1e4  # what a spiking batch multiplies its loss with
+SPIKE = 1e4  # the factor on a spiking batch's loss
 
 
 class Spiking(Rows):
-    """Rows of which the batches of some indices have a loss that spikes."""
+    """Rows whose batches at some indices have a loss that spikes."""
 
     tokens_per_epoch = 48 * 1000
 
@@ -154,7 +154,7 @@ def spiking_loss(model: nn.Module, batch: Batch) -> Loss:
 def killed_and_resumed(
     folder: Path, kill_at: tuple[int, ...], run: Callable[[Job, Watchers | None], nn.Module]
 ) -> None:
-    """`run` whole, and cut before each of some steps: equal weights, curves and final numbers."""
+    """Check that `run`, stopped before some step and resumed, ends with the same weights, curve and numbers."""
     first = job(folder / "whole")
     whole = run(first, None)
     for step in kill_at:
@@ -167,7 +167,7 @@ def killed_and_resumed(
 
 
 class Windows(Rows):
-    """Rows of eight tokens, split into windows of a shorter context; a token's target is its own."""
+    """Rows of eight tokens, split into windows of a shorter context; each target depends on its own token alone."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -41,7 +41,7 @@ def memory(**changes: Any) -> MemoryConfig:
 
 
 def opened(config: MemoryConfig, *, shape: ModelConfig = TINY, seed: int = 0, double: bool = False) -> Transformer:
-    """A fresh model whose memory is read: its way out is not zero."""
+    """A fresh model whose memory has an effect: its output projections are not zero."""
     generator = torch.Generator().manual_seed(seed)
     model = Transformer(replace(shape, memory=config), generator)
     for name, parameter in model.named_parameters():
@@ -58,7 +58,7 @@ def tokens(rows: int, length: int, seed: int = 1) -> Tensor:
 
 
 def asked(rows: int, length: int, prompt: int) -> Tensor:
-    """Positions with a loss of rows that begin with a prompt."""
+    """The positions with a loss in rows that begin with a prompt."""
     return (torch.arange(length) >= prompt).expand(rows, length)
 
 

@@ -1,4 +1,4 @@
-"""Small models of random weights in the shapes that are published."""
+"""Small models with random weights, in published shapes."""
 
 from dataclasses import replace
 
@@ -29,7 +29,7 @@ SHAPES = {
 
 
 def made(config: ModelConfig) -> Transformer:
-    """Random weights, biases and norms too."""
+    """A model with random weights, biases and norms."""
     generator = torch.Generator().manual_seed(0)
     model = Transformer(config, generator)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""A copy of the code to edit, and the stages that would run again after it."""
+"""A copy of the code to edit, and the stages that would run again after an edit."""
 
 import shutil
 from pathlib import Path

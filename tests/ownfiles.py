@@ -1,5 +1,5 @@
-"""Reads a folder of own files as the stages do, and keeps the books, for the tests of readers; and rows in the shapes
-of published sets, good and broken.
+"""Reads a folder of a user's files as the stages do and records what became of the rows, for the tests of readers; also
+rows in the formats of published data sets, good and broken.
 """
 
 import json
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 
 @dataclass(frozen=True)
 class Books:
-    """What a source gave and what became of its rows."""
+    """The records that a source yielded, and the rows that it rejected."""
 
     records: list[tuple[str, Any]]
     rejected: list[dict[str, Any]]

@@ -1,8 +1,7 @@
-"""A training run in a process of its own, and the most memory it held: `python -m tests.peak '{"optimizer": "adamw",
-...}'`.
+"""A training run in its own process, and its peak memory: `python -m tests.peak '{"optimizer": "adamw", ...}'`.
 
-Prints what the plan says and what Linux measured, in bytes: VmHWM less what it was before the model was made.
-`planned_and_measured` compares the two. And the sizes of the models of conf/, with which the tests of the plan begin.
+Prints what the plan says and what Linux measured, in bytes: VmHWM less its value before the model was created.
+`planned_and_measured` compares the two. `TOTALS` are the sizes of the models in conf/, for the tests of the plan.
 """
 
 import json
@@ -81,20 +80,20 @@ class Random:
 
 
 def status(key: str) -> int:
-    """Bytes that /proc/self/status gives under a key."""
+    """The bytes that /proc/self/status lists under a key."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
 
 
 def shape(values: dict[str, Any]) -> ModelConfig:
-    """A model of heads of 64."""
+    """A model with heads of size 64."""
     heads = values["width"] // 64
     fixed = {"heads": heads, "kv_heads": heads, "head_dim": 64, "max_context": 2048, "rope_theta": 1e4, "tied": True}
     return build(ModelConfig, {key: Value(value, "peak") for key, value in (fixed | values).items()}, "model")
 
 
 def train(config: ModelConfig, asked: dict[str, Any], folder: Path) -> None:
-    """Some steps, states and all."""
+    """Train for a few steps, as a stage does."""
     folder.mkdir()
     rows, context = asked["rows"], asked["context"]
     runtime = Runtime(
@@ -150,7 +149,7 @@ def train(config: ModelConfig, asked: dict[str, Any], folder: Path) -> None:
 
 
 def beside(frozen: Reference) -> Callable[[Transformer, TokenBatch], Loss]:
-    """The loss of answers whose likelihood is compared with the reference's."""
+    """A loss that compares the likelihood of answers with the reference's."""
 
     def loss(model: Transformer, batch: TokenBatch) -> Loss:
         policy = losses.token_logprobs(model, batch)[0]
@@ -175,7 +174,7 @@ def sampled(model: Transformer, frozen: Reference, asked: dict[str, Any], step: 
 
 
 def denoising(model: Transformer) -> tuple[nn.Module, Callable[[Any, TokenBatch], Loss]]:
-    """A masked-diffusion model, and its loss of all but the first of each row's tokens."""
+    """A masked-diffusion model, and its loss on all tokens of each row but the first."""
     from pipeline.diffusion.model import Denoiser, Noised, Traits
     from pipeline.diffusion.training import masked_logprobs
 
@@ -200,7 +199,7 @@ def main(asked: dict[str, Any]) -> None:
             asked | small,
             Path(folder, "small"),
         )  # loads libraries
-        Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
         before = status("VmHWM")
         train(config, asked, Path(folder, "large"))
     work = Work(

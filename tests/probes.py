@@ -56,7 +56,7 @@ CONTRACTIONS = "I'm we're they'VE she'd it'S don't you'LL o'clock 'tis y'all's"
 def long_text() -> str:
     """Python, shell, English and YAML of this repository, and words of many scripts with all joints and spaces.
 
-    No control token stands in it: programs disagree with `encode` on those by design.
+    It contains no control tokens: programs disagree with `encode` on those by design.
     """
     own = ["pipeline/batches/*.py", "pipeline/learning/*.py", "README.md", ".ci/run", "Makefile", "dvc.yaml"]
     parts = [path.read_text(encoding="utf-8") for pattern in own for path in sorted(ROOT.glob(pattern))]

@@ -1,4 +1,4 @@
-"""A metrics folder of a made-up run: what the tests of the report, and a look at it, share."""
+"""A metrics folder of a made-up run, shared by the tests of the report."""
 
 import json
 import math
@@ -19,7 +19,7 @@ def measured(value: float, width: float) -> dict[str, float]:
 
 
 def evaluation(place: int) -> dict[str, Any]:
-    """Numbers of the first, second, third model."""
+    """Numbers for the first, second or third model."""
     found: dict[str, Any] = {}
 
     def put(suite: str, name: str, values: list[float], width: float) -> None:
@@ -47,7 +47,7 @@ def evaluation(place: int) -> dict[str, Any]:
 
 
 def write(folder: Path) -> Path:
-    """The folder as the graph would leave it."""
+    """Write the folder as the graph would leave it."""
     before = "data/raw/text"
     for number, name in enumerate(STAGES):
         lineage = {"key": f"{number:08d}abcdef00", "code": f"c0de{number:012d}", "inputs": {before: f"{number:016x}"}}

@@ -1,4 +1,4 @@
-"""Hand-made prompts, answers and rollouts, and streams of them: what the tests of reinforcement share."""
+"""Hand-made prompts, answers and rollouts, and streams of them: what the tests of reinforcement learning share."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -23,14 +23,14 @@ PAD, LONGEST = 0, 9
 
 
 def prompt(number: int, length: int = 2) -> Prompt:
-    """Prompt p0, p1, ...: its ids are its number, 100 more than that, and so on."""
+    """Prompt p0, p1, ..., whose ids are its number, its number + 100, and so on."""
     said = [{"role": "user", "content": str(number)}]
     record = Pair(id=f"p{number}", source="made", kind="story", prompt=said, chosen=said, rejected=[])
     return Prompt(f"p{number}", [number + 100 * place for place in range(length)], "story", record)
 
 
 def answer(of: Prompt, sample: int, ids: Sequence[int], *, logprob: float = -0.5, finished: bool = True) -> Answer:
-    """An answer whose every token had the same log-probability."""
+    """An answer in which every token has the same log-probability."""
     return Answer(of, sample, list(ids), [logprob] * len(ids), finished, " ".join(map(str, ids)))
 
 
@@ -43,7 +43,7 @@ def rollout(
 
 
 def prompts() -> list[Prompt]:
-    """Of 1, 4 and 13 tokens."""
+    """Prompts of 1, 4 and 13 tokens."""
     drawn = np.random.default_rng(0)
     return [replace(prompt(n), ids=drawn.integers(20, 300, length).tolist()) for n, length in enumerate((1, 4, 13))]
 
@@ -56,7 +56,7 @@ def sampled(
     seed: int = 3,
     asked: Sequence[Any] | None = None,
 ) -> list[Answer]:
-    """Answers of a model that ends often enough."""
+    """Sample `count` answers to `prompts`, or answers to `asked`."""
     complete = sampler(model, Sampling(LONGEST, temperature=temperature), {tokenizer.turn_end})
     return answers.sample(complete, asked or answers.repeated(prompts(), count), tokenizer, seed)
 
@@ -76,7 +76,7 @@ def config(**changes: Any) -> RolloutConfig:
 
 
 def drawn(asked: Sequence[Request]) -> list[Answer]:
-    """1 to 5 tokens, a function of prompt and sample alone; every fifth one does not end."""
+    """Answers of 1 to 5 tokens that depend only on prompt and sample; those of 5 tokens do not end."""
     found = []
     for prompt, sample in asked:
         number = stable_hash("drawn", prompt.id, sample)
@@ -86,7 +86,7 @@ def drawn(asked: Sequence[Request]) -> list[Answer]:
 
 
 def scored(given: Sequence[Answer]) -> list[Score]:
-    """The first token, from 0 to 1."""
+    """Scores between 0 and 1, proportional to an answer's first token."""
     return [Score(answer.ids[0] / 89, {"part": answer.ids[0] / 89}) for answer in given]
 
 
@@ -123,7 +123,7 @@ def stream(
 
 
 class Given:
-    """A stream of `count` rows an update: row n is one document of n % 7 + 3 tokens, trained but for the first."""
+    """A stream of `count` rows per update: row n is one document of n % 7 + 3 tokens, all trained but the first."""
 
     fingerprint = "given"
 

@@ -1,4 +1,4 @@
-"""Where the sandbox stands, who attacks it, and its service as a process of its own."""
+"""Where the sandbox is, who attacks it, and its service in its own process."""
 
 import os
 import shutil
@@ -15,12 +15,12 @@ from tests.training import free_port
 
 ROOT = Path(__file__).parents[1]
 SANDBOX = ROOT / "pipeline" / "sandbox"
-# `make test` attacks the jail as who runs it, `make test-all` as another user too
+# `make test` attacks the jail as the user who runs it, `make test-all` as another user too
 WHO = ["root", pytest.param("nobody", marks=pytest.mark.full)] if os.getuid() == 0 else ["user"]
 
 
 def unprivileged_python() -> str | None:
-    """An interpreter of 3.11 or newer that another user may execute; ours, unless it lies in somebody's home."""
+    """A Python 3.11 or newer that another user may execute; ours, unless it is in somebody's home."""
     for name in [sys.executable, *(shutil.which(n, path="/usr/local/bin:/usr/bin") or "" for n in ("python3",))]:
         if name:
             code = "import sys; sys.exit(sys.version_info < (3, 11))"
@@ -36,7 +36,7 @@ def unprivileged_python() -> str | None:
 
 
 def started(*arguments: str, token: str | None = None) -> tuple[subprocess.Popen[str], str]:
-    """A service of its own process, and its address; its first line says that it is about to listen."""
+    """Start a service; returns its process and its address. Its first line says that it is about to listen."""
     port = free_port()
     environment = {key: value for key, value in os.environ.items() if key != remote.TOKEN}
     environment |= {} if token is None else {remote.TOKEN: token}

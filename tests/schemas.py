@@ -1,5 +1,5 @@
-"""Twenty schemas that tools and response formats are made of, and a model of random weights that answers in their
-form.
+"""Twenty schemas like those of tools and response formats, and a stand-in for a model, with random logits, that answers
+in their form.
 """
 
 from __future__ import annotations
@@ -12,24 +12,22 @@ import torch
 if TYPE_CHECKING:
     from pipeline.generation.constrain import Grammar
 
-ROWS = 352  # of an embedding larger than the tokenizer's 320 ids
+ROWS = 352  # rows of an embedding larger than the tokenizer's 320 ids
 
 
 class Example(NamedTuple):
     schema: dict[str, Any]
-    shortest: str  # an instance as the grammar writes it, the shortest that a person finds
+    shortest: str  # the shortest instance found manually, as the grammar writes it
 
 
 class Answer(NamedTuple):
     ids: list[int]  # without the token that ended it
-    ended: bool  # by such a token; else by its budget
+    ended: bool  # by an end token; else by its budget
     steered: int  # tokens that were not the sampled ones
 
 
 def answer(grammar: Grammar, budget: int, seed: int, wish: int | None = None) -> Answer:
-    """What a model says whose logits are random, but for a token that it likes; the mask must hold some token each
-    time.
-    """
+    """The answer of a model with random logits, but for a preferred token; the mask must always allow some token."""
     constraint = grammar.constraint(budget)
     generator = np.random.default_rng(seed)
     ids: list[int] = []

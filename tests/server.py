@@ -1,4 +1,4 @@
-"""A real server of tiny models, as a process of its own, for the tests that speak HTTP."""
+"""A real server with tiny models, in its own process, for the tests that use HTTP."""
 
 import os
 import re
@@ -33,24 +33,24 @@ class Running:
     log: Path
 
     def running(self) -> float:
-        """Rows that speak now, of all models."""
+        """The number of rows that are generating now, over all models."""
         text = httpx.get(f"{self.url}/metrics").text
         return sum(float(n) for n in re.findall(r"^stagecoach:num_requests_running\{[^}]*\} (\S+)", text, re.MULTILINE))
 
     def reaches(self, rows: int, seconds: float = 5) -> bool:
-        """Whether so many rows come to speak; a step takes milliseconds, and the machine may be busy."""
+        """Whether `rows` rows soon generate; a step takes milliseconds, but the machine may be busy."""
         deadline = time.monotonic() + seconds
         while self.running() != rows and time.monotonic() < deadline:
             time.sleep(0.01)
         return self.running() == rows
 
     def falls_idle(self) -> bool:
-        """Whether all rows are free soon."""
+        """Whether all rows soon become free."""
         return self.reaches(0)
 
 
 def random_model(tokenizer: Tokenizer, *, context: int = 2048, seed: int = 0, layers: int = 2) -> Transformer:
-    """Untrained, with weights so large that what it says varies."""
+    """An untrained model with weights so large that its text varies."""
     config = ModelConfig(
         vocab_size=tokenizer.vocab_size,
         width=32,
@@ -117,7 +117,7 @@ def serving(
 
 
 def ready(url: str, process: subprocess.Popen[str], log: Path) -> None:
-    """Wait until /health says so. Raises AssertionError with the server's log."""
+    """Wait until /health answers 200. Raises AssertionError with the server's log."""
     deadline = time.monotonic() + SECONDS
     while time.monotonic() < deadline and process.poll() is None:
         try:

@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 def flat(kind: type[T], **values: Any) -> T:
-    """A dataclass whose flat fields take those of `values` that are theirs."""
+    """Build a dataclass; each of its flat fields takes the `values` that belong to it."""
     for name, inner in parts(kind).items():
         if name in values:
             continue
@@ -20,13 +20,13 @@ def flat(kind: type[T], **values: Any) -> T:
 
 
 def keys(kind: type) -> set[str]:
-    """The names of all fields, those of flat ones instead of theirs."""
+    """The names of all fields, with each flat field replaced by the names of its fields."""
     inner = parts(kind)
     own = {field.name for field in fields(kind)} - inner.keys()
     return own.union(*(keys(part) for part in inner.values()))
 
 
 def parts(kind: type) -> dict[str, type]:
-    """The flat fields."""
+    """The flat fields and their types."""
     hints = typing.get_type_hints(kind)
     return {field.name: hints[field.name] for field in fields(kind) if is_flat(hints[field.name])}

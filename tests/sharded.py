@@ -16,7 +16,7 @@ from tests.conftest import ROOT
 
 TOLERANCE = 1e-6
 SECONDS = 300
-# with Adam's 1e-8 a gradient of 1e-9 that rounds to the other side of zero moves its weight by twice the rate
+# with Adam's eps of 1e-8, a gradient of 1e-9 that rounds to the other side of zero moves its weight by twice the rate
 SMOOTH: dict[str, Any] = {"eps": 1e-2, "learning_rate": 1e-2}
 
 
@@ -34,7 +34,7 @@ def started(stage: str, arguments: list[str], processes: int = 1) -> "subprocess
 
 
 def ended(stage: str, arguments: list[str], processes: int = 1) -> str:
-    """Run a stage, from the beginning unless a state is there. Returns what it said. One that hangs is killed, and has
+    """Run a stage, from a saved state if there is one, and return its stderr. A stage that hangs is killed and has
     failed.
     """
     process = started(stage, arguments, processes)
@@ -49,7 +49,7 @@ def ended(stage: str, arguments: list[str], processes: int = 1) -> str:
 
 
 def stopped(stage: str, arguments: list[str], processes: int = 1) -> None:
-    """Run a stage anew until it has saved a state, then tell it to stop."""
+    """Run a stage from the beginning until it has saved a state, then tell it to stop."""
     process = started(stage, [*arguments, "runtime.fresh=true"], processes)
     begun = time.monotonic()
     while not list(Path(".work", stage).glob("*/step-????????")) and time.monotonic() - begun < 200:
@@ -66,7 +66,7 @@ def weights(stage: str) -> dict[str, torch.Tensor]:
 
 
 def assert_equal_updates(stage: str, arguments: list[str], base: str) -> None:
-    """Two processes that shard the model end within TOLERANCE of one, and training moved the weights by far more."""
+    """Check that two processes sharding a model end within TOLERANCE of one, and that weights moved far more."""
     ended(stage, arguments)
     alone, start = weights(stage), weights(base)
     assert "2 processes" in ended(stage, [*arguments, "runtime.fresh=true"], 2)

@@ -29,7 +29,7 @@ with hooked(end):
 
 
 def killed(last: int, stage: str, arguments: list[str]) -> None:
-    """Run a stage as a process that ends itself by SIGKILL before the step `last`: no handler, no flush."""
+    """Run a stage as a process that kills itself with SIGKILL before step `last`: no handler, no flush."""
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     line = [sys.executable, "-c", DOOMED, str(last), stage, *arguments]
     ended = subprocess.run(line, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=300)
@@ -37,11 +37,11 @@ def killed(last: int, stage: str, arguments: list[str]) -> None:
 
 
 class Stopped(BaseException):
-    """The end of a run without a signal: nothing is saved after it."""
+    """Ends a run without a signal, so that nothing more is saved."""
 
 
 def before(last: int) -> Watchers:
-    """Watchers that end a run before the step `last`, counted from 0."""
+    """Watchers that end a run before step `last`, counted from 0."""
     return Watchers(step=stop(last))
 
 
@@ -57,9 +57,9 @@ def stop(last: int) -> Callable[[int], None]:
 
 @contextmanager
 def hooked(step: Callable[[int], None]) -> Iterator[None]:
-    """Each stage that is run as a command inside, in this process, calls `step` before its steps, beside its own hooks.
+    """Inside the block, stages run as commands in this process call `step` before each step; their other hooks stay.
 
-    A stage imports `fit` when it begins, so it gets the one that stands in the module then.
+    A stage imports `fit` when it starts, so it gets the patched one.
     """
     original = learning_fit.fit
 

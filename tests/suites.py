@@ -1,4 +1,4 @@
-"""What the tests of the suites share: settings, a subject whose answers are written down, texts, problems, sets."""
+"""What the tests of the suites share: settings, a subject with scripted answers, texts, problems, sets."""
 
 import gzip
 import json
@@ -32,7 +32,7 @@ SETTINGS = SuiteSettings(
     bootstrap=200,
 )
 SOURCE = "import os\n\n\ndef first(value):\n    return value + 1\n\n\ndef second(value):\n    return value + 2\n"
-FEW = SuiteSettings(  # of the whole stage
+FEW = SuiteSettings(  # for the whole stage
     documents=3,
     stories=3,
     problems=12,

@@ -1,5 +1,5 @@
 """What one client asks for must not cost the others their answers: hostile schemas, texts, prompts and bodies, each
-from a real server.
+sent to a real server.
 """
 
 import json
@@ -26,8 +26,8 @@ CHAT = {"model": "nano", "messages": ASK, "max_tokens": 4, "ignore_eos": True}
 AT_MOST, TIMES = (
     2.0,
     40,
-)  # seconds of a plain answer that takes milliseconds, whatever others ask for; or so many times a quiet one
-GROWTH = 80  # MiB that others' requests may leave
+)  # most seconds for a plain answer during an attack (usually milliseconds), or this multiple of a quiet answer
+GROWTH = 80  # MiB by which others' requests may grow the server
 PRIMES = [(9973, 9967), (9949, 9941), (9931, 9929)]
 HOSTILE = [{"type": "integer", "multipleOf": 9999991 + n} for n in range(12)]
 
@@ -55,7 +55,7 @@ def shaped(rules: Any, **more: Any) -> dict[str, Any]:
 
 
 def memory(server: Running) -> float:
-    """MiB of the server's processes."""
+    """Resident memory of the server's processes, in MiB."""
     family = psutil.Process(server.process.pid)
     total = 0
     for process in (family, *family.children(recursive=True)):
@@ -67,9 +67,9 @@ def memory(server: Running) -> float:
 
 
 def beside(attack: list[Callable[[], httpx.Response]], server: Running) -> tuple[list[httpx.Response], list[float]]:
-    """What the attack heard, all of it sent at once, and how long plain answers to the other key took until its end.
+    """Send an attack all at once; returns its answers, and how long plain answers to the other key took meanwhile.
 
-    Told in seconds of a quiet machine: other tests may slow this one.
+    Times are scaled to a quiet machine, because other tests may slow this one down.
     """
     quiet = []
     for _ in range(5):

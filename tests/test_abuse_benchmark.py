@@ -1,5 +1,5 @@
-"""What the server bears, on a small scale: odd requests, and answers beside an attack. The full numbers are
-`benchmarks/abuse.py`'s.
+"""What the server withstands, on a small scale: odd requests, and answers during an attack. The full numbers come from
+`benchmarks/abuse.py`.
 """
 
 import json
@@ -80,7 +80,7 @@ def test_a_thousand_odd_requests_are_borne(bearing: Running) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("model", abuse.MODELS)
 def test_nobody_fails_beside_an_attack(bearing: Running, model: str) -> None:
-    """How long they wait hangs on the machine, which other tests use: the benchmark says it."""
+    """How long they wait depends on the machine, which other tests use too; the benchmark measures it."""
     found = abuse.beside(bearing, model, {"nano": 160, "masked": 48}[model], 8, rounds=1)
     assert not found.failures and found.growth <= abuse.MOST_GROWTH
     assert {kind.split()[0] for kind in found.sent} == set(abuse.ATTACK), found.sent

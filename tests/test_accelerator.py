@@ -1,4 +1,4 @@
-"""Where there is another device than the CPU, stages use it for everything: each runs on that of `accelerator.py`."""
+"""If there is a device other than the CPU, stages use it for everything: each runs on the one in `accelerator.py`."""
 
 import json
 from dataclasses import replace
@@ -26,7 +26,7 @@ def keys(stage: str, values: dict[str, Any]) -> list[str]:
 
 
 def texts(folder: Path, tokenizer: Tokenizer) -> None:
-    """A corpus of text, as tokens in data/tokens/text."""
+    """Write a text corpus as tokens to data/tokens/text."""
     corpora.write_corpus(folder / "text", ["The boats. " * 9] * 40, ["The boats. " * 9] * 8, tokenizer)
     (folder / "data/tokens").mkdir(parents=True, exist_ok=True)
     (folder / "text/tokens").rename(folder / "data/tokens/text")

@@ -1,4 +1,4 @@
-"""AceCode: reduced rows, difficulties by hand, and the two versions of a question."""
+"""AceCode: reduced rows, hand-computed difficulties, and the two versions of a question."""
 
 from typing import Any
 

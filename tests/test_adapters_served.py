@@ -1,4 +1,4 @@
-"""Adapters over one served base: each answers as its merged model does, and the base's weights lie in memory once."""
+"""Adapters over one served base: each answers as its merged model does, and the base's weights are in memory once."""
 
 import json
 from pathlib import Path
@@ -48,7 +48,7 @@ def test_a_model_beside_its_adapter_has_the_logits_of_the_merged_one(targets: tu
     with torch.no_grad():
         torch.testing.assert_close(twin(ids), adapted(ids), atol=2e-4, rtol=1e-4)
         assert (twin(ids) - before).abs().max() > 0.1
-        assert torch.equal(fused(ids), before)  # the base does not notice
+        assert torch.equal(fused(ids), before)  # the base is unaffected
 
 
 def test_two_adapters_answer_side_by_side_over_weights_that_lie_in_memory_once(base: Path) -> None:

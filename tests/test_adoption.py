@@ -1,4 +1,4 @@
-"""Taking in a checkpoint's tokenizer: its ids stay, ours are added, and what would lose or change text is refused."""
+"""Adopting a checkpoint's tokenizer: its ids stay, ours are added, and what would lose or change text is refused."""
 
 import json
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from tests import probes
 from tests.checkpoints import CONTROL, bpe
 
 SOURCE = (Path(__file__).parents[1] / "pipeline/text/tokenizer.py").read_text(encoding="utf-8")
-TEXT = SOURCE.replace("<", "(") + " 1234567 it's é日🙂\r\n"  # without a control token, which the library would find
+TEXT = SOURCE.replace("<", "(") + " 1234567 it's é日🙂\r\n"  # without control tokens, which the library would find
 FAMILIES = ("qwen2", "qwen3", "llama")
 SAVED = {family: bpe(family, 500).to_str() for family in FAMILIES}
 
@@ -78,14 +78,14 @@ def test_conversations_render_with_the_added_tokens_and_no_text_gives_one(family
 def test_text_that_is_not_in_nfc_comes_back_as_it_was(tmp_path: Path) -> None:
     tokenizer = adopt(written(tmp_path, "qwen2"), 512).tokenizer
     assert tokenizer.decode(tokenizer.encode("e\u0301")) == "e\u0301"
-    assert bpe("qwen2", 500).decode(bpe("qwen2", 500).encode("e\u0301").ids) == "é"  # what is taken away
+    assert bpe("qwen2", 500).decode(bpe("qwen2", 500).encode("e\u0301").ids) == "é"  # which we remove
 
 
 def test_a_tokenizer_of_ours_is_taken_in_as_it_is(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
     byte_tokenizer.save(tmp_path)
     adopted = adopt(tmp_path, 320)
     assert (adopted.tokenizer.hash, adopted.fresh) == (byte_tokenizer.hash, ())
-    assert len(adopted.known) < 320  # spares tell the mean nothing
+    assert len(adopted.known) < 320  # spares are no part of the mean
 
 
 def test_taking_in_twice_changes_nothing(tmp_path: Path) -> None:

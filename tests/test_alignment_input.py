@@ -1,5 +1,5 @@
-"""What a person may get wrong before a stage of alignment: exit 2, one line that says what was expected, found, and
-what to do.
+"""What a user may get wrong before an alignment stage: exit 2, and one line that says what was expected, what was
+found, and what to do.
 """
 
 import json
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow  # each test runs a stage
 
 
 def assert_refused(workspace: Workspace, stage: str, message: str, **changes: Any) -> None:
-    """The stage says the message in its last line, exits 2 and publishes nothing."""
+    """Check that the stage's last line has the message, and that it exits with 2 and publishes nothing."""
     before = workspace.published()
     ended = workspace.command(stage, **changes)
     last = ended.said.strip().splitlines()[-1]
@@ -35,7 +35,7 @@ def assert_refused(workspace: Workspace, stage: str, message: str, **changes: An
 
 
 def write_pairs(workspace: Workspace, split: str, count: int, wrong: list[dict[str, Any]]) -> None:
-    """A split of `count` pairs, of which the first are wrong as told."""
+    """Write a split of `count` pairs, the first of which have the changes in `wrong`."""
     made = [builder.pair(n, **wrong[n]) if n < len(wrong) else builder.pair(n) for n in range(count)]
     records.write(workspace.folder / f"data/preferences/{split}.jsonl", made)
 
@@ -46,7 +46,7 @@ LONG_PROMPT: dict[str, Any] = {"prompt": [said("user", "Which way? " * 30)]}
 LONG_ANSWER: dict[str, Any] = {"rejected": [said("assistant", "0123456789" * 12)]}
 
 
-# what is left out
+# pairs that are dropped
 
 
 @pytest.mark.parametrize("stage", ["reward", "dpo", "rlhf"])
@@ -205,7 +205,7 @@ def test_a_language_model_is_no_reward_model(workspace: Workspace, tiny_model: T
 def test_rows_longer_than_the_model_reads_are_refused(
     stage: str, changes: dict[str, Any], message: str, workspace: Workspace
 ) -> None:
-    """At the start, and not at the first long row."""
+    """At the start, not only at the first long row."""
     assert_refused(workspace, stage, message, **changes)
 
 

@@ -1,9 +1,8 @@
-"""Each stage of alignment, killed and run again, publishes the bytes of a run that nothing stopped (CPU, equal
-threads).
+"""Each alignment stage, stopped and run again, publishes the same bytes as an uninterrupted run (CPU, equal threads).
 
-Three mechanisms: stopped inside the loop (every stage in `make test`), behind its last step, and by SIGKILL (one stage
-that trains in steps and one that trains between rollouts there; the rest in `make test-all`), and what else a state
-holds: VARIANTS.
+It is stopped in three ways: inside the loop (every stage in `make test`), after its last step, and by SIGKILL (in `make
+test`, one stage that trains in steps and one that trains between rollouts; the rest in `make test-all`). VARIANTS cover
+what else a state contains.
 """
 
 from typing import Any
@@ -16,18 +15,18 @@ from tests.workspace import SETTINGS, Workspace, arguments
 
 pytestmark = pytest.mark.slow  # each test runs a stage
 SAVING: dict[str, Any] = {"runtime.save_steps": 1}
-ROLLING = ("rlhf", "grpo", "distill")  # two steps between fills; states are saved between fills alone
+ROLLING = ("rlhf", "grpo", "distill")  # two steps per fill; states are saved only between fills
 
 
 def finished(workspace: Workspace, stage: str, **changes: Any) -> tuple[dict[str, str], str]:
-    """What the stage published, by hash, and what it said."""
+    """Run the stage; returns the hashes of what it published, and its output."""
     ended = workspace.command(stage, **changes)
     assert ended.code == 0, ended.said
     return {path: digest for path, digest in workspace.published().items() if f"/{stage}" in path}, ended.said
 
 
 def stop_at(workspace: Workspace, stage: str, last: int, **changes: Any) -> None:
-    """Run a stage anew until the step `last`."""
+    """Run a stage from the beginning and stop it before step `last`."""
     with hooked(stop(last)), pytest.raises(Stopped):
         workspace.command(stage, **SAVING | {"runtime.fresh": True}, **changes)
 
@@ -36,7 +35,7 @@ def stop_at(workspace: Workspace, stage: str, last: int, **changes: Any) -> None
 def test_a_stage_that_stopped_before_its_second_step_publishes_what_an_uninterrupted_one_does(
     stage: str, workspace: Workspace
 ) -> None:
-    """Inside an iteration of RL it goes on at the fill before it, which is the beginning."""
+    """Inside an RL iteration, it resumes at the fill before it, which is the beginning."""
     whole, _ = finished(workspace, stage, **SAVING)
     assert any(path.endswith("model.safetensors") for path in whole)
     stop_at(workspace, stage, 1)
@@ -74,7 +73,7 @@ def test_adapters_and_other_methods_resume_too(stage: str, changes: dict[str, An
 def test_a_stage_that_was_stopped_behind_its_last_step_only_publishes(
     stage: str, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where it merges, measures, calibrates and writes: it trains no step again."""
+    """That is where it merges, measures, calibrates and writes; no step is trained again."""
     whole, _ = finished(workspace, stage, **SAVING)
 
     def fail(*given: object) -> None:

@@ -1,4 +1,4 @@
-"""Prompts, sampled answers, and what models say of them: against one answer at a time."""
+"""Prompts, sampled answers, and what models compute from them, compared with one answer at a time."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from tests.rollouts import LONGEST, prompts, sampled
 
 @pytest.fixture
 def ending(tiny_model: Transformer, byte_tokenizer: Tokenizer) -> Transformer:
-    """A model of which a part of the answers ends: the embedding of the turn's end is what its states have in
+    """A model that ends some of its answers: the turn end's embedding is the direction that its states have in
     common.
     """
     with torch.no_grad():
@@ -68,7 +68,7 @@ def test_an_answer_depends_on_seed_prompt_and_sample_alone(ending: Transformer, 
 def test_values_stand_before_each_token_and_rewards_after_the_last(
     ending: Transformer, byte_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Against one row at a time, without padding; batches of 7 so that there are several."""
+    """Compared with one row at a time, without padding; batches have 7 rows, so that there are several."""
     monkeypatch.setattr(answers, "ROWS", 7)
     found = sampled(ending, byte_tokenizer)
     critic = RewardModel(ending)
@@ -86,7 +86,7 @@ def test_values_stand_before_each_token_and_rewards_after_the_last(
 
 
 def test_no_answers_have_no_numbers(ending: Transformer) -> None:
-    """The share of a process may be empty."""
+    """A process's share may be empty."""
     assert answers.logprobs_of(ending, [], 0, 1.0) == []
     critic = RewardModel(ending)
     assert answers.values_of(critic, [], 0) == []
@@ -99,7 +99,7 @@ def test_a_row_is_prompt_and_answer_with_the_answer_as_target() -> None:
     assert rows.targets.tolist() == [[-100, 8, 9, -100]]
 
 
-# prompts of data
+# prompts from data
 
 
 def said(role: str, text: str, **more: Any) -> dict[str, Any]:
@@ -148,7 +148,7 @@ def test_a_prompt_is_what_comes_before_the_answer_and_each_is_asked_once(
 def test_an_answer_with_a_tool_s_result_inside_is_no_part_of_the_prompt(
     tmp_path: Path, byte_tokenizer: Tokenizer
 ) -> None:
-    """What the tool said is not trained, but it is behind the prompt."""
+    """The tool's result is not trained, but it comes after the prompt."""
     call = {"id": "call_0", "type": "function", "function": {"name": "look", "arguments": "{}"}}
     chosen = [
         said("assistant", "", tool_calls=[call]),
@@ -159,7 +159,7 @@ def test_an_answer_with_a_tool_s_result_inside_is_no_part_of_the_prompt(
     (found,) = answers.pair_prompts(given, 300)
     text = byte_tokenizer.decode(found.ids)
     assert text.endswith("assistant\n") and "ten" not in text and "look" not in text
-    length = len(given.pairs[0].chosen.ids) - len(found.ids)  # the whole answer must have room, the result with it
+    length = len(given.pairs[0].chosen.ids) - len(found.ids)  # there must be room for the whole answer, result included
     assert len(answers.pair_prompts(given, length)) == 1
     with pytest.raises(DataError, match="raise max_new_tokens"):
         answers.pair_prompts(given, length - 1)

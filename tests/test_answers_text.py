@@ -1,4 +1,4 @@
-"""However an answer is cut into tokens, its pieces join to it; nothing is told too early."""
+"""However an answer is split into tokens, its pieces join to the whole answer; nothing is sent too early."""
 
 import json
 from typing import Any
@@ -27,7 +27,7 @@ def heard(ids: list[int], **named: Any) -> tuple[Assembler, list[Delta]]:
 
 
 def bytewise(text: str) -> list[int]:
-    """Ids of a text, a byte each: every character of it is cut."""
+    """The ids of a text, one per byte: every character of several bytes is split."""
     return [BYTE[byte] for byte in text.encode()]
 
 

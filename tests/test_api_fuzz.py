@@ -1,10 +1,10 @@
-"""Generated requests to the routes of the interface that the server describes itself: none may break it.
+"""Generated requests to the routes in the server's own OpenAPI description: none may break it.
 
-`make test` asks the same few hundred each time; `make test-all` two thousand of a new seed, which it prints.
-STAGECOACH_FUZZ_SEED repeats one.
+`make test` sends the same few hundred each time; `make test-all` sends two thousand from a new seed, which it prints.
+STAGECOACH_FUZZ_SEED repeats a seed.
 
-schemathesis makes bodies that fit the description and bodies that do not (wrong types, missing fields, odd text);
-whatever comes, the answer is below 500, comes in time, and every error is OpenAI's object.
+schemathesis makes bodies that fit the description and bodies that do not (wrong types, missing fields, odd text). In
+every case the status is below 500, the answer comes in time, and an error is OpenAI's object.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from pipeline.text.tokenizer import Tokenizer
 from tests.server import Running, random_model, save_models, serving
 
 pytestmark = pytest.mark.slow
-# for each of nine routes with parameters or a body; bodies that do not fit cost ten times as much to make
+# for each of nine routes with parameters or a body; bodies that do not fit take ten times as long to generate
 CASES = {GenerationMode.POSITIVE: 170, GenerationMode.NEGATIVE: 60}
 FEW = 8
 SEED = int(os.environ.get("STAGECOACH_FUZZ_SEED", "0")) or random.SystemRandom().randrange(1, 2**32)
@@ -46,7 +46,7 @@ def fuzzed(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Tokenizer) 
 
 @pytest.fixture(scope="module")
 def operations(fuzzed: Running) -> list[Any]:
-    """The routes as the server describes them, with the names of its models, which nobody would guess."""
+    """The routes as the server describes them, with the names of its models, which cannot be guessed."""
     found = httpx.get(f"{fuzzed.url}/openapi.json").json()
     for body in found["components"]["schemas"].values():
         if "model" in body.get("properties", {}):
@@ -55,7 +55,7 @@ def operations(fuzzed: Running) -> list[Any]:
 
 
 def ask_all(fuzzed: Running, operations: list[Any], mode: GenerationMode, cases: int, new: bool) -> Counter[str]:
-    """So many requests to each route; how many there were, in all and by status. `new`: others than the last time."""
+    """Send `cases` requests to each route; returns counts, in all and by status. `new`: from SEED, not a fixed set."""
     asked = Counter[str]()
     for operation in operations:
 
@@ -76,7 +76,7 @@ def ask_all(fuzzed: Running, operations: list[Any], mode: GenerationMode, cases:
             if answer.status_code >= 400:
                 assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
 
-        with contextlib.suppress(Unsatisfiable):  # a route without a body has nothing that could be wrong
+        with contextlib.suppress(Unsatisfiable):  # without a body, nothing can be wrong
             (seed(SEED)(ask) if new else ask)()
     assert httpx.get(f"{fuzzed.url}/health").status_code == 200
     assert "Traceback" not in fuzzed.log.read_text()

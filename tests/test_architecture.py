@@ -1,5 +1,4 @@
-"""The law on floors, circles, file sizes and the one-place table (docs: DESIGN). Change it only together with the
-design.
+"""The rules on floors, import cycles, file sizes and the one-place table. Change them only together with the design.
 """
 
 import ast
@@ -12,7 +11,7 @@ from benchmarks import house
 ROOT = Path(__file__).parents[1]
 FILES = sorted(p for folder in ("pipeline", "stages") for p in (ROOT / folder).rglob("*.py"))
 
-# from the ground up; a package may import those before it and its own floor
+# bottom up; a package may import from its own floor and those before it
 FLOORS = [
     {"run"},
     {"text"},
@@ -25,8 +24,8 @@ FLOORS = [
     {"serve", "stages"},
 ]
 WINGS = {"diffusion", "memory"}
-MOST_FILES = 194  # of pipeline/, Python: 179, and what repositories, turns, distillation, a hub and MLflow brought
-SHORT = {  # files of fewer than 60 lines, and why each stands alone
+MOST_FILES = 194  # Python files in pipeline/: 179, plus those of repositories, turns, distillation, a hub and MLflow
+SHORT = {  # files of fewer than 60 lines, and why each is a separate file
     "pipeline/__init__.py": "what torch reads when it is loaded",
     "pipeline/run/types.py": "a type that every room uses",
     "pipeline/run/errors.py": "the exit codes of all commands",
@@ -38,7 +37,7 @@ SHORT = {  # files of fewer than 60 lines, and why each stands alone
 }
 LEVEL = {name: level for level, names in enumerate(FLOORS) for name in names}
 
-# what -> (pattern, where it may stand)
+# what -> (pattern, where it may occur)
 ONE_PLACE = {
     "losses": (
         r"\bcross_entropy\b|\blogsigmoid\b",
@@ -60,7 +59,7 @@ ONE_PLACE = {
     "reported numbers": (r"\bmlflow\.|^\s*print\(", ("pipeline/run/tracking.py", "pipeline/run/mlflow_store.py")),
     "untrusted code": (
         r"(?<![\w.])(exec|eval)\(",
-        ("pipeline/sandbox/", "pipeline/ingest/functions.py"),  # the second is text of programs that run in the first
+        ("pipeline/sandbox/", "pipeline/ingest/functions.py"),  # the second writes programs that run in the first
     ),
     "starting processes": (
         r"\bsubprocess\b|\bos\.exec|\bmultiprocessing\b",
@@ -72,7 +71,7 @@ ONE_PLACE = {
 
 
 def level_of(parts: tuple[str, ...]) -> int:
-    """The floor of a module; a part of a wing stands on the floor of what it is a part of."""
+    """The floor of a module; a module of a wing is on the floor of the part that it extends."""
     return LEVEL[
         {
             "losses": "diffusion",
@@ -89,18 +88,18 @@ def level_of(parts: tuple[str, ...]) -> int:
 
 @cache
 def tree_of(path: Path) -> ast.Module:
-    """The file's syntax tree; a file is read once for all laws."""
+    """The file's syntax tree; each file is read once for all rules."""
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
 @cache
 def nodes_of(path: Path) -> list[ast.AST]:
-    """Every node of it."""
+    """Every node of the file's syntax tree."""
     return list(ast.walk(tree_of(path)))
 
 
 def imported(path: Path) -> set[str]:
-    """Modules of ours that a file imports, in full."""
+    """The full names of our modules that a file imports."""
     found = set()
     for node in nodes_of(path):
         if isinstance(node, ast.Import):
@@ -111,7 +110,7 @@ def imported(path: Path) -> set[str]:
 
 
 def test_imports_go_down_the_floors_only() -> None:
-    """Imports inside functions too."""
+    """Imports inside functions count."""
     wrong = []
     for path in FILES:
         parts = path.relative_to(ROOT).with_suffix("").parts
@@ -206,7 +205,7 @@ def test_oracles_are_never_imported() -> None:
 
 
 def test_no_file_imports_a_test_file() -> None:
-    """Imports inside functions too; what test files share stands in a module of its subject."""
+    """Imports inside functions count; what test files share is in a module named after its subject."""
     wrong = []
     for path in (path for folder in ("tests", "benchmarks") for path in sorted((ROOT / folder).rglob("*.py"))):
         for node in nodes_of(path):

@@ -1,4 +1,4 @@
-"""Between the event loop and the engine's thread: what is given up, and what is not."""
+"""Between the event loop and the engine's thread: what is dropped, and what is not."""
 
 import asyncio
 import threading
@@ -49,7 +49,7 @@ def test_a_loop_is_woken_once_for_all_that_came_since_it_looked() -> None:
             mailbox.post(lambda index, _: heard.append((number, index)), 1000 * turn + place, Ended("stop", 0, 0, 0))
 
     asyncio.run(run())
-    for number in range(4):  # in the order of their posts
+    for number in range(4):  # in the order in which they were posted
         own = [index for who, index in heard if who == number]
         assert own == sorted(own) and len(own) == 200
 
@@ -87,10 +87,10 @@ def test_a_ping_follows_silence_alone_and_the_next_look_is_always_set(
 ) -> None:
     async def run() -> None:
         loop = asyncio.get_running_loop()
-        async with answers(Engine(tiny_model), byte_tokenizer) as asked:  # its thread is not started: nothing is said
+        async with answers(Engine(tiny_model), byte_tokenizer) as asked:  # no thread, so nothing is generated
 
             def look(silent: float) -> tuple[int, float]:
-                """Pings that wait behind a look after so many seconds of silence, and the seconds to the next look."""
+                """Pings queued after a look, `silent` seconds after the last event, and seconds to the next look."""
                 asked._read = time.monotonic() - silent
                 asked._ping()
                 assert asked._timer is not None
@@ -98,7 +98,7 @@ def test_a_ping_follows_silence_alone_and_the_next_look_is_always_set(
 
             waiting, ahead = look(serve_answers.PING_SECONDS - 5)
             assert waiting == 0 and 0 < ahead <= 5
-            for _ in range(2):  # what was not read yet gets no company
+            for _ in range(2):  # no second ping before the first is read
                 waiting, ahead = look(serve_answers.PING_SECONDS + 5)
                 assert waiting == 1 and serve_answers.PING_SECONDS / 2 < ahead <= serve_answers.PING_SECONDS
             assert isinstance(await anext(aiter(asked)), Ping)
@@ -155,7 +155,7 @@ def test_leaving_frees_the_row_and_silence_gives_pings(
     monkeypatch.setattr(serve_answers, "PING_SECONDS", 0.01)
 
     async def run() -> None:
-        engine = Engine(tiny_model)  # its thread is not started: nothing is said
+        engine = Engine(tiny_model)  # its thread is not started, so nothing is generated
         async with answers(engine, byte_tokenizer) as asked:
             engine._admit()
             assert engine.busy == 1

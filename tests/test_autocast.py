@@ -1,4 +1,4 @@
-"""Half precision on a CPU: float32 between the projections, and matrix products of few different shapes."""
+"""Half precision on a CPU: float32 between the projections, and matrix products with few different shapes."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ CONFIG = ModelConfig(
 
 
 def gradients(model: Transformer, ids: Tensor, documents: Tensor, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Of a mean over some logits, under autocast to `dtype` or without."""
+    """The gradients of a mean over some logits, under autocast to `dtype` or without."""
     model.zero_grad()
     with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
         logits = model(ids, documents=documents, select=torch.arange(ids.shape[1]).expand_as(ids) % 3 > 0)
@@ -67,7 +67,7 @@ def test_shapes_are_even_and_evening_them_changes_nothing(monkeypatch: pytest.Mo
     plain = gradients(model, ids, documents, torch.bfloat16)
     assert any(rows % EVEN_ROWS for rows in shapes)
     for name, value in plain.items():
-        assert (even[name] - value).norm() <= 0.01 * value.norm(), name  # another shape, another order of the sums
+        assert (even[name] - value).norm() <= 0.01 * value.norm(), name  # other shapes sum in another order
 
 
 def test_a_padded_layout_is_the_other_one_and_zeros() -> None:

@@ -1,5 +1,5 @@
-"""What arrives at a bad moment: signals while a policy samples, faults after a rollback, states that are damaged,
-the memory's proof.
+"""What happens at a bad moment: signals while a policy samples, faults after a rollback, damaged states, the dry
+step that tests memory.
 """
 
 import math
@@ -39,7 +39,7 @@ from tests.loop import (
 
 
 class Rolling(Rows):
-    """Two steps for each fill; what is carried doubles with each, and moves the loss."""
+    """Two steps per fill; the carried beta grows with each fill and scales the loss."""
 
     steps_per_rollout = 2
 
@@ -129,10 +129,10 @@ def short_history(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("short_history")
 def test_a_second_fault_soon_after_a_rollback_finds_its_state(tmp_path: Path) -> None:
-    """Retention has dropped what lies behind the first rollback's state."""
+    """Retention has dropped everything older than the first rollback's state."""
     stream = Spiking(
         (28, 31), factor=math.nan
-    )  # 28 at step 28, back to 10; 31 is read at step 12, and it goes to 10 again
+    )  # batch 28 is read at step 28, back to 10; batch 31 at step 12, back to 10 again
     at_work = job(tmp_path, keep=1, save_steps=1)
     fit(Net(), stream, spiking_loss, config(steps=40, eval_steps=5, on_nonfinite="rollback"), at_work)
     assert stream.indices[:29] == list(range(29)) and stream.indices[29:33] == [29, 30, 31, 32]
@@ -140,7 +140,7 @@ def test_a_second_fault_soon_after_a_rollback_finds_its_state(tmp_path: Path) ->
 
 
 class Rising(Rows):
-    """Validation tokens that a model which learns finds worse and worse; a batch that is no number."""
+    """Rows with one batch whose loss is NaN."""
 
     def __init__(self, at: int) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ def held_out(values: list[float], stream: Rows, loss: LossFunction) -> tuple[Row
 def test_the_best_weights_that_a_rollback_returns_to_are_still_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Best at 4, then at 24; a fault at 30 goes back to 12, whose best is that of 4, and nothing is better after it."""
+    """Best at 4, then at 24; a fault at 30 goes back to 12, where the best is from 4, and nothing later is better."""
     monkeypatch.setattr(update, "BACK", 16)
     stream, measured = held_out([1.0, 2.0, 2.0, 2.0, 2.0, 0.5, 2.0, *[3.0] * 20], Rising(30), spiking_loss)
     at_work = job(tmp_path, keep=1)
@@ -201,7 +201,7 @@ def test_a_damaged_state_does_not_count_as_the_newest(tmp_path: Path, capsys: py
 
 
 def test_lost_best_weights_say_what_helps(tmp_path: Path) -> None:
-    """Lost while the last step runs: the losses rise after the first evaluation."""
+    """They are lost during the last step; the losses rise after the first evaluation."""
 
     def lose(made: int) -> None:
         if made == 11:
@@ -220,7 +220,7 @@ def test_lost_best_weights_say_what_helps(tmp_path: Path) -> None:
 def test_the_proof_of_a_micro_batch_runs_in_a_run_that_is_still_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU: forward and backward before the loop has begun."""
+    """As on a GPU: forward and backward before the loop begins."""
     proved = []
 
     def of(run: Any) -> list[int]:
@@ -262,7 +262,7 @@ def test_rows_say_how_often_the_data_were_read_and_too_often_is_a_warning(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     at_work = job(tmp_path / "a", logging_steps=1)
-    fit(Net(), Rows(), loss, config(steps=12), at_work)  # 48 tokens of 640 a step
+    fit(Net(), Rows(), loss, config(steps=12), at_work)  # 48 of 640 tokens per step
     assert [row["epoch"] for row in at_work.tracker.rows if "loss" in row] == pytest.approx(
         [0.075 * n for n in range(1, 13)]
     )

@@ -1,4 +1,4 @@
-"""Reinforcement solves the task of `bandit.py`, step by step and killed in the middle."""
+"""Reinforcement learning solves the task of `bandit.py`, and a killed run resumes exactly."""
 
 import signal
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ def reward_of(model: Transformer) -> float:
 
 
 def assert_solved(model: Transformer, one: Any) -> None:
-    """From under a fifth of the most to over four fifths, in the training curve and on answers of other seeds."""
+    """Check that the reward rises from under 0.2 to over 0.8, in the curve and on answers from other seeds."""
     curve = [row["reward"] for row in one.tracker.rows if "reward" in row]
     assert one.tracker.rows[-1]["step"] <= 60
     assert curve[0] < 0.2
@@ -50,8 +50,8 @@ GROUP_METHODS = {name: METHODS[name] for name in ("grpo", "dr_grpo", "dapo", "rl
 @pytest.mark.full
 @pytest.mark.parametrize("name", GROUP_METHODS)
 def test_a_group_method_solves_the_bandit(name: str, tmp_path: Path) -> None:
-    """DAPO gets fewer iterations: once every answer is right it finds no group whose scores differ, and stops
-    itself.
+    """DAPO gets fewer iterations: once every answer is right, it finds no group whose scores differ, and
+    stops.
     """
     model = actor()
     settings = config(iterations=20) if GROUP_METHODS[name].dynamic else config()
@@ -70,7 +70,7 @@ def test_ppo_solves_the_bandit(tmp_path: Path) -> None:
 
 
 def test_without_learning_the_policy_stays_where_it_sampled(tmp_path: Path) -> None:
-    """A rate of 0: in every update of two iterations the ratio is 1 and nothing is clipped."""
+    """With a learning rate of 0, in every update of two iterations the ratio is 1 and nothing is clipped."""
     model = actor()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     one = group_run(model, replace(METHODS["grpo"], beta=0.05), config(learning_rate=0.0, iterations=2), tmp_path)
@@ -86,7 +86,7 @@ def test_without_learning_the_policy_stays_where_it_sampled(tmp_path: Path) -> N
 
 
 def gradients(model: ActorCritic, stream: RolloutStream, parts: int) -> list[torch.Tensor]:
-    """Of the summed loss of an epoch in so many minibatches."""
+    """The gradients of an epoch's summed loss, in `parts` minibatches."""
     constants = PPOConfig(beta=0.05, target_kl=1.0, horizon=100)
     stream.config = replace(stream.config, minibatches=parts)
     stream.steps_per_rollout = stream.config.steps_per_rollout
@@ -98,7 +98,7 @@ def gradients(model: ActorCritic, stream: RolloutStream, parts: int) -> list[tor
 
 
 def test_the_minibatches_of_prompts_have_together_the_gradient_of_the_whole_batch() -> None:
-    """In float64; 8 prompts of 20 tokens and 4 answers each, in 1, 2, 4 and 3 parts, of which some part a prompt's
+    """In float64; 8 prompts of 20 tokens and 4 answers each, in 1, 2, 4 and 3 parts, some of which split a prompt's
     answers.
     """
     model = ActorCritic(actor(), RewardModel(actor())).double()
@@ -140,14 +140,14 @@ def test_the_minibatches_of_prompts_have_together_the_gradient_of_the_whole_batc
 
 @pytest.mark.parametrize("kill_at", [1, 4, 6])
 def test_a_killed_run_ends_with_the_bits_of_an_uninterrupted_one(kill_at: int, tmp_path: Path) -> None:
-    """Inside an iteration it goes on at the fill before it: states are saved between fills. PPO carries its beta
+    """Inside an iteration, it resumes at the fill before it: states are saved between fills. PPO's beta is carried
     along.
     """
     constants = PPOConfig(beta=0.05, target_kl=0.1, horizon=100)
 
     def run(folder: Path, watchers: Watchers | None = None) -> tuple[ActorCritic, Any]:
         model = ActorCritic(actor(), RewardModel(actor()))
-        settings = config(prompts=6, samples=1, minibatches=2, iterations=2)  # 4 updates an iteration
+        settings = config(prompts=6, samples=1, minibatches=2, iterations=2)  # 4 updates per iteration
         return model, ppo_run(model, constants, settings, folder, watchers, save_steps=1)
 
     whole, first = run(tmp_path / "whole")
@@ -171,7 +171,7 @@ def test_a_signal_inside_an_iteration_names_the_step_where_the_run_resumes(
             jobs[-1].stop.signal = signal.SIGTERM
 
     model = ActorCritic(actor(), RewardModel(actor()))
-    settings = config(prompts=6, samples=1, minibatches=2, iterations=2)  # 4 updates an iteration
+    settings = config(prompts=6, samples=1, minibatches=2, iterations=2)  # 4 updates per iteration
     with pytest.raises(SystemExit):
         ppo_run(
             model,

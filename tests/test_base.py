@@ -1,6 +1,6 @@
-"""Training that begins from a checkpoint of the user: Qwen2, Qwen3, LLaMA, from a folder and the hub.
+"""Training that starts from a user's checkpoint: Qwen2, Qwen3, LLaMA, from a folder and the hub.
 
-The graph's own view, what DVC reruns, is in test_graph.py.
+What DVC reruns in the graph is tested in test_graph.py.
 """
 
 import json
@@ -73,7 +73,7 @@ def test_the_weights_keep_their_numbers_and_their_precision(
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubServer]:
-    """A hub with `me/base`, which huggingface_hub asks."""
+    """A hub with `me/base`, to which huggingface_hub is directed."""
     pytest.importorskip("transformers")
     from huggingface_hub import constants
 
@@ -103,7 +103,7 @@ def test_a_model_of_the_hub_is_taken_in_at_its_commit_which_the_lineage_names(
 
 
 def edited(folder: Path, fault: str) -> None:
-    """A checkpoint with a fault."""
+    """Put a fault into a checkpoint."""
     if fault == "architecture":
         checkpoints.edit(folder / "config.json", model_type="mixtral", architectures=["MixtralForCausalLM"])
     elif fault == "infinity":

@@ -1,4 +1,4 @@
-"""`runtime.base_weights: bf16`: a frozen base below an adapter takes half the memory, no rounding is published."""
+"""`runtime.base_weights: bf16`: a frozen base below an adapter takes half the memory, and no rounding is published."""
 
 import copy
 from collections.abc import Iterator
@@ -39,7 +39,7 @@ def base(tmp_path: Path, tiny_model: Transformer, byte_tokenizer: Tokenizer) -> 
 
 
 def stirred(start: reference.Start) -> reference.Start:
-    """Adapters that change something."""
+    """Give the adapters random weights, so that they change the output."""
     for layer in lora.adapters(start.policy):
         assert isinstance(layer, lora.AdaptedLinear)
         layer.lora_B.weight.data.normal_(0, 0.02, generator=torch.Generator().manual_seed(1))
@@ -51,7 +51,7 @@ def stirred(start: reference.Start) -> reference.Start:
 def test_it_computes_what_a_base_rounded_by_hand_does(
     base: Path, autocast: bool, library: bool, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """To the bit, gradients too, by our operators with and without the C++ library."""
+    """Bit for bit, gradients too, with our operators, with and without the C++ library."""
     if library:
         native.load(tmp_path_factory.getbasetemp() / "native")
     narrow = stirred(reference.begin(base, ADAPTER, 1, NARROW)).policy
@@ -124,7 +124,7 @@ def test_stages_train_on_it(stage: str, changes: dict[str, Any], workspace: Work
 
 @pytest.fixture
 def cpu_nf4(monkeypatch: pytest.MonkeyPatch) -> Hardware:
-    """bitsandbytes computes on a CPU too, slowly: a stage would refuse."""
+    """bitsandbytes also runs on a CPU, but slowly; a stage would refuse."""
     pytest.importorskip("bitsandbytes")
     return Hardware(device=torch.device("cpu"), precision="bf16", threads=1, base_weights="nf4")
 
@@ -136,14 +136,14 @@ def test_nf4_without_a_gpu_is_refused() -> None:
 
 @pytest.fixture
 def broad(tmp_path: Path, tiny_model: Transformer, byte_tokenizer: Tokenizer) -> Path:
-    """A base whose rows are whole blocks."""
+    """A base whose rows consist of whole blocks."""
     shape = replace(tiny_model.config, width=64, head_dim=32, d_ff=128)
     checkpoint.save(tmp_path / "broad", Transformer(shape, torch.Generator().manual_seed(0)), byte_tokenizer, {})
     return tmp_path / "broad"
 
 
 def test_rows_of_broken_blocks_stay_in_bf16(base: Path, cpu_nf4: Hardware) -> None:
-    """32 and 48 columns: bitsandbytes 0.50 reads them wrongly on a CPU."""
+    """bitsandbytes 0.50 misreads their 32 and 48 columns on a CPU."""
     policy = reference.begin(base, ADAPTER, 1, cpu_nf4).policy
     assert {policy.get_parameter(n).dtype for n, _ in policy.named_parameters() if "_proj.weight" in n} == {
         torch.bfloat16
@@ -158,7 +158,7 @@ def test_a_base_in_nf4_takes_half_a_byte_a_weight_and_computes_with_its_values(b
             before = other.weight.data  # type: ignore[union-attr]
             assert layer.weight.dtype == torch.uint8 and layer.weight.numel() == before.numel() // 2
             found = dense(layer.weight, layer.nf4).float()
-            assert 0.02 < float((found - before).norm() / before.norm()) < 0.12  # 0.09 of normal weights
+            assert 0.02 < float((found - before).norm() / before.norm()) < 0.12  # 0.09 for normal weights
             other.weight.data = found  # type: ignore[union-attr]
     for enabled in (True, False):
         losses = []

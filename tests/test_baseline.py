@@ -93,7 +93,7 @@ def test_a_pinned_commit_is_a_full_hash_in_its_line_and_nothing_else_changes(
     assert baseline.at(said).stages["code"]["lineage"]["key"] == "first"
     assert baseline.main(["unpin"]) == 0
     assert (here / "params.yaml").read_text() == before
-    (here / "params.yaml").write_text(before.replace("baseline:  ", "baseline: null  "))  # as a person may write it
+    (here / "params.yaml").write_text(before.replace("baseline:  ", "baseline: null  "))  # as a user may write it
     assert baseline.main(["unpin"]) == 0
     assert (here / "params.yaml").read_text() == before
 

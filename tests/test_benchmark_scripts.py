@@ -1,4 +1,4 @@
-"""Each script of `benchmarks/` runs: here those that have no test file of their own, as small as they can be."""
+"""Each script in `benchmarks/` runs; here are those without a test file of their own, at the smallest scale."""
 
 import importlib.util
 import json
@@ -18,7 +18,7 @@ BENCHMARKS = ROOT / "benchmarks"
 
 
 def run(*line: object, folder: Path, code: int = 0) -> str:
-    """What a script prints: on stdout where it ends with 0, else its errors."""
+    """Run a script; returns its stdout if it exits with 0, else its stderr."""
     command = [sys.executable, *(str(word) for word in line)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
@@ -66,7 +66,7 @@ def test_sandbox_py_judges_as_many_programs_as_it_is_told(tmp_path: Path) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("has_tools", [True, False])
 def test_constrain_py_completes_every_forced_call(has_tools: bool, workspace: Workspace) -> None:
-    """Without a dialogue that has tools it says so."""
+    """If no dialogue has tools, it says so."""
     line = (BENCHMARKS / "constrain.py", "models/tools", "data/dialogues/test.jsonl", "--requests", 2)
     if not has_tools:
         assert "expected dialogues with tools, found none" in run(*line, folder=workspace.folder, code=2)

@@ -1,4 +1,4 @@
-"""Test sets brought by path: read and refused, made safe to judge, scored by hand-worked numbers, not to be cheated."""
+"""Test sets given by path: read or refused, made safe to judge, scored as computed by hand, impossible to cheat."""
 
 import gzip
 import json
@@ -99,7 +99,7 @@ WEATHER = {
 
 
 def bfcl(folder: Path, name: str, turns: dict[str, list[dict[str, Any]] | None]) -> Path:
-    """A file of a category: id -> truth; None for a category without one."""
+    """Write a category's file from id -> truth; None for a category without truths."""
     table = [{"id": i, "question": [[{"role": "user", "content": f"Ask {i}."}]], "function": [WEATHER]} for i in turns]
     if None not in turns.values():
         write_set(folder / "possible_answer" / name, [{"id": i, "ground_truth": truth} for i, truth in turns.items()])
@@ -202,7 +202,7 @@ HOSTILE = {
 
 
 def test_no_hostile_solution_passes_although_a_check_run_beside_it_is_deceived(scripted: Any, tmp_path: Path) -> None:
-    """Stop sequences are no defence: the answers come as a chat model would give them, whole."""
+    """Stop sequences are no defense here: the answers come whole, as from a chat model."""
     table = [DOUBLE | {"task_id": name} for name in HOSTILE]
     answers = {name: fenced(DOUBLE["prompt"] + body) for name, body in HOSTILE.items()}
     result = scored(scripted(answers), write_set(tmp_path / "h.jsonl", table))
@@ -350,7 +350,7 @@ def test_multi_turn_files_are_known_and_skipped(scripted: Any, tmp_path: Path) -
     assert result.numbers["BFCL_v4_multi_turn_base"]["skipped"].startswith("skipped: multi_turn_base")
 
 
-# files that are wrong
+# invalid files
 
 TRUTH = [{"id": "s", "ground_truth": [{"weather.now": {"city": ["Rome"]}}]}]
 QUESTION = {"id": "s", "question": [[{"role": "user", "content": "Q"}]], "function": [WEATHER]}

@@ -1,4 +1,4 @@
-"""Rows that begin alike: computed once as far as they do, with the results and gradients of rows computed alone."""
+"""Rows that begin alike: what they share is computed once, with the results and gradients of rows computed alone."""
 
 from collections.abc import Sequence
 
@@ -25,7 +25,7 @@ CONFIG = ModelConfig(
     rope_theta=1e4,
     tied=True,
 )
-LENGTHS, COMMON = (90, 70, 200, 33, 91, 40), {2: (0, 60), 4: (0, 90), 5: (1, 39)}  # row: (of which row, how many)
+LENGTHS, COMMON = (90, 70, 200, 33, 91, 40), {2: (0, 60), 4: (0, 90), 5: (1, 39)}  # row: (parent row, how many tokens)
 
 
 def made() -> Transformer:
@@ -47,7 +47,7 @@ def branching() -> tuple[Tensor, Tensor]:
 
 
 def shared(rows: Sequence[np.ndarray]) -> list[int]:
-    """Of each row, the tokens that another one's place in the line holds; their order is checked."""
+    """How many tokens of each row an earlier row in the line has already; checks their order."""
     found, seen = [0] * len(rows), set()
     for row, other, number in begin_alike(rows):
         assert not number or (other in seen and np.array_equal(rows[row][:number], rows[other][:number]))
@@ -60,7 +60,7 @@ def shared(rows: Sequence[np.ndarray]) -> list[int]:
 def test_rows_that_begin_alike_share_each_beginning_once() -> None:
     ids, _ = branching()
     rows = [ids[row, :length].numpy() for row, length in enumerate(LENGTHS)]
-    assert sum(shared(rows)) == 60 + 90 + 40  # row 5 is whole in row 1
+    assert sum(shared(rows)) == 60 + 90 + 40  # row 5 is entirely in row 1
     assert shared([]) == [] and shared(rows[:1]) == [0]
 
 
@@ -79,7 +79,7 @@ def test_few_tokens_do_not_count_and_a_row_keeps_its_last_token() -> None:
     short = np.concatenate([first[: LEAST_SHARED - 1], [99, 99]])
     assert shared([first, short]) == [0, 0]
     assert sorted(shared([first, first, first[:40]])) == [0, 40, 49]
-    high = np.arange(300, 350)  # numbers of two bytes are ordered as numbers
+    high = np.arange(300, 350)  # two-byte numbers are ordered as numbers
     assert sorted(shared([high, first, high[:20]])) == [0, 0, 20]
 
 
@@ -118,7 +118,7 @@ def test_dropout_and_both_directions_and_packed_rows_share_nothing() -> None:
     ids, documents = branching()
     assert not isinstance(Line.of(documents, False, ids).layout, Branches)
     two = documents.clone()
-    two[:, :20] += 100  # two documents a row
+    two[:, :20] += 100  # two documents per row
     assert not isinstance(Line.of(two, True, ids).layout, Branches)
     model = made()
     model.dropout = 0.5
@@ -130,7 +130,7 @@ def test_dropout_and_both_directions_and_packed_rows_share_nothing() -> None:
 
 
 def test_ragged_attention_with_keys_before_the_queries() -> None:
-    """The last queries of a document against all of it are the last rows of the whole."""
+    """The last queries of a document, against all its keys, give the last rows of the whole."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(200, heads, 8, generator=generator, dtype=torch.float64) for heads in (4, 2, 2))
     whole = cpu_layers.ragged_attention(q, k, v, [120, 80], causal=True)

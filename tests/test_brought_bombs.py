@@ -1,4 +1,4 @@
-"""Files that say little and mean much: parquet and gzip that expand, links that lead out of the folder."""
+"""Hostile files: small parquet and gzip files that expand enormously, and links that lead out of the folder."""
 
 import gzip
 import os
@@ -19,7 +19,7 @@ from pipeline.ingest.tool_calls import RowError
 from pipeline.run.errors import DataError
 from tests.ownfiles import ROOT, config, jsonl, read, texts
 
-LARGE, MOST = 1 << 23, 300_000  # a text of 8 MB; kB that a process which reads such a file may come to hold
+LARGE, MOST = 1 << 23, 300_000  # 8 MB of text; the most memory, in kB, that a process reading such a file may use
 PEAK = """
 import sys
 from pathlib import Path
@@ -31,7 +31,7 @@ print(next(line.split()[1] for line in open("/proc/self/status") if line.startsw
 
 
 def repeated(count: int) -> pa.Array:
-    """`count` times one text of 8 MB that a file stores once."""
+    """An array that repeats one text of 8 MB `count` times; a file stores the text once."""
     return pa.DictionaryArray.from_arrays(pa.array([0] * count, pa.int32()), pa.array(["a" * LARGE]))
 
 
@@ -67,7 +67,7 @@ def test_a_parquet_file_that_expands_is_refused_row_by_row_or_group_by_group(tmp
     told = subprocess.run([sys.executable, "-c", PEAK, path], cwd=ROOT, capture_output=True, text=True, check=True)
     assert int(told.stdout) < MOST
     found = [(line, row if isinstance(row, RowError) else None) for line, row in files.rows(path, "utf-8")]
-    if name != "a text repeated":  # of which each row is within the limit
+    if name != "a text repeated":  # there, each row is within the limit
         assert any(row is not None for _, row in found)
         reasons = {row.reason for _, row in found if row is not None}
         assert any("over 64 MB" in reason or "expands" in reason or "rows in" in reason for reason in reasons), reasons
@@ -156,7 +156,7 @@ def through_dots(own: Path, outside: Path) -> None:
 
 
 def beside(own: Path, outside: Path) -> None:
-    """A folder whose name begins as ours does is not inside of it."""
+    """A folder whose name merely starts with our folder's name is not inside it."""
     other = own.parent / f"{own.name}-other"
     other.mkdir()
     (other / "a").write_text("text")
@@ -218,7 +218,7 @@ def test_a_pipe_is_no_file(own: Path) -> None:
 
 # --- large files -----------------------------------------------------------------------------------------------------
 
-HUGE = 3 << 30  # a file of 3 GB that takes no place: nothing but zeros after its head
+HUGE = 3 << 30  # a sparse file of 3 GB: after its head it is all zeros, which take up no disk space
 HEADS = {
     "jsonl": b'{"text": "a"}\n',
     "json": b'[{"text": "a"},\n',

@@ -1,5 +1,5 @@
-"""`data: files` and `data: hub` through the stages: every shape and every fault of rows, a hub that breaks off, a
-kill.
+"""`data: files` and `data: hub` through the stages: rows of every shape and with every fault, a hub that breaks off,
+and a kill.
 """
 
 import csv
@@ -54,7 +54,7 @@ GOOD: dict[str, list[dict[str, Any]]] = {
 
 
 def write_table(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Rows in the format of the suffix."""
+    """Write the rows in the format that the suffix names."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".parquet":
         pq.write_table(pa.Table.from_pylist(rows), path)
@@ -70,7 +70,7 @@ def write_table(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def fill(own: Path) -> Counter[str]:
-    """Every format and shape with good rows, every fault once; returns how many rows of each kind are broken."""
+    """Write good rows in every format and shape, and each fault once; return how many rows of each kind are broken."""
     third = len(TOLD) // 3
     write_table(own / "text/told.jsonl", [{"text": text} for text in TOLD[:third]])
     write_table(own / "text/more.csv", [{"text": text} for text in TOLD[third : 2 * third]])
@@ -92,7 +92,7 @@ def fill(own: Path) -> Counter[str]:
     broken = Counter({"text": 5})
     for kind in ("text", "dialogues", "problems", "preferences"):
         bad = [row for one, row, _ in BROKEN if one == kind]
-        if kind == "problems":  # a table's shape is that of most rows: these stand beside the good ones
+        if kind == "problems":  # most rows decide a table's shape, so the bad ones join the good ones
             with (own / "problems/problems.jsonl").open("a") as file:
                 file.writelines(json.dumps(row) + "\n" for row in bad)
         elif kind == "preferences":
@@ -196,7 +196,7 @@ hub:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """The bytes of all files below a folder."""
+    """The bytes of every file under a folder."""
     return {p.relative_to(folder).as_posix(): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 

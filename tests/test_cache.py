@@ -1,4 +1,4 @@
-"""The key-value cache: rows that share a prompt give what rows that hold it themselves give."""
+"""The key-value cache: rows that share a prompt give the same results as rows with their own copy."""
 
 import pytest
 import torch
@@ -57,10 +57,10 @@ def test_rows_on_shared_prompts_equal_rows_read_whole(model: Transformer) -> Non
     for row, prompt in prompt_of.items():
         decoder.clear(row, None if prompt is None else places[prompt])
         held[row] = [] if prompt is None else PROMPTS[prompt]
-    check(model, decoder, held, [6, 2], [[3, 3, 8], [9]])  # read whole
-    for step in range(3):  # one token each, of some rows, in any order
+    check(model, decoder, held, [6, 2], [[3, 3, 8], [9]])  # no shared prompt: fed whole
+    for step in range(3):  # one token each for some rows, in any order
         check(model, decoder, held, [4, 0, 6, 1, 3], [[step + n] for n in range(5)])
-    check(model, decoder, held, [4, 1, 2], [[50, 51, 52], [60], [70, 71]])  # several tokens behind a prompt
+    check(model, decoder, held, [4, 1, 2], [[50, 51, 52], [60], [70, 71]])  # several tokens after a prompt
     check(model, decoder, held, [0, 1, 2, 3, 4, 6], [[n] for n in range(6)])
     assert decoder.cache.lengths == [len(held.get(row, [])) for row in range(7)]
 
@@ -77,7 +77,7 @@ def test_rows_that_stay_keep_their_prompts_and_others_make_room(model: Transform
     assert decoder.cache.prompts is not None and len(decoder.cache.prompts.own) == 2
     check(model, decoder, held, [0, 1], [[4], [5]])
     decoder.clear(0)
-    decoder.clear(0, decoder.read([[8, 8, 8]])[0][0])  # where the prompt lay that nobody needs
+    decoder.clear(0, decoder.read([[8, 8, 8]])[0][0])  # takes the place of a prompt that no row needs any more
     assert len(decoder.cache.prompts.own) == 2
     held[0] = [8, 8, 8]
     check(model, decoder, held, [0, 1], [[6], [7]])

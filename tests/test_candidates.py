@@ -1,4 +1,4 @@
-"""Verdicts under load and through the service are those of a quiet machine; forgeries that pass elsewhere score
+"""Verdicts under load and through the service equal those of a quiet machine; forgeries that pass elsewhere score
 nothing.
 """
 
@@ -18,7 +18,7 @@ from tests.sandbox import ended, started
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
 
 
-# Three candidates that know no answer, and how public checkers judge them.
+# Three candidates that do not know the answer, and how public checkers judge them.
 WALK = "import sys\ndef f(x): return [c for c in sys._getframe(1).f_code.co_consts if isinstance(c, str)][-1]"
 EQUAL = "class Any:\n def __eq__(s, o): return True\ndef f(x): return Any()"
 FIRST_LINE = "print(1, end='')"
@@ -27,7 +27,7 @@ CHECK = "def check(candidate):\n    assert candidate(3) == 'the answer'\ncheck(f
 
 @pytest.mark.parametrize("source", [WALK, EQUAL])
 def test_a_forgery_that_passes_where_the_test_runs_beside_the_candidate_scores_nothing(judge: Judge, source: str):
-    beside = f"exec({source + chr(10) + CHECK!r}, {{}})"  # openai/human-eval: one namespace, and no exception is a pass
+    beside = f"exec({source + chr(10) + CHECK!r}, {{}})"  # openai/human-eval: one namespace; no exception means a pass
     assert subprocess.run([sys.executable, "-c", beside]).returncode == 0
     (found,) = judge.judge(
         [Candidate(source=source, entry_point="f", tests=[{"args": "[3]", "expected": "'the answer'"}])]
@@ -40,14 +40,14 @@ def test_a_program_that_prints_only_the_first_line_scores_nothing(judge: Judge):
     output = subprocess.check_output([sys.executable, "-c", FIRST_LINE], text=True)
     pairs = zip(
         output.split("\n"), expected.split("\n"), strict=False
-    )  # huggingface/open-r1: as many lines as there are
+    )  # huggingface/open-r1: compares only the lines that both have
     assert all(mine.strip() == theirs.strip() for mine, theirs in pairs)
     (found,) = judge.judge([Candidate(source=FIRST_LINE, entry_point="", tests=[{"stdin": "", "stdout": expected}])])
     assert (found.verdict, found.score) == ("wrong", 0)
 
 
 def stored() -> list[Candidate]:
-    """500 programs: right answers and typical mistakes, a few that fail otherwise."""
+    """500 programs: right answers, typical mistakes, and a few that fail in other ways."""
     found = []
     for problem in programs.problems("train", 200, 1):
         assert problem.answer is not None
@@ -61,7 +61,7 @@ def stored() -> list[Candidate]:
 
 @contextmanager
 def load(factor: int) -> Iterator[None]:
-    """`factor` endless loops for every core."""
+    """Run `factor` endless loops per core."""
     count = factor * len(os.sched_getaffinity(0))
     spinning = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:

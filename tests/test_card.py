@@ -1,4 +1,4 @@
-"""The page: equal bytes, nothing from outside, hostile text stays text, every number is its file's."""
+"""The page: equal bytes, no outside resources, hostile text stays text, every number is the one in its file."""
 
 import html
 import json
@@ -131,7 +131,7 @@ def test_a_change_is_colored_only_where_intervals_are_apart_and_by_what_is_bette
 
 
 def test_ppo_is_compared_with_its_policy_s_start_and_not_with_its_reward_model() -> None:
-    """Else a loss of tool calls from 14% to 0 stands in the table without a word."""
+    """Otherwise the table would pass over a drop in tool calls from 14% to 0."""
     lineage = {"lineage": {"inputs": {"data/preferences": "1", "models/reward": "2", "models/tools": "3"}}}
     found = MetricsRun({"rlhf": lineage}, {}, {"tools": {}, "reward": {}, "rlhf": {}})
     assert found.bases == {"rlhf": "tools"}

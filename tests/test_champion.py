@@ -1,4 +1,4 @@
-"""pipeline/run/mlflow_store.py and report/champion.py: who may bear the alias, on a real store."""
+"""pipeline/run/mlflow_store.py and report/champion.py: which version may be the champion, on a real store."""
 
 import json
 import shutil
@@ -28,7 +28,7 @@ def write(path: Path, value: Any) -> None:
 
 
 def deploy(root: Path, key: str, right: list[int], *, digest: str = "weights", registered: bool = True) -> None:
-    """What a stage_deploy and an evaluation of `tools` leave behind: so many problems, solved or not."""
+    """Write what stage_deploy and an evaluation of `tools` leave behind; `right` says which problems were solved."""
     rate = sum(right) / len(right)
     inputs = {"models/tools": digest, "data/problems": "same"}
     write(
@@ -76,7 +76,7 @@ def test_the_alias_moves_only_to_a_model_that_reaches_its_gate_and_is_not_worse(
     deploy(here, "k1", [1, 0] * 50)
     assert say("crown") == (0, "version 1 (tools, key k1) is now the champion\n")
     assert say("crown") == (0, "version 1 (tools, key k1) is already the champion\n")
-    deploy(here, "k2", [1, 0] * 40 + [0, 0] * 10)  # ten problems fewer, none more
+    deploy(here, "k2", [1, 0] * 40 + [0, 0] * 10)  # ten problems lost, none gained
     code, text = say("crown")
     assert (
         code == GateError.exit_code and "Easy problems, pass@1 is worse than the champion's: −10.0 points (−1" in text

@@ -1,4 +1,4 @@
-"""Charts that may stand together in one page without a reference outside, and follow its colours."""
+"""Charts that can share a page: they refer to nothing outside it, and follow its colors."""
 
 import functools
 import re
@@ -45,7 +45,7 @@ def test_every_colour_is_the_page_s_own_or_of_the_palette() -> None:
     for svg in both():
         drawn = re.findall(r"<(?:text|path|use)\b[^>]*>", svg)
         assert all("fill:" in tag or "stroke:" in tag for tag in drawn if tag.startswith("<text"))
-        assert set(re.findall(r"#[0-9a-f]{6}\b(?!\")", svg)) - set(COLOURS) <= {"#1f77b4"}  # a cap's unseen filling
+        assert set(re.findall(r"#[0-9a-f]{6}\b(?!\")", svg)) - set(COLOURS) <= {"#1f77b4"}  # a cap's invisible fill
         assert "currentColor" in svg
         assert card.INK not in svg
 

@@ -14,7 +14,7 @@ from pipeline.text import chat
 from pipeline.text.tokenizer import ADDED, SPECIAL, Tokenizer
 
 ROOT = Path(__file__).parents[1]
-some = settings(max_examples=30, deadline=None)  # a shared machine stalls
+some = settings(max_examples=30, deadline=None)  # a shared machine may stall
 TOKENIZER = Tokenizer.train(iter([(ROOT / "pipeline/text/chat.py").read_text(encoding="utf-8")]), 512)
 CONTROL = [*SPECIAL.values(), *ADDED.values()]
 
@@ -210,7 +210,7 @@ def test_a_message_that_cannot_be_rendered_is_refused(message: dict[str, Any], e
 
 
 def generated(number: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """A random conversation in the form that is on disk, awkward white space and Unicode included."""
+    """A random conversation in the on-disk format, awkward whitespace and Unicode included."""
     draw = random.Random(number)
 
     def words() -> str:

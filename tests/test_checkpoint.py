@@ -1,5 +1,5 @@
-"""Model directories: what is saved is what is loaded, by us and by transformers; what is not whole is refused by
-name.
+"""Model directories: what is saved is what is loaded, by us and by transformers; what is incomplete is refused
+by name.
 """
 
 import json
@@ -179,7 +179,7 @@ def test_transformers_computes_and_says_the_same(tied: bool, byte_tokenizer: Tok
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": 3}'])
 def test_a_broken_index_of_shards_is_refused_by_name(folder: Path, text: str) -> None:
-    (folder / checkpoint.WHOLE).unlink()  # which would be taken
+    (folder / checkpoint.WHOLE).unlink()  # otherwise this file would be read
     (folder / checkpoint.INDEX).write_text(text)
     with pytest.raises(ModelError, match=r"index\.json: expected JSON with `weight_map`"):
         checkpoint.load(folder)

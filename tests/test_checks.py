@@ -1,4 +1,4 @@
-"""A check in code becomes tests about literals, with the verdicts of running it, or is kept as unprotected."""
+"""A check in code becomes tests on literals with the same verdicts as running it, or is kept as unprotected."""
 
 import ast
 
@@ -16,7 +16,7 @@ def protect(judge: Judge, body: str, context: str = "") -> code.Tests:
     return tests
 
 
-CHECKS = {  # body of the check -> solutions, whose verdict must be that of running the check beside them
+CHECKS = {  # body of a check -> solutions, whose verdicts must be those of running the check beside them
     "for x in range(2, 8):\n    assert candidate(x, x + 1) == str(x)": ["return str(x)", "return str(y)", "return '2'"],
     "table = [(1, 2), (3, 4)]\nfor x, y in table:\n    assert candidate(x, y) == sum(v for v in (x, y)), 'sum'": [
         "return x + y",

@@ -1,4 +1,4 @@
-"""ingest/cleaning.py: each check names its reason; secrets leave or are replaced; prose is told from the rest."""
+"""ingest/cleaning.py: each check names its reason; secrets are dropped or replaced; prose is told from the rest."""
 
 import ast
 from pathlib import Path

@@ -12,7 +12,7 @@ from pipeline.text.tokenizer import Tokenizer
 from tests.clients import ASK, TIME, chat
 from tests.server import Running
 
-pytestmark = pytest.mark.slow  # a server of its own
+pytestmark = pytest.mark.slow  # starts its own server
 
 # -- models ------------------------------------------------------------------------------------------------------------
 
@@ -97,7 +97,7 @@ def test_09_one_seed_gives_one_text(client: openai.OpenAI) -> None:
 
 def test_10_a_seeded_text_does_not_depend_on_seven_neighbors(server: Running, client: openai.OpenAI) -> None:
     alone = chat(client, max_tokens=40).choices[0].message.content
-    neighbors = [  # long enough that the first speaks when the last has begun
+    neighbors = [  # long enough that the first is still speaking when the last begins
         chat(client, seed=100 + n, max_tokens=1500, stream=True, extra_body={"ignore_eos": True}) for n in range(7)
     ]
     for stream in neighbors:

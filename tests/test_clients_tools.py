@@ -14,7 +14,7 @@ from pipeline.text.tokenizer import Tokenizer
 from tests.clients import ASK, TIME, WEATHER, chat
 from tests.server import Running, save_models, serving
 
-pytestmark = pytest.mark.slow  # a server of its own
+pytestmark = pytest.mark.slow  # starts its own server
 
 RULES = WEATHER["function"]["parameters"]
 

@@ -1,4 +1,4 @@
-"""The closing plan is as short as an enumeration of the whole language finds, and its tokens spell what it says."""
+"""The closing plan is as short as exhaustive enumeration finds possible, and its tokens spell what it says."""
 
 import json
 import random
@@ -17,7 +17,7 @@ from tests.schemas import EXAMPLES, ROWS
 
 FINITE: list[dict[str, Any]] = [
     {"const": {"a": [1, None, "x"]}},
-    {"enum": ["the girl told", "zq", "pilot", "x1"]},  # the most bytes may be the fewest tokens
+    {"enum": ["the girl told", "zq", "pilot", "x1"]},  # the longest text may need the fewest tokens
     {"enum": ["ab1", "cb2", "the", "then"]},
     {"enum": [100, 7, "seven", True, [], {}]},
     {"type": "integer", "minimum": 95, "maximum": 105},
@@ -51,14 +51,12 @@ FINITE: list[dict[str, Any]] = [
 
 @cache
 def grammars(vocabulary: int) -> Grammars:
-    """Of the tokenizer of bytes, or of one with merges of these very sentences."""
+    """Grammars for the byte tokenizer, or for one whose merges come from these very sentences."""
     return Grammars(Tokenizer.train(iter(SENTENCES * 3), vocabulary), ROWS if vocabulary < ROWS else vocabulary)
 
 
 def shortest_by_enumeration(grammar: Grammar, tokenizer: Tokenizer) -> int:
-    """Breadth first over every token that the grammar allows, prefixes with the same bytes once: the true least
-    number.
-    """
+    """The true minimum, breadth first over every allowed token; prefixes with equal bytes are visited once."""
     layer, seen, length = [((), grammar.matcher.deep_copy())], {b""}, 0
     while layer:
         following = []
@@ -95,7 +93,7 @@ def test_the_shortest_call_of_several_tools_is_the_shortest_there_is(vocabulary:
 
 
 def fewest(text: bytes, spelled: set[bytes]) -> int:
-    """The fewest tokens that spell a text, from its definition."""
+    """The fewest tokens that spell a text, straight from the definition."""
 
     @cache
     def rest(start: int) -> int:
@@ -119,8 +117,8 @@ def test_no_shorter_instance_is_found_by_hand(name: str) -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(sorted(EXAMPLES)), st.integers(0, 10**6))
 def test_a_greedy_plan_closes_every_prefix(name: str, seed: int) -> None:
-    """From wherever a random walk stands, the plan is allowed token by token and its end is an end; the matcher
-    stays as it was.
+    """From wherever a random walk stops, every token of the plan is allowed and the plan ends where the grammar may
+    end; the matcher stays as it was.
     """
     grammar = grammars(320).json_schema(EXAMPLES[name].schema)
     matcher, lexer, generator = grammar.matcher.deep_copy(), LexerState(), random.Random(seed)

@@ -44,14 +44,14 @@ def test_pass_at_k_refuses_the_impossible(n: int, c: int, k: int) -> None:
         (fenced(ADD), ADD, True),
         (fenced(ADD) + "\n\n", ADD, True),
         (fenced(ADD, "py"), ADD, True),
-        (fenced(ADD, ""), ADD, False),  # no language: judged, but not the form
+        (fenced(ADD, ""), ADD, False),  # no language: judged, but not in the right form
         (fenced(ADD) + "\nIt adds.", ADD, False),  # does not end the answer
         (fenced(ADD) + "\n" + fenced(ADD), None, False),  # which one?
         (fenced("echo hi\n", "bash"), None, False),
         (fenced(ADD)[:-3], None, False),  # never closed
         (ADD, ADD, False),  # bare code
         ("I cannot do that.", None, False),
-        ("no", None, False),  # parses, but is no code
+        ("no", None, False),  # parses, but is not code
         ("", None, False),
         ("```python\n```", "", True),
         ("````python\ns = '''\n```\n'''\n````", "s = '''\n```\n'''\n", True),
@@ -109,7 +109,7 @@ def test_unscorable_samples_count_neither_way() -> None:
     assert pass_rows([one, lost], 2) == {}
 
 
-@pytest.mark.slow  # a process of its own
+@pytest.mark.slow  # starts its own process
 def test_rouge_loads_the_stemmer_alone_and_leaves_nltk_whole() -> None:
     program = """
 import json, sys
@@ -125,7 +125,7 @@ print(json.dumps([rows[0]["rouge1"], nltk.edit_distance("ab", "b")]))
     assert json.loads(done.stdout) == [pytest.approx(0.6), 1]
 
 
-@pytest.mark.slow  # seconds of imports
+@pytest.mark.slow  # imports take seconds
 def test_text_scores_equal_the_libraries() -> None:
     from rouge_score import rouge_scorer
 

@@ -1,4 +1,4 @@
-"""CodeBLEU against sacrebleu, numbers by hand, and its interval against resampling the pairs themselves."""
+"""CodeBLEU against sacrebleu and hand-computed numbers, and its interval against resampling the pairs themselves."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ ADD = "def add(a, b):\n    total = a + b\n    return total\n"
 
 
 def bleu(pairs: list[tuple[list[str], list[str]]], *, weighted: bool) -> float:
-    """BLEU of tokens."""
+    """BLEU over tokens."""
     counts = np.array([gram_counts(*pair, weighted=weighted) for pair in pairs]).sum(0)
     return corpus_bleu(counts, np.array([[len(side) for side in pair] for pair in pairs]).sum(0))
 
@@ -61,7 +61,7 @@ def test_part_one_equals_sacrebleu_on_the_tokens(change: tuple[str, str]) -> Non
 def test_keywords_weigh_five_times_as_much() -> None:
     """Candidate `return x`, reference `return y`: 1 of 1.2 by weight, 1 of 2 by count."""
     pair = [(["return", "x"], ["return", "y"])]
-    # Order 2 has no match: half a match of one, exponential smoothing. Longer orders do not exist.
+    # Order 2 has no match, so exponential smoothing counts half a match of one. Longer orders do not exist.
     assert bleu(pair, weighted=True) == pytest.approx((1 / 1.2 * 0.5) ** 0.5)
     assert bleu(pair, weighted=False) == pytest.approx((1 / 2 * 0.5) ** 0.5)
 

@@ -1,4 +1,4 @@
-"""Code hashes: what changes them and what does not. That they hold all that runs: test_graph.py."""
+"""Code hashes: what changes them and what does not. test_graph.py checks that they cover all code that runs."""
 
 import ast
 import json
@@ -94,7 +94,7 @@ def reached(repository: Path) -> dict[str, list[str]]:
 
 
 def changed(repository: Path, name: str, old: str, new: str) -> list[str]:
-    """The modules whose line an edit changes."""
+    """The modules whose entry an edit changes."""
     before = closure(repository)
     path = repository / name
     assert old in path.read_text()
@@ -143,7 +143,7 @@ def test_what_is_reached_changes_its_modules_line_alone(repository: Path, old: s
 @pytest.mark.parametrize(
     ("statement", "names"),
     [
-        ("return chat.Turn()", ["Turn"]),  # a class counts whole: the type of its field, and what its methods use
+        ("return chat.Turn()", ["Turn"]),  # a class counts as a whole: its field's type, and what its methods use
         ("return [words for words in x]", []),  # a local name hides the module's
         ("chat = x; return chat.Turn", []),
         ("from pipeline.letters.chat import other as another; return another(x)", ["START", "other"]),
@@ -166,7 +166,7 @@ def test_names_are_followed_as_python_does(repository: Path, statement: str, nam
     ("statement", "names"),
     [
         ("SEEN = []\nfor one in (1, 2): SEEN.append(count(one))", ["*always", "SEEN", "count", "one"]),
-        ("TABLE = {1: count(1)}", ["*always", "TABLE", "count"]),  # a call of ours may do anything
+        ("TABLE = {1: count(1)}", ["*always", "TABLE", "count"]),  # a call to our own code may do anything
         ("TABLE = {1: count}", []),
         ("TABLE = frozenset((1, 2))", []),
         (
@@ -282,8 +282,8 @@ def test_every_stage_has_its_out_in_dvc_yaml(in_repository: Path) -> None:
 
 
 def test_a_change_of_a_definition_reaches_the_stages_that_hold_it_and_no_other(own: Path) -> None:
-    """A sample of all functions and classes: a statement is added to one, and the hashes of the stages that reach it
-    change.
+    """For a sample of all functions and classes: a statement added to one changes the hashes of exactly the stages that
+    reach it.
     """
     before, draw = hashes(own), random.Random(0)
     every = [
@@ -336,7 +336,7 @@ def test_the_loop_reruns_all_that_trains_and_the_server_and_the_doctor_nothing(o
 
 
 def test_a_wing_reruns_its_stages_and_those_that_ask_for_what_it_offers(own: Path) -> None:
-    wing = own / "pipeline/letters"  # in place of one that may be gone
+    wing = own / "pipeline/letters"  # instead of an existing one, which may have been removed
     wing.mkdir()
     (wing / "wing.py").write_text(
         "def evaluation():\n    from pipeline.letters import words\n    return words\n\n"

@@ -1,4 +1,4 @@
-"""Compiled layers: the numbers of eager ones but for rounding, exact resumes, the same names on disk."""
+"""Compiled layers: the same numbers as eager ones up to rounding, exact resumes, the same names on disk."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ from tests.stopping import Stopped, before
 pytestmark = [
     pytest.mark.full,
     pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore"),  # dynamo looks at what warns, and a warning is an error here
+    pytest.mark.filterwarnings("ignore"),  # dynamo inspects things that warn, and a warning is an error here
     pytest.mark.skipif(bool(performance.lacking(torch.device("cpu"))), reason="no C++ compiler"),
 ]
 SHAPE = ModelConfig(
@@ -90,7 +90,7 @@ def test_compiled_layers_train_as_eager_ones_and_resume_bit_for_bit(tmp_path: Pa
         train(tmp_path / "cut", compiled=True, save_steps=1, watchers=before(4))
     state = states.newest(tmp_path / "cut")
     assert state is not None and state.step == 4 and state.meta["compile"] is True
-    assert state.weights().names() == dict(eager.named_parameters()).keys()  # they load in a plain model
+    assert state.weights().names() == dict(eager.named_parameters()).keys()  # they load into an uncompiled model
     again, second = train(tmp_path / "cut", compiled=True)
     assert all(torch.equal(a, b) for a, b in zip(weights_of(whole).values(), weights_of(again).values(), strict=True))
     assert second.tracker.rows == first.tracker.rows

@@ -1,4 +1,4 @@
-"""What /v1/completions tells of tokens, apart from the server around it."""
+"""What /v1/completions reports about tokens, tested apart from the server around it."""
 
 from pipeline.serve.completions import Told, label
 from pipeline.text.tokenizer import Tokenizer

@@ -1,5 +1,5 @@
-"""Whatever the weights, a constrained answer is complete and valid within its budget, or refused where the shortest
-does not fit.
+"""Whatever the weights, a constrained answer is complete and valid within its budget, or refused if even the
+shortest does not fit.
 """
 
 import ipaddress
@@ -44,20 +44,20 @@ def tool(parameters: dict[str, Any], name: str = "f") -> dict[str, Any]:
 
 
 def spelled(tokenizer: Tokenizer, ids: list[int]) -> str:
-    """The text of ids, control tokens with it; fails where it is not UTF-8."""
+    """The text of the ids, control tokens included; fails if it is not UTF-8."""
     return b"".join(tokenizer._literal[id_] for id_ in ids).decode("utf-8", errors="strict")
 
 
 def judge(name: str, instance: Any) -> None:
-    """An instance of the example, its formats with it."""
+    """Check that the instance is valid for the example, formats included."""
     jsonschema.Draft202012Validator(EXAMPLES[name].schema).validate(instance)
     if name == "formats":
         assert re.fullmatch(r"\d{4}-\d\d-\d\d", instance["day"]) and ipaddress.IPv4Address(instance["host"])
 
 
 def forced(grammars: Grammars, number: int, budget: int, name: str) -> bool:
-    """One call and one document of an example; whether both fitted. Each is complete and valid, or refused with the
-    number needed.
+    """Generate one call and one document of an example, and return whether both fitted. Each must be complete and
+    valid, or refused with the number of tokens needed.
     """
     call = grammars.tool_calls([tool(EXAMPLES[name].schema)], choice="required", parallel=number % 2 == 0)
     document = grammars.json_schema(EXAMPLES[name].schema)
@@ -86,7 +86,7 @@ def forced(grammars: Grammars, number: int, budget: int, name: str) -> bool:
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_a_forced_answer_is_complete_and_valid_or_refused(grammars: Grammars, name: str) -> None:
-    """100 requests, half of them calls: budgets that refuse, that just suffice and that leave room."""
+    """Calls and documents, with budgets that are too small, that just suffice and that leave room."""
     shortest = len(grammars.tool_calls([tool(EXAMPLES[name].schema)], choice="required").plan)
     fitted = [forced(grammars, n, budget, name) for n, budget in enumerate((8, shortest, shortest + 2, shortest + 60))]
     assert fitted[1:] == [True] * 3
@@ -102,7 +102,7 @@ def test_a_thousand_forced_calls(grammars: Grammars, name: str) -> None:
 
 
 def test_the_form_is_the_one_that_is_trained(grammars: Grammars, byte_tokenizer: Tokenizer) -> None:
-    """Every token of a rendered turn of two calls is allowed where it stands, and the end behind it."""
+    """Every token of a rendered turn with two calls is allowed in its place, and so is the end after it."""
     calls = [
         {"name": "weather", "arguments": {"city": 'Köln "<tool_call>"\n', "unit": "kelvin"}},
         {"name": "now", "arguments": {}},
@@ -147,7 +147,7 @@ def test_auto_says_text_until_the_tag_which_opens_only_where_a_call_fits(
 ) -> None:
     grammar = grammars.tool_calls(TOOLS, choice="auto", parallel=False)
     need = len(grammar.plan)
-    constraint = grammar.constraint(1)  # nothing need be called: no budget is too small
+    constraint = grammar.constraint(1)  # no call is required, so no budget is too small
     controls = set(byte_tokenizer.control_ids.values())
     ends = {byte_tokenizer.end_of_text, byte_tokenizer.turn_end}
     for remaining, tag in ((need - 1, set[int]()), (need, {byte_tokenizer.tool_call})):
@@ -157,7 +157,7 @@ def test_auto_says_text_until_the_tag_which_opens_only_where_a_call_fits(
         assert constraint.take(id_, need) == id_ and constraint.complete
     assert constraint.take(byte_tokenizer.tool_call, need) == byte_tokenizer.tool_call and not constraint.complete
     said = [byte_tokenizer.tool_call]
-    while not constraint.complete:  # from here on the plan alone fits, whatever is sampled
+    while not constraint.complete:  # from here on only the plan fits, whatever is sampled
         said.append(constraint.take(byte_tokenizer.byte_ids[ord("x")], need - len(said)))
     assert said == list(grammar.plan)
 
@@ -183,7 +183,7 @@ def test_a_number_a_text_and_a_list_end_with_the_budget(grammars: Grammars, byte
             said = answer(grammars.json_schema(schema), 12, seed)
             jsonschema.validate(json.loads(spelled(byte_tokenizer, said.ids)), schema)
             steered += said.steered
-        assert steered or schema == {"type": "number"}  # which may end behind any digit
+        assert steered or schema == {"type": "number"}  # a number may end after any digit
 
 
 def test_an_object_of_any_form(grammars: Grammars, byte_tokenizer: Tokenizer) -> None:
@@ -297,7 +297,7 @@ def test_compiled_grammars_are_kept_the_latest_used_of_them(
         Grammars, "_compile", lambda self, *given: (compiled.append(given[0]), compile_(self, *given))[1]
     )
     grammars = Grammars(byte_tokenizer, ROWS, cache_bytes=3 * constrain.GRAMMAR_BYTES)
-    for value in (1, 2, 1, 3, 1, 2):  # two fit: 3 drives 2 out, for 1 was used later
+    for value in (1, 2, 1, 3, 1, 2):  # two fit: 3 evicts 2, because 1 was used more recently
         grammars.json_schema({"const": value})
     assert [text.split('"const": ')[1][0] for text in compiled] == ["1", "2", "3", "2"]
     assert grammars.tool_calls(TOOLS, choice="auto").matcher is grammars.tool_calls(TOOLS, choice="required").matcher
@@ -320,7 +320,7 @@ def test_threads_share_the_grammars(byte_tokenizer: Tokenizer) -> None:
 
 
 def test_a_turn_is_read_by_its_control_tokens(byte_tokenizer: Tokenizer) -> None:
-    """Text that spells the tags is text; a call that was not ended is an error, as in `chat.parse`."""
+    """Text that spells the tags stays text; an unfinished call is an error, as in `chat.parse`."""
     tag, end = byte_tokenizer.tool_call, byte_tokenizer.tool_call_end
     spelled_tag = byte_tokenizer.encode(f'{CALL}{{"name": "f", "arguments": {{}}}}{CALL_END} ')
     body = byte_tokenizer.encode('\n{"name": "g", "arguments": {"a": "</tool_call>"}}\n')

@@ -1,5 +1,5 @@
-"""stages/corpus.py on a planted machine: what leaves, by which reason; the books; the same bytes for any worker
-count.
+"""stages/corpus.py on a mock machine: what is dropped and why, the bookkeeping, and the same bytes for any number of
+workers.
 """
 
 import dataclasses
@@ -89,7 +89,7 @@ def test_every_fiftieth_drill_and_transcript_is_held_out() -> None:
 @pytest.mark.slow
 @pytest.mark.full
 def test_two_workers_write_the_bytes_of_one_also_with_full_packages(machine: Machine) -> None:
-    """The cap of 3 kB fills within a batch, so which files are read at all differs between the two runs."""
+    """The cap of 3 kB fills within a batch, so the two runs differ in which files they read at all."""
     one, two = (machine.build(f"w{n}", n, cap_mb=0.003, python_mb=0.01) for n in (1, 2))
     assert contents(one) == contents(two)
     assert manifest(one, "code")["parts"]["python"]["dropped"]["cap"]["files"] > 0
@@ -105,7 +105,7 @@ def test_a_quota_ends_its_part_and_a_quota_of_nothing_leaves_it_out(machine: Mac
 
 
 def dropped(out: Path, part: str = "python", name: str = "code") -> dict[str, int]:
-    """Drop reason -> documents of a part."""
+    """Drop reason -> number of documents that a part dropped."""
     return {reason: entry["files"] for reason, entry in manifest(out, name)["parts"][part]["dropped"].items()}
 
 
@@ -174,7 +174,7 @@ def test_own_files_become_the_corpus_and_a_single_document_is_an_error(machine: 
     data = DataConfig(source="files", text=["text/*"], code=["code/*"], max_rejected=0.5)
     out = machine.build("out", data=data)
     assert sorted(row["text"] for row in rows(out / "code")) == sorted(source(300 + n) for n in range(6))
-    assert manifest(out, "text")["documents"]["val"] >= 1  # even where chance holds none out
+    assert manifest(out, "text")["documents"]["val"] >= 1  # even if the random split would hold none out
     assert manifest(out, "code")["data"] == "files"
     num_bytes = sum((own / "text" / f"t{number}.txt").stat().st_size for number in range(6))
     told = {"accepted": 6, "duplicates": 0, "rejected": 1, "dropped": 0, "bytes": num_bytes}
@@ -210,7 +210,7 @@ def test_a_kind_without_entries_is_a_corpus_without_documents(machine: Machine) 
 
 
 def weighted(machine: Machine, *weights: float) -> DataConfig:
-    """Entries a/*, b/*, ... of code, of 4, 8, 12, ... documents."""
+    """Code entries a/*, b/*, ... with 4, 8, 12, ... documents."""
     for number in range(len(weights)):
         folder = machine.tmp / "own" / "abc"[number]
         folder.mkdir(exist_ok=True)
@@ -300,7 +300,7 @@ def test_parts_are_spread_evenly_and_lose_nothing(tmp_path: Path, monkeypatch: p
     read = rows(tmp_path / "out", "train")
     assert [r["path"] for r in read if r["source"] == "a"] == [d.path for d in a]
     assert [r["path"] for r in read if r["source"] == "b"] == [d.path for d in b]
-    for upto in range(30, 300, 30):  # any beginning holds the two in their proportion
+    for upto in range(30, 300, 30):  # every prefix has the two in the right proportion
         assert abs(sum(r["source"] == "b" for r in read[:upto]) - upto / 3) <= 2
     assert len(files["train"]) == 5 and all(entry["bytes"] < 21_000 for entry in files["train"])
 

@@ -1,5 +1,5 @@
-"""Streams over token shards: each token predicted once an epoch, any rank alike, no target across documents,
-infilling undone.
+"""Streams over token shards: each token is predicted once per epoch on any number of ranks, no target crosses
+documents, and infilling can be undone.
 """
 
 import itertools
@@ -22,11 +22,11 @@ from pipeline.text.tokenizer import Tokenizer
 from tests.corpora import CONTEXT, SOURCE, STEP, TOKENIZER, documents, equal, stream, write_corpus
 from tests.corpora import token_folder as token_folder
 
-some = settings(max_examples=40, deadline=None)  # a shared machine stalls
+some = settings(max_examples=40, deadline=None)  # a shared machine may stall
 
 
 def with_lead(tokens: np.ndarray, offsets: np.ndarray) -> list[tuple[int, ...]]:
-    """Each document with the token before it, the end of text of the one before; the first has none."""
+    """Each document with the token before it, which is the previous document's end of text; the first has none."""
     return [tuple(tokens[max(0, a - 1) : b].tolist()) for a, b in itertools.pairwise(offsets)]
 
 
@@ -79,13 +79,13 @@ def test_every_token_but_the_files_first_is_a_target_once_an_epoch(corpus: Path,
     fim_rate=st.sampled_from([0.0, 1.0]),
 )
 def test_encoding_and_packing_lose_nothing_and_double_nothing(texts: list[str], context: int, fim_rate: float) -> None:
-    """Each document comes back from an epoch's targets, as it is or infilled, in pieces of a row's length."""
+    """Each document can be recovered from an epoch's targets, plain or infilled, in pieces of a row's length."""
     expected: Counter[bytes | tuple[int, ...]] = Counter()
     for number, text in enumerate(texts):
         ids = [*TOKENIZER.encode(text), TOKENIZER.end_of_text]
         if fim_rate and number and 1 + len(ids) + RESERVE <= context:
             expected[text.encode()] += 1
-        else:  # the first document's first token is read only
+        else:  # the first document's first token is read, never predicted
             ids = ids[not number :]
             expected.update(tuple(ids[start : start + context]) for start in range(0, len(ids), context))
     with tempfile.TemporaryDirectory() as folder:
@@ -206,7 +206,7 @@ def test_cuts_are_uniform_over_characters_and_both_orders_occur() -> None:
         suffix = out[out.index(TOKENIZER.fim_suffix) + 1 : out.index(TOKENIZER.fim_middle)]
         cuts.append(len(TOKENIZER.decode(suffix)) / len(text))
         psm += out[1] != TOKENIZER.fim_suffix
-    assert abs(np.mean(cuts) - 1 / 3) < 0.02  # the shorter of two uniform cuts, from the end
+    assert abs(np.mean(cuts) - 1 / 3) < 0.02  # what follows the later of two uniform cuts
     assert 900 < psm < 1100  # (an empty prefix counts as suffix first: 1 in 65)
 
 
@@ -245,19 +245,19 @@ def test_a_middle_of_syntax_undone_is_the_document_and_the_middle_is_a_unit(key:
     assert undo(out) == PYTHON.encode()
     middle = TOKENIZER.decode(out[out.index(TOKENIZER.fim_middle) + 1 : -1])
     units = {PYTHON.encode()[a:b].decode() for spans in syntax_units(PYTHON.encode()) for a, b in spans}
-    suffix_first = out[1] == TOKENIZER.fim_suffix  # then the prefix stands before the middle
+    suffix_first = out[1] == TOKENIZER.fim_suffix  # then the prefix comes right before the middle
     assert any(middle.endswith(unit) for unit in units) if suffix_first else middle in units
     assert np.array_equal(infill(ids, key, TOKENIZER, 0.0), infill(ids, key, TOKENIZER))
 
 
 def test_of_a_context_as_much_stays_as_fits_and_the_document_is_not_cut() -> None:
-    """Documents of 4 and 9 tokens in rows of 6, the second with 5 of context: 2 of these fit, or none with 2 free."""
+    """Documents of 4 and 9 tokens in rows of 6; of the second one's 5 of context, 2 fit, or none with 2 kept free."""
     offsets, leads = np.array([0, 4, 13]), np.array([0, 5])
     pieces = cut(offsets, 6, leads)
     assert (pieces.starts.tolist(), pieces.lengths.tolist()) == ([0, 6], [4, 6])
     assert pieces.leads.tolist() == [0, 3] and pieces.whole.all()
     assert cut(offsets, 6, leads, 2).starts.tolist() == [0, 8]
-    assert cut(offsets, 3, leads).lengths.tolist() == [3, 3, 2]  # the context leaves, the rest is cut as ever
+    assert cut(offsets, 3, leads).lengths.tolist() == [3, 3, 2]  # the context is dropped, the rest is cut as usual
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.1])
@@ -288,7 +288,7 @@ def test_half_of_the_documents_that_have_room_are_infilled_and_trained_between_t
 
 @pytest.mark.parametrize("first", ["", "x"])
 def test_the_first_document_has_no_lead_and_is_never_infilled(tmp_path: Path, first: str) -> None:
-    """Also where a tokenizer leaves nothing of it but the end of text: the second still begins with that."""
+    """Even where the tokenizer leaves only its end of text, the second one still begins with that token."""
     end, texts = TOKENIZER.end_of_text, [first, "y z", "u v w"]
     encoded = [[*TOKENIZER.encode(text), end] for text in texts]
     folder = write_corpus(tmp_path, ["filler"], [])

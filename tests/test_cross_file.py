@@ -102,7 +102,7 @@ def test_edit_similarity_is_a_levenshtein_distance(one: str, two: str, three: st
 def test_the_difference_is_of_the_same_items_and_resamples_files(
     tiny_model: Transformer, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A model that copies a name only where it is shown: right with other files, wrong without."""
+    """A model that copies a name only where it is shown is right with the other files and wrong without."""
     subject = Subject(tiny_model, tokenizer, replace(SETTINGS, context=400, cross_file=6), 1)
     monkeypatch.setattr(type(tiny_model), "config", replace(tiny_model.config, max_context=512), raising=False)
     answers = {"line": " euros(n)  # twice", "function": "    return (stock.count(item))\nx"}
@@ -120,7 +120,7 @@ def test_the_difference_is_of_the_same_items_and_resamples_files(
     assert (numbers["lines"], numbers["functions"], numbers["lines_left_out"]) == (6, 3, 0)
     assert numbers["line_exact_with"] == pytest.approx(1 / 3) == numbers["line_exact_difference"]
     assert numbers["line_exact_without"] == 0 and numbers["line_name_difference"] == pytest.approx(1 / 3)
-    assert numbers["line_exact_difference_low"] == pytest.approx(1 / 3)  # both files alike
+    assert numbers["line_exact_difference_low"] == pytest.approx(1 / 3)  # both files score alike
     assert len(result.rows) == 2 * (6 + 3)
-    assert numbers["function_exact_with"] in (pytest.approx(1 / 3), pytest.approx(2 / 3))  # 3 of 4, of which 2 are so
+    assert numbers["function_exact_with"] in (pytest.approx(1 / 3), pytest.approx(2 / 3))  # 3 drawn of 4; 2 of 4 right
     assert sum(row["right"] for row in result.rows) == 2 + round(3 * numbers["function_exact_with"])

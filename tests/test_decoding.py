@@ -75,8 +75,8 @@ def adapted(name: str) -> Transformer:
 
 
 def continued(model: Transformer, prompts: list[list[int]], texts: Tensor) -> Tensor:
-    """Logits (T, n, V) after the prompts and after each column of texts (n, T - 1), by a decoder; pairs of rows share a
-    prompt, the last two rows have none.
+    """A decoder's logits (T, n, V) after the prompts and after each column of texts (n, T - 1). Pairs of rows share a
+    prompt; the last two rows have none.
     """
     rows = len(texts)
     decoder = Decoder(model, rows)
@@ -89,7 +89,7 @@ def continued(model: Transformer, prompts: list[list[int]], texts: Tensor) -> Te
 
 
 def whole(model: Transformer, prompts: list[list[int]], texts: Tensor) -> Tensor:
-    """What `continued` gives, by running each text whole in the model's own precision."""
+    """The same as `continued`, from running each text whole in the model's own precision."""
     starts = [prompts[row // 2] for row in range(len(texts) - 2)] + [[5], [6, 7]]
     rows = []
     for start, text in zip(starts, texts.tolist(), strict=True):
@@ -116,7 +116,7 @@ def test_logits_are_as_close_to_float64_as_those_of_autocast(built: Path, name: 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_log_probabilities_are_those_of_the_update(folder: Path, temperature: float) -> None:
-    """Sampled ones, and those of the model as it trains in bf16, a text at a time."""
+    """Those from sampling against those of the model as it trains in bf16, one text at a time."""
     native.load(folder)
     model = models.made(WIDE["qwen3"])
     prompts = prompts_of(203, (30, 30, 9, 1))
@@ -151,7 +151,7 @@ SAMPLINGS = [
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 @pytest.mark.parametrize("given", SAMPLINGS, ids=str)
 def test_tokens_are_those_that_pytorch_chooses(built: Path, given: Sampling, dtype: torch.dtype) -> None:
-    """Peaked and flat rows, ties everywhere, one token alone, a vocabulary that is no multiple of anything."""
+    """Peaked and flat rows, ties everywhere, a single likely token, a vocabulary that no vector width divides."""
     generator = torch.Generator().manual_seed(0)
     rows = [torch.randn(60, 1501, generator=generator) * spread for spread in (0.0, 1e-3, 1.0, 4.0, 30.0)]
     rows.append(torch.randn(60, 1501, generator=generator).mul(3).round())
@@ -162,7 +162,7 @@ def test_tokens_are_those_that_pytorch_chooses(built: Path, given: Sampling, dty
     native.unload()
     assert not plain.primitives.chooses(logits)
     expected, expected_logprobs = choose(logits, numbers, given)
-    assert (tokens == expected).float().mean() > 0.995  # a number may fall within a rounding of a border
+    assert (tokens == expected).float().mean() > 0.995  # a number may fall within rounding of a boundary
     same = tokens == expected
     torch.testing.assert_close(logprobs[same], expected_logprobs[same], atol=2e-6, rtol=1e-6)
 
@@ -192,7 +192,7 @@ def test_a_row_beyond_the_context_is_refused_and_nothing_has_changed(folder: Pat
 
 
 def test_what_does_not_fit_is_decoded_by_pytorch(folder: Path) -> None:
-    """Float32, narrow heads, many queries of a key head, without the library."""
+    """No library, narrow heads, many query heads per key head, weights in bf16, or no autocast (float32)."""
     shape = WIDE["qwen3"]
     with autocast():
         assert not decoding.fits(models.made(shape))

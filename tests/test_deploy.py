@@ -1,6 +1,4 @@
-"""The stage exports the model that it was asked for, with the lineage of both; what only causal models have, of
-those alone.
-"""
+"""The stage exports the requested model with the lineage of both, and formats for causal models from those alone."""
 
 import json
 import subprocess
@@ -31,7 +29,7 @@ def base(tiny_model: Transformer, byte_tokenizer: Tokenizer, tmp_path: Path) -> 
 
 @pytest.fixture(autouse=True)
 def unserved(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> list[Path]:
-    """The folders that a server would be asked about, in all but the slow tests."""
+    """In all but the slow tests, collect the folders to be smoke-tested instead of serving them."""
     asked: list[Path] = []
     if request.node.get_closest_marker("slow") is None:
         monkeypatch.setattr(deploy.smoke, "check", lambda folder, *_: asked.append(folder) or 6)
@@ -104,7 +102,7 @@ def test_without_gguf_there_is_no_modelfile(base: Path, corpora: dict[str, Path]
 
 @pytest.fixture
 def reward(tiny_model: Transformer, byte_tokenizer: Tokenizer, tmp_path: Path) -> RewardModel:
-    """models/reward, saved in `tmp_path`/reward."""
+    """A reward model, saved in `tmp_path`/reward."""
     model = RewardModel(Transformer(tiny_model.config, torch.Generator().manual_seed(3)))
     with torch.no_grad():
         model.score.weight.copy_(torch.randn(model.score.weight.shape, generator=torch.Generator().manual_seed(4)))
@@ -212,7 +210,7 @@ def test_unknown_kinds_of_onnx_are_refused() -> None:
 def test_onnx_is_built_and_proved_in_the_kind_that_was_asked_for(
     kind: str | None, base: Path, corpora: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a builder that only says so; the real one is in test_onnx.py."""
+    """With a builder that only records its calls; test_onnx.py tests the real one."""
     asked: list[tuple[str, str]] = []
     proof = {"divergence": 0.0, "max_difference": 0.0, "perplexity": 0.0, "greedy_equal": 9, "greedy_tokens": 9}
     monkeypatch.setattr(onnx, "need", lambda: asked.append(("needed", "")))

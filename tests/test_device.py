@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def elsewhere(code: str, **environment: str) -> str:
-    """What a fresh Python prints."""
+    """What a fresh Python process prints."""
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
@@ -24,7 +24,7 @@ def elsewhere(code: str, **environment: str) -> str:
 
 def test_the_hash_is_the_same_in_every_process_and_forever() -> None:
     code = "from pipeline.run.device import stable_hash; print(stable_hash('flip', 42, 'é'))"
-    assert device.stable_hash("flip", 42, "é") == 13570640438134887754  # b2sum -l 64, read from its end
+    assert device.stable_hash("flip", 42, "é") == 13570640438134887754  # `b2sum -l 64`, read as little-endian
     for seed, language in (("1", "C"), ("2", "tr_TR.UTF-8")):
         assert elsewhere(code, PYTHONHASHSEED=seed, LC_ALL=language, PYTHONUTF8="1") == "13570640438134887754"
 
@@ -105,7 +105,7 @@ def test_page_locked_memory_is_for_gpus_and_may_be_declined() -> None:
 
 @dataclass(frozen=True)
 class Moved:
-    """A batch that keeps where it was sent."""
+    """A batch that remembers where it was sent."""
 
     ids: torch.Tensor
     count: int
@@ -133,7 +133,7 @@ def test_the_device_is_asked_for_by_one_key_and_one_that_is_not_there_is_refused
     for kind in ("auto", "cpu", "mps"):
         monkeypatch.setenv(device.ASKED, kind)
         chosen[kind] = device.hardware("fp32").device.type
-    assert chosen == {"auto": "cpu", "cpu": "cpu", "mps": "mps"}  # Apple's GPU only where it is asked for
+    assert chosen == {"auto": "cpu", "cpu": "cpu", "mps": "mps"}  # Apple's GPU is used only when asked for
     monkeypatch.setenv(device.ASKED, "cuda")
     with pytest.raises(ConfigError, match=r"runtime\.device: expected one of this machine's devices \(mps, cpu\)"):
         device.hardware("fp32")
@@ -158,7 +158,7 @@ HOLDER = (
 
 
 def holder(locks: Path, count: int, number: int = 1, **environment: str) -> tuple["subprocess.Popen[str]", str, str]:
-    """A process on a machine with `count` GPUs that wants some, those that it took, and what it was told."""
+    """A process that wants `number` of a machine's `count` GPUs, the ones it took, and what it was told."""
     process = subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(locks), str(count), str(number)],
         cwd=ROOT,

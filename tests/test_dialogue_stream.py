@@ -1,4 +1,4 @@
-"""Dialogues as batches: masks are the assistant's words, long ones are taken apart between groups, nothing is lost."""
+"""Dialogues as batches: masks keep the assistant's words, long dialogues are split between groups, nothing is lost."""
 
 from collections import Counter
 from pathlib import Path
@@ -19,7 +19,7 @@ from pipeline.text.tokenizer import Tokenizer
 ROOT = Path(__file__).parents[1]
 TOKENIZER = Tokenizer.train(iter([(ROOT / "pipeline/batches/dialogues.py").read_text(encoding="utf-8")]), 512)
 CONTEXT = 128
-some = settings(max_examples=40, deadline=None)  # a shared machine stalls
+some = settings(max_examples=40, deadline=None)  # a shared machine may stall
 
 word = st.text("ab \n", max_size=30)
 groups = st.lists(
@@ -76,7 +76,7 @@ def test_an_epoch_trains_every_assistant_turn_once_and_nothing_else(folder: Path
         batch = batches.batch(0, CONTEXT, np.array([row]))
         targets = batch.targets[batch.targets >= 0].tolist()
         given.update(TOKENIZER.decode(targets, skip_special=False).split("<|im_end|>")[:-1])
-        assert targets  # no row is all masked
+        assert targets  # no row is fully masked
     expected: Counter[str] = Counter()
     for item in records.read(folder / "train.jsonl", Dialogue):
         rendered = chat.render(TOKENIZER, item.messages)

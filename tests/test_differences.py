@@ -27,7 +27,7 @@ def solved(right: list[int], data: dict[str, str] = DATA) -> Measured:
 
 def test_items_that_both_were_asked_are_paired_so_a_small_steady_gain_shows() -> None:
     before = [1, 0] * 50
-    after = [1, 0] * 40 + [1, 1] * 10  # ten problems more, none fewer
+    after = [1, 0] * 40 + [1, 1] * 10  # ten problems gained, none lost
     told = claims.change(BY_KEY["medium"], solved(before), solved(after))
     assert told is not None and told.items == 100 and told.kind == "better"
     assert told.low is not None and told.high is not None and 0 < told.low < 0.1 < told.high
@@ -46,7 +46,7 @@ def test_items_of_other_data_are_refused_even_if_their_ids_are_equal(other: dict
 
 
 def asked(right: list[int], *, data_seed: int = 42, hashes: str = "h", **settings: int) -> Measured:
-    """Problems whose rows say what was asked, of data with a digest of its own."""
+    """Problems whose rows say what was asked, from data with their own digest."""
     found = solved(right, {"data/problems": f"{data_seed}{hashes}{settings}"})
     rows = [row | {"item": f"{hashes}{n}"} for n, row in enumerate(found.rows)]
     return Measured(found.numbers | {"settings": {"data_seed": data_seed, **settings}}, rows)
@@ -68,7 +68,7 @@ def test_other_items_are_refused_by_name_whatever_the_values_are() -> None:
 
 
 def test_a_part_of_the_items_is_compared_over_that_part_alone() -> None:
-    """40 of 100 problems: of these 20 were solved before and 30 after, whatever became of the other 60."""
+    """Of 40 of the 100 problems, 20 were solved before and 30 after, whatever became of the other 60."""
     before, after = asked([1, 0] * 20 + [1] * 60), asked([1, 1, 1, 0] * 10, canvas_problems=40)
     for first, second, change in ((before, after, 0.25), (after, before, -0.25)):
         told = claims.change(BY_KEY["medium"], first, second)
@@ -116,7 +116,7 @@ def test_a_measure_that_one_side_lacks_has_no_difference() -> None:
 
 @pytest.fixture
 def two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
-    """A run, and one in which the rate of `code` was changed."""
+    """A run, and another in which the learning rate of `code` was changed."""
     monkeypatch.setenv("STAGECOACH_WORK", str(tmp_path / ".work"))
     first, second = results.write(tmp_path / "a"), results.write(tmp_path / "b")
     for folder, rate in ((first, 0.1), (second, 0.2)):
@@ -193,7 +193,7 @@ def test_the_comparison_names_keys_runs_and_what_moved(two: tuple[Path, Path], t
 
 @pytest.fixture
 def two_seeds(tmp_path: Path) -> tuple[Path, Path]:
-    """A run and one with another data_seed, whose models are worse at everything; four documents, forty problems."""
+    """A run, and another with a different data_seed whose models are worse at everything; 4 documents, 40 problems."""
     first, second = results.write(tmp_path / "a"), results.write(tmp_path / "b")
     for folder, seed, right in ((first, 42, 1), (second, 1, 0)):
         for model in results.MODELS:

@@ -1,4 +1,4 @@
-"""A masked-diffusion checkpoint of the user as models/base: Dream and LLaDA."""
+"""A user's masked-diffusion checkpoint as models/base: Dream and LLaDA."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Windows and examples under masks: what a batch holds, and that neither batch, process nor padding moves a mask."""
+"""Windows and examples under masks: what a batch holds, and that masks do not depend on batch, process or padding."""
 
 import math
 from dataclasses import replace
@@ -71,7 +71,7 @@ def parts(batch: NoisedBatch, row: int) -> tuple[list[int], list[int]]:
 def test_masks_are_the_same_in_one_micro_batch_or_several_and_on_two_ranks(
     kind: str, step: int, corpus: Path, problems: Path, byte_tokenizer: Tokenizer
 ) -> None:
-    """1 x 8, 2 x 4, rows of every second rank."""
+    """The step cut in two, cut into every second row as for two ranks, and cut into single rows."""
     made: Any = windows(corpus) if kind == "windows" else examples(problems, byte_tokenizer, rows=8)
     rows = made.rows(step, CONTEXT)
     whole = made.batch(step, CONTEXT, rows)
@@ -113,7 +113,7 @@ def test_one_time_for_the_batch_is_one_for_all_of_its_rows(corpus: Path) -> None
 
 
 def test_the_loss_of_uniform_predictions_is_ln_v_on_average(corpus: Path) -> None:
-    """sum of weights over all maskable tokens comes to 1 a token."""
+    """The weights sum to 1 per maskable token."""
     made = windows(corpus)
     total = count = 0.0
     for step in range(120):
@@ -194,7 +194,7 @@ def test_an_answer_its_end_and_the_filling_may_be_hidden_and_the_prompt_never(
 
 @pytest.mark.parametrize(("norm", "per"), [("answer", "rows"), ("tokens", "tokens"), ("batch", "rows")])
 def test_a_rows_loss_is_divided_as_it_is_asked(norm: str, per: str, problems: Path, byte_tokenizer: Tokenizer) -> None:
-    """A mean over rows of the mean over their canvases, over all canvases, or of the whole sums; of 1 a token here."""
+    """By the size of its own canvas, by that of all canvases, or not at all; each token's loss is 1 here."""
     made = examples(problems, byte_tokenizer, norm=norm)
     total, counts = 0.0, {"rows": 0, "tokens": 0}
     for step in range(300):
@@ -291,7 +291,7 @@ def test_stored_references_come_back_by_pair_and_pass(tmp_path: Path, byte_token
     made = pairs(tmp_path, byte_tokenizer)
     for turn in (0, 1):
         made.references["train", turn] = np.stack([np.arange(10) + 100 * turn, np.arange(10) + 100 * turn + 50], 1)
-    rows = made.rows(2, 0)  # places 8 to 11: over the border of two passes
+    rows = made.rows(2, 0)  # places 8 to 11, across the border of two passes
     told = made.batch(2, 0, rows).reference
     chosen = made._chosen(rows)
     assert told is not None

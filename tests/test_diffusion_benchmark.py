@@ -1,5 +1,5 @@
-"""benchmarks/diffusion.py measures a policy where its start was unsure, by other samples than those that say where that
-is.
+"""benchmarks/diffusion.py measures a policy on the problems that its start was unsure of, with other samples than those
+that chose the problems.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def test_a_gain_is_measured_on_unsure_problems_by_other_samples(monkeypatch: pyt
     assert (found["after"]["after"], found["after"]["gain"], found["other"]["gain"]) == (0.75, 0.25, -0.25)
     assert [found["after"]["gain_low"], found["after"]["gain_high"]] == pytest.approx(
         [0.25, 0.25]
-    )  # each gained as much
+    )  # each gained the same
 
 
 def test_samples_that_are_kept_are_not_asked_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

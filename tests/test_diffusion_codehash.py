@@ -1,4 +1,4 @@
-"""A change in masked diffusion reruns its stages, and of the others those alone that ask for what it offers."""
+"""A change in masked diffusion reruns its stages, and of the others only those that use what it offers."""
 
 from pathlib import Path
 

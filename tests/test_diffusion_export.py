@@ -1,4 +1,4 @@
-"""A masked-diffusion model as an export: proved, honest about who runs it, and asked for canvases by the smoke test."""
+"""A masked-diffusion model as an export: proved, honest about what runs it, and smoke-tested with canvases."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The plan of a masked-diffusion model's training against what Linux measures."""
+"""The planned memory of training a masked-diffusion model against what Linux measures."""
 
 from typing import Any
 

@@ -1,6 +1,6 @@
-"""Healthy runs of masked diffusion pass their gates for five seeds, and nobody is alarmed.
+"""Healthy runs of masked diffusion pass their gates for five seeds, and no alarm is raised.
 
-The stages of alignment: `test_stage_gates.py`.
+For the alignment stages, see `test_stage_gates.py`.
 """
 
 import re

@@ -1,5 +1,5 @@
-"""Estimated likelihoods against enumeration, on a model small enough to know all about it (specs: diffusion, checks
-1-3, 6-10).
+"""Estimated likelihoods against enumeration, on a model small enough that everything about it is known (specs:
+diffusion, checks 1-3, 6-10).
 """
 
 import itertools
@@ -104,7 +104,7 @@ def test_sampled_forms_come_to_the_enumerated_value_and_k_varies_least() -> None
 
 
 def difference(key: str, n_t: int, n_y: int, *, shared: bool = True, stratified: bool = False) -> float:
-    """An estimate of s with beta 1 on w = 37, l = 60; n_t numbers of masks, n_y subsets of each."""
+    """An estimate of s with beta 1 for w = 37 and l = 60, from n_t mask counts with n_y subsets each."""
     total = 0.0
     for side, sequence in (("chosen", 37), ("rejected", 60)):
         estimates = []
@@ -147,7 +147,7 @@ def test_shared_masks_and_many_numbers_of_masks_make_the_difference_vary_little(
 
 
 def test_one_pair_of_coupled_masks_varies_less_than_two_independent_ones() -> None:
-    """Var of the summed released estimate, by enumeration over the coupled t on a fine grid, for every sequence."""
+    """The variance of the summed released estimate of each sequence, enumerated over the coupled t on a fine grid."""
     grid = 0.2 + 0.6 * (np.arange(60) + 0.5) / 60
     ratios = []
     for number in range(len(SEQUENCES)):

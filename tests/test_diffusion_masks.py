@@ -165,7 +165,7 @@ def test_cart_weights_are_the_golden_ones() -> None:
 
 
 def test_no_global_generator_moves() -> None:
-    """The released code re-seeded it inside of a forward pass."""
+    """The released code re-seeded the global generators inside a forward pass."""
     import random
 
     before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()  # type: ignore[index]

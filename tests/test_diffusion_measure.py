@@ -1,6 +1,4 @@
-"""What a masked-diffusion model is measured by: bounds of held-out text, problems on canvases, quality against
-passes.
-"""
+"""How a masked-diffusion model is measured: bounds on held-out text, problems on canvases, quality against passes."""
 
 import json
 import math
@@ -44,7 +42,7 @@ def subject(denoiser: Denoiser, byte_tokenizer: Tokenizer) -> CanvasSubject:
 
 
 def exact(model: Denoiser, tokenizer: Tokenizer, text: str) -> float:
-    """-ELBO of a short text by all its masks."""
+    """The exact -ELBO of a short text, from all its masks."""
     ids = [tokenizer.end_of_text, *tokenizer.encode(text)]
     tokens, length = torch.tensor([ids]), len(ids) - 1
 
@@ -111,7 +109,7 @@ def test_problems_are_answered_by_threshold_in_blocks_with_a_cache_or_a_token_a_
     assert [one.forwards for one in plain.generations] == [16]
     low = replace(subject, canvas=replace(subject.canvas, canvas_threshold=1e-9), generations=[], known={})
     low.complete("problems", prompts, tokens=4, temperature=0.0)
-    assert [one.forwards for one in low.generations] == [2]  # a pass for each block: every token is likely enough
+    assert [one.forwards for one in low.generations] == [2]  # one pass per block: every token is likely enough
 
 
 def test_each_run_measures_some_points_of_the_curve_of_which_one_is_the_way_that_answers(
@@ -162,7 +160,7 @@ def test_only_the_models_that_are_named_are_measured_against_passes(
 def test_quality_is_measured_against_passes_beside_one_token_a_step(
     subject: CanvasSubject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of fewer steps every answer fails here; thresholds lose nothing."""
+    """Here, every answer with fewer steps fails; thresholds lose nothing."""
     right = subject.tokenizer.encode("```python\ndef add(a, b):\n    return a + b\n```")
 
     def denoise(model: Any, prompts: Any, settings: Any, seeds: Any) -> list[Generation]:
@@ -199,7 +197,7 @@ def test_quality_is_measured_against_passes_beside_one_token_a_step(
 def test_how_it_decodes_and_what_an_answer_costs_stand_beside_the_problems(
     subject: CanvasSubject, changes: dict[str, Any], later: int | None
 ) -> None:
-    """`later`: places that a pass computes which is not a block's first; None: all of them."""
+    """`later`: how many places a pass computes unless it is a block's first; None means all of them."""
     subject = replace(subject, canvas=replace(subject.canvas, **changes))
     problems = [judged_problem(str(n)) for n in range(2)]
     subject.complete("problems", {"a": [20, 21]}, tokens=4, temperature=0.0)
@@ -272,5 +270,5 @@ def test_the_page_shows_each_token_with_its_step_and_moments_between() -> None:
         ("<end>", 5, False),
     ]
     assert [frame["text"] for frame in shown["frames"]] == ["░\n░░", "x\n░░", "a\nb░", "a\nb<end>"]
-    assert report.frame(one, 3)["text"] == "░\nb░"  # what was masked again is
+    assert report.frame(one, 3)["text"] == "░\nb░"  # a remasked token shows as masked
     assert replace(CanvasSettings(), canvas=64).canvas == 64

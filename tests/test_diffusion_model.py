@@ -35,7 +35,7 @@ def noised(tokens: Tensor, masks: Tensor | None = None, **more: Tensor | None) -
 
 
 def drawn(tokens: Tensor, draws: int, begin: int = 4) -> Drawn:
-    """Rows whose tokens from `begin` on are masked, as a pair's answers."""
+    """Rows whose tokens from `begin` on are masked, like the answers of a pair."""
     count, length = tokens.shape
     inputs, scales = [torch.zeros(tokens.shape, dtype=torch.bool) for _ in range(draws)], torch.zeros(draws, count)
     for row in range(count):
@@ -130,7 +130,7 @@ def dpo_gradients(own: Denoiser, batch: Drawn, *, weight: float) -> dict[str, Te
 
 
 def test_replayed_gradients_are_those_of_one_graph_and_of_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
-    """c = beta sigma(-beta s); draw j of w gets -(c + lambda / |w|) L / (k_j n), of l +c L / (k_j n)."""
+    """c = beta sigma(-beta s). Draw j of w gets -(c + lambda / |w|) L / (k_j n), draw j of l gets +c L / (k_j n)."""
     batch = replace(drawn(rows(4), 3), scales=drawn(rows(4), 3).scales.double())
     one_graph = dpo_gradients(model(dtype=torch.float64).train(True), batch, weight=0.05)
     monkeypatch.setattr(diffusion_model, "MOST_ACTIVATIONS", 0)
@@ -149,7 +149,7 @@ def test_replayed_gradients_are_those_of_one_graph_and_of_the_formula(monkeypatc
 
 
 def saved_bytes(own: Denoiser, batch: Drawn) -> int:
-    """What a forward pass keeps for its backward pass, weights and what comes with the batch left out."""
+    """Bytes that a forward pass keeps for its backward pass, not counting weights and what comes with the batch."""
     known = {p.untyped_storage().data_ptr() for p in own.parameters()}
     known |= {
         x.untyped_storage().data_ptr() for one in batch.inputs for x in vars(one).values() if isinstance(x, Tensor)
@@ -258,9 +258,9 @@ def test_blocks_of_one_token_under_full_noise_are_next_token_prediction() -> Non
 def test_two_layers_trained_on_a_known_joint_come_to_its_entropy() -> None:
     """Check 5: NELBO within .05 nat of the entropy of y1 y2 y3, y3 = y1 + y2 mod 4, all else uniform: 2 ln 4.
 
-    Every text under every mask in each step: with masks that are drawn, a change of 1e-4 in the first weights (or
-    another processor) decides whether training comes to .02 or to 1.39 nat. So it is .018 to .022 for five such
-    changes.
+    Each step trains on every text under every mask. With random masks, a change of 1e-4 in the initial weights (or
+    another processor) decides whether training ends at .02 or at 1.39 nat; with all masks it ends at .018 to .022
+    for five such changes.
     """
     own, steps, rate = model(shift=False), 400, 3e-3
     optimizer = torch.optim.AdamW(own.parameters(), lr=rate, weight_decay=0.0)
@@ -270,7 +270,7 @@ def test_two_layers_trained_on_a_known_joint_come_to_its_entropy() -> None:
     forms = torch.tensor([[False, *form] for form in product((False, True), repeat=3) if any(form)])  # (7, T)
     masks, many = forms.repeat_interleave(16, 0), whole.repeat(len(forms), 1)  # (112, T)
     k = masks.sum(1)
-    chance = 1 / torch.tensor([comb(3, int(n)) for n in k]) / 3  # k is uniform, then the places are
+    chance = 1 / torch.tensor([comb(3, int(n)) for n in k]) / 3  # k is uniform, and so are the places for a given k
     weights = (3 / k * chance)[:, None].expand(-1, 4)[masks]
     for step in range(steps):
         loss = -(masked_logprobs(own, noised(many, masks)) * weights).sum() / 16

@@ -1,6 +1,4 @@
-"""Keys of the stages of masked diffusion: each reaches what it is said to change, and presets are what they are said
-to be.
-"""
+"""Keys of the masked-diffusion stages: each changes what it should, and presets are what they claim to be."""
 
 import json
 from dataclasses import asdict, replace
@@ -168,7 +166,7 @@ def test_the_loss_is_formed_as_the_block_says(
     ("key", "value"), [("estimator", "released"), ("t_scope", "batch"), ("ref_sync", 0), ("epochs", 1)]
 )
 def test_a_key_of_grpo_changes_what_it_learns(masked: Workspace, key: str, value: Any) -> None:
-    # without a following reference the divergence moves alone from the second iteration on
+    # `ref_sync` shows only in the divergence, and only from the second iteration on
     def learnt(**more: Any) -> dict[str, str]:
         ran(masked, "diffusion_grpo", **{"iterations": 3} | more)
         return {path: digest for path, digest in masked.published().items() if "models/diffusion_grpo/model" in path}
@@ -184,7 +182,7 @@ def prompts(count: int) -> list[Prompt]:
 
 
 class Solves:
-    """A setting whose policy solves problem n in n of its 8 samples, spread over them; it counts what it is asked."""
+    """A setting whose policy solves problem n in n of its 8 samples, spread out, and which counts its requests."""
 
     def __init__(self) -> None:
         self.ranks = type("Ranks", (), {"rank": 0, "world": 1, "gather": staticmethod(lambda value: [value])})
@@ -207,17 +205,17 @@ def verdicts(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_the_frontier_is_what_is_solved_sometimes_and_is_asked_once(tmp_path: Path, verdicts: Any) -> None:
     setting = Solves()
-    for _ in range(2):  # a resumed run finds what it had
+    for _ in range(2):  # the second time like a resumed run, which finds what it had
         found = solving.chosen(prompts(9), "frontier", 100, setting, verdicts, tmp_path)
         assert sorted(int(prompt.id) for prompt in found) == [2, 3, 4, 5, 6]  # 0.25 to 0.75
-        assert setting.asked == 2 * 4 + 7 * 8  # what is solved never, or always, shows in four
+        assert setting.asked == 2 * 4 + 7 * 8  # four show what is never or always solved
     few = solving.chosen(prompts(9), "frontier", 4, setting, verdicts, tmp_path / "other")
     first = sorted(prompts(9), key=lambda prompt: stable_hash("frontier", prompt.id))[:4]
     assert {p.id for p in few} == {p.id for p in first if 2 <= int(p.id) <= 6}
 
 
 def test_what_four_samples_decide_is_asked_no_further_and_left_out(tmp_path: Path, verdicts: Any) -> None:
-    """Solved by 4 of 8, but by none of the first four: the one in 35 of such problems that is given up."""
+    """Solved in 4 of 8 samples but in none of the first four: one in 35 such problems is given up like this."""
 
     class Late(Solves):
         def held_out(self, asked: list[tuple[Prompt, int]], *, purpose: str) -> list[Any]:
@@ -375,9 +373,9 @@ def test_the_control_has_at_most_its_own_steps_and_a_whole_schedule_over_them() 
     assert config.adapting.resolve_steps(0) == 700 and config.tuning.resolve_steps(epoch) == 2_500
     for own in (config.control_adapting, config.control_tuning):
         assert own.resolve_steps(epoch) == 300
-        assert own.factor(0, 300) < own.factor(19, 300) == 1.0  # as long a warm-up
+        assert own.factor(0, 300) < own.factor(19, 300) == 1.0  # the warm-up is as long
         assert own.factor(299, 300) == pytest.approx(0.1, abs=1e-3)
-    assert config.control_tuning.resolve_steps(100 * 64) == 50  # fewer where there are fewer
+    assert config.control_tuning.resolve_steps(100 * 64) == 50  # fewer if an epoch has fewer
 
 
 def test_without_a_bound_the_control_trains_as_the_masked_model_does() -> None:

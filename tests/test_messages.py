@@ -1,4 +1,4 @@
-"""Messages of mistakes that were a traceback, or no message at all; benchmarks/mistakes.py makes many more."""
+"""Mistakes that used to give a traceback or no message at all; benchmarks/mistakes.py makes many more."""
 
 from pathlib import Path
 

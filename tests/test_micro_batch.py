@@ -1,5 +1,5 @@
-"""`runtime.micro_batch: auto`: equal choices, dry steps that leave no trace, halving, and what is said when memory
-ends.
+"""`runtime.micro_batch: auto`: repeatable choices, dry steps that leave no trace, halving, and the messages when memory
+runs out.
 """
 
 import json
@@ -69,8 +69,8 @@ def test_a_demo_step_is_one_pass_on_a_machine_of_24_gb_or_a_few(
 
 
 def test_the_plan_knows_the_loss_and_the_adapters(in_repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Log-probabilities of answers keep all logits, a reward model has none, and an adapter trains on other
-    operators.
+    """Log-probabilities of answers keep all logits, a reward model has none, and an adapter has operators
+    of its own.
     """
     works: list[Work] = []
     whole = footprint.footprint
@@ -224,7 +224,7 @@ def test_a_resumed_run_keeps_the_micro_batch_that_it_began_with(tmp_path: Path) 
     with pytest.raises(Stopped):
         fit(Net(), Rows(), loss, config(), job(tmp_path / "part", micro_batch=2, save_steps=1), watchers=before(3))
     again = Run(Net(), Rows(), loss, config(), job(tmp_path / "part"), False, Watchers())
-    assert again.micro_batch == 2  # auto alone would take all six rows
+    assert again.micro_batch == 2  # a fresh `auto` would take all six rows
     again.go()
     assert checkpoint.weights_digest(again.plain) == checkpoint.weights_digest(whole)
 
@@ -240,7 +240,7 @@ def test_a_state_of_another_world_or_a_damaged_one_decides_nothing(tmp_path: Pat
 
 
 def test_the_dry_step_is_taken_where_there_is_one(tmp_path: Path) -> None:
-    """`chosen` on a model with a shape: plan, then proof; the plan's part is the CPU's here."""
+    """For a model with a shape, `chosen` makes a plan (here for the CPU) and then tries it with dry steps."""
     run = run_of(tmp_path)
     shaped = Transformer(SMALL)
     tried = []

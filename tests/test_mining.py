@@ -1,4 +1,4 @@
-"""A repository's tests become tasks: slices of modules, what its own tests record, what is kept and why, the traps."""
+"""A repository's tests become tasks: slices of modules, calls recorded from its tests, what is kept and why, traps."""
 
 import ast
 import json
@@ -261,7 +261,7 @@ def test_what_does_not_parse_cannot_be_needed() -> None:
     star = {"a.py": "from b import *\ndef f(x):\n    return h(x)\n", "b.py": "print 2\n"}
     assert "raise NotImplementedError" in ParsedFiles(star, "r").context(
         "a.py", "f"
-    )  # its own body then fails: dropped
+    )  # its own body then fails, so it is dropped
 
 
 def test_mutants_differ_in_one_place_and_are_the_same_each_time() -> None:
@@ -295,7 +295,7 @@ def test_functions_with_tests_become_tasks_and_the_others_say_why(mined: mining.
     reasons = {name.rpartition("::")[2]: reason for name, reason in mined.dropped.items()}
     assert reasons["constant"] == "a stub passes its tests"
     assert reasons["untested"] == reasons["filled"] == "fewer than 2 calls with plain values"
-    assert reasons["changing"].startswith("fewer than 2 calls")  # equal arguments gave other results
+    assert reasons["changing"].startswith("fewer than 2 calls")  # equal arguments gave different results
     assert reasons["old/broken.py"].startswith("is not valid Python for this version")
     total = by_name["total"]
     assert total.question.startswith(
@@ -316,7 +316,7 @@ def test_no_attack_on_the_oracle_succeeds(shop: Path, capsys: pytest.CaptureFixt
 
 
 def test_the_attacks_succeed_where_nothing_holds_them(mined: mining.Mined, shop: Path) -> None:
-    """Else the test above would show nothing."""
+    """Otherwise the test above would prove nothing."""
     (problem,) = [problem for problem in mined.problems if problem.entry_point == "total"]
     outside = (
         "import sys\nsys.path.append({folder!r})\nimport shop.prices\nroom = {{}}\nexec({source!r}, room)\n"
@@ -339,7 +339,7 @@ def test_tasks_of_a_file_stay_together_and_those_to_train_on_show_no_answer(mine
     assert all(problem.answer for problem in held_out["val"] + held_out["test"])
     trained = mining.apart(mined.problems, {"shop/prices.py": "train"}, 0.0)
     assert len(trained["train"]) == 3 and all(problem.answer is None for problem in trained["train"])
-    flat = mining.apart(mined.problems, {"shop/prices.py": "train"}, 0.1)  # no folder to hold out: single tasks
+    flat = mining.apart(mined.problems, {"shop/prices.py": "train"}, 0.1)  # no folder to hold out, so single tasks are
     assert [len(flat[split]) for split in ("train", "val", "test")] == [1, 1, 1]
     assert flat["val"][0].answer and flat["train"][0].answer is None
     table = mining.table([mined]).splitlines()
@@ -362,7 +362,7 @@ def test_a_test_that_hangs_ends_and_what_was_found_stays(tmp_path: Path, monkeyp
 
 
 def test_what_a_test_leaves_running_is_ended_and_not_waited_for(tmp_path: Path) -> None:
-    """It holds the output open, in a session of its own."""
+    """The leftover process keeps the output open from a separate session."""
     root = tmp_path / "left"
     root.mkdir()
     (root / "a.py").write_text("def f(x):\n    return x + 1\n")

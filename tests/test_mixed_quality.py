@@ -1,4 +1,4 @@
-"""500 rows of mixed quality in nine formats: what becomes of every row, by file, and where it is written down."""
+"""500 rows of mixed quality in nine formats: what happens to every row, by file, and where that is recorded."""
 
 import csv
 import io
@@ -23,12 +23,12 @@ from tests.judges import LengthJudge
 from tests.ownfiles import notebook
 
 TABLES = ("jsonl", "ndjson", "json", "csv", "tsv", "parquet")
-SINGLE = {"txt": 40, "md": 25, "ipynb": 15}  # formats of which a file is a row, and how many of them
-EACH = 70  # rows of a table
+SINGLE = {"txt": 40, "md": 25, "ipynb": 15}  # formats with one row per file, and the number of files
+EACH = 70  # rows per table
 
 
 def text_of(draw: random.Random, number: int) -> str | None:
-    """A good text, or one that is too short, a copy, nearly a copy, secret, blank or absent."""
+    """A good text, or one that is too short, a copy, nearly a copy, blank, missing, or holds a secret."""
     quality = draw.random()
     if quality < 0.7:
         return f"Number {number}. {source(number, 3)}"
@@ -45,7 +45,7 @@ def text_of(draw: random.Random, number: int) -> str | None:
 
 
 def table(form: str, texts: list[str | None], draw: random.Random) -> tuple[bytes, int]:
-    """A file of these texts, with lines that are no rows among them where the format allows; how many rows it has."""
+    """A file of these texts and its number of rows, with lines that are not rows where the format allows them."""
     if form == "parquet":
         buffer = io.BytesIO()
         pq.write_table(pa.table({"text": texts}), buffer)
@@ -65,7 +65,7 @@ def table(form: str, texts: list[str | None], draw: random.Random) -> tuple[byte
 
 
 def fill(own: Path, seed: int) -> dict[str, int]:
-    """500 rows in nine formats; file -> its rows."""
+    """Write 500 rows in nine formats; returns file -> number of rows."""
     draw, numbers, expected = random.Random(seed), iter(range(1000, 9999)), dict[str, int]()
     for form in TABLES:
         content, expected[f"rows.{form}"] = table(form, [text_of(draw, next(numbers)) for _ in range(EACH)], draw)

@@ -1,4 +1,4 @@
-"""Weights: shares of the training rows, subsets and passes, ids and splits of what is repeated, what is too small."""
+"""Weights: shares of the training rows, subsets and passes, ids and splits of repeated rows, and what is too small."""
 
 import json
 from collections import Counter

@@ -97,7 +97,7 @@ def test_cpu_norm_and_rotation_equal_the_plain_formulas() -> None:
     x, weight = torch.randn(7, 3, 8, generator=torch.Generator().manual_seed(0)), torch.linspace(0.5, 2, 8)
     angles = torch.randn(7, 1, 4, generator=torch.Generator().manual_seed(1))
     torch.testing.assert_close(layers.rms_norm(x, weight, 1e-6), torch.nn.functional.rms_norm(x, (8,), weight, 1e-6))
-    low = x.bfloat16()  # takes the plain way, in float32 inside
+    low = x.bfloat16()  # takes the plain path, which computes in float32
     torch.testing.assert_close(
         layers.rms_norm(low, weight, 1e-6), layers.rms_norm(low.float(), weight, 1e-6).bfloat16()
     )
@@ -144,7 +144,7 @@ def test_padding_is_left_out_and_changes_nothing() -> None:
 
 
 def test_few_selected_tokens_are_all_that_the_last_feed_forward_part_computes() -> None:
-    """Their logits and all gradients are those of a pass that computes every token."""
+    """Their logits and all gradients equal those of a pass that computes every token."""
     model, ids, documents = made(), some_ids(2, 40), packed([[25, 15], [30, 10]])
     select, computed = ids % 3 == 0, list[int]()
     last = model.model.layers[-1]

@@ -26,7 +26,7 @@ TOTALS = {
     "large": 1_362_028_096,
     "xlarge": 2_750_061_568,
     "7b": 7_208_219_648,
-}  # at a vocabulary of 32,000
+}  # with a vocabulary of 32,000
 
 
 def theirs(config: ModelConfig):
@@ -35,7 +35,7 @@ def theirs(config: ModelConfig):
 
 
 def written(config: ModelConfig, folder: Path) -> Transformer:
-    """A model with random norms and biases too, and its directory."""
+    """A model whose norms and biases are random too, written to `folder`."""
     model = Transformer(config, torch.Generator().manual_seed(1))
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The list of mutants stays true: each changes one place that is there, and names tests that are there."""
+"""The list of mutants stays valid: each changes exactly one existing place and names existing tests."""
 
 import sys
 from collections import Counter

@@ -1,4 +1,4 @@
-"""primitives.cpp: beside PyTorch's operators at the edges of the numbers, on any number of threads; how it is built."""
+"""primitives.cpp against PyTorch's operators, with extreme values and any number of threads, and how it is built."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -106,7 +106,7 @@ def test_a_gate_at_the_edges_is_what_the_formula_says(folder: Path) -> None:
     native.load(folder)
     found = primitives.gated(torch.cat([gate, torch.ones_like(gate)])[None])[0].double()
     expected = gate.double() * torch.sigmoid(gate.double())
-    expected[gate == -math.inf] = math.nan  # -inf times 0, as PyTorch has it
+    expected[gate == -math.inf] = math.nan  # -inf times 0, as in PyTorch
     torch.testing.assert_close(found, expected, atol=1e-30, rtol=2**-8, equal_nan=True)
 
 

@@ -1,4 +1,4 @@
-"""The n-gram model of the benchmarks against a slow version in dictionaries, against hand-worked numbers, and as a
+"""The benchmarks' n-gram model against a slow version with dictionaries, against numbers worked out by hand, and as a
 distribution.
 """
 
@@ -18,7 +18,7 @@ class Slow:
     def __init__(self, tokens: list[int], order: int, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         raw: list[Counter[tuple[int, ...]]] = [Counter() for _ in range(order + 1)]
-        before = defaultdict(set)  # n-gram -> what was seen in front of it
+        before = defaultdict(set)  # n-gram -> tokens seen before it
         for document in split(tokens):
             read = [END, *document]
             for last in range(1, len(read)):
@@ -49,7 +49,7 @@ class Slow:
 
 
 def split(tokens: list[int]) -> list[list[int]]:
-    """Documents with the end of text that closes them; the last may lack it."""
+    """The documents, each with its final end-of-text token; the last may lack it."""
     documents: list[list[int]] = [[]]
     for token in tokens:
         documents[-1].append(token)
@@ -59,7 +59,7 @@ def split(tokens: list[int]) -> list[list[int]]:
 
 
 def corpus(seed: int, size: int, vocab_size: int) -> list[int]:
-    """Tokens with a few frequent ones, in short documents."""
+    """Tokens of short documents, a few of them frequent."""
     random = np.random.default_rng(seed)
     return np.minimum(random.geometric(0.3, size) - 1 + (random.random(size) < 0.8), vocab_size - 1).tolist()
 
@@ -106,7 +106,7 @@ def test_a_documents_probabilities_are_those_of_the_distributions_after_its_begi
 def test_a_bigram_model_gives_the_numbers_worked_out_by_hand() -> None:
     """Documents 1 2, 1 2, 1 3; V = 5; every order falls back to the discounts 1/2, 1, 3/2.
 
-    Bigrams: E1 3, 12 2, 2E 2, 13 1, 3E 1. Different tokens before: E 2 (2 and 3), 1 1 (E), 2 1, 3 1; in all 5.
+    Bigrams: E1 3, 12 2, 2E 2, 13 1, 3E 1. Different tokens before: E 2 (2 and 3), 1 1 (E), 2 1, 3 1; 5 in all.
     p(2) = (1 - 1/2)/5 + (1 + 3/2)/5 / 5 = 0.2; p(2 | 1) = (2 - 1)/3 + (1 + 1/2)/3 p(2) = 13/30.
     p(1 | E) = (3 - 3/2)/3 + (3/2)/3 p(1) = 1/2 + 0.2/2 = 0.6.  p(4) = (5/2)/5 / 5 = 0.1; p(4 | 1) = 0.1/2.
     """

@@ -14,7 +14,7 @@ from pipeline.model.cpu import primitives
 LOGITS = [[0.0, math.log(2), math.log(5)], [math.log(3), 0.0, 0.0]]
 
 
-EYE = torch.eye(3)  # as the head's matrix: what is hidden are the logits
+EYE = torch.eye(3)  # as the head's matrix, so the hidden states are the logits
 
 
 def test_next_token_is_minus_the_log_of_the_target_s_share() -> None:
@@ -45,7 +45,7 @@ def plain(hidden: Tensor, table: Tensor, targets: Tensor) -> Tensor:
 def test_next_token_and_its_gradients_are_those_of_the_plain_formula(
     most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In pieces of few rows and of few logits too."""
+    """Also when it is computed in pieces of a few rows or a few logits."""
     monkeypatch.setattr(losses, "MOST_LOGITS", most)
     monkeypatch.setattr(primitives, "AT_ONCE", 40)
     inputs = [x.detach().double() if x.is_floating_point() else x for x in made(300, 6, 11)]
@@ -79,7 +79,7 @@ def test_parts_add_up_to_the_whole_also_ragged_and_empty() -> None:
 
 
 def test_logits_in_half_precision_are_scored_in_float32() -> None:
-    """In bf16 the sum over 4,096 equal logits would be off by per cents."""
+    """In bf16 the sum over 4,096 equal logits would be off by several percent."""
     with torch.autocast("cpu", torch.bfloat16):
         total = next_token(torch.zeros(1, 2), torch.zeros(4096, 2), torch.tensor([5]))
     assert total.dtype == torch.float32

@@ -58,7 +58,7 @@ def test_equal_rewards_are_not_accurate() -> None:
 
 
 def config_of(case: Case) -> PairLoss:
-    """Our configuration for a case of dpo.json."""
+    """Our configuration for a case in dpo.json."""
     given, name = case["inputs"], case["name"].removesuffix("_nll").removesuffix("_reference_free").split("_0.")[0]
     known = {field.name for field in dataclasses.fields(PairLoss)}
     knobs: dict[str, Any] = {key: value for key, value in given.items() if key in known}
@@ -66,7 +66,7 @@ def config_of(case: Case) -> PairLoss:
 
 
 def sums_of(given: dict[str, Tensor], who: str) -> PairLogprobs:
-    """The log-probabilities of whole answers; what is not the answer's holds numbers too and must not count."""
+    """The log-probabilities of whole answers. Positions outside an answer hold numbers too, which must not count."""
     sums = [(given[f"{who}_{side}"] * given[f"{side}_mask"]).sum(1) for side in SIDES]
     return PairLogprobs(*sums, *(given[f"{side}_mask"].sum(1) for side in SIDES))
 
@@ -222,14 +222,14 @@ REFUSED = [
 
 @pytest.mark.parametrize(("changes", "message"), REFUSED)
 def test_a_constant_that_the_loss_does_not_read_is_refused(changes: dict[str, Any], message: str) -> None:
-    """Bug museum: smoothing ignored. It was taken, and some losses never looked at it."""
+    """Bug museum: smoothing ignored. It was accepted, but some losses never used it."""
     with pytest.raises(ValueError, match=message):
         PairLoss(**changes)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_constant_that_is_allowed_changes_the_loss(loss: str) -> None:
-    """So none of them is a knob without effect.
+    """So no constant is without effect.
 
     Bug museum: smoothing ignored.
     """

@@ -1,4 +1,4 @@
-"""Policy gradients against trl's numbers, against numbers worked by hand, and summed over parts."""
+"""Policy gradients against trl's numbers, against numbers worked out by hand, and summed over parts."""
 
 import dataclasses
 
@@ -130,7 +130,7 @@ def test_a_critic_that_is_off_by_a_constant_explains_less() -> None:
 
 
 def method_of(name: str, inputs: Case) -> GroupMethod:
-    """Our method for a loss of grpo.json or rloo.json."""
+    """Our method for a loss in grpo.json or rloo.json."""
     kind = name.split("_kl")[0].removesuffix("_no")
     ours = METHODS[{"bnpo": "dapo", "loss": "rloo", "loss_asymmetric": "rloo"}.get(kind, kind)]
     clip = Clip(inputs["clip_low"], inputs["clip_high"])
@@ -170,14 +170,14 @@ def test_trl_has_a_case_for_every_normalizer() -> None:
 
 
 def groups_of(inputs: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Rewards and which are known, (P, G)."""
+    """The rewards, and which of them are known, each (P, G)."""
     if "parts" in inputs:
         weights = torch.tensor(inputs["weights"], dtype=dtype)
         rewards = torch.tensor(inputs["parts"], dtype=dtype) @ weights
     else:
         rewards = tensors({"rewards": inputs["rewards"]}, dtype)["rewards"]
     table = rewards.view(-1, inputs["samples"])
-    return table.nan_to_num(99.0), ~table.isnan()  # what is not valid holds numbers too, and must not count
+    return table.nan_to_num(99.0), ~table.isnan()  # unknown rewards hold numbers too, which must not count
 
 
 @both_dtypes

@@ -1,4 +1,4 @@
-"""Policy gradients against numbers worked by hand, and what must hold of any: clamps, masks, parts against the
+"""Policy gradients against numbers worked out by hand, and what must hold for all: clamps, masks, parts against the
 whole.
 """
 
@@ -70,7 +70,7 @@ def test_k3_is_never_below_zero_and_both_are_zero_for_equals() -> None:
 
 
 def test_both_estimators_are_unbiased_over_the_policy_s_own_tokens() -> None:
-    """Exactly: expectations under three probabilities, against the divergence."""
+    """Their exact expectations over three probabilities equal the divergence."""
     p, q = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64), torch.tensor([0.2, 0.2, 0.6], dtype=torch.float64)
     divergence = float((p * (p / q).log()).sum())
     for estimator in (kl_k1, kl_k3):
@@ -78,7 +78,7 @@ def test_both_estimators_are_unbiased_over_the_policy_s_own_tokens() -> None:
 
 
 def test_the_clip_holds_back_only_what_moves_on_in_the_rewarded_direction() -> None:
-    """Ratios 0.5, 1.5 with both signs: the loss is the larger of the two, so a move back always has its gradient."""
+    """Ratios 0.5, 1.5, both signs: the loss is the larger of clipped and unclipped, so moves back have a gradient."""
     logprobs = torch.tensor([0.5, 0.5, 1.5, 1.5]).log().requires_grad_()
     advantages = torch.tensor([1.0, -1.0, 1.0, -1.0])
     loss, ratio = surrogate(logprobs, torch.zeros(4), advantages, Clip(0.2, 0.3))
@@ -120,7 +120,7 @@ def rows(seed: int, shape: tuple[int, int], share: float = 0.6) -> dict[str, Ten
 
 @pytest.mark.parametrize("seed", range(5))
 def test_deleting_masked_tokens_changes_no_number(seed: int) -> None:
-    """Bug museum: returns reset at tool tokens. What came behind a tool's result never reached the call."""
+    """Bug museum: returns reset at tool tokens. Rewards after a tool's result never reached the call."""
     drawn = rows(seed, (4, 9))
     mask = drawn["mask"]
     scores = drawn["a"][:, 0]
@@ -154,7 +154,7 @@ def test_equal_rewards_give_no_advantage(scaled: bool) -> None:
 
 
 def drawn_answers(seed: int, spread: float = 0.3) -> dict[str, Tensor]:
-    """Eight answers of 1 to 9 tokens with a few masked inside."""
+    """Eight answers of 1 to 9 tokens, a few of which are masked."""
     drawn = rows(seed, (8, 9), 0.7)
     drawn["mask"][:, 0] = True
     old = -2 * drawn["a"].abs() - 0.1
@@ -217,7 +217,7 @@ def test_a_batch_may_be_cut_anywhere_between_answers(name: str, cut: str) -> Non
 
 @pytest.mark.parametrize("name", METHODS)
 def test_rows_of_padding_count_nothing(name: str) -> None:
-    """As a process has them whose share of the answers is the smaller one."""
+    """A process whose share of the answers is smaller has such rows."""
     method, given = dataclasses.replace(METHODS[name], beta=0.1), drawn_answers(2)
     counts, whole = counts_of(given), group_loss(given, method, 9)
     given["mask"] = torch.cat([given["mask"], torch.zeros(3, 9, dtype=torch.bool)])
@@ -229,7 +229,7 @@ def test_rows_of_padding_count_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["ppo", *METHODS])
 def test_a_step_whose_mean_ratio_is_above_ten_is_refused(name: str) -> None:
-    """Every token's ratio is e^2.25 = 9.49 or e^2.35 = 10.49; in `ratio` the product over an answer, so answers of
+    """Every token's ratio is e^2.25 = 9.49 or e^2.35 = 10.49. `ratio` is the product over an answer, so answers have
     one token.
     """
     for log_ratio, refused in ((2.25, False), (2.35, True), (-30.0, False), (math.nan, True)):
@@ -249,7 +249,7 @@ def test_a_step_whose_mean_ratio_is_above_ten_is_refused(name: str) -> None:
 
 
 def test_the_numbers_of_a_step_by_hand() -> None:
-    """Two tokens with ratios 2 and 0.5, so log-ratios of ln 2 either way."""
+    """Two tokens with ratios 2 and 0.5, so log-ratios of +-ln 2."""
     nats, old = math.log(2), torch.tensor([-1.0, -2.0])
     new, zero, ones = old + torch.tensor([nats, -nats]), torch.zeros(2), torch.ones(2)
     found = ppo(
@@ -298,7 +298,7 @@ def test_the_numbers_of_a_step_by_hand() -> None:
 
 
 def test_the_methods_are_the_spec_s_table() -> None:
-    """Advantage, normalizer, lo/hi, beta, where the divergence stands, dynamic sampling (alignment, 6)."""
+    """Advantage, normalizer, lo/hi, beta, where the divergence goes, dynamic sampling (alignment, 6)."""
     found = {
         name: (m.advantage, m.normalizer, m.clip.low, m.clip.high, m.beta, m.kl_in if m.beta else "", m.dynamic)
         for name, m in METHODS.items()

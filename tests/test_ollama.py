@@ -1,5 +1,5 @@
-"""Ollama's template gives the text that training gives, executed by Go where there is one, and else as it was when
-it was.
+"""Ollama's template gives the same text as training, executed by Go if it is installed, otherwise as recorded from
+an earlier run.
 """
 
 import json
@@ -74,9 +74,7 @@ def cases() -> list[dict[str, Any]]:
 
 
 def spaced(text: str) -> str:
-    """JSON that is alone in its line, written as training writes it but for the order of its keys, which Ollama
-    chooses.
-    """
+    """Write JSON that is alone on its line as training does, but with sorted keys, since Ollama chooses their order."""
 
     def again(match: re.Match[str]) -> str:
         return json.dumps(json.loads(match[0]), ensure_ascii=False, sort_keys=True)
@@ -103,7 +101,7 @@ def test_the_golden_file_is_of_these_cases() -> None:
 
 @pytest.mark.oracle
 def test_go_gives_the_golden_texts_again(tmp_path: Path) -> None:
-    """To make the file anew: write what this compares."""
+    """To recreate the file, write what this compares."""
     if shutil.which("go") is None:
         pytest.skip("needs go (1.19 or newer) to execute Ollama's template")
     command = ["go", "run", str(GOLDEN / "main.go")]

@@ -1,7 +1,6 @@
-"""ONNX by onnxruntime-genai's builder, run by its runtime: our log-probabilities, our tokens, the same bytes, and no
-network.
+"""ONNX built and run by onnxruntime-genai: our log-probabilities, our tokens, the same bytes, and no network.
 
-Needs the extra `onnx`; skipped elsewhere, but for what its absence says.
+Needs the extra `onnx`; without it, only the message about missing packages is tested.
 """
 
 import sys
@@ -48,7 +47,7 @@ def test_the_missing_packages_of_the_extra_are_named(monkeypatch: pytest.MonkeyP
 
 @pytest.fixture
 def exported(tiny_model: Transformer, byte_tokenizer: Tokenizer, tmp_path: Path) -> Path:
-    """A model directory that names ids alone: bytes, a few merges."""
+    """A model directory whose tokenizer has bytes and a few merges."""
     huggingface.export(tiny_model, byte_tokenizer, {}, tmp_path / "model")
     return tmp_path / "model"
 
@@ -59,7 +58,7 @@ LISTENING: list[bool] = []
 
 @pytest.fixture
 def no_network() -> Iterator[list[str]]:
-    """What connects to anywhere, while the test runs; an audit hook cannot be removed, only told not to listen."""
+    """Connections opened while the test runs; an audit hook cannot be removed, only told to stop listening."""
 
     def listen(event: str, arguments: tuple[Any, ...]) -> None:
         if LISTENING and event in ("socket.connect", "socket.getaddrinfo", "socket.gethostbyname"):
@@ -86,7 +85,7 @@ def test_fp32_is_the_model_and_its_tokenizer(
     onnx.build(tmp_path / "model", tmp_path / "onnx", kind="fp32")
     assert no_network == []
     found = onnx.verify(tmp_path / "onnx", model, byte_tokenizer, kind="fp32")
-    assert found["max_difference"] <= 1e-4  # a tenth of the gate's
+    assert found["max_difference"] <= 1e-4  # a tenth of the gate's bound
     assert (found["greedy_equal"], found["greedy_tokens"]) == (64, 64)
     program, text = Genai(tmp_path / "onnx"), probes.long_text()
     assert program.encode(text) == byte_tokenizer.encode(text)

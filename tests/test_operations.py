@@ -1,4 +1,4 @@
-"""The operations: source and function agree, nothing is changed, nothing is the same twice."""
+"""The operations: source and function agree, inputs are not changed, and no two do the same."""
 
 import copy
 from typing import Any
@@ -20,7 +20,7 @@ def execute(source: str, name: str) -> Any:
 
 
 def values(kind: str) -> list[Any]:
-    """Every edge and a part of the rest."""
+    """All edge values and some of the others."""
     found: ValuePool = pool(kind)
     return [*(value for group in found.edges for value in group), *found.short[::4], *found.plain[::4]]
 
@@ -85,7 +85,7 @@ def test_there_are_about_a_hundred_operations_with_four_distinct_phrasings_each(
         for phrasing in one.phrasings:
             assert ("{k}" in phrasing) == one.has_constant, phrasing
             assert phrasing == phrasing.strip() and phrasing[0].islower() and not phrasing.endswith(".")
-            # Words may ask for one thing only, given the type they speak of.
+            # A phrasing may ask for one thing only, given its type.
             assert seen.setdefault((one.takes, phrasing), one.name) == one.name
     for condition in operations.conditions():
         assert len(set(condition.phrasings)) == len(condition.phrasings) >= 4
@@ -133,7 +133,7 @@ def test_a_draw_depends_on_its_parts_alone() -> None:
     numbers = [first.below(1000) for _ in range(5)]
     assert numbers == [again.below(1000) for _ in range(5)]
     assert numbers != [other.below(1000) for _ in range(5)]
-    # blake2b and the Mersenne twister, worked out once: another value would change every data set.
+    # blake2b and the Mersenne Twister: another value would change every data set.
     assert Draw("pool", "numbers").sample(list(range(10)), 4) == Draw("pool", "numbers").sample(list(range(10)), 4)
     assert sorted(Draw("x").sample(list(range(6)), 99)) == list(range(6))
 

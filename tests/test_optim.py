@@ -165,7 +165,7 @@ def test_the_first_rule_that_fits_gives_the_group(name: str, ndim: int, group: s
 
 
 class Remembering(nn.Module):
-    """A base model with adapters and a memory, by name."""
+    """A model with the parameter names of a base model, its adapters and a memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -302,7 +302,7 @@ def test_weight_decay_shrinks_what_muon_moves() -> None:
 def test_a_rate_found_at_another_width_is_carried_over_for_the_matrices_of_layers(
     optimizer: str, share: float, tiny_model: Transformer
 ) -> None:
-    """By hand: found at a quarter of the width, matrices move a quarter as far under AdamW, half as far under Muon."""
+    """A rate found at a quarter of the width moves matrices a quarter as far under AdamW, half as far under Muon."""
     width = tiny_model.config.width
 
     def moved(rate_width: int | None) -> dict[str, torch.Tensor]:

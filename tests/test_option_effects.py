@@ -1,4 +1,4 @@
-"""Keys that the loop hands on to who obeys them: each changes what it should, and by as much as a hand can work out."""
+"""Keys that the loop hands on to other code: each changes what it should, by the amount worked out by hand."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -33,7 +33,7 @@ def first_step(folder: Path, **changes: Any) -> tuple[dict[str, torch.Tensor], f
 
 
 def joined(moments: dict[str, torch.Tensor], kind: str) -> torch.Tensor:
-    """The moments of a kind, of all parameters."""
+    """The moments of one kind for all parameters."""
     return torch.cat([moments[name].flatten() for name in sorted(moments) if name.endswith(f"/{kind}")])
 
 
@@ -57,8 +57,8 @@ def test_gradients_reach_the_optimizer_no_longer_than_max_grad_norm(tmp_path: Pa
 def test_betas_are_those_of_the_moments(tmp_path: Path) -> None:
     usual, _ = first_step(tmp_path / "usual", max_grad_norm=0.0)
     other, _ = first_step(tmp_path / "other", max_grad_norm=0.0, betas=(0.6, 0.75))
-    torch.testing.assert_close(joined(other, "exp_avg"), 4 * joined(usual, "exp_avg"))  # (1 - 0.6) g of (1 - 0.9) g
-    torch.testing.assert_close(joined(other, "exp_avg_sq"), 5 * joined(usual, "exp_avg_sq"))  # 0.25 g^2 of 0.05 g^2
+    torch.testing.assert_close(joined(other, "exp_avg"), 4 * joined(usual, "exp_avg"))  # (1 - 0.6) g over (1 - 0.9) g
+    torch.testing.assert_close(joined(other, "exp_avg_sq"), 5 * joined(usual, "exp_avg_sq"))  # 0.25 g^2 over 0.05 g^2
 
 
 def test_every_step_is_made_at_the_factor_of_the_schedule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +76,7 @@ def test_every_step_is_made_at_the_factor_of_the_schedule(tmp_path: Path, monkey
     assert [row["lr"] for row in at_work.tracker.rows] == pytest.approx([0.02 * factor for factor in factors])
 
 
-@pytest.mark.parametrize("length", [{"tokens": 144}, {"epochs": 0.225}])  # of 640 tokens, 48 a step
+@pytest.mark.parametrize("length", [{"tokens": 144}, {"epochs": 0.225}])  # an epoch has 640 tokens, a step 48
 def test_tokens_and_epochs_say_when_a_run_ends(tmp_path: Path, length: dict[str, float]) -> None:
     at_work = job(tmp_path)
     fit(Net(), Rows(), loss, config(steps=None, **length), at_work)
@@ -99,7 +99,7 @@ def test_the_stream_is_asked_for_eval_tokens(tmp_path: Path) -> None:
 
 
 class Turning(Rows):
-    """From the twelfth batch on the rows teach what the validation rows contradict."""
+    """From the twelfth batch on, the rows teach what the validation rows contradict."""
 
     def row(self, row: int, context: int) -> tuple[torch.Tensor, torch.Tensor]:
         ids, targets = super().row(row, context)
@@ -137,7 +137,7 @@ def test_the_best_weights_are_published_where_the_last_ones_are_worse(tmp_path: 
 def test_ema_decay_is_the_share_that_an_average_keeps(tmp_path: Path) -> None:
     fit(
         Net(), Rows(), loss, config(steps=1, warmup_steps=0, ema_decay=0.05), job(tmp_path)
-    )  # no more than a tenth at first
+    )  # at first the decay is at most a tenth
     state = states.at(tmp_path, 1)
     average, now = state.optimizer().whole()["hidden.weight/average"], state.weights().whole()["hidden.weight"]
     torch.testing.assert_close(average, 0.05 * Net().hidden.weight.detach() + 0.95 * now, rtol=1e-5, atol=1e-7)
@@ -149,7 +149,7 @@ def test_ema_decay_is_the_share_that_an_average_keeps(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("policy", "indices", "skipped"),
-    # Step 13 reads batch 13, whose loss is no number: back to the state of step 9, which reads batch 14.
+    # Step 13 reads batch 13, whose loss is NaN; a rollback goes to the state of step 9, which reads batch 14.
     [("skip", [*range(24)], 1), ("rollback", [*range(29)], 0)],
 )
 def test_a_loss_that_is_no_number_may_roll_the_run_back_behind_its_batches(
@@ -158,7 +158,7 @@ def test_a_loss_that_is_no_number_may_roll_the_run_back_behind_its_batches(
     monkeypatch.setattr(update, "BACK", 4)
     stream, at_work = Spiking((13,), factor=float("nan")), job(tmp_path)
     fit(Net(), stream, spiking_loss, config(steps=24, eval_steps=3, on_nonfinite=policy), at_work)
-    assert stream.indices == indices  # none is read twice
+    assert stream.indices == indices  # no batch is read twice
     assert at_work.tracker.rows[-1]["skipped"] == skipped
     state = states.newest(tmp_path)
     assert state is not None and state.meta["windows"] == ([[9, 5]] if policy == "rollback" else [])
@@ -167,7 +167,7 @@ def test_a_loss_that_is_no_number_may_roll_the_run_back_behind_its_batches(
 @pytest.mark.parametrize(
     ("runtime", "kept"),
     [
-        ({"save_minutes": 1.0}, [3, 6, 7]),  # a step takes half a minute: more than one minute is three of them
+        ({"save_minutes": 1.0}, [3, 6, 7]),  # a step takes half a minute, so three exceed one minute
         ({"save_minutes": 0.0}, [1, 2, 3, 4, 5, 6, 7]),
         ({"save_minutes": 60.0}, [7]),
         ({"save_minutes": 60.0, "save_steps": 2}, [2, 4, 6, 7]),
@@ -201,7 +201,7 @@ class Products(TorchDispatchMode):
 
 
 def recomputed(folder: Path, policy: str) -> tuple[list[int], int]:
-    """How often each layer runs in one training step, and the matrix products of the run."""
+    """How often each layer runs in one training step, and the number of matrix products in the run."""
     case = training.Case(folder=str(folder), steps=1)
     at_work = training.job_of(folder, case)
     at_work = replace(at_work, runtime=replace(at_work.runtime, gradient_checkpointing=policy))
@@ -230,7 +230,7 @@ def recomputed(folder: Path, policy: str) -> tuple[list[int], int]:
 
 
 def test_gradient_checkpointing_runs_layers_again_in_the_backward_pass(tmp_path: Path) -> None:
-    recomputed(tmp_path / "first", "none")  # the speed of a product is measured once in a process
+    recomputed(tmp_path / "first", "none")  # the speed of a product is measured once per process
     found = {policy: recomputed(tmp_path / policy, policy) for policy in ("none", "every_2", "full", "selective")}
     runs = {policy: of_layer for policy, (of_layer, _) in found.items()}
     assert runs == {"none": [1, 1], "every_2": [2, 1], "full": [2, 2], "selective": [2, 2]}
@@ -248,7 +248,7 @@ def test_the_batches_of_a_step_are_moved_as_pin_memory_says(
         moved.append(pin)
         return batch
 
-    pins, gpu = device.pins, torch.device("cuda")  # as if this were one
+    pins, gpu = device.pins, torch.device("cuda")  # as if there were one
     monkeypatch.setattr(device, "pins", lambda asked, where: pins(asked, gpu))
     monkeypatch.setattr(device, "move", move)
     fit(Net(), Rows(), loss, config(steps=2), job(tmp_path, micro_batch=3, pin_memory=asked))

@@ -1,4 +1,4 @@
-"""Test items that the training data contain, and which are then not measured."""
+"""Test items that the training data contain are not measured."""
 
 import json
 from pathlib import Path

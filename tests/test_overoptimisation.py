@@ -1,4 +1,4 @@
-"""Policy against reference on held-out prompts: means over a prompt's answers, paired by prompt, apart by kind."""
+"""Policy against reference on held-out prompts: means over a prompt's answers, paired by prompt, separate by kind."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from pipeline.ingest.records import Pair
 from pipeline.rl.answers import Answer, Prompt
 from pipeline.rl.rewards import Resources, Scorer
 
-# true scores of the answers: prompt -> (the reference's, the policy's), a None is not known
+# true scores of the answers: prompt -> (the reference's, the policy's); None is unknown
 SCORES: dict[str, tuple[list[float | None], list[float | None]]] = {
     "a": ([0.0, 0.5], [1.0, 1.0]),
     "b": ([0.5, 0.5], [0.5, 1.0]),
@@ -72,7 +72,7 @@ def test_each_prompt_counts_once_by_the_mean_of_its_answers(monkeypatch: pytest.
         2.0,
         3.0,
         pytest.approx(0.6),
-    )  # of all 8 answers of the policy
+    )  # over all 8 answers of the policy
 
 
 def test_a_point_of_the_curve_has_what_training_is_paid_by(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +89,7 @@ def test_counts_that_measure_nothing_are_refused(wrong: dict[str, int]) -> None:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[tuple[str, int]], bool]]:
-    """What was asked, call by call, and whether it was the reference; a later answer to a prompt is longer."""
+    """What was asked in each call, and whether of the reference; a later answer to a prompt is longer."""
     found: list[tuple[list[tuple[str, int]], bool]] = []
 
     def held_out(self: Setting, given: Sequence[tuple[Prompt, int]], *, of_reference: bool = False) -> list[Answer]:
@@ -117,7 +117,7 @@ def test_every_evaluation_asks_the_same_first_prompts(
 def test_best_of_n_has_so_many_answers_of_the_reference_to_so_many_prompts(
     answers: int, prompts: int, asked: list[tuple[list[tuple[str, int]], bool]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The longer an answer the higher its proxy; where its worth is its number, the best of n has the last number."""
+    """Longer answers have higher proxy rewards. If the true score is an answer's number, the best of n is the last."""
     found = held_out(monkeypatch, best_of=answers, best_of_prompts=prompts)
     monkeypatch.setattr(preferences, "gold", lambda given, judge: [float(one.sample) for one in given])
     report = found.report()

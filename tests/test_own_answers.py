@@ -1,4 +1,4 @@
-"""Pairs of a model's own answers: ordered by truth, at most two a prompt, and only where the truth is known."""
+"""Pairs of a model's own answers: ordered by truth, at most two per prompt, and only where the truth is known."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -97,7 +97,7 @@ def test_the_share_of_wins_counts_equal_scores_half_and_unknown_ones_not() -> No
 
 
 def test_likelihood_ranks_by_the_mean_of_an_answer_s_tokens(tiny_model: Transformer, byte_tokenizer: Tokenizer) -> None:
-    """A short and a long answer, each side by hand; the truth swaps one pair."""
+    """Short and long answers, each side worked out by hand; the truth swaps one pair."""
     texts = [("yes", "no, never in a hundred years"), ("a b c d e f", "a"), ("left", "right")]
     pairs, means = [], list[float]()
     for number, sides in enumerate(texts):

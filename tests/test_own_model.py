@@ -1,4 +1,4 @@
-"""The six ways of docs/own-model.md: the commands that stand there, as a stranger runs them, on a small checkpoint."""
+"""The six ways in docs/own-model.md: the commands on that page, run as a newcomer would, on a small checkpoint."""
 
 import json
 import re
@@ -31,7 +31,7 @@ def write(path: Path, rows: list[dict[str, object]]) -> None:
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Repository]:
-    """A repository, the files that the page speaks of in it, and a checkpoint beside it."""
+    """A repository with the files that the page mentions, and a checkpoint beside it."""
     home = tmp_path_factory.mktemp("own")
     repository = Repository.copy_of_ours(home / "repository")
     checkpoints.write(home / "models/Qwen3-0.6B", "qwen3", max_position_embeddings=4096)
@@ -78,7 +78,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Repository]
 
 
 def commands(way: int) -> str:
-    """The commands of a way, without the server."""
+    """The commands of one way, except the server's."""
     page = (ROOT / "docs/own-model.md").read_text(encoding="utf-8")
     section = page.split(f"\n## {way}. ")[1].split("\n## ")[0]
     (script,) = re.findall(r"```sh\n(.*?)```", section, re.S)
@@ -88,7 +88,7 @@ def commands(way: int) -> str:
 
 
 def follow(repository: Repository, way: int) -> str:
-    """Run the commands of a way; what they print."""
+    """Run the commands of one way and return their output."""
     home = repository.folder.parent
     script = commands(way).replace("/models/", f"{home}/models/").replace("~/work", f"{repository.folder}/work")
     for kind in ("dialogues", "preferences", "labels", "problems", "code", "text", "myproject"):

@@ -1,4 +1,4 @@
-"""Cutting and packing: nothing lost, nothing doubled, nothing cut that fits; the order of rows is a bijection."""
+"""Cutting and packing: nothing is lost or duplicated, nothing that fits is cut; the order of rows is a bijection."""
 
 import itertools
 from pathlib import Path
@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from pipeline.batches.packing import RowOrder, cached, cut, mix, pack, packing_of, permute
 
-some = settings(max_examples=60, deadline=None)  # a shared machine stalls
+some = settings(max_examples=60, deadline=None)  # a shared machine may stall
 
 
 def slow_best_fit(lengths: list[int], capacity: int) -> int:
-    """Rows that best-fit decreasing needs, the obvious way."""
+    """Number of rows that best-fit decreasing needs, computed the obvious way."""
     free: list[int] = []
     for length in sorted(lengths, reverse=True):
         fitting = [space for space in free if space >= length]
@@ -60,18 +60,18 @@ def test_pieces_predict_every_token_but_the_first_once_and_only_long_documents_a
         predicted += targets
         owner = document[targets[0]]  # a piece without a target fails here
         assert set(document[list(targets)]) == {owner}
-        assert document[start] == owner or start + 1 == offsets[owner]  # read first: its own, or the one before it
+        assert document[start] == owner or start + 1 == offsets[owner]  # begins in it, or one token before it
         assert length == context if goes_on else (length <= context and targets[-1] + 1 == offsets[owner + 1])
         if whole:
             uncut.append(owner)
             assert (targets[0], targets[-1] + 1) == (max(1, offsets[owner]), offsets[owner + 1])
     assert predicted == list(range(1, sum(lengths)))
-    first = np.maximum(1, offsets[:-1])  # what each document predicts begins here
+    first = np.maximum(1, offsets[:-1])  # where the targets of each document begin
     assert uncut == [n for n in range(len(lengths)) if 0 < offsets[n + 1] - first[n] <= context]
 
 
 def test_documents_are_cut_as_worked_out_by_hand() -> None:
-    """Of 3, 4, 0, 8 and 9 tokens, into rows of 4: the second and both others begin with the token before them."""
+    """Documents of 3, 4, 0, 8 and 9 tokens in rows of 4: after the first, each begins with the token before it."""
     pieces = cut(np.cumsum([0, 3, 4, 0, 8, 9]).astype("<u8"), 4)
     assert pieces.starts.tolist() == [0, 2, 6, 10, 14, 18, 22]
     assert pieces.lengths.tolist() == [3, 4, 4, 4, 4, 4, 2]
@@ -81,7 +81,7 @@ def test_documents_are_cut_as_worked_out_by_hand() -> None:
 
 def test_rows_are_full_for_documents_of_ordinary_lengths() -> None:
     generator = np.random.default_rng(0)
-    for context, mean in ((512, 5.0), (2048, 7.0)):  # stories of some 150 tokens; files of some 1,100
+    for context, mean in ((512, 5.0), (2048, 7.0)):  # stories of about 150 tokens, files of about 1,100
         lengths = np.minimum(generator.lognormal(mean, 0.8, 20_000).astype(np.int64) + 1, context)
         _, row_starts = pack(lengths, context)
         assert lengths.sum() / ((len(row_starts) - 1) * context) >= 0.95

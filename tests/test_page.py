@@ -1,4 +1,4 @@
-"""The page's files: small, our own, without a build step, and with one place that makes HTML of a string."""
+"""The page's files: small, our own, without a build step, and with only one place that makes HTML from a string."""
 
 import gzip
 import re

@@ -1,4 +1,4 @@
-"""The page's chat before the real server: streamed, stopped, branched, kept, exported, with tools, rewards and
+"""The page's chat against the real server: streamed, stopped, branched, kept, exported, with tools, rewards and
 choices.
 """
 
@@ -53,7 +53,7 @@ def answer_of(server: Running, messages: list[dict[str, Any]], **more: Any) -> d
 
 
 def texts(page: Any) -> list[str]:
-    """Exported messages' texts: what the chat holds, whatever Markdown makes of it."""
+    """The texts of the chat's messages, whatever Markdown makes of them."""
     return page.evaluate("document.getElementById('chat').conversation.path().map((turn) => turn.message.content)")
 
 
@@ -62,7 +62,7 @@ def facts(page: Any) -> str:
 
 
 def endless(page: Any) -> None:
-    """From now on the real server's answers have no end of their own: this page cannot ask for that."""
+    """From now on, the real server's answers never end by themselves, which the page itself cannot ask for."""
     page.route(
         "**/v1/chat/completions",
         lambda route: route.continue_(post_data=json.dumps(route.request.post_data_json | {"ignore_eos": True})),
@@ -246,7 +246,7 @@ def test_messages_alone_import_as_a_dialogue_of_the_training_data_has_them(page:
 
 
 def test_a_long_conversation_is_rendered_whole(page: Any, tmp_path: Path) -> None:
-    """Sixty texts appear at once; they are asked for one after another, since one who asks has few places."""
+    """Sixty texts appear at once but are requested one after another, since each client has few places."""
     running: list[str] = []
     most = 0
 

@@ -1,4 +1,4 @@
-"""The page's other panels before the real server: compare, tokens, fill-in, template; denoising from a recorded
+"""The page's other panels against the real server: compare, tokens, fill-in, template; denoising from a recorded
 stream.
 """
 
@@ -30,7 +30,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Tokenizer) 
 
 
 def asked(server: Running, route: str, **body: Any) -> dict[str, Any]:
-    """The server's own word."""
+    """The server's own answer."""
     response = httpx.post(server.url + route, json={"model": "nano"} | body, timeout=60)
     assert response.status_code == 200, response.text
     return response.json()
@@ -49,7 +49,7 @@ def answer_tokens(server: Running, **more: Any) -> list[dict[str, Any]]:
 
 
 def visible(text: str) -> str:
-    """As tokens.js shows a token."""
+    """A token as tokens.js shows it."""
     text = text.replace("\n", "⏎").replace("\t", "⇥")
     return re.sub(r"^ +| +$", lambda found: "␣" * len(found[0]), text) or "∅"
 
@@ -269,8 +269,8 @@ def test_a_text_is_cut_as_the_tokenizer_cuts_it_and_its_controls_are_text(page: 
     assert page.locator("#template .special").count() == 0
 
 
-# denoising, drawn from a stream that is known in every step; the texts of the ids are the server's. A real one:
-# test_diffusion_page.py
+# denoising, drawn from a stream whose every step is known; the texts of the ids are the server's. For a real stream
+# see test_diffusion_page.py
 
 
 def test_denoising_is_drawn_step_by_step_and_replayed(browser: Any, server: Running, byte_tokenizer: Tokenizer) -> None:

@@ -1,4 +1,4 @@
-"""Nothing that is shown can act, nothing leaves for another host, and everybody can use the page: eyes, keyboard,
+"""Nothing shown can act, nothing is sent to another host, and everybody can use the page, by eye, keyboard or
 phone.
 """
 
@@ -31,7 +31,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Tokenizer) 
 
 
 def inert(page: Any, place: str) -> None:
-    """Nothing under `place` that could act: no element beyond text, no handler, no style, no address but the web's."""
+    """Assert that nothing under `place` could act: no active element, no handler, no style, and only web links."""
     found = page.evaluate(
         """(place) => [...document.querySelectorAll(`${place}, ${place} *`)].flatMap((one) => {
         const bad = ['SCRIPT', 'IFRAME', 'OBJECT', 'EMBED', 'IMG', 'SVG', 'STYLE', 'LINK', 'META',
@@ -48,7 +48,7 @@ def inert(page: Any, place: str) -> None:
 
 
 def shown(page: Any) -> None:
-    """Wait until every text is rendered, and touch what a person would."""
+    """Wait until every text is rendered, hover over the last one, and check that nothing could act."""
     until(page, "!document.querySelector('.log article .text.plain:not(:empty)')")
     page.locator(".log article").last.hover()
     inert(page, ".log .text")
@@ -95,7 +95,7 @@ def test_pasted_markdown_is_inert(page: Any) -> None:
 
 
 def test_an_imported_file_is_inert(page: Any, tmp_path: Path) -> None:
-    """In every text of it: titles, contents, names and arguments of calls, results, ids, metas, tools."""
+    """In each of its texts: titles, contents, names and arguments of calls, results, ids, metas, tools."""
     for number in range(0, len(CORPUS), 10):
         texts = CORPUS[number : number + 10]
         joined = "\n".join(texts)
@@ -198,7 +198,7 @@ def test_without_a_file_for_feedback_a_choice_is_said_not_to_be_kept(page: Any) 
 
 
 def filled(page: Any) -> None:
-    """Something in every panel."""
+    """Put something in every panel."""
     answered(
         page,
         "# A\n\nSome `code`, a [link](http://a.b), and\n\n```python\ndef f(x):  # why\n    return 'x' +"
@@ -261,7 +261,7 @@ def test_the_judge_of_these_tests_finds_what_is_wrong(browser: Any, server: Runn
             return FINDINGS;
         }""".replace("FINDINGS", FINDINGS),
             markup,
-        )  # in one turn: the page draws its log anew
+        )  # in one turn of the event loop, since the page redraws its log
         assert any(finding in one for one in found), found
 
 

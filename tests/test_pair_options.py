@@ -1,4 +1,4 @@
-"""Pairs of answers: stages reward and dpo read as many at a time, and as long ones, as their blocks say."""
+"""Stages reward and dpo read as many pairs of answers at a time, and as long ones, as their blocks say."""
 
 from contextlib import nullcontext
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""benchmarks/paired.py: what it says of two models on the same problems, and when it refuses to."""
+"""benchmarks/paired.py: what it says about two models on the same problems, and when it refuses to."""
 
 import pytest
 

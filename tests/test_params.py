@@ -163,7 +163,7 @@ class Explained(type("Merged", (Inner,), {})):
     two lines."""
 
     def method(self) -> int:
-        """No field's."""
+        """Documents no field."""
         return self.second
 
 
@@ -207,7 +207,7 @@ def test_dvc_and_hydra_read_the_same_trees(in_repository: Path) -> None:
 
 @pytest.mark.parametrize("key", ["sandbox", "sampler"])
 def test_dvc_sets_an_address_that_it_can_read(key: str, tmp_path: Path) -> None:
-    """`dvc exp run -S`; in braces it writes an address that libyaml refuses."""
+    """Set as by `dvc exp run -S`, which inside braces writes an address that libyaml refuses."""
     shutil.copy(ROOT / "params.yaml", tmp_path)
     apply_overrides(tmp_path / "params.yaml", [f"runtime.{key}.url=http://127.0.0.1:8100"])
     assert serialize.load_yaml(tmp_path / "params.yaml")["runtime"][key] == {"url": "http://127.0.0.1:8100"}
@@ -250,7 +250,7 @@ def read_blocks(stage: str) -> set[str]:
             names |= {stage, "scale", f"scale:{stage}"} if in_a_scale_file(stage) else {stage}
             names |= {"preset:*"} if Path("conf/preset", stage).is_dir() else set()
             continue
-        if source.startswith("conf/"):  # one key of a certain file
+        if source.startswith("conf/"):  # one key of a specific file
             path, _, key = source.partition(":")
             names.add(f"{path.split('/')[1]}:{key}")
             continue
@@ -265,14 +265,12 @@ def read_blocks(stage: str) -> set[str]:
 
 
 def in_a_scale_file(name: str) -> bool:
-    """Whether the block stands in a file of conf/scale/; a stage of a person's own may have all its values in
-    params.yaml.
-    """
+    """Whether a file in conf/scale/ has the block; a user's own stage may have all its values in params.yaml."""
     return any(name in yaml.safe_load(path.read_text()) for path in Path("conf/scale").glob("*.yaml"))
 
 
 def test_where_training_begins_stands_in_params_yaml_alone(in_repository: Path) -> None:
-    """It is a path in dvc.yaml; a scale file or preset that set one would not be followed there."""
+    """`base` is a path in dvc.yaml, which would not follow a scale file or preset that set it."""
     blocks = yaml.safe_load(Path("params.yaml").read_text())
     for stage in stage_names(Path()):
         settings = Settings(Path(), [])
@@ -343,7 +341,7 @@ def test_resolved_parameters_are_told_by_the_keys_of_their_block() -> None:
     "path", ["params.yaml", *(str(p.relative_to(ROOT)) for p in sorted(ROOT.glob("conf/data/*.yaml")))]
 )
 def test_the_values_have_the_form_in_which_dvc_writes_them(path: str, tmp_path: Path) -> None:
-    """`dvc exp run -S` then changes one line."""
+    """So `dvc exp run -S` changes only one line."""
     from dvc.utils.serialize import modify_yaml
 
     copy = tmp_path / "values.yaml"

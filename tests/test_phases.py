@@ -1,4 +1,4 @@
-"""What the phases of a stage tell of themselves, together."""
+"""What the phases of a stage report, combined."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ def test_a_stage_of_phases_has_headlines_without_those_that_have_a_prefix(tmp_pa
     first.report(steps=10)
     assert whole.headlines() == {"val_loss": 3.0, "val_bpb": 1.5, "tokens": 100}
     second.report(best={"step": 9, "val_loss": 0.5}, tokens=40)
-    second.report(tokens=50)  # said again, not added
+    second.report(tokens=50)  # replaces the 40 instead of adding to it
     control.report(best={"step": 1, "val_loss": 0.1}, tokens=1000)
     assert whole.headlines() == {"val_loss": 0.5, "tokens": 150}
     assert whole.final["control"]["tokens"] == 1000 and whole.final["adapt"]["steps"] == 10

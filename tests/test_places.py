@@ -1,5 +1,5 @@
-"""Room for work: so many at a time, so many that wait, nobody more than half of it, the last free place for somebody
-else.
+"""Places for work: how many run, how many wait, at most half of the queue for one client, and the last free place for
+another.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from pipeline.serve.protocol import ApiFault
 
 
 class Jobs:
-    """Jobs that hold a place until they are told to end, and in what order they began."""
+    """Jobs that hold a place until they are told to end, and the order in which they began."""
 
     def __init__(self, places: Places) -> None:
         self.places, self.began, self.full = places, list[str](), list[str]()
@@ -22,7 +22,7 @@ class Jobs:
         self.ends: dict[str, asyncio.Event] = {}
 
     async def add(self, *names: str) -> None:
-        """The first letter of a name is who asks."""
+        """The first letter of a name identifies the client."""
         for name in names:
             self.ends[name] = asyncio.Event()
             self.tasks[name] = asyncio.create_task(self._run(name))

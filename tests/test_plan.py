@@ -1,4 +1,4 @@
-"""`python -m pipeline.tools.plan`: what it prints, and what it says to a wrong key, name or value."""
+"""`python -m pipeline.tools.plan`: what it prints, and its messages for a wrong key, name or value."""
 
 from pathlib import Path
 
@@ -95,8 +95,8 @@ def test_a_wrong_word_is_answered_with_the_valid_ones(
 
 
 def test_what_users_want_fits_by_plan(in_repository: Path) -> None:
-    """3B with an adapter (SFT, DPO, Diffusion-DPO) on 16 GB, 7B on 24, GRPO of 7B on 80, or whole on eight of those;
-    the base is in bf16.
+    """3B with an adapter (SFT, DPO, Diffusion-DPO) on 16 GB, 7B on 24, GRPO of 7B on 80, or in full on eight of those.
+    The base is in bf16.
     """
     for model, strategy, card in (
         ("xlarge", "lora", 16),

@@ -1,4 +1,4 @@
-"""Keys of stages grpo and rlhf: the method and its constants, rewards, prompts, and what is measured beside
+"""Keys of stages grpo and rlhf: the method and its constants, rewards, prompts, and what is measured alongside
 training.
 """
 
@@ -37,7 +37,7 @@ PPO = PPOConfig(beta=0.3, target_kl=0.7, horizon=11, gamma=0.9, lam=0.8, clip=0.
 
 
 def nothing(given: Handed) -> None:
-    """What is looked at where the arguments of `fit` say it all."""
+    """Inspect nothing, because the arguments of `fit` say it all."""
 
 
 def rolling(**changes: Any) -> RolloutConfig:
@@ -149,7 +149,7 @@ def filled(given: Handed) -> tuple[list[Rollout], RolloutBatch]:
 
 
 def as_if(given: Handed, batch: RolloutBatch, *, ratio: float, advantage: float) -> Loss:
-    """The loss where every token's ratio and advantage are these."""
+    """The loss when every token has this ratio and this advantage."""
     with torch.no_grad():
         now, _ = losses.token_logprobs(given.model, batch, given.config.temperature)
     arrays = batch.arrays | {"advantages": torch.full_like(now, advantage)}
@@ -157,7 +157,7 @@ def as_if(given: Handed, batch: RolloutBatch, *, ratio: float, advantage: float)
 
 
 def test_the_loss_clips_and_holds_back_as_the_block_says(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A ratio of 2 is held at 1 + clip_high where the answer was good, one of 1/2 at 1 - clip_low where it was bad."""
+    """A ratio of 2 is clipped to 1 + clip_high for a good answer, and 1/2 to 1 - clip_low for a bad one."""
 
     def look(given: Handed) -> Any:
         rollouts, batch = filled(given)
@@ -216,7 +216,7 @@ def test_advantages_and_their_normalizer_are_those_of_the_method(
 def test_groups_without_a_difference_are_drawn_again_where_that_is_asked_for(
     changes: dict[str, Any], again: bool, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A reward of weight 0 tells nobody apart."""
+    """A reward of weight 0 gives all answers equal scores."""
     asked: list[int] = []
     original = Setting.sample
 
@@ -283,12 +283,12 @@ def test_the_sandbox_is_that_of_its_block(
     assert run(params(sandbox=config), workspace, monkeypatch)[1] == [config]
 
 
-# what is measured beside training
+# what is measured alongside training
 
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, bool]]:
-    """How many different held-out prompts were asked, how often in all, and whether it was the reference, in order."""
+    """For each call in order: distinct held-out prompts, answers in all, and whether the reference was asked."""
     found: list[tuple[int, int, bool]] = []
     original = Setting.held_out
 
@@ -315,7 +315,7 @@ def test_an_evaluation_of_grpo_asks_so_many_problems_so_often(
 def test_an_evaluation_of_rlhf_asks_so_many_prompts_and_best_of_n_so_many_of_the_reference(
     asked: list[tuple[int, int, bool]], workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At first, at the end, and the samples that are kept."""
+    """At the start, at the end, and for the samples that are kept."""
     held_out = HeldOutConfig(eval_prompts=4, report_samples=2, best_of=3, best_of_prompts=2)
     run(of_rlhf(held_out=held_out), workspace, monkeypatch, evaluated)
     assert asked == [(4, 4, False), (4, 8, False), (4, 8, True), (2, 6, True), (4, 4, True), (4, 4, False)]
@@ -332,7 +332,7 @@ def test_an_update_also_learns_from_rows_of_what_was_known_before(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """As many as are asked for, weighed as is asked for: the mean loss of the policy itself on them."""
+    """As many rows, and with the weight, as asked for: the policy's own mean loss on them."""
 
     def look(given: Handed) -> Any:
         _, batch = filled(given)
@@ -354,7 +354,7 @@ def test_an_update_also_learns_from_rows_of_what_was_known_before(
     assert (rows, coefficient) == (3, 0.4) and loss == pytest.approx(expected, rel=1e-4)
     assert of(0) == (None, None)
     assert "rehearsal disabled" not in capsys.readouterr().err
-    assert of(10_000) == (None, None)  # few dialogues of one's own end no run
+    assert of(10_000) == (None, None)  # too few user dialogues do not end the run
     assert "rehearsal disabled: data/dialogues: too few tokens" in capsys.readouterr().err
     with pytest.raises(ValueError, match="expected rehearsal_rows >= 0, rehearsal_coef >= 0"):
         of(-1)
@@ -413,7 +413,7 @@ def test_advantages_returns_and_the_next_beta_have_the_constants_of_the_block(
 
 
 def test_the_loss_of_ppo_has_the_constants_of_the_block(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A ratio of 2 is held at 1 + clip, a value that left 0 for 1 at value_clip; the return is 2."""
+    """A ratio of 2 is clipped to 1 + clip, and a value that moved from 0 to 1 to value_clip; the return is 2."""
 
     def look(given: Handed) -> Any:
         _, batch = filled(given)
@@ -444,5 +444,5 @@ def test_alarms_ring_at_four_times_the_divergence_that_is_wanted(
 
 @pytest.mark.parametrize("name", ["policy/clipfrac_avg", "clip_ratio/region_mean"])
 def test_an_alarm_rings_where_three_tenths_of_the_tokens_are_clipped(name: str) -> None:
-    """Under the name that PPO logs, and under that of the methods with groups."""
+    """Under the name that PPO logs, and the one that the group methods log."""
     assert alarms_of([{"step": 1, name: 0.29}, {"step": 2, name: 0.31}]) == {f"{name} is above 0.3": 2}

@@ -19,7 +19,7 @@ COUNT = 120
 
 
 def made_up(sources: list[tuple[Problem, str]]) -> Iterator[float | None]:
-    """Stands in for the sandbox: the reference passes all, what does not parse nothing, the rest fifths by hash."""
+    """Stands in for the sandbox: the reference passes all tests, unparsable code none, and the rest fifths by hash."""
     for problem, content in sources:
         lines = programs.unfenced(content).splitlines()
         source = "\n".join(line for line in lines if not line.startswith(('    """', "    # ")))  # whatever its style
@@ -91,7 +91,7 @@ def test_length_alone_ranks_nothing(some: list[Pair]) -> None:
         pairs = [pair for pair in some if pair.kind == kind]
         assert abs(chosen_is_longer(pairs) - 0.5) <= 0.03, kind
     assert abs(chosen_is_longer(some) - 0.5) <= 0.03
-    noisy = [chosen_is_longer(flip(some, 0.2, seed)) for seed in range(20)]  # one alone is off by 0.045 by chance
+    noisy = [chosen_is_longer(flip(some, 0.2, seed)) for seed in range(20)]  # a single one can be off by 0.045
     assert abs(sum(noisy) / len(noisy) - 0.5) <= 0.03
 
 
@@ -123,7 +123,7 @@ def test_code_scores_by_hand() -> None:
     block = programs.fenced("def solve(x):\n    return x")
     assert code_gold(block, 0.5) == pytest.approx(0.25)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # what the parser thinks of an answer's numbers is not for the console
+        warnings.simplefilter("error")  # the parser's warnings about an answer must not reach the console
         assert code_gold("```python\nx = 1if True else 0\n```", 1.0) == pytest.approx(0.5)
     assert code_gold(programs.fenced('def solve(x):\n    """Keep it."""\n    return x'), 1.0) == 1.0
     assert code_gold(programs.fenced("def solve(x:"), 0.0) == 0.0
@@ -170,7 +170,7 @@ def test_of_candidates_there_is_at_most_one_pair_of_either_direction() -> None:
         assert sorted(length(p.chosen[0]) > length(p.rejected[0]) for p in found) == [False, True]
     close = [ScoredAnswer(assistant("x"), 0.5), ScoredAnswer(assistant("xx"), 0.59)]
     assert list(preferences._pairs_of("i", "code", [], close, Random(0), {})) == []
-    exact = [ScoredAnswer(assistant("x"), 0.7), ScoredAnswer(assistant("xx"), 0.8)]  # 0.8 - 0.7 is 0.1 less a rounding
+    exact = [ScoredAnswer(assistant("x"), 0.7), ScoredAnswer(assistant("xx"), 0.8)]  # 0.8 - 0.7 rounds to below 0.1
     assert len(list(preferences._pairs_of("i", "code", [], exact, Random(0), {}))) == 1
 
 

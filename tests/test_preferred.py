@@ -1,4 +1,4 @@
-"""The chance of an answer to be preferred to the reference's own, by hand."""
+"""The chance that an answer is preferred to the reference's own, worked out by hand."""
 
 import math
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ def test_the_chance_is_the_mean_over_the_reference_s_answers() -> None:
 
 
 def asked(offsets: dict[str, float]) -> tuple[Preferred, list[tuple[str, int]]]:
-    """Rewards are the first id of an answer in tenths, and an offset of its prompt."""
+    """An answer's reward is its first id in tenths plus an offset for its prompt."""
 
     def rewards(given: Sequence[Answer]) -> np.ndarray:
         return np.array([one.ids[0] / 10 + offsets[one.prompt.id] for one in given], dtype=np.float32)

@@ -34,7 +34,7 @@ TEXT = list(range(100))
 
 
 def cache_of(*held: int) -> KVCache:
-    """Rows that hold so many positions, each row's of its own number."""
+    """A cache whose rows hold this many positions, each filled with the row's number."""
     cache = KVCache(CONFIG, len(held), dtype=torch.float32, device=CPU)
     cache.reserve(128)
     for tensor in cache.keys + cache.values:
@@ -52,9 +52,9 @@ def test_the_free_row_that_begins_alike_is_taken_else_the_one_that_is_idle_longe
     assert take_row(slots, cache := cache_of(30, 50, 50), TEXT, "") == (1, 50)
     assert cache.own == [30, 50, 50]
     assert take_row(slots, cache := cache_of(30, 50, 50), TEXT[:40], "") == (1, 39)  # the last token is always read
-    assert cache.own == [30, 39, 50]  # what lies behind is forgotten
+    assert cache.own == [30, 39, 50]  # what follows it is forgotten
     assert take_row(slots, cache_of(30, 50, 50), [5, *TEXT], "") == (2, 0)
-    assert take_row(slots, cache_of(30, 50, 50), [*TEXT[: SHARED - 1], 63, 63], "") == (2, 0)  # too little to count
+    assert take_row(slots, cache_of(30, 50, 50), [*TEXT[: SHARED - 1], 63, 63], "") == (2, 0)  # too short to be reused
     assert take_row(slots, cache_of(30, 50, 50), [*TEXT[:SHARED], 63, 63], "")[1] == SHARED
 
 

@@ -52,7 +52,7 @@ def test_the_tokenizer_that_is_saved_gives_the_same_ids_in_transformers(family: 
     model, tokenizer = taken_in(tmp_path / "base")
     checkpoint.save(tmp_path / "saved", model, tokenizer, {})
     theirs, text = transformers.AutoTokenizer.from_pretrained(tmp_path / "saved"), probes.long_text()[:20_000]
-    assert theirs(text)["input_ids"] == tokenizer.encode(text)  # no begin of text of LLaMA's, no NFC of Qwen's
+    assert theirs(text)["input_ids"] == tokenizer.encode(text)  # without LLaMA's begin of text and Qwen's NFC
     assert theirs.decode(tokenizer.encode(text)) == text
     for messages, tools in probes.CONVERSATIONS:
         options: dict[str, Any] = {"tools": tools or None, "add_generation_prompt": True}
@@ -108,7 +108,7 @@ def test_configurations_of_transformers_4_and_5_and_half_precision_shards_give_o
 def test_a_stored_copy_of_a_tied_head_is_dropped_and_one_that_differs_refused(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
-    checkpoints.write(tmp_path, "llama-tied")  # grows: 512 rows, 515 ids
+    checkpoints.write(tmp_path, "llama-tied")  # has to grow: 512 rows, 515 ids
     model, _ = taken_in(tmp_path)
     state = load_file(tmp_path / "model.safetensors")
     state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
@@ -166,7 +166,7 @@ def test_gguf_names_the_split_of_the_checkpoints_tokenizer_or_says_that_it_canno
     assert gguf.vocabulary(threes.serialized, 576).split == "llama-bpe"
     state = json.loads(threes.serialized)
     state["model"]["ignore_merges"] = (
-        False  # llama.cpp takes whole words for tokens under that name, whatever the file says
+        False  # under that name, llama.cpp treats whole words as tokens, whatever the file says
     )
     with pytest.raises(ModelError, match=r"split pattern that llama\.cpp has a name for.*ignore_merges False"):
         gguf.vocabulary(json.dumps(state), 576)

@@ -1,4 +1,4 @@
-"""Worker processes in order, workers that die, launchers, parallel stages."""
+"""Worker processes: results in order, workers that die, launchers, parallel stages."""
 
 import os
 import select
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def square(number: int) -> int:
-    """The earlier, the more work: results arrive out of order."""
+    """Earlier numbers take more work, so results arrive out of order."""
     assert sum(range((20 - number) * 20_000)) >= 0
     return number * number
 
@@ -94,7 +94,7 @@ def test_a_child_dies_with_its_parent() -> None:
         parent.kill()
         readable, _, _ = select.select([parent.stdout], [], [], 20)
         assert readable, "the child lives on"
-        assert parent.stdout.read() == b""  # the end of the pipe: nobody holds it any more
+        assert parent.stdout.read() == b""  # end of file: nobody holds the pipe open any more
 
 
 def test_a_parent_that_is_gone_already_ends_the_child_at_once() -> None:
@@ -171,7 +171,7 @@ def test_another_launch_is_refused_with_the_files_that_exist(
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp2", "deepspeed"])
 def test_our_files_are_what_accelerates_own_class_and_launcher_read(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the variables that its launcher makes of them are those that ours makes."""
+    """And its launcher derives the same variables from them as ours."""
     from accelerate.commands import launch as theirs
     from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
     from accelerate.utils.launch import prepare_multi_gpu_env
@@ -191,7 +191,7 @@ def test_our_files_are_what_accelerates_own_class_and_launcher_read(name: str, m
     )
     started: list[Any] = []
     monkeypatch.setattr(theirs, "launch_command", started.append)
-    with monkeypatch.context() as patch:  # run_workers sets variables
+    with monkeypatch.context() as patch:  # run_workers sets environment variables
         patch.setattr(os, "environ", dict(os.environ))
         assert processes.run_workers(plan, "stages.language", ["language.steps=3"]) == 0
     args, _, _ = theirs._validate_launch_command(started[0])

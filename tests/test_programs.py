@@ -1,4 +1,4 @@
-"""Generated problems: answers pass, neighbors fail, splits are apart, bytes are the same everywhere."""
+"""Generated problems: answers pass, neighbors fail, splits are disjoint, bytes are the same everywhere."""
 
 import ast
 import hashlib
@@ -38,7 +38,7 @@ def execute(source: str, name: str) -> Any:
 
 
 def share_passed(source: str, problem: Problem) -> float:
-    """The share of tests that a source passes: the slow and obvious judge."""
+    """The share of tests that a source passes, by a slow and obvious judge."""
     try:
         answer = execute(source, problem.entry_point)
     except SyntaxError:
@@ -67,7 +67,7 @@ def test_neighbors_that_differ_fail_a_test() -> None:
         if program.second is not None:
             continue
         probe = [(value,) for value in operations.probes(program.takes)]
-        # Not the neighbors that the tests were made against: other ones, drawn anew.
+        # These neighbors are newly drawn, not those that the tests were made against.
         for wrong in islice(chains.neighbors(program, Draw("other", problem.id)), 16):
             if any(repr(wrong.run(one)) != repr(program.run(one)) for one in probe):
                 missed = share_passed(wrong.source(problem.entry_point), problem) == 1.0

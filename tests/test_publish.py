@@ -34,11 +34,11 @@ LARGE = ("gguf/a.gguf", "gguf/b.gguf", "model.safetensors")
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
-    """A hub that knows TOKEN."""
+    """A hub that accepts TOKEN."""
     server = HubServer()
     server.tokens = {TOKEN: "write"}
     monkeypatch.delenv("HF_HUB_DISABLE_XET", raising=False)
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", False)  # as it is where nobody says anything
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", False)  # the default
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     yield server
     server.released.set()
@@ -78,7 +78,7 @@ def folder(tmp_path: Path, tiny_model: Transformer, byte_tokenizer: Tokenizer) -
 
 
 def evaluated(root: Path, weights: str) -> None:
-    """metrics/eval/tools.json as stage_evaluate writes it, of these weights."""
+    """metrics/eval/tools.json as stage_evaluate writes it for these weights."""
     easy = {"n": 40, "pass_at_1": 0.925, "pass_at_1_low": 0.85, "pass_at_1_high": 0.975}
     humaneval = {"kind": "humaneval", "pass_at_1_greedy": 0.01, "pass_at_1_greedy_low": 0.0, "n": 164}
     numbers = {
@@ -95,7 +95,7 @@ def evaluated(root: Path, weights: str) -> None:
 
 @pytest.fixture
 def run(hub: HubServer, folder: Path, capsys: pytest.CaptureFixture[str]) -> Run:
-    """The command on `folder`: its exit code, stdout and stderr. The token never stands in them."""
+    """Run the command on `folder`; its exit code, stdout and stderr. The token never appears in them."""
 
     def run(*options: str, to: str = REPO, endpoint: str = hub.url) -> SimpleNamespace:
         capsys.readouterr()
@@ -127,7 +127,7 @@ def test_what_is_published_loads_and_answers_like_the_model(
     assert hub.files[REPO].keys() == names | {".gitattributes"}
     api = HfApi(endpoint=hub.url, token=TOKEN)
     fetched = Path(api.snapshot_download(REPO, local_dir=tmp_path / "fetched"))
-    model, tokenizer = huggingface.load(fetched)  # which checks SHA256SUMS, the new card's too
+    model, tokenizer = huggingface.load(fetched)  # which checks SHA256SUMS, including the new card
     ids = tokenizer.encode("def add(left, right):")
     assert isinstance(model, Transformer)
     assert smoke.compare(tiny_model, smoke.Ours(model), ids).max_difference == 0
@@ -163,13 +163,13 @@ def test_the_card_holds_metadata_results_and_lineage_that_the_hub_reads(run: Run
 
 
 def test_killed_amid_a_file_it_sends_only_the_rest(hub: HubServer, folder: Path, tmp_path: Path) -> None:
-    """A process is killed while its second large file is on its way."""
+    """A process is killed while it uploads its second large file."""
     hub.put_faults = {2: "hold"}
     command = [sys.executable, "-m", "pipeline.tools.publish", str(folder), "--to", REPO, "--endpoint", hub.url]
     first = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"HF_TOKEN": TOKEN}, stderr=subprocess.DEVNULL)
     assert hub.holding.wait(60)
     deadline = time.monotonic() + 60
-    while len(hub.objects) < 2 and time.monotonic() < deadline:  # the others go beside it
+    while len(hub.objects) < 2 and time.monotonic() < deadline:  # the others are uploaded in parallel
         time.sleep(0.01)
     first.kill()
     first.wait()
@@ -314,7 +314,7 @@ def test_a_commit_by_another_in_between_is_not_overwritten(run: Run, hub: HubSer
 
 
 def test_a_hub_that_keeps_other_bytes_is_noticed(run: Run, hub: HubServer, folder: Path) -> None:
-    """The commit succeeds, and a file is not what was sent."""
+    """The commit succeeds, but one file is not what was sent."""
 
     def spoil() -> None:
         hub.objects[sha((folder / "gguf/a.gguf").read_bytes())] = b"GGUF of another"
@@ -404,7 +404,7 @@ def test_a_model_that_was_not_measured_says_so(run: Run, hub: HubServer, folder:
 
 
 def test_the_base_is_named_only_while_the_lineage_leads_to_it(run: Run, hub: HubServer, folder: Path) -> None:
-    (folder.parent / "base/config.json").write_text("{}")  # another base by now
+    (folder.parent / "base/config.json").write_text("{}")  # the base has changed since
     assert run().code == 0
     assert "base_model" not in ModelCard(hub.files[REPO]["README.md"].decode()).data.to_dict()
 
@@ -416,7 +416,7 @@ def test_the_token_travels_in_the_header_alone(run: Run, hub: HubServer) -> None
 
 
 def test_snapshots_are_fetched_without_our_code(run: Run, hub: HubServer, tmp_path: Path) -> None:
-    """The same repository by huggingface_hub's plain function, as a person who has no Stagecoach fetches it."""
+    """The same repository, fetched with huggingface_hub alone as by somebody without Stagecoach."""
     assert run().code == 0
     fetched = snapshot_download(REPO, endpoint=hub.url, token=TOKEN, local_dir=tmp_path / "plain")
     sums = subprocess.run(["sha256sum", "--check", "--quiet", "SHA256SUMS"], cwd=fetched, capture_output=True)

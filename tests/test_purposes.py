@@ -1,4 +1,4 @@
-"""Each model is measured by the suites that its work asks for, and no comparison of the report loses a side by it."""
+"""Each model is measured by the suites that its purpose calls for, so every comparison in the report has both sides."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -58,7 +58,7 @@ def test_every_suite_can_be_asked_for(plan: Any) -> None:
 
 def test_a_chat_model_is_not_measured_by_what_it_left_behind(plan: Any) -> None:
     for model in CHAT:
-        assert set(plan(model)) >= {"code", "problems", "tools"}  # what models are compared by
+        assert set(plan(model)) >= {"code", "problems", "tools"}  # the suites that compare models
         assert not set(plan(model)) & {"stories", "stories_held_out", "drills", "transcripts", "facts"}
     assert "stories sampled" in plan("language") and "problems" not in plan("language")
 

@@ -22,7 +22,7 @@ def test_levels_and_scales_by_hand() -> None:
     assert levels[0].tolist() == [127, -64, 0] and float(scales[0]) == 1.0
     assert levels[1].tolist() == [0, 0, 0]
     assert float(scales[2]) == pytest.approx(0.02)
-    assert levels[2].tolist() == [-127, 64, 1]  # 63.5 to even
+    assert levels[2].tolist() == [-127, 64, 1]  # 63.5 rounds to even
 
 
 def test_no_weight_is_further_from_its_level_than_half_a_step() -> None:
@@ -36,8 +36,8 @@ def test_no_weight_is_further_from_its_level_than_half_a_step() -> None:
 @pytest.mark.parametrize("rows", [1, 2, 5, NARROW])
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_product_of_few_rows_is_that_of_the_dequantized_weights_and_the_digits(rows: int, bias: bool) -> None:
-    """Against the digits' own sum, worked out in float64; and against the activations', from which a digit is half a
-    step away.
+    """Against the product with the digits in float64, and against that with the activations, which digits miss by at
+    most half a step.
     """
     layer, x = drawn(rows, bias)
     small = Int8Linear(layer)
@@ -48,7 +48,7 @@ def test_a_product_of_few_rows_is_that_of_the_dequantized_weights_and_the_digits
     held = peak / 63 * (coarse + fine / 126)
     exact = held @ (small.levels.double() * small.scales.double()[:, None]).T  # (rows, 80)
     exact += layer.bias.double() if bias else 0
-    torch.testing.assert_close(small(x).double(), exact, atol=2e-3, rtol=1e-5)  # float32 may round a digit otherwise
+    torch.testing.assert_close(small(x).double(), exact, atol=2e-3, rtol=1e-5)  # float32 may round a digit differently
     weights = (small.levels.double() * small.scales.double()[:, None]).abs().sum(1)  # (80,)
     whole = x.double() @ (small.levels.double() * small.scales.double()[:, None]).T
     whole += layer.bias.double() if bias else 0
@@ -64,13 +64,13 @@ def test_a_product_of_many_rows_is_that_of_the_dequantized_weights_to_bf16(rows:
     exact = x.bfloat16().double() @ (small.levels.double() * small.scales.double()[:, None]).T  # (rows, 80)
     exact += layer.bias.double() if bias else 0
     assert found.shape == exact.shape and found.dtype == x.dtype
-    # sums of 96 of deviation 10; bf16 has 8 bits
+    # sums of 96 terms have a deviation of 10; bf16 has 8 bits
     torch.testing.assert_close(found.double(), exact, atol=0.03, rtol=2**-8)
     torch.testing.assert_close(small(x[None])[0], found, atol=0.03, rtol=2**-7)
 
 
 def drawn(rows: int, bias: bool) -> tuple[Linear, torch.Tensor]:
-    """A layer and its input, of random numbers."""
+    """A layer and its input, both random."""
     generator = torch.Generator().manual_seed(rows)
     layer = Linear(96, 80, bias)
     nn.init.normal_(layer.weight, generator=generator)
@@ -80,7 +80,7 @@ def drawn(rows: int, bias: bool) -> tuple[Linear, torch.Tensor]:
 
 
 def test_a_row_is_multiplied_alike_whoever_its_neighbors_are() -> None:
-    """To the bit: sums of whole numbers have no order, and no row's digits depend on another row."""
+    """To the bit, since integer sums do not depend on order, and no row's digits on another row."""
     layer, x = drawn(NARROW, bias=True)
     x *= torch.logspace(-6, 6, NARROW)[:, None]
     small = Int8Linear(layer)
@@ -108,7 +108,7 @@ def test_what_is_no_number_stays_in_its_row_and_the_engine_of_quantized_products
 
 
 def test_the_largest_weights_and_activations_do_not_overflow() -> None:
-    """2D times 127 twice is what 16 bits hold: a CPU without VNNI adds two products there."""
+    """16 bits hold two products of 2D and 127, which a CPU without VNNI adds in 16 bits."""
     assert 2 * (2 * DIGITS) * LEVELS < 2**15
     layer = Linear(512, 3)
     with torch.no_grad():
@@ -122,11 +122,11 @@ def test_the_largest_weights_and_activations_do_not_overflow() -> None:
 
 @pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES)
 def test_a_quantized_model_is_the_model_with_rounded_weights(config: ModelConfig) -> None:
-    """Against a float32 model that holds the dequantized weights: what differs is the rounding of activations."""
+    """Against a float32 model that holds the dequantized weights: only the rounding of activations differs."""
     model = made(config)
     small = inference.quantize(model)
-    assert not [layer for layer in small.modules() if isinstance(layer, nn.Linear)]  # the head with them
-    assert torch.equal(small.model.embed_tokens.weight, model.model.embed_tokens.weight)  # looked up as it was
+    assert not [layer for layer in small.modules() if isinstance(layer, nn.Linear)]  # not even the head
+    assert torch.equal(small.model.embed_tokens.weight, model.model.embed_tokens.weight)  # the lookup is unchanged
     oracle = Transformer(replace(config, tied=False)).train(False)
     head = model.model.embed_tokens.weight if config.tied else model.lm_head.weight
     oracle.load_state_dict(model.state_dict() | {"lm_head.weight": head})
@@ -142,7 +142,7 @@ def test_a_quantized_model_is_the_model_with_rounded_weights(config: ModelConfig
 
 
 def test_a_model_in_int8_is_within_the_bounds_on_the_probe(byte_tokenizer: Tokenizer, tiny_model: Transformer) -> None:
-    """log p within 0.15, perplexity within 0.5%, of a model that is not sharper than a trained one."""
+    """log p within 0.15, perplexity within 0.5%, for a model that is no sharper than a trained one."""
     with torch.no_grad():
         for parameter in tiny_model.parameters():
             if parameter.ndim > 1:
@@ -159,7 +159,7 @@ def test_it_decodes(tiny_model: Transformer) -> None:
     answers = [generate(m, [ids], Sampling(40), stop=(), seeds=[0])[0] for m in (tiny_model, small)]
     with torch.no_grad():
         whole = tiny_model(torch.tensor([ids + answers[1].ids]))[0].log_softmax(-1)
-    for place, token in enumerate(answers[1].ids):  # nearly the most likely one everywhere
+    for place, token in enumerate(answers[1].ids):  # each is nearly the most likely token
         assert float(whole[19 + place, token]) > float(whole[19 + place].max()) - 0.3
 
 

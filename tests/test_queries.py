@@ -1,4 +1,4 @@
-"""The requests for SQL: each statement says what its request asks, and runs in SQLite."""
+"""Requests for SQL: each statement does what its request asks, and runs in SQLite."""
 
 import sqlite3
 

@@ -53,7 +53,7 @@ def test_the_gradient_norm_is_over_all_weights_and_clips_only_above_a_limit(alon
 def test_a_device_without_foreach_kernels_is_never_asked_for_them(
     alone: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As Apple's GPU, of which torch says so; there clipping raised at the first step."""
+    """Apple's GPU has none, according to torch; clipping used to raise there at the first step."""
     assert not processes._device_has_foreach_support(torch.device("mps"))
     model = nn.Linear(2, 1)
     found = []
@@ -135,7 +135,7 @@ except ConfigError as error:
 
 
 def test_passes_are_dealt_so_that_a_model_that_is_cut_never_waits(alone: Ranks) -> None:
-    """Five batches for three ranks: the last round has two; the third rank makes a pass that does not count, if it
+    """Five batches for three ranks: the last round has two, so the third rank makes a pass that does not count, if it
     must.
     """
     alone.world = 3

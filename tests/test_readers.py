@@ -1,4 +1,4 @@
-"""Own files: formats, encodings, books that add up, and the promise that nothing but DataError is raised."""
+"""User files: formats, encodings, counts that add up, and the promise that nothing but DataError is raised."""
 
 import csv
 import io
@@ -119,7 +119,7 @@ def test_damaged_parquet_is_one_rejected_row(own: Path) -> None:
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.txt"])
 def test_unicode_files_are_known_by_their_mark(own: Path, encoding: str, name: str) -> None:
     mark = "\ufeff" if encoding == "utf-16-be" else ""
-    word = "naïve \u010a\u0a0a 𝄞"  # two letters with the byte of a line feed in UTF-16
+    word = "naïve \u010a\u0a0a 𝄞"  # two letters contain a line-feed byte in UTF-16
     content = {
         "a.jsonl": f'{{"text": "{word}"}}\r\n',
         "a.json": f'[{{"text": "{word}"}}]',
@@ -247,7 +247,7 @@ def test_accepted_and_duplicates_and_rejected_are_all_rows(lines: list[str], kin
         path.write_text("\n".join(lines), encoding="utf-8", errors="surrogatepass")
         num_rows = sum(bool(line.strip()) for line in lines)
         with Intake(Path(folder) / "r.jsonl", 1.0, "test") as books:
-            books.num_accepted = 1  # so that leaving does not complain of nothing
+            books.num_accepted = 1  # so that leaving does not complain of an empty file
             source = own_files.Source(path=path, name="a.jsonl", group="a.jsonl", is_table=True, split=None)
             records = list(own_files._read(source, kind, books))
         assert books.num_rows - 1 == num_rows

@@ -1,4 +1,4 @@
-"""The frozen copy that a policy is compared with: how it is lent, kept off the device, and let go."""
+"""The frozen copy that a policy is compared with: how it is lent, kept off the device, and released."""
 
 import pytest
 import torch

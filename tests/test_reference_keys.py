@@ -1,5 +1,5 @@
-"""pipeline/tools/reference.py: docs/reference.md is up to date, whole, and says what each key means
-(tests/test_reference.py: the frozen policy).
+"""pipeline/tools/reference.py: docs/reference.md is up to date, complete, and says what each key means
+(tests/test_reference.py is about the frozen policy).
 """
 
 import re
@@ -32,7 +32,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Params:
-    """A stage's."""
+    """A stage's parameters."""
 
     steps: int | None = None
     """how long"""
@@ -52,7 +52,7 @@ class Longer(Params):
 
 @dataclass(frozen=True, kw_only=True)
 class Silent(Params):
-    """One field that says nothing."""
+    """One field without a docstring."""
 
     depth: int = 2
 
@@ -67,12 +67,12 @@ class Reader:
 
 @pytest.fixture(scope="module")
 def text() -> str:
-    """What the generator makes of the repository."""
+    """What the generator writes about the repository."""
     return document(ROOT)
 
 
 def sections(text: str) -> dict[str, str]:
-    """heading -> what stands below it; "" is the head."""
+    """heading -> the text below it; "" is the introduction."""
     first, *rest = re.split(r"^## ", text, flags=re.MULTILINE)
     return {"": first} | dict(part.split("\n", 1) for part in rest)
 
@@ -224,7 +224,7 @@ def test_every_link_of_the_contents_leads_to_a_heading(text: str) -> None:
 def test_the_sizes_are_those_that_the_model_files_say(text: str) -> None:
     for path in (ROOT / "conf" / "model").glob("*.yaml"):
         said = re.search(r"(\d[\d,]+) parameters", path.read_text(encoding="utf-8").splitlines()[0])
-        if said is not None:  # the others round it
+        if said is not None:  # the other files round it
             assert f"| `{path.stem}` |" in text
             assert re.search(rf"^\| `{path.stem}` \|.*\| {said[1]} \|$", text, flags=re.MULTILINE), path
 

@@ -1,4 +1,4 @@
-"""Input of the wrong kind is one line that names it and exit code 2, not a traceback."""
+"""Input of the wrong kind gives one line that names it and exit code 2, not a traceback."""
 
 import shutil
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Verdicts that are remembered: the same ones, from fewer programs that are run."""
+"""Remembered verdicts: the same as without, but from running fewer programs."""
 
 import pytest
 
@@ -18,7 +18,7 @@ SOURCES = {
 
 
 class Counting:
-    """What a judge's pool is given."""
+    """Records what a judge's pool is given."""
 
     def __init__(self, judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
         self.sources: list[str] = []
@@ -26,7 +26,7 @@ class Counting:
         monkeypatch.setattr(judge.pool, "run", lambda task: (self.sources.append(task.source), original(task))[1])
 
     def names(self) -> list[str]:
-        """Of the sources given since the last call."""
+        """The names of the sources given since the last call."""
         named = {source: name for name, source in SOURCES.items()}
         found, self.sources = sorted(named[source] for source in self.sources), []
         return found
@@ -71,7 +71,7 @@ def test_as_many_verdicts_are_remembered_as_memory_is_meant_for(monkeypatch: pyt
         counting = Counting(remembering, monkeypatch)
         for names, run in (
             (["passed", "wrong"], ["passed", "wrong"]),
-            (["passed", "error"], ["error"]),  # `wrong` was asked for longest ago
+            (["passed", "error"], ["error"]),  # `wrong` was least recently used
             (["passed", "error"], []),
             (["wrong"], ["wrong"]),
         ):

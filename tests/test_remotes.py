@@ -1,7 +1,7 @@
-"""Two clones and a remote between them: what a push carries over, and that nothing trains where it is pulled.
+"""Two clones and a remote between them: what a push carries over, and that nothing trains after a pull.
 
-These are the commands of docs/sharing.md. The remote is a folder, or an S3-compatible server on this machine's own
-address (`rclone serve s3`; a real bucket's permissions, regions and speed are not tried).
+These are the commands of docs/sharing.md. The remote is a folder or an S3-compatible server on this machine
+(`rclone serve s3`; a real bucket's permissions, regions and speed are not tested).
 """
 
 import hashlib
@@ -33,7 +33,7 @@ def maker(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     repository.git("clone", "-q", "--bare", ".", "../origin.git")
     repository.git("remote", "add", "origin", "../origin.git")
     yield repository
-    shutil.rmtree(tmp_path)  # half a gigabyte a test, of which pytest would keep three runs
+    shutil.rmtree(tmp_path)  # half a gigabyte per test; pytest would keep those of three runs
 
 
 def test_a_teammate_gets_every_result_through_a_folder_and_runs_nothing(maker: Repository) -> None:
@@ -91,7 +91,7 @@ def test_an_experiment_comes_over_with_its_files_and_runs_nothing(maker: Reposit
 
 
 def test_what_is_marked_private_stays_and_the_rest_runs_nothing_with_allow_missing(maker: Repository) -> None:
-    """Without the flag DVC makes the missing corpus anew, from the teammate's machine, and trains everything on it."""
+    """Without the flag, DVC rebuilds the missing corpus from the teammate's machine and trains everything on it."""
     maker.edit(
         "dvc.yaml",
         "      - data/raw/code\n      - data/raw/text\n      - metrics/corpus.json",
@@ -121,7 +121,7 @@ def test_what_is_marked_private_stays_and_the_rest_runs_nothing_with_allow_missi
 
 
 def share_folder(maker: Repository) -> Path:
-    """Point the remote that the repository comes with at a folder; an absolute path, as experiments want."""
+    """Point the repository's default remote at a folder, by its absolute path, which experiments need."""
     store = maker.folder.parent / "store"
     maker.dvc("remote", "modify", "store", "url", str(store))
     publish(maker, "a folder as remote")
@@ -141,7 +141,7 @@ def clone_of(maker: Repository) -> Repository:
 
 
 def assert_untrained_and_equal(teammate: Repository, maker: Repository) -> None:
-    """No stage began a run; all results and what `dvc metrics show` says of them are the maker's; all is up to date."""
+    """No stage has run, all is up to date, and all results and the output of `dvc metrics show` are the maker's."""
     assert not (teammate.folder / ".work").exists()
     assert teammate.changed() == set()
     assert teammate.git("status", "--porcelain") == ""
@@ -164,7 +164,7 @@ def results(repository: Repository) -> dict[str, str]:
 
 
 def files_of(repository: Repository) -> dict[str, int]:
-    """Every file with its size, but for git's own and DVC's locks."""
+    """Every file with its size, except those in .git and .dvc/tmp."""
     return {
         name: path.stat().st_size
         for path in repository.folder.rglob("*")
@@ -173,7 +173,7 @@ def files_of(repository: Repository) -> dict[str, int]:
 
 
 def objects(repository: Repository, outs: tuple[str, ...]) -> set[str]:
-    """Names in the cache of what these folders hold: their listings (`.dir`) and each file."""
+    """Names of these folders' contents in the cache: their listings (`.dir`) and each file."""
     lock = YAML(typ="safe").load(repository.folder / "dvc.lock")
     listings = [out["md5"] for stage in lock["stages"].values() for out in stage["outs"] if out["path"] in outs]
     assert len(listings) == len(outs)
@@ -185,7 +185,7 @@ def objects(repository: Repository, outs: tuple[str, ...]) -> set[str]:
 
 @contextmanager
 def s3_server(folder: Path) -> Iterator[str]:
-    """The address of an S3-compatible server with an empty bucket `bucket`, which wants `KEYS`."""
+    """The address of an S3-compatible server with an empty bucket `bucket`, which requires `KEYS`."""
     assert RCLONE is not None
     (folder / "bucket").mkdir(parents=True)
     pair = f"{KEYS['AWS_ACCESS_KEY_ID']},{KEYS['AWS_SECRET_ACCESS_KEY']}"

@@ -17,7 +17,7 @@ from tests.results import metrics_folder as metrics_folder
 
 
 def job_in(folder: Path) -> Any:
-    """What the stage uses of its job."""
+    """The part of its job that the stage uses."""
     return SimpleNamespace(tracker=Tracker("report", folder, {}, {}, quiet=True))
 
 

@@ -50,7 +50,7 @@ def test_every_stage_stands_right_of_what_it_was_made_from() -> None:
     assert all(depth[parent] < depth[name] for name, before in parents.items() for parent in before)
     assert sorted(name for level in levels for name in level if ">" not in name) == sorted(parents)
     between = [name for level in levels for name in level if name.startswith("tasks>tools@")]
-    assert len(between) == depth["tools"] - depth["tasks"] - 1 > 0  # a place of its own in each column that it passes
+    assert len(between) == depth["tools"] - depth["tasks"] - 1 > 0  # one place in each column that the edge passes
 
 
 def test_no_box_covers_another_and_no_edge_goes_through_one() -> None:

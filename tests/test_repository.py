@@ -1,4 +1,4 @@
-"""Repositories of the user: what is read of them, module names, the graph and the order of imports."""
+"""The user's repositories: what is read from them, module names, and the graph and order of imports."""
 
 import ast
 import os
@@ -182,7 +182,7 @@ def test_imports_stand_before_their_users() -> None:
 
 
 def test_a_cycle_is_broken_by_what_runs_at_import() -> None:
-    """`a` needs `b` at once, `b` needs `a` only when it is called: so `b` stands first."""
+    """`a` needs `b` at import, `b` needs `a` only when called, so `b` comes first."""
     files = {"a.py": "import b\n", "b.py": "def f():\n    import a\n", "c.py": "import a\n"}
     assert order_of(files) == ["b.py", "a.py", "c.py"]
     both = {"a.py": "import b\n", "b.py": "import a\n"}

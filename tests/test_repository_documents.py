@@ -1,4 +1,4 @@
-"""A repository's files as documents: parts, context by hand-worked examples, splits, and the way to token shards."""
+"""A repository's files as documents: parts, context worked out by hand in examples, splits, and token shards."""
 
 import itertools
 import json
@@ -98,9 +98,9 @@ def test_with_little_room_the_names_that_the_part_uses_come_first_as_outlines() 
 
 
 def test_training_reads_first_what_a_part_uses_and_a_held_out_part_what_was_not_used_before_it() -> None:
-    """The last part of cart.py uses stock.count, and a part before it of_euros."""
+    """The last part of cart.py uses stock.count, and an earlier part uses of_euros."""
     files = contexts_of(SHAPES, 150)["shop/cart.py#3"][1].files
-    assert dict(files)["shop/stock.py"] == "def count(item):\n"  # of both names the one that is used
+    assert dict(files)["shop/stock.py"] == "def count(item):\n"  # of the two names, only the one that is used
     _, context = contexts_of(SHAPES, 150, held_out=("shop/cart.py",))["shop/cart.py#3"]
     assert dict(context.files) == {"shop/stock.py": "LIMIT = 9\ndef count(item):\n"}  # of_euros was used before
     assert context.names == ("stock.count",)

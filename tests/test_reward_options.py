@@ -23,9 +23,9 @@ from tests.workspace import Workspace
 
 
 def trained(workspace: Workspace, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Handed:
-    """What stage reward hands to `fit`; seen are the sandboxes that it asked for.
+    """What stage reward hands to `fit`; `seen` holds the sandboxes that it asked for.
 
-    Its head gets an opinion there, as training would give it one.
+    Its head gets random weights there in place of training.
     """
 
     def opinion(given: Handed) -> list[SandboxConfig]:
@@ -65,7 +65,7 @@ def unlike(number: int) -> Encoded:
 
 
 def swapped(share: float, seed: int) -> set[str]:
-    """Ids of those of 2,000 pairs whose answers changed places."""
+    """Ids of those among 2,000 pairs whose answers were swapped."""
     given = [unlike(number) for number in range(2000)]
     names = set()
     for one in given:
@@ -78,7 +78,7 @@ def swapped(share: float, seed: int) -> set[str]:
 
 def test_the_share_of_the_labels_is_swapped_the_same_pairs_for_the_same_seed() -> None:
     for share in (0.1, 0.3):
-        assert len(swapped(share, 1)) / 2000 == pytest.approx(share, abs=0.04)  # four deviations
+        assert len(swapped(share, 1)) / 2000 == pytest.approx(share, abs=0.04)  # four standard deviations
     assert swapped(0.0, 1) == set()
     assert swapped(0.3, 1) == swapped(0.3, 1) != swapped(0.3, 2)
     assert swapped(0.1, 1) < swapped(0.3, 1)
@@ -124,7 +124,7 @@ def test_so_many_layers_are_put_on_top_of_the_base_model_s_two(
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch, workspace: Workspace) -> list[list[Prompt]]:
-    """The prompts whose own answers are paired, of train and of test; each gives a made-up pair."""
+    """The prompts in train and test whose own answers are paired; each gives a made-up pair."""
     found: list[list[Prompt]] = []
 
     def pairs(generate: Any, prompts: list[Prompt], *_: Any) -> list[Encoded]:

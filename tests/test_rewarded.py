@@ -38,7 +38,7 @@ PAIRS = [
 
 @pytest.fixture
 def model(tiny_model: Transformer, byte_tokenizer: Tokenizer, tmp_path: Path) -> Path:
-    """models/reward with a random head that is sure of itself."""
+    """models/reward with a random but confident head."""
     found = RewardModel(Transformer(tiny_model.config, torch.Generator().manual_seed(3)))
     with torch.no_grad():
         found.score.weight.copy_(5 * torch.randn(found.score.weight.shape, generator=torch.Generator().manual_seed(4)))

@@ -1,4 +1,4 @@
-"""Rewards by hand, part by part; a part that is not known never counts as a number."""
+"""Rewards worked out by hand, part by part; an unknown part never counts as a number."""
 
 import math
 from collections.abc import Sequence
@@ -62,7 +62,7 @@ def test_the_form_of_code_by_hand(text: str, expected: float) -> None:
     ],
 )
 def test_the_length_by_hand(length: int, finished: bool, expected: float) -> None:
-    """At most 16 tokens, so c = 4: free up to 12, then a quarter less for each."""
+    """At most 16 tokens, so c = 4: no penalty up to 12, then a quarter per token."""
     (found,) = Scorer({"length": 1.0}, PLAIN)([answer("", length=length, finished=finished)])
     assert found.total == expected
 
@@ -79,7 +79,7 @@ def test_a_total_is_the_weighted_sum_held_within_ten() -> None:
 
 @pytest.mark.parametrize("lost", [None, math.nan, math.inf, -math.inf])
 def test_a_part_that_is_not_known_makes_the_whole_unknown(lost: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither 0 nor, for what is not a number, the ten that clipping would make of it.
+    """Neither 0 nor, if it is not finite, the ten that clipping would make of it.
 
     Bug museum: lost part as 0.
     """
@@ -142,7 +142,7 @@ PROBLEM = Problem(
 
 
 def test_code_is_the_share_of_hidden_tests_that_pass_in_the_sandbox() -> None:
-    """The visible test is no part of it; an answer of the wrong form is not run."""
+    """The visible test does not count, and an answer of the wrong form is not run."""
     pair = replace(rollouts.prompt(0).record, kind="code", truth={"entry_point": "f", "tests": DOUBLE[:1]})
     given = [
         answer(fenced("def f(x):\n    return 2 * x"), record=PROBLEM),

@@ -1,6 +1,4 @@
-"""The stream that the policy fills: who is asked what, which answers stay, how they become batches, what stops a
-run.
-"""
+"""The stream that the policy fills: prompts asked, answers kept, how they become batches, and what ends a run."""
 
 import json
 import math
@@ -28,7 +26,7 @@ def test_rows_and_steps_of_a_run() -> None:
     assert (small.rows, small.row_length, small.steps_per_rollout, small.resolve_steps(10 * 9)) == (6, 9, 4, 24)
     assert config(minibatches=5).rows == 3  # 12 answers in 5 parts: 3, 3, 2, 2, 2
     passes = config(iterations=None, passes=2.0)
-    assert passes.resolve_steps(10 * 9) == 5 * 4  # twice over 10 prompts, 4 an iteration
+    assert passes.resolve_steps(10 * 9) == 5 * 4  # twice over 10 prompts, 4 per iteration
     assert config(iterations=None, passes=0.01).resolve_steps(10 * 9) == 4  # at least one
 
 
@@ -52,12 +50,12 @@ def test_settings_that_cannot_be_are_refused(changes: dict[str, Any], message: s
         config(**changes)
 
 
-# who is asked what
+# which prompts are asked
 
 
 @pytest.mark.parametrize("prompts", [3, 4, 10])
 def test_no_seed_is_drawn_twice_in_a_run(prompts: int, byte_tokenizer: Tokenizer) -> None:
-    """Over iterations and extra rounds, also where a prompt comes twice in one iteration (3 prompts, 4 a fill)."""
+    """Over iterations and extra rounds, also where a prompt comes twice in one iteration (3 prompts, 4 per fill)."""
     seeds: list[int] = []
 
     def generate(given: list[list[int]], drawn_seeds: list[int]) -> list[Any]:
@@ -121,16 +119,14 @@ def test_samples_of_a_prompt_are_neighbors_and_all_are_annotated_and_estimated()
 
 
 def test_groups_whose_scores_are_all_equal_are_drawn_again() -> None:
-    """Of iteration 0 (groups 0-3) groups 1 and 3 differ; an extra round draws the two that are missing (4, 5), which
-    do.
-    """
+    """In iteration 0 (groups 0-3), only 1 and 3 have unequal scores; an extra round draws the missing two, 4 and 5."""
     differing = {1, 3, 4, 5, 6}
     how = method(score=scored_by(lambda n: float(n % 3 if n // 3 in differing else 1)), dynamic=True)
     one = stream(how=how)
     numbers = one.fill(0)
     assert [r.answer.sample // 3 for r in one.rollouts[::3]] == [1, 3, 4, 5]
     assert numbers["estimated"] == 12
-    assert numbers["frac_reward_zero_std"] == 2 / 6  # of all that was drawn
+    assert numbers["frac_reward_zero_std"] == 2 / 6  # of all groups drawn
     plain = stream(how=method(score=how.score))
     plain.fill(0)
     assert [r.answer.sample // 3 for r in plain.rollouts[::3]] == [0, 1, 2, 3]
@@ -140,7 +136,7 @@ def test_three_extra_rounds_are_the_most_and_what_was_found_is_trained_on() -> N
     how = method(score=scored_by(lambda n: float(n % 3 if n // 3 in {2, 14} else 1)), dynamic=True)
     one = stream(how=how)
     assert one.fill(0)["estimated"] == 6
-    assert [r.answer.sample // 3 for r in one.rollouts[::3]] == [2, 14]  # of 0-3, then three each: 4-6, 8-10, 12-14
+    assert [r.answer.sample // 3 for r in one.rollouts[::3]] == [2, 14]  # of 0-3, then of three each: 4-6, 8-10, 12-14
     assert [len(one.rows(step, 9)) for step in range(4)] == [3, 3, 3, 3]
 
 
@@ -160,7 +156,7 @@ def test_ten_iterations_in_a_row_without_a_difference_stop() -> None:
         assert "estimated" not in one.fill(4 * iteration)
         assert len(one.rows(4 * iteration, 9)) == 0
     good.add(9)
-    assert one.fill(36)["estimated"] == 12  # so the count begins anew
+    assert one.fill(36)["estimated"] == 12  # so the count starts over
     for iteration in range(10, 19):
         one.fill(4 * iteration)
     with pytest.raises(GateError, match="iteration 19: 10 iterations in a row had no group with different scores"):

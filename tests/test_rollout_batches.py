@@ -1,4 +1,4 @@
-"""Rollouts as batches: what an update gets of an iteration, what padding counts, and two processes against one."""
+"""Rollouts as batches: what an update gets from an iteration, how padding counts, and two processes against one."""
 
 import copy
 import threading
@@ -35,7 +35,7 @@ def test_an_epoch_goes_once_through_all_answers(minibatches: int) -> None:
 
 
 def test_answers_to_one_prompt_stay_together_where_the_minibatches_allow_it() -> None:
-    for minibatches, parted in ((1, 0), (2, 0), (4, 0), (3, 2), (12, 4)):  # 4 prompts of 3 answers
+    for minibatches, parted in ((1, 0), (2, 0), (4, 0), (3, 2), (12, 4)):  # 4 prompts with 3 answers each
         one = filled(config(minibatches=minibatches))
         of = [[one.rollouts[row].answer.prompt.id for row in one.rows(part, 9)] for part in range(minibatches)]
         assert sum(sum(name in part for part in of) > 1 for name in {n for part in of for n in part}) == parted
@@ -161,7 +161,7 @@ def test_the_rehearsal_adds_the_gradient_of_its_loss_per_token(coefficient: floa
 
 
 class Group:
-    """Two processes as threads: each hears what the other gathers."""
+    """Two processes as threads: each gets what the other gathers."""
 
     def __init__(self) -> None:
         self.box: list[Any] = [None, None]
@@ -214,13 +214,13 @@ def test_two_processes_share_the_sampling_and_know_the_same(dynamic: bool) -> No
             assert all(np.array_equal(mine.arrays[name], theirs.arrays[name]) for name in theirs.arrays)
     for step in range(4):
         rows, padded = alone.rows(step, 9), both[0].rows(step, 9)
-        assert len(padded) == len(rows) + len(rows) % 2  # each process gets as many
+        assert len(padded) == len(rows) + len(rows) % 2  # each process gets the same number
         assert [row for row in padded if row >= 0] == rows.tolist()
         assert both[1].rows(step, 9).tolist() == padded.tolist()
 
 
 def test_a_rank_of_a_sharded_model_without_rehearsed_rows_makes_their_pass_nevertheless() -> None:
-    """Each pass gathers the weights from all ranks. It trains nothing."""
+    """The pass trains nothing, but each pass gathers the weights from all ranks."""
     one = filled(rehearsal=Given(1))
     rows = one.rows(0, 32)
     own = rows[rows >= 0]

@@ -1,4 +1,4 @@
-"""What is read of dvc.yaml is what DVC reads."""
+"""Our reading of dvc.yaml agrees with DVC's."""
 
 from pathlib import Path, PurePosixPath
 

@@ -62,7 +62,7 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     (tmp_path / "stages/toy.py").write_text(SOURCE)
     monkeypatch.chdir(tmp_path)
     groups = {"model": {"width": 8}, "data": {"source": "machine"}, "toy": {"times": 3}}
-    monkeypatch.setattr(config.Settings, "_compose", lambda self: groups)  # as Hydra does, which takes 0.1 s
+    monkeypatch.setattr(config.Settings, "_compose", lambda self: groups)  # instead of Hydra, which takes 0.1 s
     spec = importlib.util.spec_from_file_location("toy", tmp_path / "stages/toy.py")
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
@@ -262,7 +262,7 @@ def test_a_killed_run_finds_its_parts_and_its_half_written_out_is_gone(stage: Mo
 
 
 def test_fresh_starts_over_before_a_run_is_opened_in_mlflow(stage: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An old run id would make the new run continue the finished one, with every step it holds left out."""
+    """An old run id would make the new run continue the finished one and leave out every step it holds."""
     opened: list[list[str]] = []
 
     class Recorded(tracking.MlflowRun):
@@ -293,7 +293,7 @@ def test_mlflow_is_told_how_a_run_ended(
 
 @pytest.fixture
 def handlers() -> Iterator[None]:
-    """What the signals did before comes back."""
+    """Restore the signal handlers afterwards."""
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     yield
     for number, handler in before.items():
@@ -412,7 +412,7 @@ def test_the_commit_is_read_from_loose_and_packed_references(tmp_path: Path, mon
 def test_a_folder_that_cannot_be_written_is_found_before_anything_is_computed(
     stage: ModuleType, locked: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As on a file system that is mounted to be read: root may not write there either."""
+    """As on a file system that is mounted read-only, where even root may not write."""
     stage.HOOK = raising(AssertionError("it ran"))  # type: ignore[attr-defined]
     Path(locked).mkdir()
     original = os.access

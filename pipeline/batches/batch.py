@@ -51,7 +51,7 @@ class TokenBatch:
         count = self.num_targets
         tensors = {name: getattr(self, name).to(device, non_blocking=True) for name in _TENSORS}
         moved = replace(self, **tensors)
-        moved.__dict__["num_targets"] = count  # fills the cached property: no device sync
+        moved.__dict__["num_targets"] = count  # fills the cached property, which avoids a device sync
         return moved
 
 
@@ -99,7 +99,7 @@ class TokenStream(Protocol):
 
 
 class Piece(NamedTuple):
-    """Consecutive tokens of a document in a row. May be one token longer than the row, for a last target."""
+    """Consecutive tokens of a document in a row. May be one token longer than the row, to provide the last target."""
 
     ids: np.ndarray  # (n,)
     trained: np.ndarray | bool  # (n,) bool: which ids may be targets
@@ -157,7 +157,7 @@ class Answered(NamedTuple):
 
 
 def answered(rows: Sequence[Piece], pad: int) -> Answered:
-    """Put one piece into each row and shift targets. Only lengths determine what is padding, so `pad` may be any id."""
+    """Put one piece into each row and shift targets. Padding is determined by lengths alone, so `pad` may be any id."""
     lengths = np.array([len(row.ids) for row in rows], dtype=np.int64)
     longest = int(lengths.max(initial=1))
     tokens = np.full((len(rows), longest + 1), pad, dtype=np.int64)  # last column only for targets

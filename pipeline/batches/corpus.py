@@ -2,10 +2,10 @@
 
     data/tokens/<corpus>/{train,val}.bin, .idx, .ctx, meta.json  ->  CorpusStream
 
-Memory does not grow with the corpus: the token file is memory-mapped, and so is the packing index, cached on disk.
+Memory does not grow with the corpus: the token file and the packing index, which is cached on disk, are memory-mapped.
 
 Fill-in-the-middle reorders a document so that a causal model learns to insert text (Bavarian et al. 2022,
-arXiv:2207.14255, sections 3-4). The seed determines which documents are cut, (seed, epoch) determines where.
+arXiv:2207.14255, sections 3-4). The seed determines which documents are cut, and (seed, epoch) determines where.
 
     prefix p, middle m, suffix s, END = end of text
     PSM   PRE p SUF s MID m END        SPM   PRE SUF s MID p m END        each half of the time

@@ -3,13 +3,13 @@
     data/dialogues/{train,val}.jsonl (records.Dialogue)  --chat.render-->  segments, packed in rows  ->  DialogueStream
     data/facts/{train,val}.jsonl (records.Fact)  ->  E question \\n | answer E, packed in rows      ->  FactStream
 
-In dialogues, only assistant turns have a loss. A dialogue that does not fit a row is split at user turns: each segment
-takes as many groups (from one user turn to the next) as fit, plus the system turn and the tools, so each assistant turn
-is trained once and no answer is cut. Groups that cannot fit are listed in `too_long`, segments that train nothing in
-`untrained`; nothing else is left out.
+In dialogues, only assistant turns have a loss. A dialogue that does not fit in one row is split at user turns: each
+segment takes as many groups (from one user turn to the next) as fit, plus the system turn and the tools, so each
+assistant turn is trained once and no answer is cut. Groups that cannot fit are listed in `too_long`, and segments with
+nothing to train on in `untrained`. Nothing else is left out.
 
 In facts, the answer and its end of text (E) have a loss. Facts are plain text, because a base model has never seen chat
-turns. Nothing is left out: a fact that does not fit a row is an error.
+turns. Nothing is left out: a fact that does not fit in one row is an error.
 
 `rehearsing` mixes dialogues with text and code of earlier stages, to avoid forgetting.
 
@@ -39,7 +39,7 @@ from pipeline.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Segments:
-    """A dialogue split into segments that each fit a row, and the parts left out."""
+    """A dialogue split into segments that each fit in one row, and the parts left out."""
 
     rendered: list[Rendered]
     too_long: list[str] = field(default_factory=list)  # "<dialogue>#<group>" of groups that cannot fit
@@ -191,7 +191,7 @@ class Shares:
 def rehearsing(
     dialogues: DialogueStream, shares: Shares, job: Job, tokenizer: Tokenizer, *, text: Path, code: Path, base: str
 ) -> MixtureStream | None:
-    """Mix the dialogues with the earlier stages' corpora that exist and fill a batch. None if there are none.
+    """Mix the dialogues with the earlier stages' corpora that exist and fill a batch. Returns None if there are none.
 
     Raises ModelError if a corpus was encoded with a tokenizer other than that of the model `base`.
     """

@@ -121,7 +121,7 @@ class LabelStream:
     def __init__(
         self, folder: Path, tokenizer: Tokenizer, *, max_prompt: int, max_length: int, answers: int, seed: int
     ) -> None:
-        """`answers`: number per step. Raises DataError like LabelSplit, or if training answers are all good or bad."""
+        """`answers`: number per step. Raises DataError like LabelSplit, or if all training labels are equal."""
         path = folder / "train.jsonl"
         self.train = LabelSplit(path, tokenizer, max_prompt, max_length)
         good, total = self.train.num_good, len(self.train.labels)

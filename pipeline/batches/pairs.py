@@ -3,8 +3,8 @@
     data/preferences/{train,val,test}.jsonl (records.Pair)  --chat.render-->  PairBatch, a pure function of (seed, step)
 
 `text/chat.py` renders prompts and answers; a rendered prompt is a prefix of the rendered conversation. The answer is
-the assistant text after the prompt, including end of turn. Pairs with equal or empty answers or over the length limits
-are left out and counted (a truncated answer would lose its end). The stage stops if more than a tenth is left out.
+the assistant text after the prompt, including end of turn. Pairs with equal or empty answers and overlong pairs are
+left out and counted (a truncated answer would lose its end). The stage stops if more than a tenth is left out.
 """
 
 import hashlib

@@ -10,7 +10,7 @@ A row's loss is the sum over its masked tokens of -log p / p_mask (LLaDA, arXiv:
 over a validation set is the negative ELBO per token. Validation uses the k form, which has lower variance and never
 draws an empty mask.
 
-**Pairs** (data/preferences/{train,val}.jsonl). Each answer is drawn n times, each time with k of its tokens masked. The
+**Pairs** (data/preferences/{train,val}.jsonl). Each answer gets n masks, each with some number k of masked tokens. The
 masks depend on (seed, pair, side, pass); policy and reference score the same batch, so they share its masks. An answer
 ends with its end of turn; unlike in fine-tuning, no fill follows it.
 

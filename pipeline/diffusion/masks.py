@@ -3,9 +3,9 @@
     key  --Philox-->  uniforms  --p | subset | coupled-->  masks  (L,) bool, True for masked tokens
     Drawn, CoupledBatch: rows under n masks each, or under three coupled masks: the input of the losses
 
-A sample draws one number u for its time t, or for the number k of masked tokens, then L numbers per draw, counted from
-the first maskable token. So masks do not depend on padding, micro-batches, process count or resuming, and policy, old
-policy and reference use the same masks.
+A sample draws one number u for its time t or for the number k of masked tokens, and then L numbers per draw, counted
+from the first maskable token. So masks do not depend on padding, micro-batches, process count or resuming, and policy,
+old policy and reference use the same masks.
 
 Streams and their samples: `mdm` windows `<corpus>:<window>`; `sft`, `canvas` examples; `elbo` `<pair>/chosen`;
 `coupled`, `rollout` `<problem>/<g>`; `time`, `anneal` the step; `trim` windows; `eval` anything that is evaluated. The
@@ -48,7 +48,7 @@ def uniforms(key: int, count: int) -> np.ndarray:
 def times(seed: int, step: int, count: int, *, shared: bool = False, stream: str = "mdm") -> np.ndarray:
     """The times t of an optimizer step's `count` rows, (count,) in [0, 1): t_i = (u + i / count) mod 1, or u for all.
 
-    Each evenly spread time is uniform, and the mean varies less (Kingma et al. 2021, arXiv:2107.00630, appendix I.1).
+    Evenly spread times are uniform, but their mean varies less (Kingma et al. 2021, arXiv:2107.00630, appendix I.1).
     """
     sample = step if stream == "mdm" else f"{stream}:{step}"
     u = float(uniforms(key(seed, "time", sample, 0), 1)[0])
@@ -142,8 +142,8 @@ class Trim(NamedTuple):
 
 
 def trim(key: int, length: int) -> Trim:
-    """1% of windows are cut to U{1..L} tokens, another 1% keep their first U{1..L} - 1 tokens clean (LLaDA, appendix
-    B.1).
+    """1% of windows are cut to U{1..L} tokens, and another 1% keep their first U{1..L} - 1 tokens clean (LLaDA,
+    appendix B.1).
     """
     which, where = uniforms(key, 2)
     if which < 0.01:

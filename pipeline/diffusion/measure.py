@@ -333,8 +333,8 @@ def with_orders(result: SuiteResult, subject: CanvasSubject, problems: Sequence[
 def flops_per_answer(subject: CanvasSubject, prompts: Sequence[Sequence[int]], forwards: float) -> float:
     """Operations in a completion of `forwards` passes: 2 per weight for each position of a pass, plus attention.
 
-    With a cache, a block's first pass computes all positions, and the others compute those from just before the block
-    to its end (dual) or to the end of the canvas (prefix: averaged over blocks).
+    With a cache, a block's first pass computes all positions, and the others compute only those from just before the
+    block to its end (dual) or to the end of the canvas (prefix: averaged over blocks).
     """
     config, settings = subject.denoiser.config, subject.way
     lengths = np.array([len(prompt) + settings.length for prompt in prompts], dtype=np.float64)

@@ -2,13 +2,13 @@
 
     tokens with some replaced by the mask  ->  logits (n, V) of the n predicted positions
 
-A model adapted from a causal model keeps that shift: the state at position i - 1 predicts token i (DiffuLLaMA,
+A model adapted from a causal model keeps the causal shift: the state at position i - 1 predicts token i (DiffuLLaMA,
 arXiv:2410.17891), so the first token of a text is always clean. Ids that are not allowed in texts (the mask itself,
 padding) have probability 0.
 
 `forward` takes any number of inputs and runs them as one pass. In training, if several inputs would use too much
 memory, activation checkpointing is used: the forward pass keeps only ids and masks, and the backward pass recomputes
-the inputs one by one, so a loss over n draws needs the memory of one.
+the inputs one by one, so a loss over n draws needs no more memory than a loss over one.
 
 **Published checkpoints** (`load_published`): Dream and DiffuCoder (`model_type` Dream), LLaDA (llada), from a local
 directory, with an adapted tokenizer (text/tokenizer.py). Sizes and ids come from config.json and the tokenizer, never
@@ -330,7 +330,7 @@ class PublishedConfig:
 def load_published(folder: Path) -> tuple[Denoiser, Tokenizer]:
     """The model in float32 and its tokenizer, with rows for added control tokens.
 
-    Raises ModelError for another family, a missing or unknown tensor, or ids that the tokenizer lacks.
+    Raises ModelError for any other model family, a missing or unknown tensor, or ids that the tokenizer lacks.
     """
     config = read(folder)
     headers, keys = model_checkpoint.headers(folder), model_checkpoint.KEYS

@@ -2,13 +2,13 @@
 
     forward -> a token for each masked position -> commit the most confident ones -> forward ...
 
-`order` ranks the tokens by confidence, `schedule` sets how many each step commits, `threshold` instead commits all that
-are confident enough (Fast-dLLM, arXiv:2505.22618), `block` processes the canvas in blocks from the left, `remask: p2`
-masks committed tokens again (Peng et al. 2025, arXiv:2502.03540), and `cache` reuses keys and values between the steps
-of a block.
+`order` ranks the tokens by confidence, `schedule` sets how many each step commits, `threshold` instead commits all
+tokens that are confident enough (Fast-dLLM, arXiv:2505.22618), `block` processes the canvas in blocks from the left,
+`remask: p2` masks committed tokens again (Peng et al. 2025, arXiv:2502.03540), and `cache` reuses keys and values
+between the steps of a block.
 
 Tokens are drawn by inverse-CDF sampling (`generation.sampling.choose`), which has the same distribution as the Gumbel
-trick but does not need float64. Each row draws from its own Philox stream, keyed by its seed: a completion depends
+trick but does not need float64. Each row draws from its own Philox stream, keyed by its seed, so a completion depends
 neither on its batch nor on the row order. At temperature 0, nothing is drawn, except with order `random`.
 
 **The cache** (Wu et al. 2025, Fast-dLLM, arXiv:2505.22618) stores keys and values of complete canvases. Tokens of a
@@ -395,7 +395,7 @@ class _Batch:
         return allowed_logits(hidden, self.model.trunk.table, self.model.traits.banned)
 
     def _step(self, rows: list[_Canvas], positions: list[np.ndarray], logits: Tensor, count: int) -> None:
-        """Choose a token for each candidate position (N in all rows; `logits` (N, V)), and commit each row's best."""
+        """Choose a token for each candidate position (N in total; `logits` (N, V)), and commit each row's best."""
         settings = self.settings
         numbers = [(row.noise.random_raw(2 * len(row.tokens)) >> np.uint64(11)) * masks.WORDS for row in rows]
         for_tokens = np.concatenate([own[: len(row.tokens)][part] for own, row, part in zip(numbers, rows, positions)])

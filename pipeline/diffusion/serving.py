@@ -4,10 +4,10 @@
     CanvasEngine(model, rows, queue).submit(GenerationRequest) -> Ticket
     the listener gets SampledToken and, if requested, Denoised
 
-The emitted tokens are those to the left of the first mask, which can no longer change. If a canvas is full and has no
+Only tokens to the left of the first mask are emitted, because they can no longer change. If a canvas is full and has no
 end of turn, the answer continues on a new canvas after it, until the token budget is used up. Rows do not share a
-forward pass: denoising is compute-bound, so batching would not help. An answer is therefore a function of (model,
-prompt, sampling, seed) to the last bit.
+forward pass: denoising is compute-bound, so batching would not help. An answer is therefore a bit-exact function of
+(model, prompt, sampling, seed).
 
 Not supported: log-probabilities of alternatives, biases, constraints (`chat_completions.py` refuses them), prefixes and
 drafts.

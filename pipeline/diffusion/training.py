@@ -415,8 +415,9 @@ def first_policy(precision: str) -> Callable[[dict[str, float]], None]:
 
 
 def first_scratch(vocab_size: int) -> Callable[[dict[str, float]], None]:
-    """Check that an untrained model predicts all tokens equally: -log p of a masked token is ln V. (The loss
-    is weighted and noisy.)
+    """Check that an untrained model gives all tokens the same probability: -log p of a masked token is ln V.
+
+    The loss itself is not checked, because it is weighted and noisy.
     """
 
     def check(values: dict[str, float]) -> None:

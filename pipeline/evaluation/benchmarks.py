@@ -29,8 +29,8 @@ Results of finished suites are cached, so no suite is evaluated twice:
 
     .work/evaluate@<model>/suites/<digest>.json        numbers and rows of one suite
 
-The digest covers the suite's name, model, data, settings and code; of `data/benchmarks`, it covers only the file being
-scored. If a cache file is damaged, the suite is evaluated again. Cache files unused for 30 days are deleted.
+The digest covers the suite's name, model, data, settings and code; within `data/benchmarks`, it covers only the file
+being scored. If a cache file is damaged, the suite is evaluated again. Cache files unused for 30 days are deleted.
 
 Not guaranteed: that scores can be compared between the two forms, or with other harnesses, whose time limits, prompts
 and answer lengths differ.
@@ -70,7 +70,7 @@ from pipeline.text import chat
 STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")  # from the HumanEval paper, section 3.1
 BEGIN, DONE = "[BEGIN]", "[DONE]"
 SHOTS, SCORED = range(2, 5), range(11, 511)  # MBPP ids
-COMPLETES = ("language", "code", "memory")  # folders of models/ trained only on documents
+COMPLETES = ("language", "code", "memory")  # folders in models/ of models trained only on documents
 HUMANEVAL = ("task_id", "prompt", "entry_point", "canonical_solution", "test")  # required fields
 MBPP = ("task_id", "code", "test_list")
 BENCHMARKS = "data/benchmarks"

@@ -98,7 +98,7 @@ def _scores(sums: np.ndarray) -> CodeBleu:
 
 
 def tokens(source: str) -> list[str]:
-    """Python tokens without comments; layout is dropped except indents and line ends. After an error: plain words."""
+    """Python tokens without comments or layout (except indents and line ends); after an error, plain words."""
     parsed: list[tokenize.TokenInfo] = []
     rest = ""
     try:

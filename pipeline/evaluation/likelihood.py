@@ -6,9 +6,9 @@
 All text tokens are scored; the separator before the first token is only context. Long documents are split into windows
 of L tokens: the first window scores all of its tokens; each later window advances by L/2 and scores its second half, so
 every token is scored once, with at least L/2 tokens of context. Windows are packed into rows as long as the model's
-context. Byte counts come from the tokens' own bytes, never from decoding tokens one by one (half a character would
-decode to three bytes). Sums are in float64, so a uniform model gets exactly log2(V) * tokens / bytes; under autocast,
-the softmax is in float32.
+context. Byte counts come from the tokens' own bytes, never from decoding tokens one by one (part of a character would
+decode to the three bytes of U+FFFD). Sums are in float64, so a uniform model gets exactly log2(V) * tokens / bytes;
+under autocast, the softmax is in float32.
 
 BLEU and chrF are sacrebleu's corpus scores (Post 2018, arXiv:1804.08771) with their signatures; ROUGE is rouge-score's
 F1 (Lin 2004) with its stemmer, one sentence per line. `repeat_4` measures repetition within a text.

@@ -8,8 +8,9 @@ stay with the judge, so a candidate can neither read nor forge them, and neither
 is present where a candidate runs (`ingest/functions.py`).
 
 A function is kept if its own body passes in the sandbox (tests it fails there are dropped; LEAST_TESTS must remain), if
-none of three stubs passes (raise, return None, return the most frequent result), and if at least half of its mutants
-fail (of at least LEAST_MUTANTS): that fraction is the strength of its tests. All other functions are counted by reason.
+none of three stubs passes (raise, return None, return the most frequent result), and if it has at least LEAST_MUTANTS
+mutants, at least half of which fail. The fraction that fails is the strength of its tests. All other functions are
+counted by reason.
 
 Not guaranteed: that the docstring specifies everything the tests require. Not supported: functions with objects as
 arguments or results, methods, coroutines, generators, decorated functions.
@@ -164,7 +165,7 @@ def _own_body_passes(trials: dict[str, _Trial], judge: Judge, dropped: dict[str,
     kept: dict[str, _Trial] = {}
     verdicts = judge.judge([trial.candidate(trial.task.source) for trial in trials.values()])
     for (key, trial), verdict in zip(trials.items(), verdicts, strict=True):
-        if verdict.total < len(trial.tests):  # an assert that needs more than values was skipped: no 1:1 match
+        if verdict.total < len(trial.tests):  # the judge skipped an assert that needs more than values
             dropped[key] = "a test cannot be judged"
             continue
         pairs = zip(trial.tests, verdict.results, strict=True)

@@ -18,8 +18,8 @@ They show how well a reward model ranks held-out pairs, and what preference lear
 The better answer has the higher true score if the data has true scores (a flipped label is then ignored); otherwise the
 label decides. Proportions have Wilson intervals; the gain in `likelihood` has a paired bootstrap over pairs.
 
-Gold is the true score, in [0, 1], of a model's own answer, from the functions that ranked the preference pairs. It is
-never used in training.
+Gold is the true score, in [0, 1], of a model's own answer, computed by the functions that ranked the preference pairs.
+It is never used in training.
 
     code: half hidden tests passed, half style    tools: `synthetic.tools.gold`    story: the checker's clauses
 

@@ -9,11 +9,11 @@ Tool calls are evaluated in `tools.py`. Each suite returns metrics (with `_low`,
 sample), so batch size, order and number of processes do not matter. Suites run under the caller's autocast: in bf16, a
 few of 200 answers differ from those in float32, some better and some worse.
 
-`purposes` lists the suites for each model, chosen by what the model is for. A chat model no longer writes stories and
-drills, and a model trained only on documents answers no questions; running every suite on every model took longer than
-many of the training stages. A model without an entry (from a custom stage) gets every suite, as do all models if
+`purposes` lists the suites for each model, chosen by what the model is for. A chat model no longer writes stories or
+drills, and a model trained only on documents cannot answer questions. Running every suite on every model took longer
+than many of the training stages. A model without an entry (from a custom stage) gets every suite, as do all models if
 `evaluate.every_suite` is set. Both models in a comparison or claim of the report need the suite that it uses
-(tests/test_purposes.py). A suite that was not run is absent from metrics/eval/<model>.json, never 0.
+(tests/test_purposes.py). A suite that was not run is absent from metrics/eval/<model>.json rather than 0.
 """
 
 import math

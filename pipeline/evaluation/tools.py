@@ -249,7 +249,7 @@ def _ratio(part: float, whole: float) -> float:
 def called(subject: Subject, dialogues: Sequence[Dialogue]) -> SuiteResult:
     """Score the greedy reply to every scored turn, given the true conversation so far.
 
-    Uses the configured number of `dialogues`, and as many again in which no offered tool fits.
+    Uses the configured number of `dialogues`, and the same number in which no offered tool fits.
     """
     result, limit = SuiteResult(), subject.settings.dialogues
     unserved = [d for d in dialogues if is_unserved(d)]
@@ -347,7 +347,7 @@ def _intervals(rows: list[Row], subject: Subject) -> dict[str, tuple[float, floa
     groups = list(by_dialogue.values())
     random = np.random.default_rng(stable_hash(subject.seed, "tools bootstrap") % 2**63)
     values_by_name: dict[str, list[float]] = {}
-    for _ in range(min(subject.settings.bootstrap, 500)):  # a summary takes a millisecond; 500 suffice for 2.5%
+    for _ in range(min(subject.settings.bootstrap, 500)):  # 1 ms each; 500 suffice for 2.5% quantiles
         resample = [row for index in random.integers(len(groups), size=len(groups)) for row in groups[index]]
         for name, value in summarize(resample).items():
             values_by_name.setdefault(name, []).append(value)

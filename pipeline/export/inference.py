@@ -393,7 +393,7 @@ def _packed(levels: Tensor, scales: Tensor) -> torch.ScriptObject:
     zeros = torch.zeros(len(levels), dtype=torch.long)
     try:
         with warnings.catch_warnings():
-            # torch is pinned; should it drop this, onednn.qlinear_pointwise would take 1.6 times as long
+            # torch is pinned; if it drops this, onednn.qlinear_pointwise can replace it but takes 1.6 times as long
             warnings.filterwarnings("ignore", message=".*quantized tensor creation functions", category=UserWarning)
             return torch.ops.quantized.linear_prepack(
                 torch._make_per_channel_quantized_tensor(levels, scales, zeros, 0), None

@@ -4,7 +4,7 @@
 
 A prompt is one user message; the result is the text of the assistant's turn, including raw tool calls. The model folder
 contains a copy of this package and lists its dependencies (torch, tokenizers and a few small packages), so loading it
-does not require a clone of this repository. Raises ModelError for models that do not generate text from left to right.
+does not require a clone of this repository. Models that do not generate text from left to right raise ModelError.
 
 Not here: conversations, tools, batching across users; for these, use `python -m pipeline.serve` with the same folder.
 """

@@ -7,9 +7,9 @@
 
 llguidance computes the tokens allowed by the grammar (`grammars.py`). A closing plan, a sequence of tokens that
 completes the output from the current state, keeps answers within the budget. A sampled token is emitted if some plan
-after it fits the remaining budget; otherwise the current plan's next token is emitted instead. So the invariant holds
-at every token: the rest of the plan fits the rest of the budget. After a matcher error (llguidance's limits on hostile
-patterns), the rest of the plan is emitted.
+after it fits the remaining budget; otherwise the current plan's next token is emitted instead. So the rest of the plan
+fits the remaining budget at every token. After a matcher error (llguidance's limits on hostile patterns), the rest of
+the plan is emitted.
 
     guided(model, prompts, grammars, drafts) -> a Completion for each prompt
 

@@ -22,9 +22,9 @@ starts with the least-used byte is taken, so that `minLength` is met in a few to
 The text is then split into as few tokens as possible.
 
 `shortest` is a best-first search over bytes: a prefix is scored by its greedy plan, and dropped if covering it already
-takes as many tokens as the best plan. Not guaranteed: the minimum. Prefixes that look like the same state (same mask,
-same greedy rest) count as one; of more than FEW next bytes, only the first of those with the same mask and forced bytes
-is followed, and where a string may end, only the quotation mark; and the search is limited in probes and time.
+takes as many tokens as the best plan. Not guaranteed: the minimum. Prefixes that seem to share a state (same mask, same
+greedy rest) are treated as one. If more than FEW next bytes are allowed, only the first of those with the same mask and
+forced bytes is followed, or only the quotation mark where a string may end. Probes and time are limited.
 """
 
 import heapq

@@ -1,13 +1,14 @@
 """Left-to-right decoding: prompts in, completions out. RL, evaluation and the server share the `Decoder`.
 
-Each token is chosen by inverse-CDF sampling with one uniform number: float32 weights, summed in blocks, block sums in
-float64. This number is a function of (seed, token index): Philox4x32-10 (Salmon et al. 2011, SC11), a stateless
-counter-based generator, with the seed as key and the token index as counter. So a sample depends only on (model,
-prompt, sampling, seed), not on batch composition, size or order, nor on drafts or resuming, and two checkpoints sampled
-with the same seed share their noise. The only remaining difference is rounding: a matmul with a different number of
-rows may round the logits differently (about 1e-6), which changes a sample only if a number is that close to a boundary.
+Each token is chosen by inverse-CDF sampling with one uniform number. The float32 weights are summed in blocks, and the
+block sums are added in float64. The uniform number is a function of (seed, token index): Philox4x32-10 (Salmon et al.
+2011, SC11), a stateless counter-based generator, with the seed as key and the token index as counter. So a sample
+depends only on (model, prompt, sampling, seed), not on batch composition, size or order, nor on drafts or resuming, and
+two checkpoints sampled with the same seed share their noise. The only remaining difference is rounding: a matmul with a
+different number of rows may round the logits differently (about 1e-6), which changes a sample only if a number is that
+close to a boundary.
 
-Cached and uncached logits agree to 1e-5; log-probabilities match teacher forcing. Not here: grammars
+Cached and uncached logits agree to within 1e-5; log-probabilities match teacher forcing. Not here: grammars
 (`constrain.py`), tool execution (`evaluation/tools.py`), the server's queue and threads (`serve/engine.py`).
 
 Not guaranteed: cryptographic security. Seeds are taken modulo 2^64.
@@ -331,7 +332,7 @@ def _invert(weights: Tensor, numbers: Tensor) -> Tensor:
 
 
 def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
-    """The first index (R, 1) whose sum exceeds `target`; if rounding leaves none, the last with weight."""
+    """The first index (R, 1) whose sum exceeds `target`; if rounding leaves none, the last one with nonzero weight."""
     index = torch.searchsorted(cumulative, target, right=True)
     return torch.minimum(index, torch.searchsorted(cumulative, cumulative[:, -1:].contiguous()))
 

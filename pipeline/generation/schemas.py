@@ -6,9 +6,9 @@
     mistake(schema, text)        the first error of a JSON text, with exact numbers; None if it is valid
 
 **Limits.** A grammar is compiled into automata, and a few bytes from a client can make them huge: `multipleOf` has a
-state for each remainder (9,999,991 took 38 s and 851 MiB), a range of numbers one for each digit, a repetition one for
-each repeat. `measures` computes these sizes before compilation. It ignores values of the wrong type: the meta-schema
-rejects them.
+state for each remainder (9,999,991 took 38 s and 851 MiB), a range of numbers has one for each digit, and a repetition
+has one for each repeat. `measures` computes these sizes before compilation. It ignores values of the wrong type: the
+meta-schema rejects them.
 
 **Closing.** `strict` only narrows: the original schema also allows everything that the result allows. If a schema is an
 intersection (`allOf`, or `anyOf` or `$ref` next to properties), closing each part would forbid the other parts' names,
@@ -317,8 +317,8 @@ class _Closing:
     def names(self, node: Schema, seen: set[str]) -> dict[str, None] | None:
         """The property names in a schema and its parts, in order; None if a part defines which other names are allowed.
 
-        `seen` contains the references already followed: each is followed only once, or chains of doubled references
-        might not end.
+        `seen` contains the references already followed. Each is followed only once: chains of schemas that each refer
+        to the next one twice would take exponential time.
         """
         if not isinstance(node, dict):
             return {}
@@ -433,8 +433,8 @@ Keyword = Callable[..., Iterable[exceptions.ValidationError] | None]  # jsonsche
 def mistake(schema: JsonObject, text: str) -> str | None:
     """The first error in `text` as an instance of the schema, or None. Numbers are compared exactly, not as floats.
 
-    This only double-checks the grammar: it stops after MAX_LOOKS subschemas, since even a small schema can take more
-    than a lifetime to check, and at Python's stack limit.
+    This only double-checks the grammar, so it stops after MAX_LOOKS subschemas or at Python's stack limit: even a small
+    schema can take more than a lifetime to check.
     """
     with localcontext(EXACT) as context:
         try:

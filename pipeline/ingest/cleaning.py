@@ -1,4 +1,4 @@
-"""Clean one document: keep or drop it, and redact what must not stay. Stateless; `duplicates` compares documents.
+"""Clean one document: keep or drop it, and redact what must not be kept. Stateless; `duplicates` compares documents.
 
     bytes or text -> encoding -> size -> lines -> generated -> syntax -> secrets -> Document, cleaned or with a reason
     Python source -> docstrings -> prose paragraphs; METADATA -> README -> prose paragraphs
@@ -297,7 +297,8 @@ SECRETS = tuple(
 URL_PASSWORD = re.compile(
     r"""\b([a-z][a-z0-9+.-]{1,20}://)[^\s/:@"'<>{}$%()\[\],]+:[^\s/@"'<>{}$%()\[\],]+@""", re.IGNORECASE
 )
-# Python's @ multiplies matrices: `q@k.to(x)` is no address. A known TLD must match, with no call or attribute after it.
+# Python's @ multiplies matrices: `q@k.to(x)` is not an address. An address must end in a known TLD that is not followed
+# by a call or an attribute.
 EMAIL = re.compile(
     r"\b(?!git@)[A-Za-z0-9][A-Za-z0-9._%+-]*@(?:[A-Za-z0-9-]+\.)+"
     r"(?:com|org|net|edu|gov|mil|int|info|biz|name|dev|[a-z]{2})"

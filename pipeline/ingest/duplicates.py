@@ -16,8 +16,8 @@ signature and 210 to 320 bytes for the table. No text is kept.
 Decontamination compares words after NFKC and lowercasing. A document hits an item if they share 13 consecutive words
 or, for shorter items, if it contains all of the item's words consecutively (only items of at least 40 characters; a
 shorter match proves nothing). Word runs are compared as 64-bit hashes. `stage_corpus` drops training text that contains
-a benchmark item; `stage_tasks` instead drops its own test items that occur in training text, so that no tasks parameter
-triggers retraining.
+a benchmark item; `stage_tasks` instead drops its own test items that occur in training text, so that changing a
+`tasks` parameter never triggers retraining.
 
 Not guaranteed: that this finds every near duplicate (see the probabilities above), a document that merely contains
 another, a translation or paraphrase, or a solution with renamed variables.
@@ -103,8 +103,8 @@ def _estimate(stored: NDArray[np.uint8], query: NDArray[np.uint8]) -> NDArray[np
 class NearDuplicates:
     """All signatures added so far, and a hash table that maps each band of each signature to the signature's index.
 
-    The table stores only indices: a slot is verified against the signature it points to. Two bands of the same document
-    may share a slot, since both find the document there.
+    The table stores only indices, so a lookup compares the band with the signature that the slot points to. Two bands
+    of the same document may share a slot, since looking up either one finds the document.
     """
 
     def __init__(self, threshold: float) -> None:
@@ -135,7 +135,7 @@ class NearDuplicates:
         """Add a signature and return its index."""
         number = self.count
         self.count += 1
-        if self.count > len(self._words):  # in place: the allocator moves pages, so nothing is in memory twice
+        if self.count > len(self._words):  # in place: pages are remapped, so there are never two copies
             self._words.resize((int(len(self._words) * GROWTH), BANDS), refcheck=False)
         self._words[number] = np.frombuffer(sketch, np.uint64)
         if self.count * BANDS > MAX_LOAD * len(self._table):
@@ -172,7 +172,7 @@ class NearDuplicates:
 # -- decontamination ---------------------------------------------------------------------------------------------------
 
 
-RUN_LENGTH, MIN_CHARACTERS = 13, 40  # consecutive words that make a hit; characters of an item with fewer words
+RUN_LENGTH, MIN_CHARACTERS = 13, 40  # consecutive words that make a hit; minimum length of an item with fewer
 WORD = re.compile(r"\w+")
 READ_WHOLE = (".txt", ".md", ".rst", ".py", ".sh")
 

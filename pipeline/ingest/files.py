@@ -10,14 +10,14 @@ The CSV delimiter is whichever of `,` `;` tab `|` occurs most often in the heade
 read: for code, its code cells with the prose as comments; for text, only the prose. Outputs are skipped.
 
 Parquet is read in bounded memory, because a kilobyte of it can expand to gigabytes: a text is stored once and repeated
-by index, zeros and nulls are stored as a count, and compression does the rest. So texts stay dictionary indices until
-a single row is materialized, after its size has been computed; and a row group whose footer suggests a decompression
-bomb is not read at all.
+by index, zeros and nulls are stored as a count, and compression does the rest. Texts therefore stay dictionary indices
+until a single row is materialized, and the row's size is computed before that. A row group whose footer suggests a
+decompression bomb is not read at all.
 
-Not guaranteed: low memory for `.json`, which is read at once and rejected over 256 MB (use `.jsonl`); rows after the
-first error inside a `.json` list, in UTF-16 or UTF-32, or after 64 MB of CSV without the end of a row: these become one
-rejected row. For parquet, neither protection from a footer that lies about page sizes (the format allows 2 GB per page)
-nor speed: dictionary-encoded texts are read at about 100 MB/s.
+Not guaranteed: low memory use for `.json`, which is read at once and rejected over 256 MB (use `.jsonl`). Rows after
+the first error in a `.json` list or a UTF-16 or UTF-32 file, or after 64 MB of CSV without the end of a row, become one
+rejected row. Parquet has no protection from a footer that lies about page sizes (the format allows 2 GB per page), and
+its dictionary-encoded texts are read at only about 100 MB/s.
 """
 
 import codecs
@@ -78,8 +78,8 @@ def rows(path: Path, encoding: str) -> Rows:
 
 
 def document(path: Path, encoding: str) -> Iterator[tuple[int, dict[str, str] | RowError]]:
-    """A plain text as one row, or as several if it exceeds 32 MB: it is cut at the next blank line, or after 64 MB
-    at any line. Windows line endings become line feeds.
+    """A plain text as one row, or as several if it exceeds 32 MB: it is then cut at the next blank line, or at any line
+    after 64 MB. Windows line endings become line feeds.
     """
     first, size, parts = 1, 0, []
     failure: RowError | None = None
@@ -196,8 +196,8 @@ def _byte_lines(file: BinaryIO, codec: str, offset: int) -> Iterator[tuple[int, 
 
 
 def _decoded_lines(file: BinaryIO, codec: str, offset: int) -> Iterator[tuple[int, str | RowError]]:
-    """Lines in a codec with multi-byte line feeds: decode first, then split. An error ends the reading, because later
-    lines cannot be recovered.
+    """The lines of a file whose codec has multi-byte line feeds: decode first, then split. Reading stops at the first
+    error, because later lines cannot be recovered.
     """
     decoder = codecs.getincrementaldecoder(codec)()
     number, pending, too_long = 1, "", False
@@ -307,7 +307,7 @@ def _skip_space(text: str, position: int) -> int:
 
 
 class _CsvLines:
-    """The lines for csv.reader, which consumes as many as a row needs; keeps the first error among these lines."""
+    """Feeds lines to csv.reader, which takes as many as a row needs. Keeps the first error among these lines."""
 
     def __init__(self, path: Path, encoding: str) -> None:
         self.number = 0  # of the last line
@@ -377,7 +377,7 @@ def _delimiter(path: Path, encoding: str) -> str:
 
 
 BATCH_ROWS = 256
-MAX_EXPANSION = 200  # bytes of a large column per stored byte; text compresses to a tenth
+MAX_EXPANSION = 200  # bytes of a large column per stored byte; text compresses to about a tenth of its size
 MAX_VALUES = 1000  # of a list column per byte of its pages
 MAX_ROWS = 100  # per byte of the file; rows with content take more than one byte each
 

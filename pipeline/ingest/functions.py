@@ -29,7 +29,7 @@ MOST_MUTANTS = 12
 CACHES = ("cache", "lru_cache")  # decorators that do not change results
 Function = ast.FunctionDef
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-FUTURE = "from __future__ import annotations\n"  # a candidate's annotations are not evaluated
+FUTURE = "from __future__ import annotations\n"  # so that a candidate's annotations are not evaluated
 HEADER = """\
 import sys as _sys, types as _types
 for _name, _is_package in {names!r}:

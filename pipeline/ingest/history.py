@@ -2,11 +2,11 @@
 
     RepositoryEntry of `dialogues` -> git log -> user: the diff, assistant: the message    (newest first)
 
-Limits: MOST_COMMITS commits, LOG_BYTES bytes of log, SECONDS seconds. A commit is dropped, with a reason, and counted
-if its diff has no text or more than DIFF_BYTES bytes, if its message has fewer than FEWEST_WORDS words, or if it
-contains a secret. Email addresses are replaced as in all sources. Merges are skipped. A commit that touches a held-out
-folder (`repository.held_out`) goes to validation and test; if no folder is held out, `val_share` and `test_share` of
-the commits do.
+Limits: MOST_COMMITS commits, LOG_BYTES bytes of log, SECONDS seconds. A commit is rejected, with a recorded reason, if
+its diff has no text or more than DIFF_BYTES bytes, if its message has fewer than FEWEST_WORDS words, or if it contains
+a secret. Email addresses are replaced as in all sources. Merges are skipped. A commit that touches a held-out folder
+(`repository.held_out`) is used for validation or test. If no folder is held out, `val_share` and `test_share` of the
+commits are.
 
 The repository may be untrusted, and git runs programs named in a repository's own configuration. So external diffs,
 text conversion, signatures, hooks, file monitors and lazy fetching are disabled.

@@ -1,9 +1,9 @@
 """Read public Hugging Face hub datasets as records; for `data=hub`, conf/data/hub.yaml lists the datasets.
 
 In: the datasets of one kind, and a folder that survives crashes. `datasets` streams each file of a dataset into
-<set>/<split>/part-N.parquet.tmp (one column, the row as JSON), which is renamed when complete: a restart skips the
+<set>/<split>/part-N.parquet.tmp (one column, the row as JSON), which is renamed when complete, so a restart skips the
 complete parts and produces the same bytes. Out: `Accepted` rows. Rows are parsed by `shapes`, or by the AceCode section
-below; `intake.Intake` accepts or rejects them, and writes rejected ones to <set>/rejected.jsonl.
+below. `intake.Intake` accepts or rejects them, and writes the rejected ones to <set>/rejected.jsonl.
 
 A revision is 40 hex digits; if none is given, `main` is resolved once, printed, and stored in <set>/revision.txt. An
 interrupted file download is retried from its beginning, up to five times, in addition to huggingface_hub's own
@@ -318,7 +318,7 @@ class Thresholds:
         return mean >= self.easy_mean if level == "easy" else self.medium_mean <= mean <= self.easy_mean
 
     def group(self, pass_rates: list[float]) -> str:
-        """The difficulty according to the mean only, for a dataset that is not filtered by difficulty."""
+        """The difficulty based on the mean only, for a dataset that is not filtered by difficulty."""
         mean = float(np.mean(pass_rates)) if pass_rates else 0.0
         return "easy" if mean >= self.easy_mean else "medium" if mean >= self.medium_mean else "hard"
 

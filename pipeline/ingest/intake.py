@@ -119,7 +119,7 @@ class Intake:
                 tally.totals[name] += number
 
     def accept(self, record: SourceRecord, file: str, line: int, split: str | None) -> list[tuple[str, SourceRecord]]:
-        """(split, record) for each piece of a long text, else one; none for a duplicate. `split` None: chosen by id.
+        """A (split, record) pair, or several for a long text, or none for a duplicate. `split` None: chosen by id.
 
         Raises RowError if the id is taken or the row cannot be encoded as UTF-8.
         """

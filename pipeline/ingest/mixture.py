@@ -245,7 +245,7 @@ def _copies(stock: Stock, target: int) -> NDArray[np.int64]:
     order = np.argsort(stock.keys, kind="stable")
     ends = np.cumsum(stock.sizes[order])
     copies = np.full(len(stock.sizes), num_passes, np.int64)
-    copies[order[2 * ends - stock.sizes[order] <= 2 * rest - 1]] += 1  # rows of which more than half fits
+    copies[order[2 * ends - stock.sizes[order] <= 2 * rest - 1]] += 1  # a row is drawn if more than half of it fits
     return copies
 
 

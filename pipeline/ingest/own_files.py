@@ -406,10 +406,10 @@ def feedback(
     """The pairs or labels to train on alongside `others` other records, in file order, and the counts of all rows.
 
     Anyone with access to the server can submit feedback, so it is only partly trusted. An unreadable row is rejected
-    without affecting others. The rest make up at most `share` of all training records: reviewed rows are taken first,
-    then one per contributor in turn, so that thousands of rows from one API key leave room for two from another. Hashes
-    determine the order of the turns and of the rows, so a new row displaces at most one other row. Without API keys,
-    all rows count as one contributor's; a user with several keys gets several turns.
+    without affecting others. Readable rows make up at most `share` of all training records: reviewed rows are taken
+    first, then one per contributor in turn, so that thousands of rows from one API key leave room for two from another.
+    Hashes determine the order of the turns and of the rows, so a new row displaces at most one other row. Without API
+    keys, all rows are treated as one contributor's; a user with several keys gets several turns.
 
     Empty if the file does not exist. `rejected`: the JSONL file for unreadable rows (file, line, field, reason).
     """
@@ -458,7 +458,7 @@ def _select(rows: list[FeedbackRow[Given]], limit: int) -> list[Given]:
     if len(rows) <= limit:
         return [row.record for row in rows]
     turns: Counter[tuple[bool, str]] = Counter()
-    ranked: list[tuple[bool, int, int, int]] = []  # not reviewed, turn, hash of the giver, index
+    ranked: list[tuple[bool, int, int, int]] = []  # not reviewed, turn, hash of the contributor, index
     for index in sorted(range(len(rows)), key=lambda index: stable_hash("feedback", rows[index].record.id)):
         row, giver = rows[index], rows[index].record.given_by or ""
         ranked.append((not row.reviewed, turns[row.reviewed, giver], stable_hash("giver", giver), index))

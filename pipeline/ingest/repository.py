@@ -332,7 +332,7 @@ def import_graph(
 def import_order(graph: Mapping[str, Sequence[str]], at_import: Mapping[str, Sequence[str]]) -> list[str]:
     """Each path once, after the paths it imports.
 
-    `at_import`: the subgraph that breaks cycles: within a cycle, a path comes after those it imports at import time.
+    `at_import` is the subgraph that breaks cycles: within a cycle, a path comes after those it imports at import time.
     """
     order: list[str] = []
     for group in _components(graph):

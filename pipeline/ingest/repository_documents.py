@@ -6,18 +6,18 @@
 Parts. A file larger than half of `document_bytes` is cut between statements, at the outermost boundary in the second
 half of the available space. Together, its parts make up the file, so a file's own text is trained on once per epoch.
 
-Context fills the rest of `document_bytes` and gets no loss, because it may precede many parts. It takes, in order of
+Context fills the rest of `document_bytes` and has no loss, because it may precede many parts. It contains, in order of
 priority: the signatures of what the file imports by name from the repository, starting with those the part uses;
 outlines (a class with its fields and method signatures); full definitions; complete files that the file imports
 directly or transitively; and the file's own text before the part. Names are followed through re-exporting packages.
 Files appear in import order (`ingest/repository.py`).
 
 Splits are by folder, never by file (`repository.held_out`). The context of a training document never includes a
-held-out file. For held-out parts, which measure the model, the context is chosen without looking at the part: names
-that are imported but not used before the part come first, as they must be used eventually.
+held-out file. For held-out parts, which are for evaluation, the context is chosen without looking at the part: names
+that are imported but not used before the part come first, because they must be used eventually.
 
-Not guaranteed: that a small repository has folders to hold out (stage_corpus reports if not); that names resolved at
-run time are found.
+Not guaranteed: that a small repository has folders to hold out (stage_corpus prints a message if it has none); that
+names resolved at run time are found.
 """
 
 from __future__ import annotations
@@ -238,7 +238,7 @@ class Library:
     """The files of a repository: what each defines and imports, and the context for a part of a file."""
 
     def __init__(self, found: Repository, kept: Mapping[str, Text]) -> None:
-        """`kept`: path -> cleaned text; dropped files still re-export names but are in no context."""
+        """`kept`: path -> cleaned text; dropped files still re-export names but appear in no context."""
         self.name = found.name
         self.texts = {path: text.text for path, text in kept.items()}
         self._imports: dict[str, list[Import]] = {}

@@ -1,4 +1,4 @@
-"""Select and write the documents of a text corpus: deduplication, caps, test items, quotas, splits, and all counts.
+"""Select and write the documents of a text corpus: deduplication, decontamination, caps, quotas, splits, and counts.
 
     files on this machine, until the quotas are met   -> FileBatch   ┐
     records from the user's files or the hub          -> RecordBatch ┴-> clean, in worker processes -> Documents
@@ -14,9 +14,9 @@ Batches may run slightly ahead of `Selection`, depending on the number of worker
 documents beyond a full quota are not counted, and further documents of a full package are dropped as `cap` whether they
 were read or not.
 
-`mix` spreads every part (stories, python, ...) evenly over the corpus, so that a reader of only the beginning (an
-evaluation, a sample) sees every part. Memory use is one row group per part, whatever the corpus size. Equal documents
-give equal bytes (for a given pyarrow version).
+`mix` spreads every part (stories, python, ...) evenly over the corpus, so that an evaluation or a sample that
+reads only the beginning sees every part. Memory use is one row group per part, whatever the corpus size. Equal
+documents give equal bytes (for a given pyarrow version).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ GROUP_BYTES = 1_000_000  # of text in a row group, which is what a reader keeps 
 FILE_BYTES = 4_000_000  # of text in a file: the work unit of one `stage_encode` process
 GROUP_ROWS = 4096
 SPLITS = ("train", "val")
-VAL_EVERY = 50  # for a corpus so small that no document fell into val
+VAL_EVERY = 50  # for a corpus so small that no document landed in val
 BATCH_FILES, BATCH_BYTES = 24, 250_000  # per FileBatch, per RecordBatch
 
 
@@ -376,7 +376,7 @@ def drawn(corpus: str, parts: Parts, entries: Sequence[WeightedParts], seed: int
     """Draw training documents so that the bytes of each entry match its weight (`ingest/mixture.py`). Returns how often
     to write each document of each part, and the summary table.
 
-    If no document is in val, 1 in 50, chosen by a hash of its name, first moves there, so that no text is in both.
+    If no document is in val, 1 in 50, chosen by a hash of its name, first moves there, so no text is in both splits.
     Raises DataError for an entry with nothing to train on.
     """
     train = parts["train"]

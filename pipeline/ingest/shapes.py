@@ -521,7 +521,7 @@ def parse_test(test: object, field: str) -> JsonObject:
 
 
 def most_called(sources: Sequence[str]) -> str:
-    """The name that the most asserts call. Ties go to the first; builtins count only if nothing else is called."""
+    """The name called by the most asserts. Ties go to the first; builtins count only if nothing else is called."""
     calls: Counter[str] = Counter()
     for source in sources:
         nodes = [node for node in ast.walk(_parse_python(source, "tests")) if isinstance(node, ast.Call)]
@@ -535,7 +535,7 @@ def _literal(value: object, field: str) -> str:
     text = value.strip() if isinstance(value, str) else repr(value)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # invalid escapes such as "\d" in the data are not our concern
+            warnings.simplefilter("ignore")  # the data may contain invalid escapes such as "\d"
             literals.read(text)
     except (ValueError, SyntaxError, MemoryError, RecursionError) as error:
         reason = f"expected a Python literal as text (a string is \"'abc'\"), found {text[:40]!r}"

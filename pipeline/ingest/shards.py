@@ -59,7 +59,7 @@ def has_contexts(folder: Path) -> bool:
 
 
 def check_apart(folder: Path) -> None:
-    """Raise GateError if a document is in both splits: the evaluation would measure memorization."""
+    """Raise GateError if a document is in both splits, because the evaluation would then measure memorization."""
 
     def documents(split: str) -> Iterator[tuple[bytes, str]]:
         for path in files(folder, split):
@@ -81,7 +81,7 @@ def texts(folder: Path, split: str, num_bytes: int, characters: int) -> Iterator
     """An even sample of a split: about `num_bytes` bytes, at most the first `characters` characters of each document.
 
     Documents are chosen by a hash of their source and path, so the sample is spread over the corpus and does not depend
-    on the file layout. A split with no more bytes than that is returned in full.
+    on the file layout. A smaller split is returned in full.
     """
     total_bytes = 0
     for path in files(folder, split):

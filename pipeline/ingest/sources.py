@@ -13,8 +13,8 @@ A package's license is the one that the package states:
     Debian's /usr/share/doc/<package>/copyright -> its License fields, else the common license it refers to
 
 Never harvested: extras, development tools, the project itself. Not guaranteed: equal lists on machines with different
-packages installed (`stage_corpus` records the versions in its manifest), or that the license that a package states is
-true for each of its files (this is no legal advice).
+packages installed (`stage_corpus` records the versions in its manifest), or that the license that a package states
+applies to each of its files (this is not legal advice).
 
 For the same harvest on every machine, `data=packages` takes named packages at the versions in requirements.lock:
 
@@ -142,7 +142,7 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Package:
-    """An installed distribution; its metadata is read only once, because reading takes milliseconds."""
+    """An installed distribution; its metadata is read only once, because each read takes milliseconds."""
 
     name: str  # normalized as in PEP 503
     version: str
@@ -412,7 +412,7 @@ def of_debian(copyright_text: str) -> str:
 
 
 def is_permissive(license: str) -> bool:
-    """Whether a license is MIT, BSD, ISC, Apache, PSF, Zlib or CC0; all operands of an AND must be, and one of an OR.
+    """Whether a license is MIT, BSD, ISC, Apache, PSF, Zlib or CC0; every operand of an AND must be, or one of an OR.
 
     AND binds more tightly than OR, parentheses group, and an exception after WITH only grants more rights
     (SPDX 2.3, annex D). Anything that cannot be parsed this way counts as not permissive.

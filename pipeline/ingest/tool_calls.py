@@ -348,7 +348,7 @@ def _json_value(node: ast.expr, field: str) -> object:
 def _expression(text: str) -> ast.expr:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # invalid escapes such as "\d" in the data are not our concern
+            warnings.simplefilter("ignore")  # the data may contain invalid escapes such as "\d"
             return ast.parse(text, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise RowError("value", f"expected a Python literal, found {text[:40]!r}") from error

@@ -6,10 +6,10 @@
     beta 1        KL(student || teacher)      reverse (MiniLLM): Gu et al. 2024, arXiv:2306.08543
 
 Both distributions use the sampling temperature. The teacher is either live (`Whole`: hidden states and head) or
-precomputed (`Kept`: its top k tokens, with the remaining mass as one more outcome on both sides). With `Kept` the
-divergence is over coarser outcomes, so it is never greater, and equal if k is the vocabulary size.
+precomputed (`Kept`: its top k tokens, with the remaining mass as one more outcome on both sides). With `Kept`
+the outcomes are coarser, so the divergence is never greater than with `Whole`, and equal if k is the vocabulary size.
 
-Logits are computed in chunks and recomputed in the backward pass, so at most 2^23 per model exist at once.
+Logits are computed in chunks and recomputed in the backward pass, so at most 2^23 of them per model exist at once.
 """
 
 from dataclasses import dataclass

@@ -12,7 +12,7 @@ Related modules: `update.py` decides whether to apply an update, `states.py` sav
 communication between ranks, and `performance.py` covers everything else: micro-batch size, compilation, profiling,
 speed and the learning-rate finder.
 
-Not guaranteed: bitwise equality across world sizes or devices (the data order is the same, the loss within 1e-6).
+Not guaranteed: bitwise equality across world sizes or devices (the data order is the same and the loss within 1e-6).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from pipeline.run.workdir import Job, remove
 
 @dataclass(frozen=True, kw_only=True)
 class Watchers:
-    """A stage's measurement and check callbacks during training. Each may raise GateError."""
+    """A stage's callbacks for measurements and checks during training. Each may raise GateError."""
 
     step: Callable[[int], None] | None = None  # before each step, with the number of steps so far
     # before the passes: (model, this rank's micro-batches, ranks) -> micro-batches with per-step values for the loss
@@ -56,7 +56,7 @@ class Watchers:
     evaluate: Callable[[int], dict[str, float]] | None = None  # at step 0, every eval_steps, and at the end
     logged: Callable[[list[JsonObject]], None] | None = None  # gets the curve after each new row
     micro: Callable[[int, bool], None] | None = None  # before each micro-batch, with its index and whether it counts
-    save: Callable[[Path], None] | None = None  # write the current model, for runtime.keep_models
+    save: Callable[[Path], None] | None = None  # writes the current model, for runtime.keep_models
     new_level_at: int | None = None  # the batch where the data changes: earlier losses are not comparable
     gradients_at: int | None = 0  # the step at which each group must get a gradient; a zero head prevents it at step 0
 

@@ -147,12 +147,12 @@ def footprint(weights: Weights, configs: Sequence[ModelConfig], work: Work, micr
 
 
 def data_parallel(single: Footprint, weights: Weights) -> Footprint:
-    """With DistributedDataParallel, whose buckets are a second copy of the gradients that persists during a pass."""
+    """The footprint with DistributedDataParallel, whose buckets hold a second copy of the gradients during a pass."""
     return replace(single, gradients=8.0 * weights.trained)
 
 
 def sharded(single: Footprint, config: ModelConfig, work: Work, processes: int) -> Footprint:
-    """With FSDP2, which shards all but the active block, the embedding, the head and what Muon gathers."""
+    """The footprint with FSDP2, which shards all but the active block, embedding, head and what Muon gathers."""
     block = sum(r * c * n for (r, c), n in matrices(config).items()) / config.layers
     table = config.vocab_size * config.width * (1 if config.tied else 2)
     whole = block + table
@@ -179,7 +179,7 @@ def largest(limit: float, total: Callable[[int], float], most: int) -> int:
 
 
 def full(config: ModelConfig, *, head: bool = True) -> Weights:
-    """The weights of a fully trained model. Without `head`: a reward model's trunk and its single row."""
+    """The weights of a model that is trained in full. Without `head`: a reward model's trunk and its single row."""
     table = config.vocab_size * config.width
     missing = 0 if head or config.tied else table
     cast = config.matmul_parameters - (0 if head else table)
@@ -373,15 +373,15 @@ def input_bytes(config: ModelConfig, work: Work, names: Sequence[str]) -> float:
             saved += width * (size + (4 if cpu else 1))  # the input after dropout, and a mask
         elif name == "o_proj":
             saved += width * size if cpu else 0  # on a GPU, attention saves this input
-        elif size == 2 or index == 0 or name == "down_proj":  # autocast casts it for each; in float32 they share it
+        elif size == 2 or index == 0 or name == "down_proj":  # cast per projection by autocast; shared in float32
             saved += width * size
     return saved
 
 
 def reaches(work: Work) -> tuple[float, float]:
-    """The mean number of tiles whose keys, and whose probabilities, a query tile keeps (model/cpu/attention.py)."""
+    """The mean numbers of tiles whose keys and whose probabilities a query tile keeps (model/cpu/attention.py)."""
     tiles = -(-work.context // TILE)
-    if work.packed and tiles > KEPT_REACH:  # assume the shorter documents that keep the most
+    if work.packed and tiles > KEPT_REACH:  # assume shorter documents, of the length that keeps the most
         return (tiles + 1) / 2, (KEPT_REACH + 1) / 2
     reach = min(tiles, KEPT_REACH)
     return (tiles + 1) / 2, reach * (reach + 1) / 2 / tiles

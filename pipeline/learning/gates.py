@@ -80,7 +80,7 @@ def repeated(passes: float, model: nn.Module, name: str) -> None:
 
 
 def first_loss(nats: float, model: nn.Module, *, from_scratch: bool) -> None:
-    """Raise GateError if a new model's first loss is not within 0.5 of ln V. Warn if a pretrained one's is higher."""
+    """Raise GateError if a new model's first loss is not within 0.5 of ln V. Warn if a pretrained model's is higher."""
     config: ModelConfig | None = getattr(model, "config", None)
     if config is None:
         return
@@ -185,8 +185,8 @@ def first_dpo(expected: float | None, precision: str, beta: float) -> Callable[[
     """Check that the policy equals its reference: the loss is known, and all rewards are 0.
 
     In half precision, a pass with gradients rounds differently from one without, and the errors add up over an answer's
-    tokens: to 0.04 nats, measured in a batch of 16 pairs. The error of a reward is `beta` times that; the loss is off
-    by as much as a reward, or in proportion to its own size.
+    tokens: to 0.04 nats, measured in a batch of 16 pairs. A reward is off by `beta` times that, and the loss by as
+    much plus a share of its own size.
     """
     tolerance = 1e-4 if precision == "fp32" else ROUNDED * beta
 

@@ -5,7 +5,7 @@ accumulation and uneven ranks do not change it. A loss function returns sums; th
 count, which is available before the forward pass (`counts`). A term with G = 0 drops out.
 
 Log-probabilities are per token. The head runs only on the selected positions: with a vocabulary of 4,096 and a width of
-192 it accounts for a third of all multiplications, and in tool dialogues two thirds of the positions are prompt.
+192 it accounts for a third of all multiplications, and in tool dialogues two thirds of the positions are prompts.
 
 See `pair_losses.py` for reward models and the DPO family, and `policy_losses.py` for clipped policy gradients.
 """

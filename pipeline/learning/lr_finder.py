@@ -3,12 +3,12 @@
     100 steps, with the rates multiplied by factors from 1e-4 to 1e3, spaced geometrically
     (Smith 2017, arXiv:1506.01186; fastai's finder)
 
-Rate ratios between groups and gradient clipping stay as configured. The same 8 batches rotate, so the loss changes with
-the rate, not the data. The loss is averaged over ranks and smoothed (0.98, bias-corrected); the search ends when
-the loss reaches four times its minimum. The suggestions are the rate of steepest descent (relative to the log of the
-rate), the middle of the longest valley (fastai's), and a tenth of the rate at the minimum. `breaks_at` is the rate at
-which the unsmoothed loss starts to diverge: 2 / lambda for plain gradient descent on a quadratic of curvature lambda.
-Weights and moments are restored and verified by a hash.
+The rate ratios between groups and the gradient clipping stay as configured. The same 8 batches rotate, so the loss
+changes with the rate, not the data. The loss is averaged over ranks and smoothed (0.98, bias-corrected). The search
+ends when the loss reaches four times its minimum. The suggestions are the rate of steepest descent (relative to the log
+of the rate), the middle of the longest valley (fastai's), and a tenth of the rate at the minimum. `breaks_at` is the
+rate at which the unsmoothed loss starts to diverge: 2 / lambda for plain gradient descent on a quadratic of curvature
+lambda. Weights and moments are restored and verified by a hash.
 
 Not guaranteed: the best rate. One hundred steps show where training diverges; finding the best final loss takes full
 runs.

@@ -22,7 +22,7 @@ from pipeline.batches.pairs import PairStream
 from pipeline.learning.losses import Loss, Term, sum_by_row, target_logprobs, trained_logits
 from pipeline.run.tracking import progress
 
-LEAST_LIKELY = -5.0  # nats: rarer than one in 148
+LEAST_LIKELY = -5.0  # nats: a probability of 1 in 148
 
 
 @dataclass(frozen=True)

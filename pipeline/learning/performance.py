@@ -1,6 +1,6 @@
 """Training performance: micro-batch size, compiled layers, profiling, throughput, and the learning-rate finder.
 
-    instruments = Instruments(run)      the micro-batch
+    instruments = Instruments(run)      chooses the micro-batch
     with instruments.step(number): ...  a step: explains out-of-memory errors, advances the profiler
     instruments.report(...)             at the end
 
@@ -18,15 +18,15 @@ moments and random generators unchanged. On a CPU the system kills a process tha
 error, so only the plan decides there. The same goes for batches that do not exist yet (rollouts). Running out of memory
 later ends the run with a list of remedies.
 
-**Compilation** (`compiled`). On a CPU in bf16 with hand-written layers, the operations between matmuls, and attention
-with AMX, are compiled from C++ (`model/cpu`). This takes five seconds, so `auto` does it whenever a compiler is
+**Compilation** (`compiled`). On a CPU in bf16, the hand-written layers run the operations between matmuls (and, with
+AMX, attention) in C++ (`model/cpu`). Compiling it takes five seconds, so `auto` does so whenever a compiler is
 available. Everywhere else, and for layers with adapters or biases, torch.compile is used: each block in place
 (`layer.compile()`), so all layers share one compilation and state-dict names stay the same. There `auto` does not
-depend on timings, so identical runs decide the same way: it compiles runs of more than 1e14 training FLOPs on a CPU,
-5e16 on a GPU, with rows of equal length; pairs and policy rollouts have a new shape in every batch. Sampling never runs
-compiled layers, but decodes with the same C++ operations (`load_operators`, model/decoding.py). Compiled layers and
-operations are cached in `.work/compile` between runs. Compiled and eager steps round differently, so a checkpoint
-records whether its run was compiled.
+depend on timings, so identical runs decide the same way: it compiles runs of more than 1e14 training FLOPs on a CPU, or
+5e16 on a GPU, if all rows have the same length. Pairs and policy rollouts have a new shape in every batch. Sampling
+never runs compiled layers, but decodes with the same C++ operations (`load_operators`, model/decoding.py). Compiled
+layers and operations are cached in `.work/compile` between runs. Compiled and eager steps round differently, so a
+checkpoint records whether its run was compiled.
 
 **Profile** (`runtime.profile: true`) records a few steps with torch.profiler:
 
@@ -359,7 +359,7 @@ def load_operators(asked: bool | str, *, hardware: Hardware, name: str) -> bool:
 
 
 def wanted(asked: bool | str, *, flops: float, device: torch.device) -> bool:
-    """Whether to compile: as configured, or by the rule for `auto`. Raises ConfigError for an impossible true."""
+    """Whether to compile: as configured, or by the rule for `auto`. Raises ConfigError if true is not possible here."""
     if asked is False:
         return False
     missing = lacking(device)

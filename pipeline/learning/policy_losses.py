@@ -150,7 +150,7 @@ def surrogate(logprobs: Tensor, old: Tensor, advantages: Tensor, clip: Clip) -> 
 
 
 def value_loss(values: Tensor, old: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, Tensor]:
-    """0.5 * max((V - R)^2, (V clipped around its old value - R)^2), and where the second is larger; elementwise."""
+    """Elementwise: 0.5 * max((V - R)^2, (V clipped around its old value - R)^2), and whether the second is larger."""
     near = values.clamp(old - clip, old + clip)  # bit-equal inside the range, so rounding never counts as clipped
     free, bound = (values - returns).square(), (near - returns).square()
     return 0.5 * torch.maximum(free, bound), bound > free

@@ -10,11 +10,11 @@ FSDP2 shards every weight, gradient and moment by rows across the processes (Zha
 
     shard(model, ...)       in place: one group per block, the rest in a root group; each pass gathers the weights
     whole_again(...)        in place, back to a plain model on rank 0 only, one tensor at a time
-    published(model)        complete weights by name, one at a time; `Copies` of a policy sample with them
+    published(model)        complete weights by name, one at a time; `Copies` of a policy are refreshed from them
     local, full, rows       of a weight: this rank's rows, the complete tensor, and the range of this rank's rows
 
 FSDP2 is configured by Accelerate's environment variables: `accelerate launch` sets them from conf/launch/fsdp2.yaml,
-and tools/launch.py for `STAGECOACH_LAUNCH=fsdp2:2`. The math matches a single process: weights are communicated in
+and tools/launch.py for `STAGECOACH_LAUNCH=fsdp2:2`. The math is that of a single process: weights are communicated in
 float32 and cast by autocast as usual. There is no MixedPrecisionPolicy, which would run norms and embeddings in half
 precision. Separate frozen models (a reference) are not sharded: each process has a full copy.
 
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 M = TypeVar("M", bound=nn.Module)
 CONNECT_SECONDS = 10.0
-GRACE_SECONDS = 30.0  # from a peer's death until processes not notified by a collective exit
+GRACE_SECONDS = 30.0  # from a peer's death to the exit of processes that no collective has notified
 ON_DEVICE = 0.5  # share of a device's memory; a smaller model returns to the device after training
 
 
@@ -120,9 +120,9 @@ class Ranks:
         return model if self.accelerator is None or self.sharding else self.accelerator.prepare(model)
 
     def no_sync(self, model: nn.Module, *, skip: bool) -> contextlib.AbstractContextManager[object]:
-        """Keep gradients local for this micro-batch when `skip`."""
+        """Keep gradients local for this micro-batch if `skip`."""
         if self.sharding:
-            from torch.distributed.fsdp import FSDPModule  # here and below: takes 0.4 s, only needed when sharding
+            from torch.distributed.fsdp import FSDPModule  # here and below: takes 0.4 s, needed only for sharding
 
             assert isinstance(model, FSDPModule)
             model.set_requires_gradient_sync(self.sharding.reduces_each_pass or not skip)
@@ -475,7 +475,7 @@ def is_sharded(tensor: Tensor) -> "TypeGuard[DTensor]":
     """Whether this rank has only some of the tensor's rows."""
     if type(tensor) in (Tensor, nn.Parameter):
         return False
-    from torch.distributed.tensor import DTensor  # here and below: takes a second, only needed when sharding
+    from torch.distributed.tensor import DTensor  # here and below: takes a second, needed only for sharding
 
     return isinstance(tensor, DTensor)
 

@@ -395,7 +395,7 @@ class Neftune:
 
 
 def _exactly_one(**lengths: float | None) -> None:
-    """Raise ValueError unless exactly one of a run's lengths is set and that it is above 0."""
+    """Raise ValueError unless exactly one of a run's lengths is set and is above 0."""
     names = [name for name, value in lengths.items() if value is not None]
     if len(names) != 1:
         remedy = f"; unset the others, for example {names[-1]}=none" if names else ""

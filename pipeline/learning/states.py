@@ -235,7 +235,7 @@ class Keeper:
             self._go_on_from_a_relative()
             state = newest(self.job.folder)
             last = state.step if state else -1
-            drop_after(self.job.folder, last)  # a damaged state would count as the newest
+            drop_after(self.job.folder, last)  # otherwise a damaged state would be taken for the newest
         step = self.ranks.gather(state and state.step)[0]
         if step is None or state is not None:
             return state

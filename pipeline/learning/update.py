@@ -13,17 +13,17 @@ arXiv:2204.02311, 5.1). A skipped step changes no weights or moments. Spikes sho
 tenth in a thousand steps, is taken as the run's new level and applied, so spikes never end a run. A high gradient
 norm never causes a skip: clipping bounds it, and a model that has memorized its data has norms near 0 with rare jumps.
 
-Two things end a run: non-finite values in three consecutive steps or ten in a thousand; and a loss that rises and
-stays high: for 100 consecutive steps, more than 1 nat above the lowest median of 128 steps so far. A policy's loss is
-not in nats, so with `on_spike: ignore` only non-finite values count. When a stage changes its data on purpose, earlier
-losses are forgotten.
+Two things end a run: non-finite values in three consecutive steps or ten in a thousand, and a loss that stays high for
+100 consecutive steps, more than 1 nat above the lowest median of 128 steps so far. A policy's loss is not in nats, so
+with `on_spike: ignore` only non-finite values count. When a stage changes its data on purpose, earlier losses are
+forgotten.
 
 A rollback loads the newest evaluated state that is at least 16 steps old, but never one before the last rollback, and
 skips the batches since that state. Without such a state, or after three rollbacks, a spike is skipped, and non-finite
 values end the run.
 
 **Sums.** `Totals` combines `Loss` objects with the step's denominators. Totals and windows contain plain numbers, so
-the window is saved with the state, and a resumed curve is seamless.
+the window can be saved with the state, and a resumed curve is seamless.
 
 **Loss scaling** (Micikevicius et al. 2018, arXiv:1710.03740) keeps small gradients from underflowing in half precision.
 torch's GradScaler doubles the scale after 2,000 steps without overflow and halves it after one. An overflow costs an
@@ -57,7 +57,7 @@ HISTORY = 128  # applied steps used to detect spikes
 DEVIATIONS = 6.0
 LEAST_SPREAD = 0.01  # minimum standard deviation, as a share of the mean
 LEAST_RISE = 0.1  # minimum rise of a spike's loss, in nats
-FEWEST = 16  # applied steps before the median counts
+FEWEST = 16  # applied steps needed before the median is used
 RISEN, STAYED = 1.0, 100  # nats above the lowest median, consecutive steps
 IN_ROW, WITHIN, IN_ALL = 3, 1000, 10  # too many skipped steps: IN_ROW in a row, or IN_ALL within WITHIN steps
 BACK = 16  # minimum age of a rollback state, in steps
@@ -401,7 +401,7 @@ class Scaler:
                 self.torch.unscale_(optimizer)
 
     def update(self) -> bool:
-        """Adapt the scale after a step. Returns whether the scale fell, so that the overflow may not recur."""
+        """Adapt the scale after a step. Returns whether the scale fell, in which case the overflow may not recur."""
         if not self.torch.is_enabled():
             return False
         before = self.scale_now

@@ -48,7 +48,7 @@ class MemoryCache:
         self.unit_of[row], self.question_lengths[row] = -1, 0
 
     def rewind(self, row: int) -> None:
-        self.unit_of[row] = -1  # the units were chosen for a different text
+        self.unit_of[row] = -1  # the mean was computed for a different text
 
     def copy(self, source: int, target: int, length: int) -> None:
         for tensor in self.states.values():

@@ -81,11 +81,11 @@ class Wider(LayerHook):
             self.initialize(generator)
 
     def reads(self, positions: Tensor, padding: Tensor | None, computed: Tensor | None, reading: object) -> Reads:
-        """The reads for a line of tokens, independent for each token."""
+        """The reads for a line of tokens; each depends only on its own token."""
         return (lambda layer, x: x) if isinstance(reading, Reading) and reading.off else self._add
 
     def going_on(self, layout: Layout) -> Reads:
-        """The reads for new tokens of a cache's rows, independent for each token."""
+        """The reads for new tokens of a cache's rows; each depends only on its own token."""
         return self._add
 
     def _add(self, layer: int, x: Tensor) -> Tensor:

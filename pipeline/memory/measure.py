@@ -103,7 +103,7 @@ def _map_text(memory: Memory, tokenizer: Tokenizer, source: str, batch: TokenBat
 # -- recall ------------------------------------------------------------------------------------------------------------
 
 
-SPARE_TOKENS = 4  # by which an answer may be longer than the correct one
+SPARE_TOKENS = 4  # an answer may be this much longer than the correct one
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ causal model cannot be measured. Here, a unit (tokens that choose together) choo
 A unit never crosses document boundaries, and padding belongs to no unit. The losses that balance the choices are in
 `memory/training.py`.
 
-**Decoding** needs more than keys and values (`memory/cache.py`). With routing by prompt, a row's first tokens are the
-block before the answer, except the last token, which already has a loss; they must be processed in a single pass.
+**Decoding** needs more than keys and values (`memory/cache.py`). With routing by prompt, a row's first pass must cover
+the entire block before the answer: this block is all tokens of the pass but the last, which already has a loss.
 
 Not supported: positions (RoPE) or an order of the rows in the bank. `top_k` chapters are chosen per unit, not per head.
 
@@ -48,7 +48,7 @@ from pipeline.model.config import ModelConfig
 from pipeline.model.layers import LayerHook, Layout, Linear, Reads, RMSNorm
 
 ROUTER_STD = 0.02  # for fresh router weights
-NAME = "memory"  # its attribute name in a model
+NAME = "memory"  # the memory's attribute name in a model
 HF_KEYS = {"architectures": ["StagecoachMemory"], "model_type": MODEL_TYPE}
 
 
@@ -83,7 +83,7 @@ class Routed:
 
 @dataclass
 class Reading:
-    """How a forward pass reads the memory, and its results by layer."""
+    """How a forward pass reads the memory, and the results by layer."""
 
     trained: Tensor | None = None  # (B, T) bool, positions with a loss, for routing by prompt; None: all
     off: bool = False  # read nothing

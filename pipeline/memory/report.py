@@ -93,7 +93,7 @@ def values(files: dict[str, JsonObject]) -> JsonObject:
 
 
 def shown(routing: JsonObject) -> JsonObject:
-    """The tables and maps for the page. Each piece of a text has the number and color of its top-weighted chapter."""
+    """The tables and maps for the page. Each piece of a text gets the number and color of its top-weighted chapter."""
     num = routing["chapters"]
     even = 1 / num
     tables = []

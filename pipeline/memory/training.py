@@ -60,7 +60,7 @@ class Choices:
         self.mine = True
 
     def begin(self, micro: int, mine: bool) -> None:
-        """Call before each micro-batch; the first in a step resets the counts. If not `mine`, it is not counted."""
+        """Call before each micro-batch; a step's first resets the counts. One that is not `mine` is not counted."""
         self.mine = mine
         if micro == 0:
             self.counts = {}

@@ -67,10 +67,10 @@ def hook_cache(config: "ModelConfig", rows: int, dtype: "torch.dtype", device: "
 
 
 def hook_bytes(config: "ModelConfig", kind: str, precision: str, tokens: int) -> float:
-    """Bytes for reading in a pass over `tokens`: those of each reading layer, plus those of one layer in progress.
+    """Bytes that reading needs in a pass over `tokens`: those of each reading layer, plus those of one in progress.
 
-    Per token: norm, queries, result; on a CPU, the weights of all rows; keys and values of a unit's chapters. Also the
-    keys and values of the entire bank, if the units together read all of it.
+    Each token needs its norm, queries and result and, on a CPU, the weights of all rows; each unit needs the keys and
+    values of its chapters. If the units together read the entire bank, its keys and values are added.
     """
     memory = _memory_config(config)
     if memory is None:
@@ -89,7 +89,7 @@ def hook_bytes(config: "ModelConfig", kind: str, precision: str, tokens: int) ->
 
 
 def save_hook(folder: Path, hook: "LayerHook", weights: dict[str, "Tensor"], base: str) -> None:
-    """Write the files of a memory, or of its baseline, on a base with the digest `base`."""
+    """Write the files of a memory, or of its baseline, for a base model with the digest `base`."""
     from pipeline.memory import files
     from pipeline.memory.files import Wider
     from pipeline.memory.model import Memory
@@ -124,7 +124,7 @@ def next_tokens(
 
 
 def purposes() -> dict[str, tuple[str, ...]]:
-    """The suites of a memory and of the models it is compared with."""
+    """The suites for a memory and for the models it is compared with."""
     return {"code": ("facts",), "memory": ("text", "code", "facts"), "memory_baseline": ("text", "code", "facts")}
 
 

@@ -8,8 +8,8 @@ their log-sum-exps:
     out = w out_prompt + (1 - w) out_own,    w = sigmoid(lse_prompt - lse_own)
 
 Shapes: N tokens in the line, R rows, H query heads, K key heads, G = H/K, h head size, S cached positions, P prompts, M
-rows per prompt. Keys are stored as (R, K, h, S): reading them limits the speed of decoding, and reading along S is
-twice as fast (docs/LOG.md).
+rows per prompt. Keys are stored as (R, K, h, S) because reading them limits the speed of decoding, and reading along
+S is twice as fast (docs/LOG.md).
 """
 
 from collections.abc import Sequence
@@ -158,7 +158,7 @@ class HookCache(Protocol):
         ...
 
     def rewind(self, row: int) -> None:
-        """Prepare a row that was truncated to continue with different text."""
+        """Prepare a truncated row to be continued with different text."""
         ...
 
     def copy(self, source: int, target: int, length: int) -> None:
@@ -204,7 +204,7 @@ class Cached:
         cache.reserve(self.longest)
         self.past = [p + b for p, b in zip(past, before)]
         columns = [p + i for p, count in zip(past, counts) for i in range(count)]
-        self.columns = torch.tensor(columns, device=device)  # (N,) in the row's own part
+        self.columns = torch.tensor(columns, device=device)  # (N,) positions in the row's own part
         self.positions = torch.tensor(
             [p + i for p, count in zip(self.past, counts) for i in range(count)], device=device
         )
@@ -214,7 +214,7 @@ class Cached:
             cache.own[row] += count
         if self.decoding:
             self.all_rows = self.rows == list(range(len(cache.own)))
-            lengths = torch.ones(len(cache.own), dtype=torch.long, device=device)  # any value > 0 for other rows
+            lengths = torch.ones(len(cache.own), dtype=torch.long, device=device)  # other rows need some value > 0
             lengths[self.row_of] = self.columns + 1
             self.mask = _length_mask(lengths, self.longest)
             with_prompts = any(cache.prompt_of[row] is not None for row in rows)
@@ -261,7 +261,7 @@ class _SharedPrompts:
             if prompt is not None:
                 members[prompt].append(number)
         longest_group = max(map(len, members))
-        back = [-1] * len(rows)  # the index of a row's result in (P * M)
+        back = [-1] * len(rows)  # index of each row's result among the P * M results
         for prompt, own in enumerate(members):
             for number, member in enumerate(own):
                 back[member] = prompt * longest_group + number

@@ -8,10 +8,10 @@ They are Hugging Face directories, loadable by transformers 4 and 5 (`Qwen3ForCa
 host names, so identical runs produce identical bytes. `lineage.json` lists the inputs and the code that produced the
 model. Weights are in float32 or the stage's `save_precision`; `load` always returns float32.
 
-Qwen3, Qwen2 and LLaMA directories from elsewhere can be loaded too, if they have safetensors. Our parameters use
+Qwen3, Qwen2 and LLaMA directories from elsewhere can be loaded too, if their weights are safetensors. Parameters have
 Hugging Face's names, so no conversion is needed, only checks: no missing key, no extra key, every shape correct. There
-are two exceptions: a stored copy of a tied head is compared and dropped, and the rotary buffers of old checkpoints
-(`rotary_emb.inv_freq`, derived from the RoPE base) are ignored.
+are two exceptions: a stored copy of a tied head is compared with the embedding and dropped, and the rotary buffers of
+old checkpoints (`rotary_emb.inv_freq`, derived from the RoPE base) are ignored.
 
 Headers are checked before anything is allocated. config.json may come from an untrusted source, and the model is built
 before the weights are read: a hundred million layers would exhaust the memory of any machine. So `check` first compares
@@ -19,7 +19,7 @@ every name and shape implied by the configuration with the files' headers; safet
 larger than its file. A checked model therefore never has more weights than its files contain.
 
 Not guaranteed: that the values in the files are sensible. Symbolic links are followed, as required by
-huggingface_hub's cache. Nothing is unpickled: `.bin` files are refused. Not here: downloads (`config.py`).
+huggingface_hub's cache. Nothing is unpickled: `.bin` files are refused. Downloads are in `config.py`.
 """
 
 import hashlib
@@ -165,7 +165,7 @@ def check(config: ModelConfig, folder: Path, shapes: Mapping[str, Shape], keys: 
             f"{folder}/config.json: {keys['layers']} is {config.layers}, but {weights} has {len(numbers)} layers;"
             " expected the config.json and the weights of the same model"
         )
-    required = dict(expected(config))  # at most as many layers as the header has
+    required = dict(expected(config))  # bounded: the number of layers matches the header
     missing = sorted(required.keys() - shapes.keys())
     head = {"lm_head.weight"} if config.tied else set()
     extra = sorted(key for key in shapes.keys() - required.keys() - head if not key.endswith(ROTARY_BUFFER))

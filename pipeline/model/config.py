@@ -34,7 +34,7 @@ from pipeline.run.tracking import say
 from pipeline.run.types import JsonObject
 
 FAMILIES = {"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}
-# Our own model type, so that causal engines refuse these models instead of generating nonsense.
+# Our own model type, so that causal engines reject these models instead of generating nonsense.
 BIDIRECTIONAL = "stagecoach_mdm"
 _WingKeys: type[object] = type("_WingKeys", tuple(offer() for offer in wings.each("model_keys")), {})
 
@@ -289,7 +289,7 @@ def _check_supported(config: JsonObject, family: str) -> None:
 # -- the user's checkpoint -------------------------------------------------------------------------------------
 
 
-SCRATCH = "scratch"  # models/scratch stands for no model
+SCRATCH = "scratch"  # models/scratch means starting without a model
 PLACEHOLDER = "data/pretrained"  # a directory in git that contains no model
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 HUB_ID = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")
@@ -386,7 +386,7 @@ def _fetch(name: str, revision: str, file: str) -> Path: ...
 def _fetch(name: str, revision: str, file: str, *, optional: bool) -> Path | None: ...
 def _fetch(name: str, revision: str, file: str, *, optional: bool = False) -> Path | None:
     """A file from huggingface_hub's cache, fetched if missing; None if it is optional and the model has none."""
-    import httpx  # this and the next take seconds to import and are needed only for the hub
+    import httpx  # these imports take seconds and are needed only for the hub
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import (
         GatedRepoError,

@@ -135,7 +135,7 @@ def _scores(
 
 @torch.no_grad()
 def deepened(trunk: Transformer, count: int) -> Transformer:
-    """The trunk with `count` more layers on top: copies of its first layers with zero outputs, so it computes the same.
+    """The trunk with `count` more layers on top: copies of its first layers with zero outputs, so results are the same.
 
     A language model represents its prediction only in its last layer, so no layer is left to compare the prediction
     with the actual token. Judging an answer needs that comparison, so a shallow trunk ranks better with a few more

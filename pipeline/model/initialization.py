@@ -1,13 +1,13 @@
 """Initial weights: induction heads in a fresh model, or a pretrained checkpoint.
 
 **Fresh weights that learn to copy sooner.** A small model learns to copy in one sudden drop of the loss, after
-about a million tokens or, in a short run, never, because two layers have to learn to work together (Olsson et al. 2022,
+about a million tokens (in a short run, never), because two layers have to learn to work together (Olsson et al. 2022,
 arXiv:2209.11895). `induction_heads` writes this circuit into the usual random weights, in the spirit of Trockman and
 Kolter 2023 (arXiv:2305.09828), who initialize attention with the structure of trained attention. All weights stay
 trainable, and the architecture does not change.
 
     embedding   dimension 0 of every token is the same constant; the last norm hides it from the head
-    layer 0     query and key use only the constant, rotated so that RoPE's fast angles match one token apart: head 0
+    layer 0     query and key use only the constant, rotated to match one token apart on RoPE's fast angles: head 0
                 attends to the previous token and adds its projection V, in directions O
     layer 1     query V x, key O^T x, on RoPE's slow angles: head 0 attends to the position whose previous token is
                 this token, and adds that position's token to the stream

@@ -58,7 +58,7 @@ from pipeline.model.cpu.attention import Plan
 from pipeline.model.cpu.layers import ragged_attention, rms_norm, rotate
 from pipeline.run.types import JsonObject
 
-KEPT_PROBABILITIES = 512  # up to this length, storing them is 1.4x faster than the fused kernel; no faster at 2,048
+KEPT_PROBABILITIES = 512  # up to this length, storing them is 1.4x faster than the fused kernel, but no faster at 2,048
 MAX_SHARING_LENGTH = 2048  # rows up to this length may share a prefix
 LEAST_SHARED = 16  # minimum length of a common prefix worth sharing
 
@@ -217,7 +217,7 @@ class Line:
     def _branches(
         cls, positions: Tensor, starts: np.ndarray, lengths: np.ndarray, prefixes: list[tuple[int, int, int]]
     ) -> "Line":
-        """A line of the documents in the order of `prefixes`, each without the prefix it shares with another."""
+        """Lay out the documents in the order of `prefixes`, each without the prefix it shares with another."""
         order = np.array([row for row, _, _ in prefixes])
         place = np.argsort(order)  # position of each row in the line
         shared = np.array([number for _, _, number in prefixes])
@@ -464,23 +464,23 @@ class LayerHook(nn.Module):
 
     name: ClassVar[str]  # the hook's attribute name in the model
     hf_keys: ClassVar[JsonObject]  # the hook's keys in config.json
-    added: bool = False  # whether to a trained model, whose weights then form one parameter group (learning/optim.py)
+    added: bool = False  # to a trained model, whose weights then form one parameter group (learning/optim.py)
     leaky: bool = False  # whether a position may depend on later ones
 
     def reads(self, positions: Tensor, padding: Tensor | None, computed: Tensor | None, reading: object) -> Reads:
         """The function to apply after each layer to a line of tokens.
 
         `positions` (N,) count from 0 in each document; `padding` (N,) is bool. `computed` (N,) are the tokens' indices
-        in the flattened batch, None for the entire batch. `reading` is the caller's argument to the model for the hook.
+        in the flattened batch, None for the entire batch. `reading` is what the model's caller passes for the hook.
         """
         raise NotImplementedError
 
     def going_on(self, layout: Layout) -> Reads:
-        """Like `reads`, for new tokens of cache rows; `layout` has already added them to the row lengths."""
+        """Like `reads`, but for new tokens of cache rows; `layout` has already added them to the row lengths."""
         raise NotImplementedError
 
     def initialize(self, generator: torch.Generator) -> None:
-        """Draw fresh weights, with which the hook has no effect at first."""
+        """Draw fresh weights, with which the hook initially has no effect."""
         raise NotImplementedError
 
     def flops_per_token(self) -> int:

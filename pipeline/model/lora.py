@@ -40,7 +40,7 @@ from pipeline.run.errors import GateError, ModelError
 from pipeline.run.types import JsonObject
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-ALL = "all-linear"  # all of TARGETS; as in peft, not the head
+ALL = "all-linear"  # all of TARGETS, without the head, as in peft
 EMBEDDING = "model.embed_tokens"
 MERGE_ROWS, MERGE_TOLERANCE = 64, 1e-4  # for the merge gate
 ROUNDING = 1e-5  # relative to the largest logit
@@ -364,7 +364,7 @@ def merged_with_gate(model: Transformer, input_ids: Tensor) -> float:
     """`merge` with a check: returns the largest change in the logits of `input_ids` (64, T), which has no padding.
 
     Raises GateError above 1e-4 or, if larger, 1e-5 times the largest logit (the float32 rounding error if logits are
-    large). The model must then not be published. The logits before merging are kept on the CPU.
+    large). In that case, the model must not be published. The logits before merging are kept on the CPU.
     """
     assert len(input_ids) == MERGE_ROWS, f"the merge gate needs {MERGE_ROWS} rows"
     was_training = model.training

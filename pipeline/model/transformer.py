@@ -199,8 +199,8 @@ class Transformer(nn.Module):
             line_positions = (positions_in(documents) if positions is None else positions).flatten()
             read = self._reads(line_positions, documents.flatten() < 0, None, reading)
             return self.line(input_ids.flatten(), line_positions, Masked.of(documents, causal), read), None, None
-        # On a CPU: no mask, and no padding in the line.
-        separate = self._random or self.hook is not None  # no token is computed once for several rows
+        # On a CPU, the line needs no mask and has no padding.
+        separate = self._random or self.hook is not None  # whether rows must not share computed tokens
         packed = Line.of(documents, causal, None if separate else input_ids)
         ids, line_positions = input_ids.flatten(), packed.positions if positions is None else positions.flatten()
         if packed.computed is not None:
@@ -310,9 +310,9 @@ class Transformer(nn.Module):
     def initialize(self, generator: torch.Generator) -> None:
         """Draw fresh weights: normal, with the two projections into the residual stream scaled by 1/sqrt(2 * layers).
 
-        As in GPT-2 (Radford et al. 2019, 2.3), whose 0.02 is `ModelConfig.initializer_range` at width 1250. Norms start
-        at 1, biases at 0. Depends only on the generator's state: weights are drawn on its device, in the order of
-        `state_dict()`.
+        This follows GPT-2 (Radford et al. 2019, 2.3), whose 0.02 is `ModelConfig.initializer_range` at width 1250.
+        Norms start at 1, biases at 0. The result depends only on the generator's state: weights are drawn on its
+        device, in the order of `state_dict()`.
         """
         for name, parameter in self.named_parameters():
             if self.hook is not None and name.startswith(f"{self.hook.name}."):

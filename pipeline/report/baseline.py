@@ -60,7 +60,7 @@ def metrics_at(revision: str) -> Iterator[Path]:
 
 
 def _built(files: "DVCFileSystem") -> list[str]:
-    """The outputs below metrics/ in the commit's dvc.lock; without branches if only the spine was built."""
+    """The outputs below metrics/ in the commit's dvc.lock; the branches' are missing if only the spine was built."""
     if not files.exists("dvc.lock"):
         return []
     stages = yaml.safe_load(files.read_text("dvc.lock")).get("stages", {}).values()

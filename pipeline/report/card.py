@@ -161,7 +161,7 @@ def _svg(figure: Figure, name: str) -> str:
 # -- graph of a run ----------------------------------------------------------------------------------------------------
 
 
-WIDTH, HEIGHT, GAP_X, GAP_Y, MARGIN = 118, 40, 30, 12, 4  # size of a box, gaps between boxes, margin around all
+WIDTH, HEIGHT, GAP_X, GAP_Y, MARGIN = 118, 40, 30, 12, 4  # size of a box, gaps between boxes, outer margin
 THIN = 4  # height of a passage, where an edge crosses a column
 
 

@@ -77,7 +77,7 @@ class Change:
     headline: Headline
     before: float
     after: float
-    low: float | None  # of the paired difference; None: not paired
+    low: float | None  # interval of the paired difference; None: not paired
     high: float | None
     items: int  # number of items common to both; 0: unknown
     kind: str  # better, worse, or "" if it is not significant or the uncertainty is unknown

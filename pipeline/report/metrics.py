@@ -73,7 +73,7 @@ def stage_of_model(name: str) -> str:
     return name if model is None else model.stage
 
 
-Row = JsonObject  # of one item: a line of metrics/eval/<model>.jsonl
+Row = JsonObject  # one item: a line of metrics/eval/<model>.jsonl
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ class Headline:
     chart: bool = False
     rows: tuple[str, str] | None = None  # the suite and the key to sum over its rows; None: not a sum over rows
     group: str | None = None  # only the rows in this group
-    # for a number that is not a sum over rows: the rows that it is measured on
+    # for a number that is not a sum over rows: selects the rows that it is measured on
     asked: dict[str, str | int] = field(default_factory=dict, hash=False)
 
     def show(self, value: float) -> str:

@@ -20,7 +20,7 @@ from pipeline.rl.rollout import Rollout, grouped
 from pipeline.run.types import JsonObject
 
 PerToken = Callable[[Sequence[Answer]], list[np.ndarray]]  # answers -> one value per token
-UNFINISHED = -1.0  # maximum score of an unfinished answer if the reward ignores whether answers end
+UNFINISHED = -1.0  # maximum score of an unfinished answer if the reward does not depend on whether it ends
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -113,7 +113,7 @@ def pair_prompts(split: PairSplit, max_new_tokens: int, kinds: Sequence[str] = (
         pair, start = (
             encoded.pair,
             int(np.argmax(encoded.chosen.trained)),
-        )  # where the answer starts, including tool results
+        )  # where the answer, including tool results, starts
         if len(encoded.chosen.ids) - start > max_new_tokens or (kinds and pair.kind not in kinds):
             continue
         ids = encoded.chosen.ids[:start].tolist()

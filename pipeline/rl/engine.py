@@ -48,7 +48,7 @@ KEY = "STAGECOACH_SAMPLER_KEY"
 OUR_FINGERPRINT = "fp_"
 CONNECTIONS = 64  # concurrent requests
 ANSWER_SECONDS = 600.0  # for one answer, including queueing
-LOAD_SECONDS = 1800.0  # for weights: 14 GB from a slow disk
+LOAD_SECONDS = 1800.0  # for loading weights: 14 GB from a slow disk
 SLOW_SECONDS = 60.0  # interval of progress messages while waiting
 MISMATCH = 0.5  # nats per token between engine and policy: a larger difference is not rounding
 

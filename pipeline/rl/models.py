@@ -111,7 +111,7 @@ class CausalSetting(Setting):
         reward_model: RewardModel | None = None,
         engine_for: Path | None = None,
     ) -> None:
-        """`engine_for`: the model directory of a policy that the engine at `runtime.sampler.url` samples.
+        """`engine_for`: the model directory of a policy whose answers the engine at `runtime.sampler.url` samples.
 
         Raises ConfigError if there is no engine.
         """

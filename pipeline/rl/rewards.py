@@ -39,7 +39,7 @@ from pipeline.text import chat
 
 MOST_REWARD = 10.0
 REFERENCE_ANSWERS = 2  # reference answers per prompt
-PROMPTS = 256  # number answered by the reference at a time
+PROMPTS = 256  # prompts that the reference answers at a time
 
 Part = Callable[[Sequence[Answer]], list[float | None]]
 GenerateAnswers = Callable[[Sequence[tuple[Prompt, int]]], list[Answer]]  # (prompt, sample index) -> an answer to each

@@ -48,7 +48,7 @@ from pipeline.run.tracking import say
 from pipeline.run.types import JsonObject
 
 Array = np.ndarray
-EXTRA_ROUNDS = 3  # of dynamic sampling
+EXTRA_ROUNDS = 3  # maximum per iteration, for dynamic sampling
 EMPTY_ITERATIONS = 10  # consecutive iterations with nothing to learn that end a run
 ALL_EQUAL = 1e-6  # a group with a smaller spread of scores has no learning signal
 UNSCORABLE_STOPS = 0.05  # share of unscored answers that ends a run
@@ -56,7 +56,7 @@ UNSCORABLE_STOPS = 0.05  # share of unscored answers that ends a run
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig(TrainingConfig):
-    """A run over the policy's own answers. Its length is set by exactly one of `iterations` and `passes`."""
+    """A run that trains on the policy's own answers. Its length is set by exactly one of `iterations` and `passes`."""
 
     prompts: int
     """Prompts per iteration."""
@@ -270,11 +270,11 @@ class RolloutStream:
             )
 
     def rows(self, step: int, context: int) -> Array:
-        """Indices of this update's rollouts. -1 is padding, so that all processes get equally many rows; -2 - n is row
-        n of the rehearsal. Rehearsal rows are interleaved, so that each micro-batch gets its share.
+        """Indices of this update's rollouts. -1 is padding, so that all processes get the same number of rows; -2 - n
+        is row n of the rehearsal. Rehearsal rows are interleaved, so that each micro-batch gets its share.
 
         An epoch shuffles prompts, not rows: answers to the same prompt stay adjacent, so that rows with a common prefix
-        (`attention.Branches`) compute the prompt only once. Only a minibatch boundary may separate them.
+        (`layers.Branches`) compute the prompt only once. Only a minibatch boundary may separate them.
         """
         iteration, within = divmod(step, self.steps_per_rollout)
         epoch, minibatch = divmod(within, self.config.minibatches)

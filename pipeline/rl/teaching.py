@@ -9,7 +9,7 @@ student's own with probability `on_policy`, else one of the teacher's, chosen by
 `on_policy` is 0, the recorded probabilities suffice and the teacher is not needed again; otherwise, it rescores every
 answer.
 
-The score of an answer is the mean over its tokens of the teacher's log-probability minus the sampling model's.
+An answer's score is the mean, over its tokens, of the teacher's log-probability minus the sampling model's.
 """
 
 import json

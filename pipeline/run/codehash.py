@@ -11,7 +11,7 @@ differs between Python versions).
 Top-level statements with possible side effects are hashed wherever their module is imported: calls, loops, `if`,
 assignments that call our own code, functions with decorators that are not in PLAIN_DECORATORS. A module is hashed in
 full if its names cannot be followed: it is used as a value (`getattr(module, name)`) or for a name that it does not
-define, or contains star imports, `globals()` or `__getattr__`. Code that uses `__file__` pulls in the Python files of
+define, or contains star imports, `globals()` or `__getattr__`. Code that uses `__file__` pulls in the Python files in
 its folder. Any other file in a folder (a template, a word list) is hashed with the definitions in that folder that
 contain its name as a string; a file that nothing names is hashed with every definition in the folder. `wings.each("x")`
 uses the definition `x` of every `pipeline/*/wing.py` that has one; with an argument that is not a string literal, it
@@ -393,7 +393,7 @@ def _source(statement: ast.ImportFrom, package: str) -> str:
 
 
 class NameUses:
-    """The dotted names that code uses, among those its module knows. Local names shadow the module's, as in Python.
+    """The dotted names that code uses, if they are bound in its module. Local names shadow the module's, as in Python.
 
     Annotations of functions and local variables are skipped: they have no effect at run time. Annotations of class
     fields are included, since configurations are built from them.

@@ -238,7 +238,7 @@ class Settings:
         return convert(Value(self.overrides.get(key, self.params.get(key)), origin), int, key)
 
     def layers(self, name: str) -> dict[str, Value]:
-        """The raw values of a stage's block, each from the layer of highest precedence that sets its key."""
+        """The raw values of a stage's block, each from the highest-precedence layer that sets its key."""
         merged: dict[str, Value] = {}
         scale = self.name("scale")
         _merge(merged, self.groups.get(name), f"conf/scale/{scale}.yaml", name)
@@ -512,7 +512,7 @@ def _meant(blocks: list[Any], raw: Mapping[str, object]) -> object:
         wrong = [key for key, values in options.items() if raw[key] not in values]
         return 2 * len(known) - len(raw) - 2 * len(wrong), bool(known)
 
-    return max(blocks, key=fit)  # the first in a tie
+    return max(blocks, key=fit)  # in a tie, the first
 
 
 def stage_params(stage: str, settings: Settings) -> Any:

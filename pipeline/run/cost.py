@@ -10,7 +10,7 @@ a killed attempt stay in usage.json and are added to those of the attempt that r
 includes both.
 
 None of this is a result: it goes to speed.json and MLflow, never into an out. Not measured: memory peaks between two
-samples (except this process's own, which the system records), or other machines in the run.
+samples (except this process's own, which the system records), and other machines in the run.
 """
 
 from __future__ import annotations

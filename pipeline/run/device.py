@@ -52,7 +52,7 @@ def generator(*parts: int | str) -> torch.Generator:
 
 
 def seed_step(seed: int, step: int, micro: int, rank: int) -> None:
-    """Seed the global generators for one micro-batch (dropout): their state never outlives a step and is not saved."""
+    """Seed the global generators for one micro-batch (dropout); their state never outlives a step and is not saved."""
     import torch
 
     torch.manual_seed(stable_hash("step", seed, step, micro, rank) % 2**63)

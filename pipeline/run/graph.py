@@ -55,7 +55,7 @@ def maker(root: Path, path: PurePosixPath) -> str | None:
 
 def waits() -> dict[str, set[str]]:
     """Every stage and the stages it depends on, in topological order, according to DVC."""
-    from dvc.repo import Repo  # imported here because it takes a second
+    from dvc.repo import Repo  # here because importing it takes a second
 
     with Repo() as repo:
         nodes = repo.index.graph

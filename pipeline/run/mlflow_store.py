@@ -344,7 +344,7 @@ def unknown(rows: list[dict[str, Number]], last: int, names: Set[str]) -> list[d
 
 
 def names_at(row: dict[str, Number], last: int, names: Set[str]) -> set[str]:
-    """Names of the values a tracker has at the step of `row`, its newest; before, it had `names` at step `last`."""
+    """The names that a tracker has at the step of `row`, its newest, if it previously had `names` at step `last`."""
     return row.keys() - {"step"} | (names if int(row["step"]) == last else set())
 
 

@@ -144,7 +144,7 @@ def _run(
     parameters, runtime = resolve(module.Params, settings, stage)
     if runtime.device != "auto":
         device.request_kind(runtime.device)
-    names = {key: value for key, value in vars(parameters).items() if isinstance(value, str)}  # {model} of deploy
+    names = {key: value for key, value in vars(parameters).items() if isinstance(value, str)}  # {model} in stage deploy
     names |= {"item": item or "", "name": f"{stage}_{item}" if item else stage}
     extra_inputs = wiring.chosen(parameters) if wiring.chosen else {}
     keys = wiring.of_item(item) if wiring.of_item and item else tuple(wiring.inputs)

@@ -168,7 +168,7 @@ def make_key(
 
 
 def digest(path: Path) -> str:
-    """A hash of a file, or of every relative path and content below a folder; cached by size, mtime and inode."""
+    """A hash of a file, or of all relative paths and contents below a folder; cached by size, mtime and inode."""
     files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
     cache = JsonCache("digests.json", 20_000)
     lines = [

@@ -87,7 +87,7 @@ encodings.utf_16_be encodings.utf_16_le encodings.utf_32 encodings.utf_8 encodin
 WITHOUT_OPENSSL = "_hashlib"  # hashlib falls back to its own implementations
 CONTROL = child.CHANNEL + 1  # the zygote's descriptor for its socket to the watcher; a child closes it
 REFUSALS = (errno.EPERM, errno.EACCES, errno.ENOSYS)
-PATIENCE = 20  # seconds for a trial that takes a millisecond
+PATIENCE = 20  # seconds for a trial that normally takes a millisecond
 MEMORY = 1 << 30
 
 
@@ -284,7 +284,7 @@ def self_test(*, alone: bool) -> None:
 
 
 def _try_fork_sibling() -> None:
-    """Fork like a zygote. Raises Refused if the fork does not become our child."""
+    """Fork as the zygote does. Raises Refused if the fork does not become our child."""
     pid = os.fork()
     if pid == 0:
         try:

@@ -423,7 +423,7 @@ def scores(judge: Judge, problems: Iterable[Candidates]) -> Iterator[list[float 
 
 
 def _split(candidates: Candidates, max_tests: int) -> Iterator[tuple[bool, Candidates]]:
-    """Batches of as many sources as fit `max_tests`, each flagged if it is the last of its problem."""
+    """Batches of as many sources as `max_tests` allows, each flagged if it is the last of its problem."""
     size = max(1, max_tests // max(1, len(candidates.tests)))
     sources = candidates.sources
     batches = [sources[first : first + size] for first in range(0, len(sources), size)]

@@ -102,7 +102,7 @@ def write_only_below(folder: Path) -> None:
 
 
 def install_no_network() -> None:
-    """Deny this process and its children io_uring and all sockets except local ones (AF_UNIX).
+    """Deny io_uring and all sockets except local ones (AF_UNIX) to this process and its children.
 
     Needs no_new_privs. Raises OSError, Refused.
     """
@@ -157,7 +157,7 @@ def limit(which: int, value: int) -> None:
 
 
 def harden() -> None:
-    """Deny the server, and thus its children, core dumps, new privileges and file writes; limit its descriptors.
+    """Forbid core dumps, new privileges and file writes in the server and thus its children; limit its descriptors.
 
     Call this after `drop_identity`, which would make the process dumpable again.
     """
@@ -188,9 +188,10 @@ def die_with(parent: int) -> None:
 
 
 def isolate(memory: int, cpu_seconds: float, parent: int, *, alone: bool) -> None:
-    """Set a child's limits: address space in bytes, a session, death with its parent; threads if its uid is `alone`.
+    """Isolate a child: limit its address space (bytes), start a session, and have it killed when its parent dies.
 
-    RLIMIT_CPU is set only if there is no CPU clock to watch: on Linux it would make that clock tick in jiffies.
+    `alone`: no unrelated process has its uid, so its threads are limited too. RLIMIT_CPU is set only if there is no
+    CPU clock to watch: on Linux it would make that clock tick in jiffies.
     """
     os.setsid()
     if sys.platform != "linux":
@@ -220,7 +221,7 @@ def faults(memory: int, *, alone: bool) -> list[str]:
 
 
 def trace(pid: int) -> None:
-    """ptrace(PTRACE_CONT) on a process we do not trace, for the self-test. Raises OSError: ESRCH or a refusal."""
+    """Call ptrace(PTRACE_CONT) on a process we do not trace, for the self-test. Raises OSError: ESRCH or a refusal."""
     if _libc.ptrace(7, pid, None, None) < 0:
         raise OSError(ctypes.get_errno(), "ptrace")
 
@@ -390,7 +391,7 @@ def filter_program(machine: Architecture) -> list[Instruction]:
 def _number_of_call(machine: Architecture) -> list[Instruction]:
     """The first instructions of a filter: load the call number, if the call is for this architecture."""
     program = [(LOAD, 0, 0, 4), (JUMP_EQ, 1, 0, machine.audit), (RETURN, 0, 0, KILL), (LOAD, 0, 0, 0)]
-    if machine.column == 0:  # x32 calls carry this bit under the same architecture word
+    if machine.column == 0:  # x32 calls report the same architecture but set this bit
         program += [(JUMP_SET, 0, 1, 0x40000000), (RETURN, 0, 0, KILL)]
     return program
 
@@ -402,7 +403,7 @@ def _search(ranges: list[tuple[int, list[Instruction]]]) -> list[Instruction]:
     below, above = _search(ranges[:middle]), _search(ranges[middle:])
     if len(below) < 256:
         return [(JUMP_GE, len(below), 0, ranges[middle][0]), *below, *above]
-    # a conditional jump in classic BPF spans one byte; JUMP has no such limit
+    # the offset of a conditional jump in classic BPF is one byte; JUMP has no such limit
     return [(JUMP_GE, 0, 1, ranges[middle][0]), (JUMP, 0, 0, len(below)), *below, *above]
 
 

@@ -282,7 +282,7 @@ def equal(expected: object, actual: object, mode: str = "strict") -> bool:
 
 
 def canonical(value: object, mode: str = "strict") -> str:
-    """A string, identical for two values if and only if they are equal in the mode (`strict` or `python`).
+    """A string that is the same for two values if and only if they are equal in this mode (`strict` or `python`).
 
     Raises Incomparable.
     """

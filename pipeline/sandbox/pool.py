@@ -30,7 +30,7 @@ __all__ = ["CandidateJob", "Limits", "NoSandboxError", "Pool", "Report", "Sandbo
 
 LOG = logging.getLogger(__name__)
 AHEAD = 4  # tasks to read ahead per thread
-GRACE_SECONDS = 30.0  # beyond a job's own wall-clock limit before the server counts as hung
+GRACE_SECONDS = 30.0  # past a job's own wall-clock limit, after which its server is considered hung
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Report:
 
 
 class Pool:
-    """Runs tasks, as a context manager; `url` is the address of a sandbox service, or None for this machine.
+    """A context manager that runs tasks; `url` is the address of a sandbox service, or None for this machine.
 
     Entering raises ConfigError if there is no sandbox and `allow_unsafe` is false, or no compatible service.
     """

@@ -3,14 +3,15 @@
     python -P -B recorder.py   <- {"folder", "paths": [to import from], "functions": {file: [names]}, "out", ...}
                                -> {"tests": {passed, failed, ...}, "calls": {file::name: [[args, kwargs, result], ...]}}
 
-Started by `sandbox/recording.py`. A call counts if its arguments, serialized before the call, and its result are plain
-data (numbers, strings, None, lists, tuples, dicts, sets of these): written as Python literals, they become the tests of
+Started by `sandbox/recording.py`. A call is kept if its arguments, serialized before the call, and its result are plain
+data (numbers, strings, None, lists, tuples, dicts, sets of these). Written as Python literals, they become the tests of
 a task. Calls that returned different results for equal arguments are dropped. The tests, including doctests, run with
 pytest if it is installed, otherwise with unittest and doctest. Results are written repeatedly, so a killed run loses
 little.
 
-The repository's tests are the user's code: they may read what the user may read. They have no network and cannot change
-files outside their copy or signal other processes; each has a time limit. Standard library only, no project imports.
+The repository's tests are the user's code: they may read what the user may read. They have no network access and
+cannot change files outside their copy or signal other processes; each has a time limit. Standard library only, no
+project imports.
 """
 
 import ast

@@ -3,7 +3,7 @@
     record(root, files, paths, functions, seconds) -> Recording
 
 The copy has every regular file except hidden ones and links, up to MOST_BYTES; tests that delete files affect only the
-copy. The process is killed after `seconds`; everything recorded by then counts. Each test makes the same calls on
+copy. The process is killed after `seconds`; everything recorded by then is kept. Each test makes the same calls on
 every machine, but which tests pass varies: those that need the network, a missing package or a C extension fail.
 """
 
@@ -96,7 +96,7 @@ def record(
 
 
 def _end(process: subprocess.Popen[bytes], scratch: Path) -> None:
-    """Kill the process, and any process that its tests left running, whose working directory is in the copy."""
+    """Kill the process and whatever its tests left running: any process whose working directory is in the copy."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

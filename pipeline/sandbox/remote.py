@@ -33,7 +33,7 @@ BATCH_WAIT = 0.005  # seconds a batch waits for another job
 RETRIES = 3
 PAUSE = 0.5  # seconds before the first retry, doubled each time
 BUSY_SECONDS = 600.0  # how long to retry requests to a full service
-TIMEOUT = httpx.Timeout(10.0, read=900.0)  # 128 sleepers on two workers take five minutes
+TIMEOUT = httpx.Timeout(10.0, read=900.0)  # 128 sleeping programs take two workers five minutes
 TOKEN = "STAGECOACH_SANDBOX_TOKEN"
 ANSWER = frozenset({"id", "frames", "status", "signal", "cpu_ms", "wall_ms", "max_rss_kb", "stdout", "stderr", "cut"})
 

@@ -1,7 +1,8 @@
 """The fork servers of this machine: one `jail.py` process per worker. Starts them and restarts those that die.
 
-The servers are executed, never forked (`subprocess`), with a single environment variable and only three descriptors, so
-no memory, key or file of the trainer reaches them. Their answers are not trusted; `judge.py` checks them.
+Servers are new programs (`subprocess`), never forks of the trainer, and get a single environment variable and only
+three descriptors, so no memory, key or file of the trainer reaches them. Their answers are not trusted; `judge.py`
+checks them.
 
 Not guaranteed: that a server survives its jobs. A job whose server dies twice raises HarnessError, which says nothing
 about the candidate.
@@ -72,7 +73,7 @@ class Server:
         self._send({"preload": list(self.config.preload), "paths": paths, "profile": self.profile})
 
     def greet(self) -> None:
-        """Wait until the server has tested its layers. Raises ConfigError if it refuses to start."""
+        """Wait until the server has tested the layers of its sandbox. Raises ConfigError if it refuses to start."""
         answer = self._receive(START_SECONDS)
         if "missing" in answer:
             self.stop()
@@ -132,7 +133,7 @@ class Server:
 
 
 class Servers:
-    """`workers` servers of one profile; as many threads may use `call` concurrently.
+    """`workers` servers with the same profile; up to `workers` threads may use `call` concurrently.
 
     `start` raises ConfigError if there is no sandbox and `allow_unsafe` is false.
     """

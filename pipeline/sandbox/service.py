@@ -5,7 +5,7 @@
     GET  /health     what this machine enforces: profile, ceilings, architecture, uid
     POST /run_batch  {"jobs": [job]} -> [answer] in order; both as in `jail.py`
 
-The trainer's client is `remote.py` (`runtime.sandbox.url`). Judging stays there: no expected values go over the wire.
+The trainer's client is `remote.py` (`runtime.sandbox.url`). The trainer judges: no expected values go over the wire.
 If STAGECOACH_SANDBOX_TOKEN is set, every request must carry that token; otherwise only this machine may send requests,
 and only to a loopback name. Limits above CEILINGS are clamped. A request may have at most 1024 jobs and 16 MiB; if the
 queue is full, it gets 429. There is no `allow_unsafe` here: without a sandbox the service does not start.

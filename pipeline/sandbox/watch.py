@@ -146,7 +146,7 @@ class Watch:
         except BlockingIOError:
             return
         if not data:
-            with contextlib.suppress(KeyError):  # `reap` reads the end a second time
+            with contextlib.suppress(KeyError):  # already unregistered if `reap` reads end of file again
                 self.poller.unregister(fd)
         self.output[fd] += data
         if len(self.output[fd]) > self.caps[fd]:
@@ -248,7 +248,7 @@ class Watch:
         """The answer for the pool. `status` and `signal` are set if the child ended itself, `cut` if we killed it."""
         assert self.exit is not None
         status, usage = self.exit
-        if not self.handshake and self.cut != "output":  # only candidates write output; R may arrive after it
+        if not self.handshake and self.cut != "output":  # too much output shows that a candidate ran, even before R
             return {"id": self.job["id"], "fault": f"a child could not isolate itself (wait status {status})"}
         if self.cut is None and not self.ended and self.buffer:
             self.cut = "forged"

@@ -388,7 +388,7 @@ class Answers:
 
     @property
     def usage(self) -> TokenUsage:
-        """Token usage of all finished answers; a prompt counts once, no matter how many answers it has."""
+        """Token usage of all finished answers; a prompt is counted once, no matter how many answers it has."""
         ended = [end for end in self.ends if end is not None]
         first_ended = [end for end in self.ends[:: self.n] if end is not None]  # the first answer to each prompt
         return TokenUsage(

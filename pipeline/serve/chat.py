@@ -56,7 +56,7 @@ class Conversation:
 
     def __init__(self, model: Transformer, tokenizer: Tokenizer, tools: list[JsonObject], system: str) -> None:
         self.model, self.tokenizer, self.tools, self.system = model, tokenizer, tools, system
-        self.engine = Engine(Fused(model).trace(), rows=1, queue=0)  # stepped here rather than by a thread, for Ctrl-C
+        self.engine = Engine(Fused(model).trace(), rows=1, queue=0)  # stepped here, not in a thread, so Ctrl-C works
         self.grammar = Grammars(tokenizer, model.config.vocab_size).tool_calls(tools) if tools else None
         self.messages: list[JsonObject] = []
         self.start_over()

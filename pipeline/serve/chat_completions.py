@@ -52,8 +52,8 @@ MIN_TEMPERATURE = 1e-5
 class Sender:
     """Who sent a request."""
 
-    owner: str  # who owns the rows: a key's digest, or ""
-    asker: str  # who takes the places: the owner, or an address
+    owner: str  # whose rows the request uses: a key's digest, or ""
+    asker: str  # who occupies places (`guard.py`): the owner, or an address
     identity: str  # the request's id
 
     @classmethod

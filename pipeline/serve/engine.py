@@ -15,7 +15,7 @@ A scored prompt is processed like any other, SCORE_CHUNK tokens per step, using 
 generate.
 
 A failure in a row's own work (its grammar, sampling, draft or listener) fails only that row. A grammar that takes more
-than CONSTRAINT_SECONDS plus CONSTRAINT_SECONDS_PER_TOKEN per token ends its answer: all rows wait for its masks.
+than CONSTRAINT_SECONDS plus CONSTRAINT_SECONDS_PER_TOKEN per token ends its answer, since all rows wait for its masks.
 The thread, the queue and failures in shared work are handled as in every engine (`loop.py`).
 
 Prefix cache: a finished row keeps its keys and values until another request takes it. A request takes the free row with
@@ -65,7 +65,7 @@ from pipeline.serve.loop import (
 __all__ = ["Ended", "Engine", "EngineStopped", "Event", "GenerationRequest", "QueueFull", "SampledToken", "Ticket"]
 
 CHUNK = 256  # prompt tokens per row per step
-SCORE_CHUNK = 64  # the same for a scored prompt: each token needs the logits of the entire vocabulary
+SCORE_CHUNK = 64  # the same for a scored prompt; smaller, as each token needs the logits of the entire vocabulary
 SCORE_SHARE = 0.25  # share of time for scoring while rows generate, here or on another engine in the process
 PAUSE_SECONDS = 0.005
 CONSTRAINT_SECONDS = 2.0  # CPU time per answer

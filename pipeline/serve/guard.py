@@ -475,7 +475,7 @@ class Options:
     hosts: tuple[str, ...] = ()
     origins: tuple[str, ...] = ()
     rollouts: Path | None = None  # the folder below which a training run publishes the model's weights
-    failure: Path | None = None  # where the worker writes for its parent why it cannot start
+    failure: Path | None = None  # the file in which the worker tells its parent why it cannot start
 
     def check(self) -> None:
         """Raise ConfigError for options that would fail later, in the worker."""

@@ -7,8 +7,8 @@ A request's events are SampledToken, ..., Ended. A scored prompt yields Read, Re
 masked-diffusion model also yields Denoised.
 
 A failure in a request's own work (its sampling, grammar, draft or listener) ends only that request. A failure in shared
-work (the forward pass, the queue) ends all open requests and marks the engine as dead (`alive`) until its owner
-restarts it.
+work (the forward pass, the queue) ends all open requests and marks the engine as dead (`alive`) until it is
+restarted.
 
 An owner has at most MOST_OF_ONE rows, unless it has the engine to itself (`alone`). A free row goes to the owner with
 the fewest rows, then to the earliest request. A full queue still accepts requests from an owner with less than half of

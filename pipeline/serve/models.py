@@ -286,8 +286,8 @@ def fingerprint_of(model: Transformer | RewardModel) -> str:
 
 
 def _trim_heap() -> None:
-    """Return to the system what loading and fusing has freed: glibc would keep it, 230 of 680 MiB for an int8 model
-    of 82 M parameters.
+    """Return to the system the memory that loading and fusing have freed: glibc would keep it, 230 of 680 MiB for an
+    int8 model of 82 M parameters.
     """
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,4 +1,4 @@
-"""Stories with a plot, generated from a small simulated world without a network; their coherence can be checked.
+"""Stories with a plot, generated from a small simulated world without a neural network; their coherence can be checked.
 
 `story(path)` returns the story for a path `stories/<family>/<number>`, as a pure function of the path: it uses no
 clock, set order or seed. `records` cycles through several families, counting up the numbers, until there are enough
@@ -11,7 +11,7 @@ name before it; the first name is introduced as "Tom was a brave fox", others by
 plot has its own goal and ending. `follows_plot(text)` is stricter: each sentence must be an event, in a possible order.
 
 `edits` damages a passing story, for preference pairs, in six ways, all of which the checker must notice. Damage that
-leaves a good story (such as swapping two events that may occur in either order) does not count: a candidate that fails
+leaves a good story (such as swapping two events that may occur in either order) is not used: a candidate that fails
 no more questions than the story is redrawn.
 
 Not guaranteed: literary quality (the sentences are short and regular, so that a model with two million parameters can
@@ -67,8 +67,8 @@ def story(path: str) -> str:
 def records(families: Collection[str], target_bytes: int, *, held_out: bool | None = None) -> Iterator[Text]:
     """Stories from the given families in turn, until their UTF-8 texts fill `target_bytes`.
 
-    Numbers count up from 0, each for all families; `held_out` selects only validation paths (True), only training paths
-    (False) or both (None). A record's source is its family.
+    Numbers count up from 0, and each is used for all families; `held_out` selects only validation paths (True), only
+    training paths (False) or both (None). A record's source is its family.
     """
     order = [family for family in FAMILIES if family in families]
     if len(order) != len(set(families)) or not order:

@@ -69,7 +69,7 @@ from pipeline.synthetic.wording import (
 INVENTED, RENAMED = 0.65, 0.3  # fractions of training conversations with invented tools, with renamed tools
 ANSWERED = 0.3  # fraction of single-request conversations that include the result and a closing sentence
 REFUSED = 0.2  # fraction of added requests that no offered tool can serve
-LENGTH = 1_200  # characters of tools and messages; beyond, no request is added (most conversations fit into 512 tokens)
+LENGTH = 1_200  # characters of tools and messages; past this, no request is added (most conversations fit 512 tokens)
 NUM_OFFERED = (*[2] * 11, *[3] * 5, 4, 4, 5, 6)  # mostly few: a schema takes about 50 tokens
 
 Call = tuple[ToolSpec, dict[str, Value]]
@@ -181,7 +181,7 @@ def _check_call(script: Script, tool: ToolSpec, arguments: dict[str, Value]) -> 
     faults = problems(function(tool)["function"]["parameters"], arguments)
     assert not faults, (tool.name, arguments, faults)
     for name, value in arguments.items():
-        default = tool.params[name].schema.get("default", script)  # a sentinel: the script equals no value
+        default = tool.params[name].schema.get("default", script)  # `script` as a sentinel: it equals no value
         for leaf in leaf_values(value):
             source = provenance(leaf, script.user_text, script.results, default)
             assert source, (tool.name, name, leaf, script.user_text)

@@ -4,7 +4,7 @@ A `ToolWorld` is the state of the tools; worlds are compared by their public att
 cannot fulfill raises `ToolError`, with a message that says what would work. The result of a lookup (a phone number, a
 temperature) comes from `hash_of`, a pure function of the request.
 
-A `ToolSpec` has all that a conversation needs: a tool's JSON schema, its function, and its wordings. Wordings are
+A `ToolSpec` has everything a conversation needs: a tool's JSON schema, its function, and its wordings. Wordings are
 imperative and contain `{parameter}` placeholders (for nested objects, the names of the leaves); the last of the five
 wordings belongs to the held-out template families. A parameter is optional if and only if its schema has a default.
 

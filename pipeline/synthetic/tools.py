@@ -19,7 +19,7 @@ may follow a call whose result was not shown. No wording, tool or opening reques
 `record(seed, number)` returns a transcript: a conversation of one of the two kinds (half each) as plain text, for the
 language model's corpus. It uses only the training split, with a different seed than stage `tasks`, so held-out tools
 and wordings never occur. Control tokens cannot occur in text (`Tokenizer.encode` produces none), so a turn consists of
-its role on a separate line and its content; a call is written as JSON. Transcripts make the tokenizer learn the words
+a line with its role, followed by its content; a call is written as JSON. Transcripts make the tokenizer learn the words
 of schemas and requests as single tokens (measured, docs/LOG.md), and let the model practice reading schemas before the
 short fine-tuning stage (not measured separately).
 
@@ -255,7 +255,7 @@ def gold(dialogue: Dialogue, message: Message, turn: int | None = None) -> float
 
     If the truth has calls: 0.2 if every call is JSON + 0.2 if every call fits an offered schema + 0.2 names + 0.4
     values. The last two are means over the larger number of calls, under the best assignment; a value counts only under
-    the right name, and a parameter at its default counts as absent. If not: 1 for words and no call, otherwise 0.
+    the right name, and a parameter at its default counts as absent. If not: 1 for text without a call, otherwise 0.
     """
     turn = turns(dialogue)[0] if turn is None else turn
     right, actual = calls(dialogue.messages[turn]), calls(message)

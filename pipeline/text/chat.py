@@ -9,8 +9,8 @@
 messages appears; a prefix of the messages renders to a prefix of the ids, including with the generation prompt; control
 tokens come only from here, never from a message's text; the stop token is trained, the line feed after it is not.
 
-The code of an answer is its single fenced Python block, at the end. For judging, a single block anywhere counts, or
-else a bare answer that parses and defines something. Nothing here runs code.
+The code of an answer is its single fenced Python block, at the end. The judge accepts a single block anywhere, or
+a bare answer that parses and defines something. Nothing here runs code.
 
 Limitation: `parse` works on text, so it cannot distinguish a control token from text that spells it.
 """
@@ -37,7 +37,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 @dataclass(frozen=True)
 class Rendered:
-    """A conversation as the model sees it; `trained[i]`: whether the assistant is trained to produce `ids[i]`."""
+    """A conversation as the model sees it; `trained[i]`: whether the model is trained to produce `ids[i]`."""
 
     ids: list[int]  # (T,)
     trained: list[bool]  # (T,)
@@ -269,7 +269,7 @@ MAX_CHARACTERS = 65_536  # characters; longer answers are not parsed
 
 
 def extract(answer: str) -> str | None:
-    """The code to judge: the only fenced Python block, else a bare answer that is Python with a definition; or None.
+    """The code to judge: the only fenced Python block, or a bare answer that is Python with a definition; else None.
 
     Models write bare code before they have learned to chat; a definition is required because "no" parses too.
     """

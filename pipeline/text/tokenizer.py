@@ -30,7 +30,7 @@ Not guaranteed: that lone surrogates survive (they become U+FFFD); word-by-word 
 passed through, while `chat.render` re-serializes them with ", " and ": ") and results sorted into call order
 (`chat.render` sorts them).
 
-**Adoption** of a pretrained checkpoint's tokenizer: its ids stay, and missing control tokens are added.
+**Adoption** of a pretrained checkpoint's tokenizer: its ids are kept, and missing control tokens are added.
 
     <checkpoint>/tokenizer.json, rows of its embedding -> Adopted: a Tokenizer, and which ids are new
 
@@ -41,7 +41,7 @@ need.
 
 Two things are removed: whatever `tokenizer.json` puts around a text (LLaMA's begin-of-text token), because documents
 and turns have our own delimiters; and Qwen's NFC normalization, so that every text decodes to itself and llama.cpp,
-which has no NFC, splits identically. Only text that is not in NFC gets ids that differ from the checkpoint's tokenizer.
+which has no NFC, splits identically. Only text that is not in NFC gets ids that differ from the checkpoint's.
 
 Not guaranteed: that the checkpoint's own begin-of-text or end-of-text token is used; ours is `SPECIAL`.
 """
@@ -272,7 +272,7 @@ class Tokenizer:
 
 
 def _joins(bare: tokenizers.Tokenizer, words: Counter[str], count: int) -> list[tuple[str, str]]:
-    """The most frequent pairs of the character before a word and the word's first piece; ties go by text."""
+    """The most frequent pairs of the character before a word and the word's first piece; ties are broken by text."""
     with_lead = {word: number for word, number in words.items() if WORD_WITH_LEAD.fullmatch(word) and word[0].isascii()}
     pairs = Counter[tuple[str, str]]()
     for number, encoding in zip(with_lead.values(), bare.encode_batch(list(with_lead)), strict=True):

@@ -2,7 +2,7 @@
 
     python -m pipeline.tools.doctor      one line per check: ok, note or problem, the last two with a suggested fix
 
-Input: the machine, `pyproject.toml`, `.dvc/config` overridden by `config.local`, `params.yaml` and `conf/`, locks, the
+Input: the machine, `pyproject.toml`, `.dvc/config` (and `config.local`), `params.yaml`, `conf/`, lock files, and the
 work directory. Output: text, and exit code 1 if there is a problem: something that stops `dvc repro` or makes its
 results wrong. A note is about something that costs time or disk space, or affects only some runs. Nothing is repaired.
 The checks create links between the cache and the working tree and remove them, briefly take locks, and start the
@@ -54,7 +54,7 @@ CHECK_ERRORS = (
     configparser.Error,
     yaml.YAMLError,
 )
-PROBLEM_BYTES, NOTE_BYTES = 2e9, 10e9  # less free disk space is a problem, or a note
+PROBLEM_BYTES, NOTE_BYTES = 2e9, 10e9  # free disk space below the first is a problem, below the second a note
 MEMORY_BYTES = 2e9  # less available memory is a note
 LEFTOVER = re.compile(r"\..+?\.(\d+)(\.old|\.\d+)?\.part")  # names used by workdir.publish and workdir.write_atomically
 SHOWN_PACKAGES = ("torch", "dvc", "hydra-core", "mlflow", "accelerate")  # packages whose versions are shown
@@ -287,7 +287,7 @@ def _is_locked(lock: Path) -> bool:
 
 
 def unfinished(_root: Path) -> Iterator[Finding]:
-    """Keys in the work directory that are running, and unfinished ones that are not."""
+    """Keys in the work directory whose stage is running, and unfinished keys whose stage is not."""
     idle = {}
     for lock in sorted(workdir.root().glob("*/*/lock")):
         key, name = lock.parent, f"{lock.parent.parent.name}/{lock.parent.name}"

@@ -45,7 +45,7 @@ SPINE = "spine"
 CHAIN = ("language", "code", "tools", "rlhf")  # their evaluations are part of the spine; reward has its own stage
 REPORT, DEPLOY = "stage_report", "stage_deploy"
 UNKNOWN_SECONDS = 30.0  # estimate for a stage without a measured time
-POLL_SECONDS, LOOK_SECONDS = 0.1, 1.0  # polling intervals: for processes, for their MLflow spools
+POLL_SECONDS, LOOK_SECONDS = 0.1, 1.0  # polling intervals for processes and for their MLflow spools
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SMALL = 0.5
 # Spins of a waiting OpenMP thread, a few microseconds: with none, a second thread gains nothing; with many more, all
@@ -95,7 +95,7 @@ class Build:
         return sorted(names, key=lambda name: (name != DEPLOY, -self.behind[name], name))
 
     def next(self) -> list[str]:
-        """The stages to start now. An exclusive stage waits for running ones, and none behind it starts first."""
+        """The stages to start now. An exclusive stage waits for running ones, and later ones do not overtake it."""
         running, names = self.named("running"), list[str]()
         if self.alone & set(running):
             return []
@@ -134,8 +134,8 @@ class Build:
         return sum(stage.took for stage in built) / estimate if estimate >= PACED_SECONDS else 1.0
 
     def left(self, running: dict[str, float]) -> float:
-        """Seconds until everything is built: the longest chain, or all work divided by the jobs. `running`: stage ->
-        seconds since it started.
+        """Seconds until everything is built: the longest chain or all work divided by the jobs, whichever is longer.
+        `running`: stage -> seconds since it started.
         """
         pace = self.pace
         seconds = {name: pace * self.stages[name].seconds for name in self.named("waiting", "running")}
@@ -205,7 +205,7 @@ def chosen(waits: dict[str, set[str]], target: str | None) -> dict[str, set[str]
         needed = waits[queue.pop()] - ends
         ends |= needed
         queue += needed
-    ends |= {REPORT} if target == SPINE else set()  # it covers all existing metrics, and waits for no branch
+    ends |= {REPORT} if target == SPINE else set()  # it covers existing metrics; no other stage is built for it
     return {name: needs & ends for name, needs in waits.items() if name in ends}
 
 
@@ -460,7 +460,7 @@ def prepare(target: str | None, jobs: int) -> Build:
     waits = chosen(graph.waits(), target)
     seconds = seconds_of(list(waits), settings.name("scale"))
     build = Build({name: Stage(name, needs, seconds[name]) for name, needs in waits.items()}, jobs)
-    if device.workers("auto") < 2 * jobs and not os.environ.get("STAGECOACH_LAUNCH"):  # else enough threads
+    if device.workers("auto") < 2 * jobs and not os.environ.get("STAGECOACH_LAUNCH"):  # else two threads per job
         build.alone = alone(waits, seconds_of(list(waits), settings.name("scale"), measured=False))
     sandboxed = rewarded_by_code(settings, judging(Path()) & waits.keys())
     if sandboxed and (refused := no_sandbox(settings)):
@@ -482,7 +482,7 @@ def main() -> int:
     if jobs < 1:
         parser.error(f"--jobs: expected at least 1, got {arguments.jobs}")
     under_make = "MAKELEVEL" in os.environ
-    if under_make:  # make may be killed
+    if under_make:  # stop if make is killed
         processes.die_with_parent(os.getppid())
     command = {SPINE: "make", None: "make all"}.get(arguments.target) if under_make else None
     command = command or " ".join(

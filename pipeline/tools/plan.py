@@ -4,9 +4,9 @@
     python -m pipeline.tools.plan model=7b gradient_checkpointing=full    any file in conf/model/, any key below
     python -m pipeline.tools.plan model=large model.layers=24 strategy=fsdp2 processes=4 micro_batch=2
 
-Prints bytes per device by strategy and part, and the largest micro-batch (a power of two) that fits: within 30% of
-this machine's memory (80% of its GPU's), and within 80% of the memory of cards with 16, 24, 40 and 80 GB (10^9 bytes;
-these columns always assume CUDA). `learning/footprint.py` has the arithmetic and lists what it leaves out;
+Prints bytes per device by strategy and part, and the largest micro-batch (a power of two) that fits in 30% of this
+machine's memory (80% of its GPU's), and in 80% of the memory of cards with 16, 24, 40 and 80 GB (10^9 bytes; these
+columns always assume CUDA). `learning/footprint.py` has the arithmetic and lists what it leaves out;
 `runtime.micro_batch: auto` uses the same estimate.
 """
 
@@ -50,7 +50,7 @@ STRATEGIES = {
     "diffusion_dpo": "Diffusion-DPO, with its reference",
     "diffusion_dpo_lora": "Diffusion-DPO, LoRA",
 }
-ALIGNED = ("dpo", "grpo", "ppo", "diffusion_dpo")  # with a reference: a copy, or the model without its adapter
+ALIGNED = ("dpo", "grpo", "ppo", "diffusion_dpo")  # use a reference: a copy, or the model without its adapter
 SAMPLED = ("grpo", "ppo")
 CARDS = (16, 24, 40, 80)  # GB
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)  # per weight: 4 bits, an 8-bit scale per 64, and a 32-bit one per 256 scales
@@ -171,7 +171,7 @@ def plan(config: PlanConfig, strategy: str, work: Work, micro_batch: int) -> Foo
 
 
 def sampling_bytes(config: ModelConfig, work: Work, answers: int) -> float:
-    """Bytes for decoding `answers` rows: as many at once as `sampling.rows_within` allows, plus the folded adapters."""
+    """Bytes for decoding `answers` rows, as many at once as `sampling.rows_within` allows, plus the folded adapters."""
     row = 8 * config.layers * config.kv_heads * config.head_dim * work.row  # float32
     budget = sampling.CACHE_BYTES["cpu" if work.kind == "cpu" else "accelerator"]
     shapes, size = footprint.projections(config), 4 if work.precision == "fp32" else 2

@@ -46,7 +46,7 @@ NEEDED = ("config.json", "tokenizer.json", "lineage.json", "README.md", SUMS)
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 HUBS_OWN = ".gitattributes"  # written by the hub to a new repository
 RESUME = "not published; run again to resume: large files already uploaded are not sent again"
-DATA = "\n## Data\n"  # the heading in card.md that the results precede
+DATA = "\n## Data\n"  # the heading in card.md before which the results go
 SEEDS = ("data_seed", "fresh_seed")  # seeds of the evaluated items
 Files = Mapping[str, Path | bytes]  # path in the repository -> file, or generated contents
 
@@ -185,8 +185,8 @@ def results_table(numbers: JsonObject) -> str:
 
 
 def base_models(models: Path, lineage: JsonObject) -> list[str]:
-    """The hub checkpoints that a model was derived from, as OWNER/NAME: found through the lineages of the neighboring
-    folders, as long as these are still the ones that it was made from.
+    """The hub checkpoints that a model was derived from, as OWNER/NAME. They are found through the lineages of the
+    neighboring folders, if these are still the versions that the model was made from.
     """
     if "base" in lineage:
         return [lineage["base"].partition("@")[0]]
@@ -233,7 +233,8 @@ def card(
 def publish(api: "HfApi", target: Target, files: Files, *, message: str, replace: bool) -> str:
     """Commit `files` to the hub and verify the result; returns the commit's URL.
 
-    Raises ConfigError if the repository's visibility differs, or if it has other files and `replace` is not set.
+    Raises ConfigError if the repository's visibility differs from the target's, or if it has other files and
+    `replace` is not set.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
@@ -402,7 +403,7 @@ def run(chosen: argparse.Namespace) -> str:
     from huggingface_hub.utils import disable_progress_bars, validate_repo_id
 
     if "HF_HUB_DISABLE_XET" not in os.environ:
-        constants.HF_HUB_DISABLE_XET = True  # read at each upload; the environment variable was read on import
+        constants.HF_HUB_DISABLE_XET = True  # read at each upload; the environment variable is read only on import
     try:
         validate_repo_id(chosen.to)
     except ValueError as error:

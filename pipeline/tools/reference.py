@@ -276,7 +276,7 @@ def rows_of(
 
 
 def nested(hint: Any) -> list[tuple[str, Any]]:
-    """The dataclasses in a type, each with its path: `.*` any key of a mapping, `[]` any entry of a list."""
+    """The dataclasses in a type, each with its path: `.*` for any key of a mapping, `[]` for any list entry."""
     if dataclasses.is_dataclass(hint):
         return [("", hint)]
     step = {dict: ".*", list: "[]", tuple: "[]"}.get(typing.get_origin(hint) or hint, "")
@@ -300,7 +300,7 @@ def type_of(hint: Any) -> str:
 
 
 def cell(field: dataclasses.Field[Any], raw: object, *, has_rows: bool) -> str:
-    """A scale's cell: the value in its file, or the default in italics. `has_rows`: nested keys have rows below."""
+    """A scale's cell: the value in its file, or the default in italics. `has_rows`: its nested keys have rows below."""
     if raw is not None:
         return "below" if has_rows and not isinstance(raw, str) else escaped(shown(raw))
     text = default(field)

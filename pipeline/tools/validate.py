@@ -9,7 +9,7 @@ rejected (the last three add up to the first), their tokens, the tokens that are
 share 13 consecutive words with a file in data/benchmarks. Below the table are the first few rejections, as
 `file:line: field: reason`, and one conversation as the model sees it, with the trained parts marked.
 
-The kind is the one that fits most of the first 100 rows; a file that is not a table is code or text, based on its name.
+The kind is the one that fits most of the first 100 rows; a file that is not a table is code or text, by its suffix.
 Rows are read as in `stage_corpus` and `stage_tasks` (ingest/own_files.py). Exits with 1 if a row is rejected, with 2 if
 a file cannot be read.
 

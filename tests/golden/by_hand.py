@@ -1,6 +1,6 @@
 """REINFORCE++, worked by hand: no oracle has it in this form (spec: alignment, 6).
 
-Two answers of three policy tokens; the first has a tool's token before its last. beta 0.5, clip 0.2.
+Two answers of three policy tokens each; the first has a tool's token before its last. beta 0.5, clip 0.2.
 
     o - f                        -0.8  -0.4   9*    0.4    |  -0.4  -0.8   0.8   9*       (* = masked, must not count)
     score 1.1 | -0.9 on the last policy token, less beta * (o - f):
@@ -8,15 +8,15 @@ Two answers of three policy tokens; the first has a tool's token before its last
     to the end                    1.5   1.1   -     0.9    |  -0.7  -0.9  -1.3   -        carried over the masked token
     less the mean 0.1             1.4   1.0   -     0.8    |  -0.8  -1.0  -1.4   -
 
-The squares sum to 2 (1.96 + 1 + 0.64) = 7.2, over 6 - 1 that is 1.44, its root 1.2 (eps 1e-8 changes the ninth digit):
+The squares sum to 2 (1.96 + 1 + 0.64) = 7.2; 7.2 / (6 - 1) = 1.44, with root 1.2 (eps 1e-8 changes the ninth digit):
 
     advantage                     7/6   5/6   -     2/3    |  -2/3  -5/6  -7/6   -
     ratio                         1.5   0.5   -     1.1    |   1.5   0.5   1.1   -
     min(rho*A, clip(rho)*A)      1.4   5/12   -    11/15   |  -1    -2/3 -77/60  -        sum -2/5
     loss = 2/5 / 6 = 1/15
 
-Gradient of the loss by l, where not clipped: -A * rho / 6. Clipped are the first of the first answer (1.5, A > 0) and
-the second of the second (0.5, A < 0): 0.
+The gradient of the loss with respect to l is -A * rho / 6 where not clipped. It is 0 where clipped: at the first token
+of the first answer (1.5, A > 0) and at the second of the second (0.5, A < 0).
 """
 
 from __future__ import annotations

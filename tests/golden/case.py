@@ -1,7 +1,7 @@
 """What a golden case is, how its inputs are drawn, and how it is written down.
 
-Inputs are rounded to four decimals before the oracle sees them, so that the file holds them exactly. Entries where a
-mask is 0 are drawn like the others: a loss that forgets the mask is caught. Not promised: the same ninth digit on
+Inputs are rounded to four decimals before the oracle sees them, so that the file has them exactly. Entries where a mask
+is 0 are drawn like the others, so that a loss that ignores the mask is caught. Not guaranteed: the same ninth digit on
 another processor.
 """
 
@@ -26,7 +26,7 @@ class Case:
     version: str
     call: str  # the function of the oracle
     seed: int | None  # of the inputs
-    settings: dict[str, Any]  # what was set on the oracle, in its own words
+    settings: dict[str, Any]  # the oracle's settings, by its own names
     inputs: dict[str, Any]
     expected: dict[str, Any]
 
@@ -42,17 +42,17 @@ def logprobs(generator: torch.Generator, *shape: int) -> Tensor:
 
 
 def near(generator: torch.Generator, centre: Tensor, width: float) -> Tensor:
-    """Log-probabilities within `width` of others, below -0.01."""
+    """Log-probabilities within `width` of others, at most -0.01."""
     moved = centre + draw(generator, *centre.shape, low=-width, high=width)
     return torch.round(moved.clamp(max=-0.01), decimals=4)
 
 
 def write(folder: Path, method: str, cases: list[Case]) -> Path:
-    """Put the cases into the method's file, in place of those that the same oracle left there."""
+    """Put the cases into the method's file, replacing those of the same oracle."""
     path = folder / f"{method}.json"
     kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
     kept = [old for old in kept if old["oracle"] not in {case.oracle for case in cases}]
-    records = sorted([*kept, *map(_record, cases)], key=lambda record: record["oracle"])  # stable: the order of making
+    records = sorted([*kept, *map(_record, cases)], key=lambda record: record["oracle"])  # stable: keeps their order
     text = ",\n".join("{\n" + ",\n".join(f' "{k}": {json.dumps(v)}' for k, v in r.items()) + "\n}" for r in records)
     path.write_text(f"[\n{text}\n]\n", encoding="utf-8")
     return path
@@ -65,7 +65,7 @@ def _record(case: Case) -> dict[str, Any]:
 
 
 def _plain(value: Any, kind: str) -> Any:
-    """Tensors to lists. Drawn inputs have four decimals, results nine digits; not a number is null."""
+    """Tensors as lists. Drawn inputs have four decimals, results nine digits; NaN becomes null."""
     if isinstance(value, Tensor):
         return _plain(value.tolist(), "drawn" if kind == "given" else kind)
     if isinstance(value, dict):

@@ -2,7 +2,7 @@
 
     python tests/golden/make_peft.py        (peft as in the extra `dev`; CPU, float32, one thread)
 
-Inputs are rounded to 9 digits first, so that the file holds the very numbers that went in.
+Inputs are rounded to 9 digits first, so that the file has exactly the numbers that went in.
 """
 
 import json
@@ -18,12 +18,12 @@ CASES: dict[str, dict[str, Any]] = {"lora": {}, "rslora": {"use_rslora": True}, 
 
 
 def digits(tensor: Tensor) -> Any:
-    """Nested lists of 9 digits: a float32 comes back from them as it was."""
+    """Nested lists of numbers with 9 digits, from which each float32 can be restored exactly."""
     return [digits(row) for row in tensor] if tensor.ndim else float(f"{float(tensor.detach()):.9g}")
 
 
 def case(name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Forward, gradients and merged weight of an adapter away from zero."""
+    """Forward, gradients and merged weight of an adapter with nonzero weights."""
     generator = torch.Generator().manual_seed(SEED)
 
     def drawn(*shape: int) -> Tensor:
@@ -39,7 +39,7 @@ def case(name: str, options: dict[str, Any]) -> dict[str, Any]:
     for key, parameter in parameters.items():
         parameter.data = drawn(*parameter.shape).abs() if "magnitude" in key else drawn(*parameter.shape)
         inputs[key] = parameter.detach()
-    inputs["upstream"] = drawn(ROWS, OUT)  # the gradient that comes from above
+    inputs["upstream"] = drawn(ROWS, OUT)  # the gradient of the output
     out = layer(inputs["x"])
     (out * inputs["upstream"]).sum().backward()
     expected = {"forward": out} | {f"grad.{key}": parameter.grad for key, parameter in parameters.items()}

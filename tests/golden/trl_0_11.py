@@ -1,8 +1,8 @@
-"""Oracle B, trl 0.11.4: PPO, and of the DPO family what 1.12.0 has not: cdpo, simpo, no reference.
+"""Oracle B, trl 0.11.4: PPO, and what 1.12.0 lacks of the DPO family: cdpo, simpo, no reference.
 
-The trainers are never built; their methods run on stubs that hold the attributes they read. That version does not know
-tokens masked inside an answer: its advantages would lose a discount at each. It is therefore shown the rows without
-their masked tokens, and its numbers are put back where the policy's tokens were: elsewhere stands 0.
+The trainers are never built; their methods run on stubs that hold the attributes they read. That version does not
+support masked tokens inside an answer: its advantages would be discounted once more at each. It is therefore given the
+rows without their masked tokens, and its numbers are put back where the policy's tokens were, with 0 elsewhere.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ HOLES = [[0, 0, 1, 1, 1, 1, 1, 1], [1, 1, 0, 0, 1, 1, 0, 0], [0, 1, 1, 0, 1, 0, 
 
 
 def policy_only(mask: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
-    """The mask and rows with the policy's tokens moved to the front, in their order."""
+    """The mask and rows with the policy's tokens moved to the front, in order."""
     order = mask.argsort(dim=1, descending=True, stable=True)
     return tuple(row.gather(1, order) for row in (mask, *rows))
 
 
 def put_back(mask: Tensor, front: Tensor) -> Tensor:
-    """The inverse for results, 0 where the mask is 0."""
+    """The inverse, for results: 0 where the mask is 0."""
     order = mask.argsort(dim=1, descending=True, stable=True)
     return torch.zeros_like(front).scatter(1, order, front) * mask
 
@@ -184,7 +184,7 @@ def ppo_cases() -> list[Case]:
     ]
 
 
-# ---- of the DPO family
+# ---- the DPO family
 
 
 def pairs(seed: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -212,7 +212,7 @@ def result(losses: Tensor, leaves: list[Tensor], rewards: dict[str, Tensor]) -> 
 
 
 def dpo_case(name: str, seed: int, knobs: dict[str, Any]) -> Case:
-    """Without a reference that version still subtracts it in the rewards it reports: they are left out."""
+    """With `reference_free`, that version still subtracts the reference in its reported rewards: left out."""
     drawn, sums = pairs(seed)
     settings = {
         "loss_type": "sigmoid",

@@ -1,8 +1,8 @@
 """Oracle A, trl 1.12.0: reward, DPO family, KTO, GRPO family, RLOO.
 
 The trainers are never built. Their methods run on stubs that hold the attributes they read; the model answers with
-given logits, over a vocabulary of two where only the log-probability of the token matters. Seeds of the clipped losses
-are such that tokens (or answers) clip on both sides.
+given logits, over a vocabulary of two where only the token's log-probability matters. The seeds of the clipped losses
+are chosen so that tokens (or answers) are clipped on both sides.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ PAIR_METRICS += ("rewards/margins", "rewards/accuracies")
 def dpo(
     policy: Tensor, reference: Tensor, ids: Tensor, mask: Tensor, settings: dict[str, Any]
 ) -> tuple[Tensor, SimpleNamespace]:
-    """The loss of logits (2B, T+1, V), the chosen half first; ids and mask are (2B, T), of the tokens predicted."""
+    """The loss of logits (2B, T+1, V), the chosen half first; ids and mask are (2B, T), of the predicted tokens."""
     stub = stand_in(
         model=Model(policy),
         ref_model=Model(reference),
@@ -107,7 +107,7 @@ def dpo(
 
 
 def pairs(seed: int) -> dict[str, Tensor]:
-    """The inputs of a case: per token log-probabilities (B, T) and masks."""
+    """The inputs of a case: per-token log-probabilities (B, T) and masks."""
     generator = torch.Generator().manual_seed(seed)
     chosen, rejected = torch.tensor(CHOSEN), torch.tensor(REJECTED)
     reference = logprobs(generator, 2, *chosen.shape)
@@ -123,7 +123,7 @@ def pairs(seed: int) -> dict[str, Tensor]:
 
 
 def dpo_case(name: str, seed: int, knobs: dict[str, float], settings: dict[str, Any], *, alone: bool = False) -> Case:
-    """With `alone`, each pair is a batch of its own and the loss their mean: TRL's `sft` term is a mean over tokens."""
+    """With `alone`, each pair is its own batch and the loss is their mean: TRL's `sft` term is a mean over tokens."""
     drawn = pairs(seed)
     mask = torch.cat([drawn["chosen_mask"], drawn["rejected_mask"]])
     reference = two_tokens(torch.cat([drawn["reference_chosen"], drawn["reference_rejected"]]))
@@ -156,7 +156,7 @@ def dpo_case(name: str, seed: int, knobs: dict[str, float], settings: dict[str, 
 
 
 def dpo_logits_case(seed: int) -> Case:
-    """From logits over five tokens, so that the metrics of tokens have numbers too."""
+    """From logits over five tokens, so that the token metrics have values too."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(5, (4, 5), generator=generator)
     mask = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 0, 1, 0], [0, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
@@ -213,7 +213,7 @@ def dpo_cases() -> list[Case]:
 
 # ---- KTO
 
-# 4 answers of at most 7 tokens after a prompt of 1 to 4, and the same prompts with the answer before
+# 4 answers of at most 7 tokens after a prompt of 1 to 4, and the same prompts with the previous row's answer
 MATCHED = [[0, 1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 0, 0], [1, 1, 0, 0, 1, 1, 0], [0, 0, 0, 0, 1, 0, 0]]
 MISMATCHED = [[0, 1, 0, 0, 0, 0, 0], [0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0, 0], [0, 0, 0, 0, 1, 1, 1]]
 
@@ -255,7 +255,7 @@ def kto(given: dict[str, Tensor], policy: Tensor, settings: dict[str, Any]) -> t
 
 
 def kto_case(name: str, seed: int, labels: list[int], *, above: bool = True, **knobs: Any) -> Case:
-    """`above`: the mismatched answers are likelier than under the reference, so that the reference point is not 0."""
+    """`above`: mismatched answers are likelier under the policy than the reference, so the reference point is not 0."""
     generator = torch.Generator().manual_seed(seed)
     mask, mismatched = torch.tensor(MATCHED), torch.tensor(MISMATCHED)
     reference, other = logprobs(generator, 2, *mask.shape)
@@ -411,7 +411,7 @@ def rloo_case(name: str, seed: int, *, low: float, high: float) -> Case:
 
 
 def temperature_case(seed: int, temperature: float) -> Case:
-    """Log-probabilities and entropies of logits at a temperature: what l, o and f are in RL."""
+    """Log-probabilities and entropies of logits at a temperature, as l, o and f are in RL."""
     generator = torch.Generator().manual_seed(seed)
     logits, ids = draw(generator, 2, 4, 5, low=-3, high=3), torch.randint(5, (2, 4), generator=generator)
     stub = group_stub(GRPOTrainer, temperature=temperature, _entropy_bonus_enabled=False)
@@ -437,9 +437,7 @@ def temperature_case(seed: int, temperature: float) -> Case:
 def advantages(
     trainer: type, rewards: Tensor, weights: Tensor, stub: SimpleNamespace, lengths: list[int]
 ) -> dict[str, Tensor]:
-    """`_generate_and_score_completions` where sampling yields answers of these lengths and scoring the rewards (N,
-    K).
-    """
+    """Run `_generate_and_score_completions` with sampled answers of these lengths and rewards (N, K)."""
     count = len(rewards)
     ids, texts = [[0] * length for length in lengths], [""] * count
     sampled = (
@@ -482,7 +480,7 @@ SCORES = [[1.0, 0.0, 0.5, 2.5], [1.0, 1.0, 1.0, 1.0], [0.3, NAN, -0.2, 0.9], [NA
 
 
 def group_case(name: str, scale: str, scores: list[list[float]], weights: list[float]) -> Case:
-    """Scores hold a list of answers for each group, or (weights) of parts for each answer, four to a group."""
+    """A row of `scores` is a group of answers or, with several weights, an answer's parts; four answers per group."""
     parts = torch.tensor(scores).reshape(-1, len(weights))
     settings = {"scale_rewards": scale, "num_generations": 4, "multi_objective_aggregation": "sum_then_normalize"}
     stub = group_stub(GRPOTrainer, model=Model(torch.zeros(1)), beta=0.0, **settings)

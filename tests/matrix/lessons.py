@@ -3,7 +3,7 @@
     items of all three harnesses -> lessons (prompt, answer) -> a model with 0.2 million weights that repeats them
 
 An untrained model's answers are all wrong, and two harnesses easily agree on those. The answers learned here are right,
-wrong in a way that both detect, or chosen because the two are known to differ. Training takes about a minute on a core.
+wrong in a way that both detect, or chosen because the two are known to differ. Training takes a core about a minute.
 
 `VARIANTS` modify right calls, most with one fault each; both judges get all variants for entire files of BFCL.
 """

@@ -42,7 +42,7 @@ def titles() -> dict[int, str]:
 
 
 def heard(output: str, rows: Sequence[int]) -> dict[int, Outcome]:
-    """Outcomes from the lines that a client's script printed. A row not printed exactly once failed."""
+    """Outcomes from the lines that a client's script printed. A row that is not printed exactly once has failed."""
     told: dict[int, list[Outcome]] = {row: [] for row in rows}
     for line in output.splitlines():
         if line.startswith("{"):

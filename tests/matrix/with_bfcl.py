@@ -7,10 +7,10 @@ folder to work in, categories, answer: the file to write} and one task:
     {"task": "run", "models": {name: served}}  -> {name: {id: {valid, error, answer}}} for the models' answers
     {"task": "judge", "models": {name: any}}   -> the same for answers that are already in result/
 
-A name without "_": bfcl-eval takes it for "/" in the name of a folder.
+Model names must not contain "_", which bfcl-eval turns into "/" in a folder's name.
 
-The table of bfcl-eval's models imports the clients of eleven vendors, sentence-transformers among them. Its place is
-taken by a table of ours, whose models all have the handler of OpenAI's API; the rest of the package is untouched.
+bfcl-eval's table of models imports the clients of eleven vendors, including sentence-transformers. It is replaced by a
+table of ours, in which all models have the handler for OpenAI's API; the rest of the package is untouched.
 """
 
 import json

@@ -1,7 +1,7 @@
-"""The stored golden numbers against their oracles, made again: a stale file or another oracle fails.
+"""The stored golden numbers, computed again by their oracles: a stale file or a different oracle fails.
 
-Each oracle runs in a process of its own, as `tests/golden/make.py` says: by this interpreter where it has trl 1.12.0,
-or by the one that STAGECOACH_TRL_A or STAGECOACH_TRL_B names; else skipped.
+Each oracle runs in its own process (`tests/golden/make.py`), with this interpreter if it has trl 1.12.0, or with the
+one that STAGECOACH_TRL_A or STAGECOACH_TRL_B names; otherwise the test is skipped.
 """
 
 import json
@@ -15,18 +15,18 @@ import pytest
 from tests.goldens import VERSIONS, interpreter
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-TOLERANCE = 1e-6  # another processor rounds sums of float32 otherwise
+TOLERANCE = 1e-6  # other processors round float32 sums differently
 
 
 def cases(folder: Path, oracle: str) -> dict[str, dict[str, Any]]:
     """File and name -> case, of one oracle."""
-    files = sorted(set(folder.glob("*.json")) - {folder / "peft.json"})  # that one is make_peft.py's
+    files = sorted(set(folder.glob("*.json")) - {folder / "peft.json"})  # written by make_peft.py
     records = [(path.stem, case) for path in files for case in json.loads(path.read_text(encoding="utf-8"))]
     return {f"{stem}/{case['name']}": case for stem, case in records if case["oracle"] == oracle}
 
 
 def leaves(value: Any, where: str) -> Iterator[tuple[str, Any]]:
-    """Every number of nested lists and dicts, with the way to it."""
+    """Every number in nested lists and dicts, with its path."""
     if isinstance(value, dict):
         for key, part in value.items():
             yield from leaves(part, f"{where}.{key}")

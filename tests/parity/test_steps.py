@@ -1,10 +1,9 @@
-"""Five real steps of trl's DPOTrainer and GRPOTrainer, walked again with our model, losses and advantages: same losses,
+"""Five real steps of trl's DPOTrainer and GRPOTrainer, repeated with our model, losses and advantages: same losses,
 same weights.
 
-trl runs by itself (`trl_steps.py`, in a process of the interpreter that has it); from it come the rows that its sampler
-drew and the answers that its policy gave. Everything else is ours: the forward pass of `model/`, without its padding on
-the left, log-probabilities, reference, advantages, loss. AdamW and the bound on the gradient's norm are torch's on both
-sides.
+trl runs by itself (`trl_steps.py`, with the interpreter that has it) and provides the rows that its sampler drew and
+the answers that its policy gave. Everything else is ours: the forward pass of `model/`, without trl's left padding,
+log-probabilities, reference, advantages, loss. AdamW and gradient clipping are torch's on both sides.
 """
 
 import json
@@ -35,7 +34,7 @@ BETA = {"dpo": 0.3, "grpo": 0.05}
 
 
 def walked(method: str, model: Transformer, tokenizer: Tokenizer, folder: Path) -> list[dict[str, Any]]:
-    """What trl's trainer heard and said at each step; its weights lie in `after.pt`."""
+    """The inputs and the loss of trl's trainer at each step; its final weights are in `after.pt`."""
     with torch.no_grad():  # so that some answers end
         model.get_parameter("model.embed_tokens.weight")[tokenizer.turn_end] *= 3
     checkpoint.save(folder / "model", model, tokenizer, {})
@@ -67,7 +66,7 @@ def laid(ids: Tensor, mask: Tensor, trained: Tensor) -> Answered:
 def walk(
     model: nn.Module, steps: list[dict[str, Any]], loss: Callable[[dict[str, Any]], tuple[Loss, dict[str, int]]]
 ) -> None:
-    """Our steps over the same rows; each loss is held against trl's."""
+    """Take our steps over the same rows and compare each loss with trl's."""
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), RATE, eps=EPS, weight_decay=0.0)
     for step in steps:
@@ -80,7 +79,7 @@ def walk(
 
 
 def assert_same_weights(model: nn.Module, start: dict[str, Tensor], folder: Path) -> None:
-    """Far closer to trl's weights than either is to where it started."""
+    """Check that our weights are far closer to trl's than to where they started."""
     theirs = {
         name.removeprefix("model."): tensor
         for name, tensor in torch.load(folder / "after.pt", weights_only=True).items()
@@ -118,7 +117,7 @@ def test_five_steps_of_grpo_are_trl_s(byte_tokenizer: Tokenizer, tiny_model: Tra
     frozen, _ = checkpoint.load(tmp_path / "model")
     start = {name.removeprefix("model."): value.clone() for name, value in tiny_model.state_dict().items()}
     method = replace(METHODS["grpo"], clip=Clip(0.05, 0.05), beta=BETA["grpo"])
-    sampled: dict[tuple[int, ...], Tensor] = {}  # an answer -> its log-probabilities when it was new
+    sampled: dict[tuple[int, ...], Tensor] = {}  # an answer -> its log-probabilities when first seen
 
     def loss(step: dict[str, Any]) -> tuple[Loss, dict[str, int]]:
         ids, mask = (torch.cat([step[f"prompt_{name}"], step[f"completion_{name}"]], 1) for name in ("ids", "mask"))
@@ -131,7 +130,7 @@ def test_five_steps_of_grpo_are_trl_s(byte_tokenizer: Tokenizer, tiny_model: Tra
         lengths = chosen.sum(1)
         now = logprobs.detach().split(lengths.tolist())
         old = torch.cat([sampled.setdefault(tuple(row), said) for row, said in zip(ids.tolist(), now, strict=True)])
-        scores = (chosen & (batch.targets % 2 == 0)).sum(1).double()  # as trl_steps.reward
+        scores = (chosen & (batch.targets % 2 == 0)).sum(1).double()  # as in trl_steps.reward
         order = torch.tensor(
             sorted(range(len(ids)), key=lambda row: step["prompt_ids"][row].tolist())
         )  # trl shuffles them
@@ -157,5 +156,5 @@ def test_five_steps_of_grpo_are_trl_s(byte_tokenizer: Tokenizer, tiny_model: Tra
     lengths = {int(length) for step in steps for length in step["completion_mask"].sum(1)}
     assert (
         len(lengths) > 1 and len(sampled) == 3 * 8
-    )  # answers that end and some that do not; the last ones are walked once
+    )  # some answers end, some do not; the last ones are used once
     assert_same_weights(tiny_model, start, tmp_path)

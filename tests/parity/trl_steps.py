@@ -1,10 +1,10 @@
-"""Real training steps of trl 1.12.0's trainers, for `test_steps.py`: what they read, what they lost, what they made.
+"""Real training steps of trl 1.12.0's trainers, for `test_steps.py`: their inputs, losses and weights.
 
     python tests/parity/trl_steps.py dpo|grpo FOLDER
 
-FOLDER holds `model/` (a Hugging Face directory) and `rows.json`; written into it: `steps.pt`, a list of what each call
-of the trainer's loss was given, with the loss that it returned, and `after.pt`, the weights after the last step. The
-trainers run as they are, with their own samplers, collators and AdamW; only their loss is listened to.
+FOLDER has `model/` (a Hugging Face directory) and `rows.json`. The script adds `steps.pt`, a list of the inputs to each
+call of the trainer's loss and the loss that it returned, and `after.pt`, the weights after the last step. The trainers
+run unchanged, with their own samplers, collators and AdamW; only their losses are recorded.
 """
 
 import json
@@ -39,7 +39,7 @@ steps: list[dict[str, Any]] = []
 
 
 def listening(trainer: type) -> type:
-    """The trainer, whose losses are kept with what they were computed from."""
+    """The trainer, recording each loss with its inputs."""
 
     class Listening(trainer):
         def _compute_loss(self, model: Any, inputs: dict[str, Any], *rest: Any, **named: Any) -> Any:
@@ -59,7 +59,7 @@ def reward(completion_ids: list[list[int]], **_: object) -> list[float]:
 
 
 def main(method: str, folder: Path) -> None:
-    """Train, and write what was heard."""
+    """Train, and write what was recorded."""
     torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
@@ -79,8 +79,8 @@ def main(method: str, folder: Path) -> None:
             loss_type="grpo",
             epsilon=0.05,
             mask_truncated_completions=False,
-            use_bias_correction_kl=False,
-            **COMMON,  # the term of GRPO's paper (eq. 4); trl's own is DeepSeek-V3.2's
+            use_bias_correction_kl=False,  # the KL of GRPO's paper (eq. 4); trl's own is DeepSeek-V3.2's
+            **COMMON,
         )
         trainer = listening(GRPOTrainer)(
             model, reward_funcs=reward, args=config, train_dataset=rows, processing_class=tokenizer

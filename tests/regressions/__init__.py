@@ -1,1 +1,1 @@
-"""The bug museum: faults that other trainers shipped, each with the test that keeps it out of here."""
+"""The bug museum: bugs that other trainers shipped, each with tests that keep it out of this one."""

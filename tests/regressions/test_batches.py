@@ -1,4 +1,4 @@
-"""Bugs of masks, shifts, places and padding: what a batch says of its tokens."""
+"""Bugs in masks, shifts, positions and padding: what a batch says about its tokens."""
 
 import json
 from pathlib import Path
@@ -36,7 +36,7 @@ def piece(tokenizer: Tokenizer, reply: str) -> Piece:
 
 
 def packed(rows: list[list[Piece]], length: int, pad: int, vocabulary: int) -> TokenBatch:
-    """Rows of pieces side by side."""
+    """Rows of packed pieces."""
     return token_batch(
         rows,
         np.arange(len(rows)),
@@ -49,8 +49,8 @@ def packed(rows: list[list[Piece]], length: int, pad: int, vocabulary: int) -> T
 
 @pytest.mark.parametrize("layout", ["answered", "packed"])
 def test_the_end_of_a_turn_is_trained_whatever_token_pads(layout: str, byte_tokenizer: Tokenizer) -> None:
-    """Bug museum: pad = EOS (huggingface/trl 1623). Padding was masked by its id, the end with it: no model learnt
-    to stop.
+    """Bug museum: pad = EOS (huggingface/trl 1623). Padding was masked by its id, and the end with it, so no
+    model learned to stop.
     """
     end, vocabulary = byte_tokenizer.turn_end, byte_tokenizer.vocab_size
     pieces = [piece(byte_tokenizer, "left"), piece(byte_tokenizer, "right, and on to the ferry")]
@@ -61,7 +61,7 @@ def test_the_end_of_a_turn_is_trained_whatever_token_pads(layout: str, byte_toke
 
 
 def test_a_tokenizer_that_pads_with_the_end_of_a_turn_is_refused(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
-    """Bug museum: pad = EOS (huggingface/trl 1623). Others would read our files, and mask by the id."""
+    """Bug museum: pad = EOS (huggingface/trl 1623). Other programs would mask the end by this id."""
     byte_tokenizer.save(tmp_path)
     path = tmp_path / "tokenizer.json"
     state = json.loads(path.read_text())
@@ -79,7 +79,7 @@ LENGTHS = (3, 11, 6)
 
 @pytest.fixture
 def judged(tiny_model: Transformer) -> RewardModel:
-    """A reward model whose every token has another reward."""
+    """A reward model that gives every token a different reward."""
     model = RewardModel(tiny_model)
     with torch.no_grad():
         model.score.weight.normal_(generator=torch.Generator().manual_seed(1))
@@ -88,10 +88,10 @@ def judged(tiny_model: Transformer) -> RewardModel:
 
 @torch.no_grad()
 def test_a_reward_is_read_at_the_last_token_of_its_own_row(judged: RewardModel, byte_tokenizer: Tokenizer) -> None:
-    """Bug museum: last token by padding side (huggingface/trl 2778). It was the last column, or the one before the
-    first pad.
+    """Bug museum: last token by padding side (huggingface/trl 2778). The reward was read in the last
+    column, or in the one before the first pad.
 
-    So the rows are of unequal lengths, and the token that pads stands inside and at the end of some.
+    The rows therefore have unequal lengths, and some contain the padding token or end with it.
     """
     pad, draws = byte_tokenizer.pad, np.random.default_rng(0)
     texts = [draws.integers(20, 300, length) for length in LENGTHS * 2]
@@ -109,14 +109,14 @@ def test_a_reward_is_read_at_the_last_token_of_its_own_row(judged: RewardModel, 
 
 @torch.no_grad()
 def slow_logprobs(model: Transformer, one: Piece) -> Tensor:
-    """Of each trained token: the model reads what stands before it, and nothing else."""
+    """The log-probability of each trained token, from a pass over only the tokens before it."""
     trained = np.broadcast_to(one.trained, one.ids.shape)
     ids = torch.from_numpy(one.ids)
     return torch.stack([model(ids[None, :t])[0, -1].log_softmax(-1)[ids[t]] for t in range(1, len(ids)) if trained[t]])
 
 
 def test_a_token_is_scored_by_what_stands_before_it(tiny_model: Transformer) -> None:
-    """Bug museum: double shift (huggingface/trl 44). Logits that were shifted already were shifted again."""
+    """Bug museum: double shift (huggingface/trl 44). Logits that had already been shifted were shifted again."""
     draws = np.random.default_rng(0)
     pieces = [Piece(draws.integers(20, 300, length), np.arange(length) >= 2) for length in (5, 9, 3)]
     slow = torch.cat([slow_logprobs(tiny_model, one) for one in pieces])
@@ -126,7 +126,7 @@ def test_a_token_is_scored_by_what_stands_before_it(tiny_model: Transformer) -> 
 
 
 class Placed(Transformer):
-    """A model with learnt absolute places beside RoPE, which sees distances alone: here a row that starts late
+    """A model with learned absolute positions besides RoPE, which sees only distances, so that a wrong first position
     shows.
     """
 
@@ -148,7 +148,7 @@ def placed(tiny_model: Transformer) -> Placed:
 
 
 def test_places_are_counted_from_the_start_of_each_text(placed: Placed) -> None:
-    """Bug museum: no position ids (CarperAI/trlx 508). Places counted from the start of the padded row."""
+    """Bug museum: no position ids (CarperAI/trlx 508). Positions were counted from the start of the padded row."""
     draws = np.random.default_rng(0)
     pieces = [Piece(draws.integers(20, 300, length), np.arange(length) >= 2) for length in (5, 9, 3)]
     slow = torch.cat([slow_logprobs(placed, one) for one in pieces])
@@ -158,7 +158,7 @@ def test_places_are_counted_from_the_start_of_each_text(placed: Placed) -> None:
 
 
 def test_the_sampler_counts_places_as_training_does(placed: Placed, byte_tokenizer: Tokenizer) -> None:
-    """Bug museum: no position ids (CarperAI/trlx 508). Prompts of unequal lengths in one batch: the ratio was not 1."""
+    """Bug museum: no position ids (CarperAI/trlx 508). With unequal prompts in one batch, the ratio was not 1."""
     found = sampled(placed, byte_tokenizer)
     assert len({len(one.prompt.ids) for one in found}) == 3
     forced = answers.logprobs_of(placed, found, byte_tokenizer.pad, 1.0)
@@ -175,9 +175,7 @@ TURN = [
 
 
 def test_what_a_tool_says_is_never_trained(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
-    """Bug museum: tool tokens trained (volcengine/verl 3960). The whole answer was trained, results of tools with
-    it.
-    """
+    """Bug museum: tool tokens trained (volcengine/verl 3960). The whole answer was trained, tool results too."""
     asked = [{"role": "user", "content": "When?"}]
     said = '<tool_call>\n{"name": "look", "arguments": {"at": "clock"}}\n</tool_call>It is ten past nine.'
     pair = Pair(

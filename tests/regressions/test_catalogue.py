@@ -1,7 +1,7 @@
-"""The catalogue of the museum: every bug, and where the test stands that fails when the bug is put back.
+"""The catalogue of the museum: every bug, and the tests that fail when the bug is put back.
 
-A test that belongs to its module stays there; its docstring says that it is an exhibit. Not promised: that a test fails
-for its bug; that was tried by hand, by putting each bug back.
+A test that belongs to its module stays there; its docstring says that it is an exhibit. Not guaranteed: that a test
+fails for its bug; that was checked manually, by putting each bug back.
 """
 
 import ast
@@ -73,7 +73,7 @@ EXHIBITS = {
 
 
 def docstring(name: str) -> str:
-    """Of a test "file.py::test", on one line."""
+    """The docstring of a test "file.py::test", on one line."""
     path, _, test = name.partition("::")
     tree = ast.parse((TESTS / path).read_text(encoding="utf-8"))
     found = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == test]

@@ -1,4 +1,4 @@
-"""Bugs of policy gradients: where a score stands, what is averaged over what, what a mask of zeros does."""
+"""Bugs in policy gradients: where a score goes, what is averaged over what, what an all-zero mask does."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +27,7 @@ def constants(**changes: float) -> PPOConfig:
 
 
 def with_values(found: list[Rollout], reference: float = -0.5) -> list[Rollout]:
-    """Values of 0, and a reference that thinks alike of all tokens."""
+    """Add values of 0, and a reference with the same log-probability for all tokens."""
     for one in found:
         length = len(one.answer.ids)
         one.arrays = {"reference": np.full(length, reference), "values": np.zeros(length)}
@@ -37,9 +37,9 @@ def with_values(found: list[Rollout], reference: float = -0.5) -> list[Rollout]:
 def test_a_score_stands_on_the_token_that_ended_the_answer_whichever_that_is() -> None:
     """Bug museum: score on pad, custom stop id (huggingface/trl 3750).
 
-    The score was added behind the end, where nothing is trained; an answer that ended by another token than the
-    tokenizer's EOS was taken for unfinished. With values 0 and gamma 1/2 each token's return says how far it is from
-    the score.
+    The score was added after the end, where nothing is trained; an answer that ended with a token other than the
+    tokenizer's EOS was taken for unfinished. With values of 0 and gamma 1/2, each token's return shows how far it is
+    from the score.
     """
 
     class Letters(bandit.Letters):
@@ -66,7 +66,7 @@ def test_numbers_of_an_answer_are_over_its_own_tokens() -> None:
     """Bug museum: padding in metrics (huggingface/trl 6121). Padding had the log-probability 1, so entropies were
     negative.
 
-    Answers of 1 and 5 tokens of log-probability -0.5, where the reference says -0.75: in nats an answer.
+    Answers of 1 and 5 tokens with log-probability -0.5, or -0.75 under the reference; metrics are in nats per answer.
     """
     found = with_values([rollouts.rollout(0, 0, 1, 1.0), rollouts.rollout(1, 0, 5, 1.0)], reference=-0.75)
     numbers = estimate_ppo(found, constants(beta=0.1), {"beta": 0.1})
@@ -77,10 +77,10 @@ def test_numbers_of_an_answer_are_over_its_own_tokens() -> None:
 
 @pytest.mark.parametrize("name", ["grpo", "dapo", "rloo"])
 def test_a_gradient_is_over_the_step_s_tokens_however_they_are_cut(name: str, tmp_path: Path) -> None:
-    """Bug museum: mean of means (huggingface/trl 3021). Each micro-batch was averaged, then their means: short answers
-    won.
+    """Bug museum: mean of means (huggingface/trl 3021). Each micro-batch was averaged, then their means, which
+    favored short answers.
 
-    Answers of 9, 1, 1 and 6 tokens, one a micro-batch or all in one.
+    Answers of 9, 1, 1 and 6 tokens, one per micro-batch or all in one.
     """
     asked = [rollouts.prompt(number, length=1) for number in (2, 3)]
     given = [
@@ -117,7 +117,7 @@ def test_a_gradient_is_over_the_step_s_tokens_however_they_are_cut(name: str, tm
 
 
 def no_tokens(stream: RolloutStream) -> tuple[Loss, torch.Tensor]:
-    """The loss of a process that has a row of padding alone, and the weights that it must still reach."""
+    """The loss of a process that has only a row of padding, and weights that its gradient must still reach."""
     model = bandit.actor()
     batch = stream.batch(0, 0, np.array([-1]))
     assert batch.counts["tokens"] == batch.counts["sequences"] == 0
@@ -134,9 +134,9 @@ def test_no_token_at_all_is_a_zero_and_not_a_nan() -> None:
     stream.rollouts = [rollouts.rollout(2, 0, 3, 1.0)]
     stream.rollouts[0].arrays = {"advantages": np.ones(3), "reference": np.full(3, -0.6)}
     loss, weight = no_tokens(stream)
-    sum((term.sum for term in loss.terms), start=torch.zeros(())).backward()  # as a process does beside one with tokens
+    sum((term.sum for term in loss.terms), start=torch.zeros(())).backward()  # as next to a process with tokens
     assert weight.grad is not None and not weight.grad.any()
-    assert all(term.sum == 0 for term in loss.terms)  # processes are summed up: a NaN of one is a NaN of all
+    assert all(term.sum == 0 for term in loss.terms)  # summed over processes: one NaN would spread
     totals = Totals({"tokens": 0, "sequences": 0})
     totals.add(loss)
     assert totals.value == 0 and not totals.veto
@@ -145,7 +145,7 @@ def test_no_token_at_all_is_a_zero_and_not_a_nan() -> None:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_an_answer_without_tokens_leaves_the_others_as_they_are(name: str) -> None:
-    """Bug museum: all-zero mask. One row of zeros among others, divided by its own length of 0."""
+    """Bug museum: all-zero mask. One all-zero row among others was divided by its length, 0."""
     method = replace(METHODS[name], beta=0.1)
     drawn = torch.randn(4, 5, generator=torch.Generator().manual_seed(0)).mul(0.2)
     logprobs = drawn[0].clone().requires_grad_()
@@ -175,7 +175,7 @@ def test_an_answer_without_tokens_leaves_the_others_as_they_are(name: str) -> No
 
 
 def test_a_critic_without_tokens_gives_no_advantage_and_no_loss() -> None:
-    """Bug museum: all-zero mask. PPO's side of it: scores, advantages, returns and loss of nothing are nothing."""
+    """Bug museum: all-zero mask. In PPO, advantages, returns and loss of no tokens must be 0."""
     zero, none = torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.bool)
     rewards = policy_losses.ppo_rewards(zero, zero, none, torch.tensor([5.0, 7.0]), 0.1)
     for found in (

@@ -1,4 +1,4 @@
-"""Bugs that make a policy differ from itself: dropout, a reference that is no copy, a temperature on one side."""
+"""Bugs that make a policy differ from itself: dropout, a reference that is not a copy, a one-sided temperature."""
 
 import math
 from pathlib import Path
@@ -45,8 +45,8 @@ def pairs() -> PairBatch:
 
 @pytest.mark.parametrize("adapter", [None, AdapterConfig(rank=2, alpha=4)])
 def test_a_policy_in_training_says_twice_the_same(adapter: AdapterConfig | None, base: Path) -> None:
-    """Bug museum: dropout (huggingface/trl 744). With dropout the first ratio is not 1, and DPO's first loss not ln
-    2.
+    """Bug museum: dropout (huggingface/trl 744). With dropout, the first ratio is not 1 and DPO's first loss is
+    not ln 2.
     """
     policy = reference.begin(base, adapter, 1).policy.train(True)
     first, second = (pair_logprobs(policy, pairs()) for _ in range(2))
@@ -54,8 +54,8 @@ def test_a_policy_in_training_says_twice_the_same(adapter: AdapterConfig | None,
 
 
 def test_dropout_is_refused_in_every_model_of_alignment(base: Path, tiny_model: Transformer) -> None:
-    """Bug museum: dropout (huggingface/trl 744). An adapter's shows only after its first update, so no first gate
-    sees it.
+    """Bug museum: dropout (huggingface/trl 744). An adapter's dropout has no effect before its first update, so
+    no gate at the start sees it.
     """
     with pytest.raises(ConfigError, match=r"adapter\.dropout: expected 0 .* got 0\.1"):
         reference.begin(base, AdapterConfig(rank=2, alpha=4, dropout=0.1), 1)
@@ -69,12 +69,12 @@ def test_dropout_is_refused_in_every_model_of_alignment(base: Path, tiny_model: 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_reference_has_the_policy_s_dtype(dtype: torch.dtype, base: Path) -> None:
-    """Bug museum: reference in another dtype. Rounded weights are other weights: the first log-ratios were not 0."""
+    """Bug museum: reference in another dtype. Rounded weights differ, so the first log-ratios were not 0."""
     policy = checkpoint.load(base)[0].to(dtype)
     with Reference(policy, adapted=False).model() as frozen:
         assert {parameter.dtype for parameter in frozen.parameters()} == {dtype}
         theirs = pair_logprobs(frozen, pairs())
-    with torch.no_grad():  # recording a gradient takes other kernels, which round otherwise
+    with torch.no_grad():  # recording a gradient uses other kernels, which round differently
         ours = pair_logprobs(policy, pairs())
     assert torch.equal(ours.chosen, theirs.chosen) and torch.equal(ours.rejected, theirs.rejected)
     assert float(dpo(ours, theirs, PairLoss()).terms[0].sum / 3) == pytest.approx(math.log(2), abs=1e-7)
@@ -83,9 +83,9 @@ def test_the_reference_has_the_policy_s_dtype(dtype: torch.dtype, base: Path) ->
 def test_the_reference_is_the_policy_that_was_loaded_and_is_not_read_again(
     base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bug museum: reference reloaded from disk. What had been done to the policy in memory was missing in it.
+    """Bug museum: reference reloaded from disk. Changes to the policy in memory were missing from it.
 
-    Here every reading of the directory gives other weights.
+    Here every load of the directory gives different weights.
     """
     load, draws = checkpoint.load, torch.Generator().manual_seed(0)
 
@@ -111,7 +111,7 @@ def test_the_reference_is_the_policy_that_was_loaded_and_is_not_read_again(
 def filled(
     kind: str, base: Path, folder: Path, temperature: float
 ) -> tuple[nn.Module, RolloutStream, dict[str, float]]:
-    """What `stage_rlhf` or `stage_grpo` samples and annotates at a temperature, and what it logs of it."""
+    """What `stage_rlhf` or `stage_grpo` samples and annotates at a temperature, and what it logs."""
     policy, tokenizer = checkpoint.load(base)
     start = Start(policy, tokenizer, Reference(policy, adapted=False), None)
     config = RolloutConfig(
@@ -147,8 +147,8 @@ def filled(
 def test_every_log_probability_is_at_the_temperature_of_sampling(
     kind: str, temperature: float, base: Path, tmp_path: Path
 ) -> None:
-    """Bug museum: one-sided temperature (OpenRLHF/OpenRLHF 853). Sampled at T, trained and compared at 1: the ratio
-    was not 1.
+    """Bug museum: one-sided temperature (OpenRLHF/OpenRLHF 853). Answers were sampled at T but trained and
+    compared at 1, so the ratio was not 1.
     """
     model, stream, logged = filled(kind, base, tmp_path / "work", temperature)
     batch = stream.batch(0, 0, stream.rows(0, 0))

@@ -1,4 +1,4 @@
-"""Bugs of rewards: an answer of nothing is worth nothing."""
+"""Bugs in rewards: an empty answer is worth nothing."""
 
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ from pipeline.rl.rewards import Resources, Scorer
 from pipeline.sandbox.judge import Candidate, Judge, Limits, SandboxConfig
 from tests import rollouts
 
-TESTS = [{"args": "[1]", "expected": "None", "visible": False}]  # what a function that does nothing would say
+TESTS = [{"args": "[1]", "expected": "None", "visible": False}]  # what a function that does nothing returns
 PROBLEM = Problem(id="1", level=1, group="easy", key="1", question="?", entry_point="f", signature="f(x)", tests=TESTS)
 NOTHING = ["", "\n", "```python\n```", "```python\n\n```", "```python\n# f\n```", "```python\npass\n```", "```"]
 
@@ -30,12 +30,12 @@ def test_an_answer_without_code_passes_no_test() -> None:
         verdicts = list(judge.judge(Candidate(source=source, entry_point="f", tests=TESTS) for source in sources))
         assert [verdict.score for verdict in verdicts] == [0.0] * 4
         (untested,) = judge.judge([Candidate(source="def f(x): pass", entry_point="f", tests=[])])
-        assert (untested.verdict, untested.score) == ("unscorable", None)  # nobody knows, which is neither 0 nor 1
+        assert (untested.verdict, untested.score) == ("unscorable", None)  # unknown, which is neither 0 nor 1
 
 
 @pytest.mark.parametrize("called", [True, False])
 def test_an_answer_that_says_nothing_is_no_right_call_and_no_right_refusal(called: bool) -> None:
-    """Bug museum: empty output earns 1 (volcengine/verl 7853). Where no call is right, silence holds no call either."""
+    """Bug museum: empty output earns 1 (volcengine/verl 7853). Silence makes no call, yet it is no right refusal."""
     tool = {
         "type": "function",
         "function": {

@@ -1,9 +1,9 @@
 """Attention within documents, or a tree of them, in bf16 on a CPU: a few large batched products over tiles of the line.
 
-The line of N tokens is cut into tiles of 128. A tile's queries attend to the keys from the tile where its first token's
-document begins through their own tile: `reach` tiles, with a mask. Tiles of equal reach are multiplied together, so a
-batch needs few products in few distinct shapes, regardless of its document lengths (oneDNN compiles a kernel for each
-new shape).
+The line of N tokens is cut into tiles of 128. A tile's queries attend, under a mask, to `reach` tiles of keys: from the
+tile where its first token's document begins through their own. Tiles of equal reach are multiplied together, so a batch
+needs only a few products with few distinct shapes, whatever its document lengths (oneDNN compiles a kernel for each new
+shape).
 
 **Trees.** Documents that share prefixes form a tree: the line contains each shared prefix once, and a token attends to
 the tokens before it on its own path. A tile's queries then attend to the blocks of 32 keys that contain a key for any
@@ -36,7 +36,7 @@ from pipeline.model.cpu import native, primitives
 
 TILE = 128
 KEY_BLOCK = 32  # tokens; a tree's keys are selected in blocks of this size
-MOST_SCORES = 2**19  # in one product: in bf16 they fit in a core's L2 cache
+MOST_SCORES = 2**19  # per product: in bf16, these fit in a core's L2 cache
 KEPT_REACH = 4  # tiles; up to this reach, probabilities are stored: at most 512 per token and head
 SUM_COLUMNS = 32  # columns for the row sums: products process columns in steps of this size
 BF16 = torch.bfloat16
@@ -50,8 +50,8 @@ Where = slice | Tensor  # tiles of the line: a slice if evenly spaced, which avo
 class Group:
     """Tiles of equal reach."""
 
-    tiles: Where  # (m,) of the queries
-    # of the keys: r tuples of tiles (m,), from the first tile to the last; for a tree, their blocks (m, S / 32)
+    tiles: Where  # (m,) tiles of the queries
+    # tiles of the keys: r entries (m,), from the first tile to the last; for a tree, their blocks (m, S / 32)
     keys: tuple[Where, ...] | Tensor
     # (m, 1, 128, 1, c) bf16 for the last c keys: 0, or -inf where a query does not attend; no other key is masked
     mask: Tensor
@@ -72,7 +72,7 @@ class BlockPlan:
 
     starts: Tensor  # (blocks + 1,) int64: where each block's entries start; padding up to a multiple of 128 has none
     entries: Tensor  # (E,) int64: twice the index of a key block, plus one if a mask applies
-    masks: Tensor  # (E, 32) int32: bit q of element j: whether query q of the block attends to key j of the key block
+    masks: Tensor  # (E, 32) int32: bit q of element j is 1 if query q of the block attends to key j of the key block
 
     @classmethod
     def of(cls, offsets: np.ndarray, firsts: np.ndarray, lasts: np.ndarray) -> "BlockPlan":
@@ -165,7 +165,7 @@ def _group(tiles: np.ndarray, keys: np.ndarray, document: np.ndarray, causal: bo
     masked = document[query][:, :, None] != document[key][:, None, :]
     if causal:
         masked |= key[:, None, :] > query[:, :, None]
-    begin = int(masked.any((0, 1)).argmax()) // TILE * TILE  # most documents mask only keys of their last tile
+    begin = int(masked.any((0, 1)).argmax()) // TILE * TILE  # usually, only keys of the last tile are masked
     masked = masked[:, :, begin:]
     return Group(_tile_index(tiles), tuple(map(_tile_index, keys.T)), _mask(masked))
 
@@ -194,7 +194,7 @@ def _tree_tile_plan(
         lengths, before, parents = (*lengths, missing), (*before, 0), (*parents, 0)
     paths = _paths(lengths, before, parents)
     num_tiles = sum(lengths) // TILE
-    queries: list[list[tuple[int, int, list[Span]]]] = [[] for _ in range(num_tiles)]  # [begin, end) and their keys
+    queries: list[list[tuple[int, int, list[Span]]]] = [[] for _ in range(num_tiles)]  # per tile: [begin, end), keys
     for path in paths:
         begin, end = path[-1]
         for tile in range(begin // TILE, -(-end // TILE)):
@@ -245,7 +245,7 @@ def _unmask(masked: np.ndarray, queries: Sequence[tuple[int, int, list[Span]]], 
     for begin, end, path in queries:
         for first, last in path:  # a span's blocks are adjacent
             column = int(np.searchsorted(blocks, first // KEY_BLOCK)) * KEY_BLOCK + first % KEY_BLOCK
-            seen = np.arange(first, last) <= np.arange(begin, end)[:, None]  # False only within the last span
+            seen = np.arange(first, last) <= np.arange(begin, end)[:, None]  # can be False only in the last span
             masked[begin - start : end - start, column : column + last - first] &= ~seen
 
 
