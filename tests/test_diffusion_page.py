@@ -1,5 +1,5 @@
-"""The page before a real masked-diffusion model: its canvas grows step by step, is replayed, and it chats as others
-do.
+"""The page in front of a real masked-diffusion model: its canvas grows step by step and is replayed, and it chats like
+other models.
 """
 
 import json

@@ -1,5 +1,5 @@
-"""Tiny random checkpoints under the names of Dream, DiffuCoder and LLaDA: every tensor finds its place, logits are a
-plain reference's.
+"""Tiny random checkpoints under the names of Dream, DiffuCoder and LLaDA: every tensor finds its place, and logits are
+those of a plain reference.
 """
 
 import json
@@ -67,7 +67,7 @@ def plain_dream(w: dict[str, Tensor], ids: Tensor, c: dict[str, Any]) -> Tensor:
 
 
 def plain_llada(w: dict[str, Tensor], ids: Tensor, c: dict[str, Any]) -> Tensor:
-    """As LLaDA's own LLaMA block: the gate is ff_proj."""
+    """A reference like LLaDA's own LLaMA block, where the gate is ff_proj."""
     w = {name.removeprefix("model.transformer.").removesuffix(".weight"): tensor for name, tensor in w.items()}
     x, size = w["wte"][ids], c["d_model"] // c["n_heads"]
     for n in range(c["n_layers"]):
@@ -114,7 +114,7 @@ def test_real_sizes_have_the_number_of_tensors_that_was_published() -> None:
 
 
 def test_the_tokenizer_wins_where_config_json_names_another_id(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
-    """DiffuCoder's config.json says 151643 for the padding, its tokenizer 151667."""
+    """For the padding, DiffuCoder's config.json says 151643 and its tokenizer 151667."""
     checkpoint(tmp_path / "model", byte_tokenizer, DREAM)
     path = tmp_path / "model/config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"mask_token_id": 30, "pad_token_id": 31}))
@@ -135,7 +135,7 @@ def test_a_mask_under_another_name_is_taken_from_config_json(tmp_path: Path, byt
     checkpoint(tmp_path / "model", byte_tokenizer, LLADA, mask="<|mdm_mask|>")
     own, tokenizer = model.load_published(tmp_path / "model")
     assert own.traits.mask == byte_tokenizer.mask != tokenizer.mask
-    assert {own.traits.mask, tokenizer.mask} <= set(own.traits.banned)  # the one that was added too
+    assert {own.traits.mask, tokenizer.mask} <= set(own.traits.banned)  # the added one too
 
 
 @pytest.mark.parametrize(

@@ -49,8 +49,8 @@ def filled(rows: int = 4, inner: int = 2) -> CanvasRollouts:
 
 
 def test_1_each_inner_iteration_has_masks_of_its_own_which_accumulation_shares() -> None:
-    """There the index of the masks was the count of micro-batches: two of accumulation and two iterations used one
-    mask twice.
+    """The released code indexed masks by the count of micro-batches, so that accumulating two of them over two
+    iterations used one mask twice.
     """
     stream = filled()
     whole = [stream.batch(step, 0, np.arange(4)) for step in (0, 1)]
@@ -110,7 +110,7 @@ def test_6_padding_to_the_left_the_right_or_none_scores_alike() -> None:
 
 
 def test_7_divergence_and_clipping_are_those_of_each_row() -> None:
-    """There a mask of [B, 1, L] spread them to [B, B, L]."""
+    """In the released code, a mask of [B, 1, L] broadcast them to [B, B, L]."""
     batch = COUPLING.batch([answer(sample=n) for n in range(3)], 0)
     own = model().train(False)
     with torch.no_grad():
@@ -129,7 +129,7 @@ def test_7_divergence_and_clipping_are_those_of_each_row() -> None:
 def test_8_what_a_step_above_the_bound_keeps_does_not_grow_with_the_inner_iterations(
     inner: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There the logits of all 3 inputs of all inner iterations were alive at once."""
+    """In the released code, the logits of all 3 inputs of all inner iterations were alive at once."""
     monkeypatch.setattr(diffusion_model, "MOST_ACTIVATIONS", 0)
     sizes: list[int] = []
     own = model().train(True)
@@ -168,8 +168,8 @@ def test_10_each_completion_has_a_time_of_its_own() -> None:
 
 
 def test_the_first_inner_iteration_of_one_update_needs_no_old_scores() -> None:
-    """The training pass has them: the gradients of both inner iterations are those with old scores that were
-    computed before.
+    """The training pass computes them: the gradients of both inner iterations equal those with old scores computed
+    beforehand.
     """
     policy = model().train(True)
     with torch.no_grad():

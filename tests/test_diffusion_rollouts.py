@@ -99,7 +99,7 @@ def test_what_stands_behind_the_first_end_stays_in_the_input_and_leaves_the_loss
     own = model().train(True)
     before = coupled_logprobs(own, given)
     other = replace(given, tokens=given.tokens.clone())
-    other.tokens[0, -1] = 11  # behind the end
+    other.tokens[0, -1] = 11  # after the end
     assert not torch.equal(coupled_logprobs(own, other), before) and len(before) == 4
 
 
@@ -167,7 +167,7 @@ def test_a_single_inner_iteration_with_a_divergence_runs() -> None:
 
 
 def test_the_divergence_is_taken_token_by_token() -> None:
-    """Defect 7: a mask of [B, 1, L] made [B, B, L] of it. k3 at d = .5 and -.5."""
+    """Defect 7: a mask of [B, 1, L] broadcast it to [B, B, L]. The values are k3 at d = .5 and -.5."""
     found = kl_k3(torch.zeros(2), torch.tensor([0.5, -0.5]))
     assert [round(float(x), 6) for x in found] == [0.148721, 0.106531]
     given = Coupling(seed=0, inner=1, fill=2).batch([answer(sample=n) for n in range(3)], 0)
@@ -192,7 +192,7 @@ def test_both_signs_of_an_advantage_are_clipped() -> None:
 
 
 def test_scores_above_the_bound_keep_the_memory_of_one_input(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Defect 8: three logits of the whole vocabulary for each inner iteration at once."""
+    """Defect 8: it kept three sets of full-vocabulary logits for every inner iteration at once."""
     monkeypatch.setattr(diffusion_model, "MOST_ACTIVATIONS", 0)
     given = Coupling(seed=0, inner=1, fill=2).batch([answer(sample=n) for n in range(4)], 0)
 
@@ -213,7 +213,7 @@ def test_scores_above_the_bound_keep_the_memory_of_one_input(monkeypatch: pytest
 
 
 def test_scoring_moves_no_global_generator() -> None:
-    """Defect 2."""
+    """Defect 2: the released code re-seeded the global generators."""
     before = torch.get_rng_state(), np.random.get_state()[1].tolist()  # type: ignore[index]
     Coupling(seed=0, inner=1, fill=2).scores(model(), [answer()], 0, torch.device("cpu"))
     assert torch.equal(torch.get_rng_state(), before[0]) and np.random.get_state()[1].tolist() == before[1]  # type: ignore[index]
@@ -294,4 +294,4 @@ def test_masks_drawn_apart_have_the_coupled_ones_first_mask_and_rates() -> None:
         rates.append(1 - apart.t)
         overlaps += int((apart.first & apart.second).any())
     assert abs(np.mean(seconds) - np.mean(rates)) < 4 * 0.5 / math.sqrt(400 * 16)
-    assert overlaps > 300  # some tokens stand under both masks, others under none
+    assert overlaps > 300  # some tokens are hidden by both masks, others by neither

@@ -85,7 +85,7 @@ def test_a_threshold_commits_all_that_is_sure_and_at_least_the_surest() -> None:
     own = model().train(False)
     logits = own.trunk(torch.tensor([[5, *[3] * 8]])).detach()[0, :8].double()  # shifted
     logits[:, [1, 3]] = float("-inf")
-    middle = float(logits.softmax(-1).max(-1).values.sort().values[-3])  # three are as sure at the first step
+    middle = float(logits.softmax(-1).max(-1).values.sort().values[-3])  # three tokens are this sure at the first step
     some = told(Denoising(length=8, steps=8, threshold=middle - 1e-6), prompts=[[5]], seeds=(1,))[0]
     assert len(some.steps) < 8 and counts(some)[0] == 3
     for step in some.steps:
@@ -131,14 +131,14 @@ def test_early_stop_ends_where_the_answer_is_whole() -> None:
 @pytest.mark.parametrize("cache", ["prefix", "dual"])
 @pytest.mark.parametrize("shift", [True, False])
 def test_a_cache_is_exact_at_a_blocks_first_step(cache: str, shift: bool) -> None:
-    """With a step for each block there is no other one."""
+    """With one step per block, every step is a block's first."""
     settings = Denoising(length=12, steps=3, block=4)
     plain, kept = told(settings, shift=shift), told(replace(settings, cache=cache), shift=shift)
     assert [one.canvas for one in plain] == [one.canvas for one in kept]
 
 
 def test_a_cache_is_exact_where_nothing_lies_outside_of_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt of one token, which a shifted model's window begins with, and one block."""
+    """One block, and a prompt of one token, with which a shifted model's window begins."""
     settings = Denoising(length=12, steps=12)
     for cache in ("prefix", "dual"):
         kept = told(replace(settings, cache=cache), prompts=[[5], [9]], seeds=(1, 2))
@@ -155,7 +155,7 @@ def test_the_prefix_cache_is_exact_on_a_block_diffusion_model() -> None:
 
 
 def test_a_cache_is_an_approximation_elsewhere_and_computes_less() -> None:
-    """The states of a window are those of a pass over everything, but for what has changed outside of it."""
+    """The states of a window are those of a pass over everything, except for what has changed outside it."""
     own, settings = model().train(False), Denoising(length=12, steps=12, block=4)
     tokens: list[int] = []
     original = Transformer.line
@@ -179,7 +179,7 @@ def test_a_cache_is_an_approximation_elsewhere_and_computes_less() -> None:
 
 
 class Table:
-    """The fixture's table of logits in the place of a model."""
+    """The fixture's table of logits in place of a model."""
 
     def __init__(self, seed: int) -> None:
         self.logs = torch.from_numpy(table(seed))
@@ -192,7 +192,7 @@ class Table:
 
 @pytest.mark.slow
 def test_random_order_sampling_has_the_law_that_enumeration_says() -> None:
-    """Total variation at most .025 at 40,000 draws (check 3)."""
+    """The total variation is at most .025 over 40,000 draws (check 3)."""
     settings = Denoising(length=L, steps=L, temperature=1.0, order="random")
     seen = np.zeros(len(SEQUENCES))
     own: Any = Table(1)
@@ -294,7 +294,7 @@ def test_tempered_confidence_looks_at_what_is_sampled_from() -> None:
     one = told(settings, prompts=[[5]], seeds=(1,))[0]
     raw = told(replace(settings, confidence="raw"), prompts=[[5]], seeds=(1,))[0]
     first, other = one.steps[0].committed[0][2], max(sure for *_, sure in raw.steps[0].committed)
-    assert first > other  # a nucleus of half the mass, and colder
+    assert first > other  # a nucleus of half the mass, at a lower temperature
 
 
 def test_every_order_of_four_places_has_its_measures_between_nought_and_one() -> None:

@@ -1,4 +1,4 @@
-"""A masked-diffusion model behind the API: chat as others have it, its canvases on request, and a refusal for what
+"""A masked-diffusion model behind the API: chat like other models', its canvases on request, and a refusal for what
 it cannot do.
 """
 

@@ -1,4 +1,4 @@
-"""The engine of masked-diffusion models says what the sampler says, a canvas after another, and loses nobody for
+"""The engine of masked-diffusion models says what the sampler says, one canvas after another, and fails no request for
 another's fault.
 """
 
@@ -46,7 +46,7 @@ class Heard(list[Event]):
 
 @pytest.fixture
 def model(byte_tokenizer: Tokenizer) -> Denoiser:
-    """Untrained; no end of turn is ever likely."""
+    """An untrained model to which an end of turn is never likely."""
     made = files.from_causal(random_model(byte_tokenizer), byte_tokenizer)
     with torch.no_grad():
         made.trunk.model.embed_tokens.weight[byte_tokenizer.turn_end] *= 0.0
@@ -166,7 +166,7 @@ def test_blocks_and_the_context_bound_a_canvas(model: Denoiser, byte_tokenizer: 
     engine = CanvasEngine(Denoiser(tight.trunk, replace(tight.traits, block_size=4)), canvas=CANVAS)
     heard, _ = ask(engine, list(range(20, 46)), tokens=100)
     finished(engine, heard)
-    assert heard.end == Ended("length", 26, 0, 4)  # what is left holds no whole block
+    assert heard.end == Ended("length", 26, 0, 4)  # no whole block fits in what is left
 
 
 def test_a_request_that_is_given_up_says_no_more_and_frees_its_row(model: Denoiser) -> None:
@@ -199,7 +199,7 @@ def test_a_listener_that_fails_loses_its_own_request_alone(model: Denoiser) -> N
 def test_a_row_whose_logits_are_no_numbers_ends_alone(
     model: Denoiser, monkeypatch: pytest.MonkeyPatch, value: float, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its canvas alone is broken, from its third step on; the others say what they say alone."""
+    """Only its canvas is broken, from the third step on; the others say what they would say alone."""
     engine = CanvasEngine(model, rows=3, canvas=CANVAS)
     expected = [alone(model, [21]), alone(model, [22], 1, 0.9)]
     failed, _ = ask(engine, [20], identity="req-7")

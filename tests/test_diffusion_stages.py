@@ -21,7 +21,7 @@ from tests.diffusion_workspace import masked_workspace as masked_workspace
 from tests.stopping import Stopped, hooked, killed
 from tests.workspace import Ended, Workspace, command, pair
 
-pytestmark = pytest.mark.slow  # nearly all of them train; those without the mark `full` are one of each kind of stage
+pytestmark = pytest.mark.slow  # nearly all train; the ones not marked `full` are one per kind of stage
 
 SAVING: dict[str, Any] = {"runtime.save_steps": 1}
 
@@ -172,7 +172,7 @@ def test_diffusion_stopped_in_any_phase_publishes_what_an_uninterrupted_run_does
 )
 @pytest.mark.full
 def test_a_killed_stage_publishes_what_an_uninterrupted_one_does(masked: Workspace, stage: str, last: str) -> None:
-    """SIGKILL. The reference of diffusion_grpo follows its policy, so it is part of the state."""
+    """Killed by SIGKILL. The reference of diffusion_grpo follows its policy, so it is part of the state."""
     whole, _ = finished(masked, stage, **SAVING)
     killed(int(last), stage, arguments(stage, SAVING | {"runtime.fresh": True}))
     again, said = finished(masked, stage, **SAVING)
@@ -182,7 +182,7 @@ def test_a_killed_stage_publishes_what_an_uninterrupted_one_does(masked: Workspa
 @pytest.mark.slow
 @pytest.mark.full
 def test_two_processes_see_the_same_masks_and_learn_the_same(masked: Workspace) -> None:
-    """DDP over gloo: the losses of every step within 1e-5 of one process."""
+    """DDP over gloo: the losses of every step are within 1e-5 of those of one process."""
     alone: dict[str, list[float]] = {}
     for world in ("", "2"):
         for stage in STAGES:

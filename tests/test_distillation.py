@@ -1,4 +1,4 @@
-"""Distillation's losses: TRL's numbers, numbers worked by hand, parts against the whole, what was kept against all."""
+"""Distillation losses: TRL's numbers, numbers worked out by hand, parts against the whole, kept tokens against all."""
 
 import itertools
 import math
@@ -68,7 +68,7 @@ def test_parts_are_the_whole_with_all_gradients(beta: float, monkeypatch: pytest
     hidden, table, teacher = drawn(7, 3, seed=1), drawn(11, 3, seed=2), drawn(7, 11, seed=3)
     weights, targets = drawn(2, 7, seed=4), torch.arange(7)
     found = []
-    for most in (2 * 11, 100 * 11):  # parts of two rows, of all
+    for most in (2 * 11, 100 * 11):  # parts of two rows, one part of all
         monkeypatch.setattr(distillation, "MOST_LOGITS", most)
         leaves = [hidden.clone().requires_grad_(), table.clone().requires_grad_()]
         results = compared(*leaves, targets, Whole(teacher, torch.eye(11).double()), beta=beta, temperature=0.7)
@@ -111,7 +111,7 @@ def test_kept_in_full_is_the_teacher_and_kept_in_part_is_never_more() -> None:
 
 
 def test_kept_loses_nothing_where_the_rest_is_in_proportion() -> None:
-    """Teacher (1/2, 1/4, 1/4) and student (1/5, 2/5, 2/5): the rest is one outcome of 1/2 and 4/5."""
+    """Teacher (1/2, 1/4, 1/4) and student (1/5, 2/5, 2/5): the rest is one outcome with 1/2 and 4/5."""
     teacher = torch.tensor([[0.5, 0.25, 0.25]], dtype=torch.float64).log()
     student = torch.tensor([[0.2, 0.4, 0.4]], dtype=torch.float64).log()
     both = kept(teacher, 1).both(student, slice(0, 1), 1.0)
@@ -121,7 +121,7 @@ def test_kept_loses_nothing_where_the_rest_is_in_proportion() -> None:
 
 
 def test_a_teacher_that_is_sure_gives_numbers_and_gradients() -> None:
-    """What is left beside the kept tokens is 0 in float32."""
+    """The probability left for tokens that were not kept is 0 in float32."""
     hidden = torch.tensor([[40.0, 0.0, 0.0]]).requires_grad_()
     teacher = Kept(torch.tensor([[0]]), torch.tensor([[0.0]]))
     for beta in (0.0, 0.5, 1.0):

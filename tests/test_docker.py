@@ -1,8 +1,8 @@
-"""The Dockerfile: what hadolint and we read in it, and its steps taken in a folder, where no Docker runs.
+"""The Dockerfile: what hadolint and our own checks say of it, and its steps run in a folder, without Docker.
 
-In the folder the environment holds links to exactly the packages that its `pip install` brings, so that a package that
-is missing there is missing here; the model and the code are copied as COPY does, and each RUN on them is executed. Then
-the ENTRYPOINT serves, where possible as process 1 and user 65534 with nothing of it writable, and the HEALTHCHECK asks.
+The environment in that folder links exactly the packages that `pip install` would bring, so a package missing there is
+missing here. The model and the code are copied as COPY does, and each RUN on them is executed. Then the ENTRYPOINT
+serves, where possible as process 1 and user 65534 with nothing writable, and the HEALTHCHECK queries it.
 """
 
 import importlib.metadata
@@ -48,7 +48,7 @@ def of(kind: str) -> list[str]:
 
 
 def form(kind: str) -> list[str]:
-    """The command of ENTRYPOINT, CMD or HEALTHCHECK, which has to be a JSON list: no shell stands between."""
+    """The command of ENTRYPOINT, CMD or HEALTHCHECK, which has to be a JSON list, so that no shell comes in between."""
     (arguments,) = of(kind)
     return json.loads(arguments[arguments.index("[") :])
 
@@ -62,7 +62,7 @@ def installed() -> list[Requirement]:
 
 
 def closure(roots: list[Requirement]) -> dict[str, importlib.metadata.Distribution]:
-    """The packages that pip would install, by their names as they are compared."""
+    """The packages that pip would install, by normalized name."""
     found: dict[str, importlib.metadata.Distribution] = {}
     todo = [(root, "") for root in roots]
     while todo:
@@ -86,7 +86,7 @@ def test_the_image_is_pinned_unprivileged_and_holds_no_build_tools() -> None:
     assert re.fullmatch(r"BASE=python:3\.\d+\.\d+-slim-\w+@sha256:[0-9a-f]{64}", base)
     assert of("FROM") == ["${BASE} AS build", "${BASE}"]
     final = instructions()[[name for name, _ in instructions()].index("FROM", 4) :]
-    assert ("USER", f"{NOBODY}:{NOBODY}") in final  # numeric: Kubernetes' runAsNonRoot reads no names
+    assert ("USER", f"{NOBODY}:{NOBODY}") in final  # numeric: Kubernetes' runAsNonRoot cannot check names
     kinds = [name for name, _ in final]
     assert kinds.index("USER") > max(n for n, kind in enumerate(kinds) if kind in ("RUN", "COPY"))
     assert [run.split()[:2] for name, run in final if name == "RUN"] == [["pip", "uninstall"]]
@@ -135,10 +135,10 @@ def image() -> Iterator[Path]:
 
 
 def interpreter() -> tuple[str, list[str]]:
-    """A Python of this version, and what starts it as user 65534: nothing where that is not possible."""
+    """A Python of this version, and the command that runs it as user 65534 (empty where that is not possible)."""
     minor = f"python{sys.version_info.major}.{sys.version_info.minor}"
     become = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
-    reach = "import os, sys; os.stat(sys.executable)"  # else it lies in root's home
+    reach = "import os, sys; os.stat(sys.executable)"  # fails if it is in root's home
     for path in (os.path.realpath(sys.executable), f"/usr/bin/{minor}"):
         works = os.getuid() == 0 and shutil.which("setpriv") is not None
         if works and subprocess.run([*become, path, "-c", reach], capture_output=True, cwd="/").returncode == 0:
@@ -149,7 +149,7 @@ def interpreter() -> tuple[str, list[str]]:
 
 
 def build(image: Path, model: Path, python: str) -> None:
-    """Take the steps of the Dockerfile in `image` instead of /."""
+    """Run the steps of the Dockerfile in `image` instead of in /."""
     packages = image / "opt/venv/lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
     workdir = "/"
     for kind, arguments in instructions()[: [name for name, _ in instructions()].index("FROM", 4)]:
@@ -173,13 +173,13 @@ def build(image: Path, model: Path, python: str) -> None:
 
 
 def everything(folder: Path) -> list[Path]:
-    """All files and folders below it that are no links, and itself."""
+    """The folder itself, and all files and folders in it that are not links."""
     found = [Path(root, name) for root, folders, files in os.walk(folder) for name in (*folders, *files)]
     return [folder, *(path for path in sorted(found) if not path.is_symlink())]
 
 
 def link(packages: Path) -> None:
-    """What `pip install` would put there."""
+    """Link what `pip install` would put there."""
     for distribution in closure(installed()).values():
         for name in {file.parts[0] for file in distribution.files or []} - {"..", "__pycache__"}:
             if not (packages / name).exists():
@@ -204,7 +204,7 @@ def test_its_steps_make_a_folder_that_serves_the_model_unprivileged_and_without_
     assert not {"pip", "dvc", "mlflow"} & {path.name for path in image.glob("opt/venv/lib/*/*/*")}
     for path in everything(image):
         path.chmod(path.stat().st_mode & 0o555)
-    scratch = Path(tempfile.mkdtemp(prefix="stagecoach-tmp-"))  # what --tmpfs /tmp is
+    scratch = Path(tempfile.mkdtemp(prefix="stagecoach-tmp-"))  # in place of --tmpfs /tmp
     scratch.chmod(0o777)
     before = everything(image)
     with socket.socket() as probe:
@@ -242,7 +242,7 @@ def test_its_steps_make_a_folder_that_serves_the_model_unprivileged_and_without_
             (server,) = server.children()
         if prefix:
             assert set(server.uids()) == {NOBODY}
-        server.send_signal(signal.SIGTERM)  # as `docker stop`
+        server.send_signal(signal.SIGTERM)  # as `docker stop` does
         process.wait(30)
     finally:
         process.kill()

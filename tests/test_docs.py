@@ -1,4 +1,4 @@
-"""Every command that README.md, CONTRIBUTING.md and docs/commands.md show is there: make targets, modules and their
+"""Every command shown in README.md, CONTRIBUTING.md and docs/commands.md exists: make targets, modules and their
 options, stages, keys, files. The README's table holds the measured numbers.
 """
 
@@ -67,8 +67,8 @@ def module(name: str) -> Path:
 
 
 def check_values(values: list[str], *, added: bool = False) -> None:
-    """The keys are known and take such values; without a plus they stand in params.yaml. Of a sweep its first value
-    counts.
+    """Check that the keys exist and take these values, and that keys without a plus are in params.yaml. Of a sweep,
+    only the first value is checked.
     """
     first = [re.sub(r"choice\(([^,]*),.*\)", r"\1", value) for value in values]
     settings = Settings(Path(), [value.lstrip("+") for value in first])

@@ -31,7 +31,7 @@ sys.stdout.buffer.write(struct.pack("<I", len(body)) + body)
 
 @pytest.fixture
 def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty DVC repository whose work directory is its own."""
+    """An empty DVC repository with its own work directory."""
     (tmp_path / ".dvc" / "tmp").mkdir(parents=True)
     (tmp_path / "dvc.yaml").write_text("stages: {language: {cmd: x, outs: [models/language]}}\n")
     monkeypatch.setenv("STAGECOACH_WORK", str(tmp_path / "work"))
@@ -53,7 +53,7 @@ def configure(root: Path, text: str, name: str = "config") -> Path:
 
 
 def with_parameters(root: Path, **replacements: str) -> Path:
-    """The repository's parameters in a scratch repository, with some words of params.yaml replaced."""
+    """The repository's parameters in a scratch repository, with some values in params.yaml replaced."""
     text = (ROOT / "params.yaml").read_text(encoding="utf-8")
     for old, new in replacements.items():
         assert f"{old}:" in text
@@ -65,7 +65,7 @@ def with_parameters(root: Path, **replacements: str) -> Path:
 
 
 def summary(findings: Iterable[Finding]) -> str:
-    """What a person would read, a finding a line; every note and problem says what to do, and nothing else does."""
+    """What a person would read, one finding per line; every note and problem says what to do, and nothing else does."""
     lines = []
     for finding in findings:
         assert (finding.remedy is None) == (finding.state == "ok"), finding
@@ -164,7 +164,7 @@ def test_little_space_is_a_note_and_less_a_problem_in_each_of_the_three_places(
     assert {tree.state, states.state, cache.state} == {state}
     assert f"{free / 1e9:.1f} GB free in {scratch.resolve()}" in tree.found and str(scratch / "work") in states.found
     assert cache.found.endswith("elsewhere")
-    assert asked == [scratch.resolve(), (scratch / "work").resolve(), scratch.resolve()]  # the cache is not there yet
+    assert asked == [scratch.resolve(), (scratch / "work").resolve(), scratch.resolve()]  # the cache does not exist yet
     if state != "ok":
         assert "dvc gc" in str(tree.remedy) and "prune" in str(states.remedy) and "dvc cache dir" in str(cache.remedy)
 
@@ -328,7 +328,7 @@ def test_packages_outside_their_ranges_are_problems_with_the_command_that_mends_
 
 
 def test_packages_that_fit_are_ok_and_so_are_extras_that_are_absent(tmp_path: Path) -> None:
-    torch = importlib.metadata.version("torch").partition("+")[0]  # a build's label (+cpu) is no other version
+    torch = importlib.metadata.version("torch").partition("+")[0]  # a build label such as +cpu is not another version
     root = project(tmp_path, ">=3.11", [f"torch=={torch}"], onnx=["no-such-package"], gpu=["psutil>=5"], dev=["x"])
     fits, onnx, gpu = summary(doctor.packages(root)).splitlines()
     assert fits.startswith("ok: Python 3.") and f"1 of 1 packages within pyproject.toml's ranges: torch {torch}" in fits
@@ -362,7 +362,7 @@ def test_dvcs_hydra_switch_on_is_a_problem_and_autostage_a_note(scratch: Path) -
 
 
 def test_a_wrong_key_of_any_block_is_a_problem(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "stage_names", lambda root: [])  # the stages themselves: in the test of the command
+    monkeypatch.setattr(doctor, "stage_names", lambda root: [])  # the command's test covers the stages
     assert "params.yaml: no such file" in summary(doctor.parameters(scratch))
     with_parameters(scratch)
     assert summary(doctor.parameters(scratch)).startswith("ok:")

@@ -15,7 +15,7 @@ from tests.engine import alone, ask, finished, prompt
 def test_what_followed_three_tokens_last_is_guessed_and_else_what_followed_two() -> None:
     assert Drafter([1, 2, 3, 4, 5, 6, 1, 2, 3]).guess(3) == [4, 5, 6]
     assert Drafter([9, 2, 3, 7, 8, 1, 1, 2, 3]).guess(2) == [7, 8]
-    assert Drafter([1, 2, 3, 4, 9, 2, 3, 5, 1, 2, 3]).guess(1) == [4]  # not 5, which followed the pair later
+    assert Drafter([1, 2, 3, 4, 9, 2, 3, 5, 1, 2, 3]).guess(1) == [4]  # not 5: it came later, but after a shorter match
     assert Drafter([1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 3]).guess(1) == [5]  # the later one of two
     assert Drafter([1, 2, 3, 4]).guess(8) == Drafter([7]).guess(8) == Drafter([1, 2, 1, 2]).guess(0) == []
 
@@ -85,7 +85,7 @@ def test_guesses_that_are_right_save_steps_and_say_the_same(tiny_model: Transfor
 
 
 def test_an_answer_that_ends_within_a_guess_ends_there(tiny_model: Transformer) -> None:
-    """By its length, at the end of the context, by a stop token; and what its row holds afterwards is what was said."""
+    """It ends by length, at the end of the context, or at a stop token; its row then holds exactly what was said."""
     ids = prompt(5, 9)
     whole = alone(tiny_model, ids, COPYING, 0)
     for most in range(30, 50):
@@ -133,7 +133,7 @@ def test_a_listener_that_cancels_hears_no_more_of_a_guess(tiny_model: Transforme
     tickets.append(engine.submit(Request(ids=ids, sampling=COPYING, seed=0, listener=listener)))
     while len(said) < 12:
         engine.step()
-    assert said == whole[:12] and not ends  # the guess of that step went on: all of the text is one token up to here
+    assert said == whole[:12] and not ends  # that step's guess was longer: up to here the text is one repeated token
     assert engine.stats().steps < 10 and whole[:20] == whole[:1] * 20
     engine.step()
     assert len(ends) == 1 and len(said) == 12 and engine.busy == 0
@@ -162,7 +162,7 @@ def test_more_rows_than_two_are_not_guessed_for_and_constrained_ones_never(tiny_
 def test_200_seeded_requests_say_the_same_alone_among_seven_and_with_drafts_on_and_off(
     tiny_model: Transformer, temperature: float
 ) -> None:
-    """float32; of a model that is sure of itself, so that there is something to guess also when it is warm."""
+    """In float32, with a model so sure of itself that guesses can be right even at higher temperatures."""
     with torch.no_grad():
         tiny_model.model.norm.weight.mul_(5.0)
     sampling = Sampling(16, temperature=temperature)

@@ -1,4 +1,4 @@
-"""The drills: pure functions of their number, everything in them stands twice, nothing of the tests is given away."""
+"""The drills: pure functions of their number, everything in them occurs twice, nothing from the tests is given away."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""ingest/duplicates.py and ingest/duplicates.py against slow obvious versions."""
+"""ingest/duplicates.py against slow, obvious versions."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""The engine says what each request would hear alone, shares what begins alike, and loses nobody for another's
+"""The engine tells each request what it would hear alone, shares common beginnings, and fails no request for another's
 fault.
 """
 
@@ -23,7 +23,7 @@ def engine(tiny_model: Transformer) -> Engine:
 
 
 def test_every_request_hears_what_it_would_hear_alone(engine: Engine, tiny_model: Transformer) -> None:
-    """200 requests of every length and way to sample, four at a time, in and out."""
+    """200 requests of every length and kind of sampling, four at a time, coming and going."""
     ways = [
         Sampling(8, temperature=0.9, top_p=0.95),
         Sampling(5),
@@ -44,7 +44,7 @@ def test_every_request_hears_what_it_would_hear_alone(engine: Engine, tiny_model
 
 
 def test_logprobs_are_the_model_s_own(engine: Engine, tiny_model: Transformer) -> None:
-    """Over prompts read in chunks, shared beginnings and ragged rows: as one forward pass says, at temperature 1."""
+    """With prompts read in chunks, shared beginnings and ragged rows, they equal one forward pass at temperature 1."""
     long = prompt(1, 200)
     first, second = ask(engine, long, top=5)[0], ask(engine, prompt(2, 3), top=5)[0]
     finished(engine, first, second)
@@ -84,15 +84,15 @@ def test_a_conversation_reads_only_what_is_new_and_a_busy_row_is_copied(
     longer = ids + first.ids + prompt(6, 10)
     second = ask(engine, longer)[0]
     engine.step()
-    third = ask(engine, [*longer[:70], *prompt(7, 9)])[0]  # while the row still speaks
+    third = ask(engine, [*longer[:70], *prompt(7, 9)])[0]  # while the row is still generating
     finished(engine, second, third)
     assert (
         second.end is not None and second.end.cached_tokens == len(ids) + len(first.ids) - 1
-    )  # its last word was not fed
+    )  # its last token was not fed
     assert third.end is not None and third.end.cached_tokens == 70
     for given, heard in ((longer, second), ([*longer[:70], *prompt(7, 9)], third)):
         assert heard.ids == alone(tiny_model, given, WARM, 0)
-    again = ask(engine, longer)[0]  # all of it is known, and its last token is read all the same
+    again = ask(engine, longer)[0]  # all of it is cached, but its last token is read again
     finished(engine, again)
     assert again.end is not None and again.end.cached_tokens == len(longer) - 1 and again.ids == second.ids
 
@@ -121,13 +121,13 @@ def test_bias_moves_the_choice_and_not_the_logprob(engine: Engine, tiny_model: T
 
 
 class Plan:
-    """A constraint that allows a set of tokens and writes down how it was asked."""
+    """A constraint that allows a set of tokens and records how it was asked."""
 
     def __init__(self, allowed: list[int] | None, say: dict[int, int] | None = None) -> None:
         self.mask = None if allowed is None else torch.zeros(320, dtype=torch.bool)
         if self.mask is not None:
             self.mask[allowed] = True
-        self.say = say or {}  # how many are left -> what is said in the place of what was chosen
+        self.say = say or {}  # tokens left -> the token that replaces the chosen one
         self.asked: list[tuple[str, int]] = []
 
     def allowed(self, remaining: int) -> torch.Tensor | None:
@@ -157,7 +157,7 @@ def test_a_constraint_is_what_is_chosen_from_and_the_logprob_stays_the_model_s(
             assert said.logprob == pytest.approx(float(logits.log_softmax(-1)[said.token]), abs=1e-5)
             assert [token for token, _ in said.top] == logits.topk(2).indices.tolist()
             text.append(said.token)
-    assert set(heard[1].ids) > {heard[1].ids[0]}  # warm: not one token alone
+    assert set(heard[1].ids) > {heard[1].ids[0]}  # sampled: more than one token occurs
 
 
 def test_a_constraint_says_another_token_than_the_chosen_and_knows_how_many_are_left(
@@ -167,14 +167,14 @@ def test_a_constraint_says_another_token_than_the_chosen_and_knows_how_many_are_
     plan = Plan(None, say={3: 99, 1: 7})
     finished(engine, heard := ask(engine, ids, Sampling(4), stop=(7,), constraint=plan)[0])
     first = alone(tiny_model, ids, Sampling(1), 0)
-    third = alone(tiny_model, [*ids, *first, 99], Sampling(1), 0)  # what is said is what is fed
+    third = alone(tiny_model, [*ids, *first, 99], Sampling(1), 0)  # the replacement is what is fed
     assert heard.ids == [*first, 99, *third]
     assert heard.end is not None and (heard.end.reason, heard.end.new_tokens) == ("stop", 3)
     assert plan.asked == [(what, left) for left in (4, 3, 2, 1) for what in ("allowed", "take")]
 
 
 class Broken(Plan):
-    """Fails in the method that is named."""
+    """Fails in the named method."""
 
     def __init__(self, where: str) -> None:
         super().__init__(None)
@@ -216,7 +216,7 @@ def test_a_prompt_that_is_scored_hears_what_one_forward_pass_says_beside_those_t
     engine: Engine, tiny_model: Transformer, length: int
 ) -> None:
     ids = prompt(9, length)
-    finished(engine, ask(engine, ids[:60])[0])  # what a row holds of it does not shorten what is told
+    finished(engine, ask(engine, ids[:60])[0])  # tokens that a row has cached are scored all the same
     others = [ask(engine, prompt(n, 5))[0] for n in range(2)]
     scored = ask(engine, ids, score=3)[0]
     finished(engine, scored, *others)
@@ -278,7 +278,7 @@ def test_one_prompt_is_scored_at_a_time_and_answers_pass_by(engine: Engine) -> N
 
 
 def poisoned(sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`choose` fails wherever a row with this way to sample is among those that it is given."""
+    """Make `choose` fail on rows sampled this way if one of them has a huge logit for token 77."""
 
     def fails(logits: torch.Tensor, numbers: torch.Tensor, way: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
         if way.top_k == sampling.top_k and bool((logits[:, 77] > 1e6).any()):
@@ -291,7 +291,7 @@ def poisoned(sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_row_that_cannot_be_sampled_ends_alone_and_its_cause_is_logged(
     engine: Engine, tiny_model: Transformer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Three rows that sample alike are chosen for in one call; the call fails for the one in the middle."""
+    """Rows that sample alike share one call of `choose`, which fails because of a row in the middle."""
     poisoned(WARM, monkeypatch)
     others = [ask(engine, prompt(n, 5))[0] for n in (0, 1)]
     failed = ask(engine, prompt(9, 5), bias={77: 1e9}, identity="req-9")[0]
@@ -343,7 +343,7 @@ def test_a_row_whose_draft_fails_ends_alone(
 
 
 class Panics(Plan):
-    """Fails as a library that is not Python's does: no Exception, a BaseException."""
+    """Fails as a Rust library does, with a BaseException that is not an Exception."""
 
     class Panic(BaseException):
         pass
@@ -507,7 +507,7 @@ def test_a_fault_of_the_loop_ends_all_and_is_told_and_a_restart_serves_again(
         before = engine.stats()
         engine.restart()
         again = ask(engine, prompt(1, 30))[0]
-        assert in_time(again).cached_tokens == 0  # of the rows of before nothing is trusted
+        assert in_time(again).cached_tokens == 0  # nothing in the old rows is trusted
         assert again.ids == alone(tiny_model, prompt(1, 30), WARM, 0) and engine.alive
         assert engine.stats().generated_tokens == before.generated_tokens + len(again.ids)
 

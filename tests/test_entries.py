@@ -1,4 +1,4 @@
-"""Entries of a kind: options of a glob, columns by another name, options without effect."""
+"""Entries of a kind: options of a glob, columns under other names, options without effect."""
 
 from pathlib import Path
 from typing import Any

@@ -81,7 +81,7 @@ def prompts(tokenizer: Tokenizer, world: Environment, count: int = 1) -> list[Pr
 
 
 class Script:
-    """A sampler that says given turns, and keeps what it was asked."""
+    """A sampler that says given turns and records what it was asked."""
 
     def __init__(self, tokenizer: Tokenizer, *turns: str, ends: bool = True) -> None:
         self.turns, self.ends, self.tokenizer = list(turns), ends, tokenizer
@@ -153,7 +153,7 @@ def test_an_answer_ends_after_its_turns_or_where_no_room_is_left(byte_tokenizer:
     cut, _ = played(byte_tokenizer, look, CALL, CALL, max_turns=2, limit=whole - 1)
     assert cut.ids == answer.ids[:-1] and not cut.finished and len(cut.logprobs) == sum(cut.own or [])
     first = answer.ids.index(byte_tokenizer.turn_end) + 1
-    short, script = played(byte_tokenizer, look, CALL, CALL, limit=first + 5)  # the result has no room
+    short, script = played(byte_tokenizer, look, CALL, CALL, limit=first + 5)  # there is no room for the result
     assert short.ids == answer.ids[:first] and not short.finished and len(script.asked) == 1
     unended, _ = played(byte_tokenizer, look, CALL, ends=False)
     assert not unended.finished and not unended.calls and unended.ids == answer.ids[: first - 1]
@@ -194,7 +194,7 @@ def test_the_state_counts_all_calls_before(byte_tokenizer: Tokenizer, look: Envi
 
 
 def test_a_policy_cannot_reach_the_goal_of_another_or_the_source_of_the_trainer(look: Environment) -> None:
-    """Arguments are data: they are written as literals, whatever they hold."""
+    """Arguments are data: they are written as literals, whatever they contain."""
     task = look.tasks("train", 1, 1)["look/train/0"]
     hostile = {"name": "look", "arguments": {"x": "'] + [open('/etc/passwd')] #", "__class__": "\x00"}}
     assert look.results([(task, [hostile])]) == ["1"]
@@ -251,7 +251,7 @@ def test_nothing_is_learned_from_results(byte_tokenizer: Tokenizer, tiny_model: 
 def test_log_probabilities_of_several_turns_are_those_of_sampling(
     byte_tokenizer: Tokenizer, caller: Transformer, look: Environment
 ) -> None:
-    """Teacher forcing of the whole conversation gives each of the policy's tokens what sampling said."""
+    """Teacher forcing over the whole conversation gives each of the policy's tokens the same as sampling did."""
     from pipeline.generation.sampling import Sampling, sampler
 
     generate = sampler(caller, Sampling(60, temperature=0.9), {byte_tokenizer.turn_end})
@@ -300,7 +300,7 @@ def caller(byte_tokenizer: Tokenizer, tiny_model: Transformer, look: Environment
 
 @dataclass
 class World:
-    """An environment with what an expert needs."""
+    """An environment and one of its tasks, for an expert to solve."""
 
     environment: Environment
     task: Task
@@ -332,7 +332,7 @@ def compute(world: World) -> float:
     first = (names[kinds[one]], dict(zip(keys, (int(a), int(b)), strict=True)))
     second = (names[kinds[two]], dict(zip(keys, (middle, int(c)), strict=True)))
     assert world.do(first) == 0.0 and world.do(first, second) == 0.5
-    assert world.do(answer=f"{world.task.goal}") == 0.0  # computed by nobody
+    assert world.do(answer=f"{world.task.goal}") == 0.0  # right, but no call computed it
     return world.do(first, second, answer=f"It is {world.task.goal}.")
 
 
@@ -458,7 +458,7 @@ def test_a_policy_learns_from_tasks_and_resumes_to_the_bit(calling: Workspace) -
 @pytest.mark.slow
 @pytest.mark.full
 def test_an_engine_samples_each_turn_of_an_answer(calling: Workspace) -> None:
-    """The same turns, and weights that differ by rounding."""
+    """The turns are the same, and the weights differ only by rounding."""
     folder = calling.folder
     (folder / ".work").mkdir()
     changes = SETTINGS | {"iterations": 4, "eps": 1e-2, "runtime.save_steps": 1000}

@@ -1,4 +1,4 @@
-"""From scores to a number for each token: against trl's numbers, slow loops and numbers by hand."""
+"""From scores to a number for each token, against trl's numbers, slow loops and numbers worked out by hand."""
 
 import math
 from collections.abc import Sequence
@@ -88,7 +88,7 @@ def test_an_answer_that_does_not_end_scores_at_most_minus_one() -> None:
 
 
 def test_an_answer_without_a_score_teaches_nothing_and_moves_nobody_s_baseline() -> None:
-    """Bug museum: lost part as 0. It was punished for a sandbox that failed."""
+    """Bug museum: lost part as 0. The answer was punished for a failure of the sandbox."""
     lengths = [4, 3, 6]
     found, others = made([1.0, None, -2.0], lengths), made([1.0, None, -2.0], lengths)
     del others[1]
@@ -112,8 +112,8 @@ def test_no_known_score_at_all_gives_no_advantage() -> None:
 
 @pytest.mark.parametrize(("kl", "expected"), [(6.0, 1.0), (6.6, 1.002), (30.0, 1.004), (3.0, 0.996), (5.4, 0.998)])
 def test_beta_follows_the_divergence_for_the_next_iteration(kl: float, expected: float) -> None:
-    """Two answers, a horizon of 100: at most 0.2 * 2 / 100 an iteration. The divergence is summed over each answer's
-    tokens.
+    """With two answers and a horizon of 100, beta moves by at most 0.2 * 2 / 100 per iteration. The divergence is
+    summed over each answer's tokens.
     """
     found = made([1.0, 1.0], [4, 2])
     for one in found:
@@ -189,7 +189,7 @@ def test_annotations_go_to_their_own_answers() -> None:
 
 
 def advantages_of(found: list[Rollout]) -> list[float]:
-    """One a token; equal within an answer for all methods but reinforce_pp."""
+    """One per answer: all its tokens share it, with every method but reinforce_pp."""
     assert all(len(set(one.arrays["advantages"])) == 1 for one in found)
     return [one.arrays["advantages"][0] for one in found]
 
@@ -203,7 +203,7 @@ def test_group_advantages_of_rollouts_are_trl_s(method: str, name: str) -> None:
     numbers = estimate_group(found, METHODS[method], 4)
     if (name == "advantages_none") == (method == "dr_grpo"):
         assert_near(torch.tensor(advantages_of(found), dtype=F64), case["expected"]["advantages"], F64)
-    else:  # the other one divides by the deviation, or does not
+    else:  # the other case differs in dividing by the deviation
         with pytest.raises(AssertionError):
             assert_near(torch.tensor(advantages_of(found), dtype=F64), case["expected"]["advantages"], F64)
     assert numbers["groups"] == 4
@@ -227,7 +227,7 @@ def test_rloo_of_rollouts_is_trl_s(name: str) -> None:
 
 
 def test_reinforce_pp_of_rollouts_is_the_one_by_hand() -> None:
-    """The masked tokens of the case are another's: an answer here is one turn, so they are left out."""
+    """The case's masked tokens are not the policy's. An answer here is one turn, so they are left out."""
     case = cases("reinforce_pp")["two_answers"]
     inputs, found, expected = case["inputs"], [], []
     for row, mask in enumerate(case["inputs"]["mask"]):
@@ -296,7 +296,7 @@ def test_an_unknown_total_is_not_a_number_and_zero_is_a_score() -> None:
 
 
 def test_not_ending_never_pays_whatever_the_scale_of_the_scores() -> None:
-    """The highest score of an answer without an end: -1, or the lowest of an answer that ended."""
+    """An answer without an end scores at most -1, or the lowest score of an answer that ended if that is lower."""
     for scores, unfinished, expected in (
         ([0.5, 2.0, 1.0], [1], [0.5, -1.0, 1.0]),
         ([-3.0, 2.0, -2.0], [1], [-3.0, -3.0, -2.0]),

@@ -1,4 +1,4 @@
-"""The stage: three files with numbers, items and curves, from held-out data alone, the same each time."""
+"""The stage writes three files (numbers, items and curves) from held-out data alone, the same each time."""
 
 import json
 from dataclasses import replace
@@ -47,7 +47,7 @@ def test_a_long_document_counts_with_its_beginning_alone(tmp_path: Path) -> None
 
 
 def test_fresh_items_are_as_many_others_with_tools_that_no_other_test_has() -> None:
-    """What this project did not generate stays."""
+    """Items that this project did not generate stay."""
     own = Dialogue(id="mine", kind="tools", category="simple", messages=[], tools=[])
     words = Dialogue(id="talk/test/1/0", kind="talk", category="greeting", messages=[], tools=[])
     known = [*tools.dialogues("test", 40, 1), *tools.unserved_dialogues(9, 1), own, words]
@@ -215,7 +215,7 @@ def test_a_model_is_measured_into_three_files_the_same_each_time(
     assert {row["suite"] for row in rows if "bits" in row} == {"text", "stories", "stories_held_out", "code"}
     assert all("item" in row for row in answered if not row["suite"].endswith("/tests")), "comparisons need it"
     assert all(headline.items(rows) for headline in HEADLINES if lookup(numbers, headline) is not None)
-    for headline in HEADLINES:  # what is compared item by item is counted by the rows as the number counts it
+    for headline in HEADLINES:  # comparisons by item count the rows just as the headline number does
         if headline.rows is not None and lookup(numbers, headline) is not None:
             counted = [headline.counted(row) for row in headline.items(rows).values()]
             value = sum(top for top, _ in counted) / sum(bottom for _, bottom in counted)

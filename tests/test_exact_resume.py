@@ -1,8 +1,8 @@
 """Resumed from the state after any of its steps, a run ends with the state of an uninterrupted one, bit for bit.
 
 Twelve steps in float32 on a CPU, with dropout and averaged weights; one process and two, one micro-batch and three.
-With STAGECOACH_TEST_COMPILED=1 compiled layers too: that takes minutes, and test_compiling.py resumes one such run in
-any case.
+STAGECOACH_TEST_COMPILED=1 adds compiled layers, which takes minutes; test_compiling.py resumes one such run in any
+case.
 """
 
 import os
@@ -19,7 +19,7 @@ from tests.training import Case
 
 STEPS = 12
 COMPILED = (False, True) if os.environ.get("STAGECOACH_TEST_COMPILED") else (False,)
-KINDS = list(product((1, 2), (1, 3), COMPILED))  # processes, micro-batches of a step, compiled
+KINDS = list(product((1, 2), (1, 3), COMPILED))  # processes, micro-batches per step, compiled
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 
 
@@ -40,7 +40,7 @@ def case(folder: Path, processes: int, micro_batches: int, compiled: bool, name:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Every kind whole, then from each of its states; compiled code is kept for all of them."""
+    """Run every kind whole, then from each of its states; all runs share one cache of compiled code."""
     folder = tmp_path_factory.mktemp("runs")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder / "compiled"))
@@ -58,7 +58,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def state(of: Case) -> dict[str, Any]:
-    """The last state's files; those of the weights and moments as bytes."""
+    """The bytes of each of the last state's files."""
     folder = Path(of.folder) / states.name_of(STEPS)
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
@@ -77,8 +77,8 @@ def test_the_state_after_a_resume_is_deep_equal(runs: Path, processes: int, micr
 
 
 def test_the_kinds_are_different_runs(runs: Path) -> None:
-    """Dropout is drawn per rank and micro-batch, and compiled layers round otherwise: equal bytes would mean an
-    option is dead.
+    """Dropout is drawn per rank and micro-batch, and compiled layers round differently, so equal bytes would mean that
+    an option has no effect.
     """
     weights = {kind: state(case(runs, *kind, "whole"))["weights.safetensors"] for kind in KINDS}
     assert len(set(weights.values())) == len(KINDS)

@@ -1,4 +1,4 @@
-"""docs/extending.md: each section, put into a copy of the repository as a person would, touches as many files as it
+"""docs/extending.md: each section, applied to a copy of the repository as a person would, touches as many files as it
 says, and works.
 
 New files are written, diffs given to `git apply`, commands run. Fast: the count, the format, each section's own test.
@@ -25,7 +25,7 @@ BLOCK = re.compile(
     r"(?:^New file `(?P<path>[^`\n]+)`:\n\n)?^```(?P<kind>\w+)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
 )
 OWN_TEST = "python -m pytest "
-MORE = (  # what shows that parameters resolve and that the model is built
+MORE = (  # these show that parameters resolve and that the model is built
     "tests/test_params.py::test_parameters_of_every_stage_resolve_for_every_scale_and_model[smoke-mini]",
     "tests/test_params.py::test_what_each_stage_reads_is_what_dvc_tracks",
     "tests/test_reference_keys.py::test_the_sizes_are_those_that_the_model_files_say",
@@ -188,7 +188,7 @@ def built(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 def try_out(title: str, repository: Repository) -> str:
-    """Put a section in, run its commands but for the tests, and return what the last one printed."""
+    """Apply a section, run its commands except the tests, and return what the last one printed."""
     SECTIONS[title].put_into(repository)
     said = ""
     for command in SECTIONS[title].commands:

@@ -1,4 +1,4 @@
-"""Invented facts: what is trained, what is asked, what nobody has seen; and as batches."""
+"""Invented facts: which are trained, which are asked about, which no model has seen; and their batches."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The service's files of preferences and labels: what a full disk, a cut line, wrong bytes, a deleted file leave."""
+"""The service's files of preferences and labels: what a full disk, a cut line, wrong bytes or a deleted file leave."""
 
 import errno
 import json
@@ -57,7 +57,7 @@ def test_a_choice_is_stored_once_with_who_gave_it(file: Path) -> None:
         lambda held: held + b"\x00" * 5000,  # a block that a power cut left unwritten
         lambda held: held + b'{"id": ' + b"[" * 100_000 + b"\n",
         lambda held: held + b'{"id": ' + b"9" * 5000 + b"}\n",
-        lambda held: b"\xef\xbb\xbf" + held.replace(b"\n", b"\r\n"),  # an editor of Windows
+        lambda held: b"\xef\xbb\xbf" + held.replace(b"\n", b"\r\n"),  # saved by a Windows editor
     ],
 )
 def test_rows_that_cannot_be_read_stay_and_stop_nothing(file: Path, damage: Any) -> None:
@@ -67,7 +67,7 @@ def test_rows_that_cannot_be_read_stay_and_stop_nothing(file: Path, damage: Any)
     before = file.read_bytes()
     assert feedback.add(body(1), "")[0] and not feedback.add(body(1), "")[0] and feedback.add(body(2), "")[0]
     held = file.read_bytes()
-    assert held.startswith(before)  # nothing that was there is touched
+    assert held.startswith(before)  # no existing row is touched
     assert [json.loads(line)["prompt"][0]["content"] for line in held.splitlines()[-2:]] == ["Way 1?", "Way 2?"]
 
 

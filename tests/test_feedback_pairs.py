@@ -1,4 +1,4 @@
-"""How far pairs and labels that people gave are believed: review, share, turns; every row is counted."""
+"""How far people's pairs and labels are trusted: review, share, turns. Every row is accounted for."""
 
 import json
 from pathlib import Path

@@ -46,7 +46,7 @@ def test_a_value_off_its_place_names_gate_expectation_finding_and_cause(found: f
 
 @pytest.mark.parametrize("name", ["ranking", "loss"])
 def test_a_reward_model_starts_at_ln_2_or_what_the_margins_make_of_it(name: str) -> None:
-    """The centering term has its own name, so the ranking alone is looked at where both are there."""
+    """The centering term has its own name, so where both are present only the ranking is checked."""
     first_reward(0.9)({name: 0.900009} | ({"loss": 7.0} if name == "ranking" else {}))
     with pytest.raises(
         GateError, match=rf"gate {name}: expected 0\.9 to within 1e-05, found 0\.90002\. .* head does not start"
@@ -66,7 +66,7 @@ def test_a_reward_model_starts_at_ln_2_or_what_the_margins_make_of_it(name: str)
     ],
 )
 def test_a_policy_of_dpo_starts_as_its_reference(changes: dict[str, float], message: str) -> None:
-    """Equal shifts of both answers leave the loss at ln 2; the rewards tell them."""
+    """Equal shifts of both answers leave the loss at ln 2, but the rewards reveal them."""
     values = {"preference": math.log(2) + 9e-5, "rewards/chosen": 9e-5, "rewards/rejected": -9e-5, "loss": 5.0}
     first_dpo(math.log(2), "fp32", 0.1)(values)
     del values["loss"]
@@ -75,7 +75,7 @@ def test_a_policy_of_dpo_starts_as_its_reference(changes: dict[str, float], mess
 
 
 def test_in_half_precision_the_gate_of_dpo_is_as_wide_as_its_rounding() -> None:
-    """0.0219 at beta 0.5 was rounding (a run of demo); another model is off by nats an answer."""
+    """0.0219 at beta 0.5 was rounding (in a demo run); a different model is off by whole nats per answer."""
     values = {"preference": math.log(2) - 7e-4, "rewards/chosen": 5e-3, "rewards/rejected": -0.021920085}
     first_dpo(math.log(2), "bf16", 0.5)(values)
     with pytest.raises(GateError, match=r"rewards/chosen: expected 0 to within 0\.1, found 0\.5"):

@@ -61,13 +61,13 @@ def test_accumulation_changes_nothing_but_the_order_of_sums(tmp_path: Path) -> N
 
 
 class Told(Batch):
-    """A batch with a number of its whole step."""
+    """A batch that carries a number computed from its whole step."""
 
     greatest = 0
 
 
 def test_a_loss_may_read_what_is_known_of_the_whole_step_before_its_passes(tmp_path: Path) -> None:
-    """All micro-batches of a step pass the hook at once and before any of them is trained on, however it is cut."""
+    """However a step is cut, all its micro-batches pass the hook together, before any of them is trained on."""
     models = []
     for micro in (6, 4, 1):
         events: list[tuple[str, int]] = []
@@ -107,9 +107,7 @@ def test_a_loss_may_read_what_is_known_of_the_whole_step_before_its_passes(tmp_p
 
 
 def test_the_gradient_is_that_of_the_mean_over_trained_tokens(tmp_path: Path) -> None:
-    """Against the obvious computation: one forward over all rows, mean over targets, one SGD-like look at the
-    gradient.
-    """
+    """Against the obvious computation: one forward pass over all rows, and the mean over targets."""
     model, stream = Net(), Rows()
     batch = stream.batch(0, 8, stream.rows(0, 8))
     chosen = batch.targets >= 0
@@ -159,7 +157,7 @@ def test_patience_stops_and_the_best_weights_are_published(tmp_path: Path) -> No
     one = job(tmp_path)
     model = Net()
     fit(model, Rows(), loss, config(steps=400, patience=2, threshold=10.0), one)
-    assert one.tracker.rows[-1]["step"] == 12  # the first evaluation moves the anchor, two more do not
+    assert one.tracker.rows[-1]["step"] == 12  # the first evaluation sets the best loss, two more do not
     best = states.weights_at(tmp_path, one.tracker.final["published_step"])
     assert torch.equal(best["hidden.weight"], model.hidden.weight)
 

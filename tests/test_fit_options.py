@@ -1,4 +1,4 @@
-"""Every option of the loop changes what it should, and a killed run with it ends with the bits of an uninterrupted
+"""Every option of the loop changes what it should, and a killed run that uses it ends with the bits of an uninterrupted
 one.
 """
 
@@ -52,7 +52,7 @@ def test_averaged_weights_are_evaluated_and_published_and_survive_a_kill(tmp_pat
     held_out = [
         [row["val/loss"] for row in at_work.tracker.rows if "val/loss" in row] for at_work in (without, with_them)
     ]
-    assert losses[0] == losses[1] and held_out[0] != held_out[1]  # training is the same, what is looked at is not
+    assert losses[0] == losses[1] and held_out[0] != held_out[1]  # training is the same, what is evaluated is not
     fit(last, Rows(), loss, config(ema_decay=0.8, publish="last"), job(tmp_path / "last"))
     assert not equal(last, plain)
 
@@ -94,7 +94,7 @@ def test_a_curriculum_changes_the_windows_and_neither_the_tokens_of_a_step_nor_t
     assert seen[1][2] == [2, 2, 4, 4, 4, 4, 8, 8, 8, 8, 8, 8] and seen[0][2] == [None] * 12
 
 
-# -- spikes and numbers that are none ----------------------------------------------------------------------------------
+# -- spikes and non-finite numbers -------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("short_history")
@@ -175,7 +175,7 @@ def test_a_state_that_a_rollback_may_load_outlives_retention(tmp_path: Path) -> 
     at_work = job(tmp_path, save_steps=1, keep=1)
     fit(Net(), Rows(), loss, config(steps=30, eval_steps=5, on_nonfinite="rollback", publish="last"), at_work)
     kept = sorted(int(path.name[5:]) for path in tmp_path.glob("step-*"))
-    assert kept == [10, 15, 20, 25, 30]  # at step 30 a rollback goes to 10
+    assert kept == [10, 15, 20, 25, 30]  # at step 30 a rollback would go to 10
 
 
 def test_what_is_not_finite_is_named_by_its_module_and_rows(tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_what_is_not_finite_is_named_by_its_module_and_rows(tmp_path: Path) -> N
 
 
 class Interrupted(Rows):
-    """Validation batches of which the second brings a signal, once."""
+    """Validation batches; in one evaluation, a signal comes with the second batch."""
 
     def __init__(self, at_work: Job, evaluation: int) -> None:
         super().__init__()

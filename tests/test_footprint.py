@@ -1,4 +1,4 @@
-"""Bytes of training: the sizes of the table, each part by hand for one small case, the whole against what Linux
+"""Memory for training: the sizes in the table, each part by hand for one small case, the whole against what Linux
 measures.
 """
 
@@ -127,7 +127,7 @@ NARROW = {"copies": 2 * HIDDEN, "logits": 2 * 64 * 4 + 6 * 8 * 4 + 12 * TABLE} |
             CPU | {"checkpointing": "full"},
             {"activations": 4 * (32 + 1.4 * 624 + TOKEN), "logits": LOGITS + 8 * TABLE} | PADDING,
         ),
-        # half-precision activations make place for the gradients of a single pass
+        # half-precision activations make room for the gradients of a single pass
         (HALF, {"activations": WHOLE, "gradients": max(0, 4 * ALL - WHOLE)} | NARROW),
         (
             HALF | {"checkpointing": "selective"},
@@ -156,7 +156,7 @@ def test_logits_stop_growing_where_they_come_in_parts() -> None:
     weights, rows = footprint.full(wide), 128  # 2^23 logits
     few, many = (footprint.footprint(weights, [wide], replace(WORK, selected=rows * n), 1).logits for n in (1, 3))
     assert few == 4 * 2**23 + 4 * 8 * rows + 4 * weights.head
-    assert many - few == 4 * 8 * 2 * rows  # the gradient of the states alone
+    assert many - few == 4 * 8 * 2 * rows  # only the gradient of the states grows
     kept = (
         footprint.footprint(weights, [wide], replace(WORK, selected=rows * n, answers=True), 1).logits for n in (1, 3)
     )
@@ -180,14 +180,12 @@ def test_copies_of_layers_that_are_computed_again_are_one_layers() -> None:
     [(False, 100, (1, 1)), (False, 512, (2.5, 2.5)), (False, 1024, (4.5, 1.25)), (True, 1024, (4.5, 2.5))],
 )
 def test_tiles_reach_as_far_as_documents_do(packed: bool, context: int, expected: tuple[float, float]) -> None:
-    """Of 1,024 tokens eight tiles see 1 to 8 tiles; the probabilities of the first four are kept."""
+    """With 1,024 tokens, the eight tiles see 1 to 8 tiles; the probabilities of the first four are kept."""
     assert footprint.reaches(replace(WORK, packed=packed, context=context)) == expected
 
 
 def saved(model: Transformer, rows: int, context: int, precision: str) -> float:
-    """Bytes a token that the second layer saves for the backward pass, without what a parameter holds or is copied
-    to.
-    """
+    """Bytes per token that the second layer saves for the backward pass, without parameters and copies of them."""
     known = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     matrices = {tuple(parameter.shape) for parameter in model.parameters()}
     config = model.config
@@ -224,9 +222,7 @@ def saved(model: Transformer, rows: int, context: int, precision: str) -> float:
 def test_a_layer_saves_what_the_arithmetic_says(
     precision: str, context: int, kv_heads: int, targets: tuple[str, ...] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A vocabulary and rows of odd sizes tell activations from weights. Norms' scales and what a rank adds: 3% at
-    most.
-    """
+    """Odd sizes of vocabulary and rows tell activations from weights. Norm scales and ranks add 3% at most."""
     monkeypatch.setitem(footprint.LEFT, precision, 0)
     config = ModelConfig(
         vocab_size=211,
@@ -256,7 +252,7 @@ def test_muon_saves_a_moment_of_the_hidden_matrices_and_pays_with_stacks() -> No
     assert one.update == 4 * 64 * (14 + 6) == max(4 * 64 * 20, 2 * 128 * 17, 128 * 17)
     assert (
         footprint.sharded(one, HAND, replace(WORK, optimizer="muon"), 8).update == one.update
-    )  # gathered whole by each
+    )  # each gathers it whole
     many = Counter({(4096, 4096): 144})  # of which 16 make 2^28 numbers, the most that are gathered at once
     assert footprint.update_bytes(many, replace(WORK, optimizer="muon", precision="bf16")) == 16 * 2**24 * (12 + 4)
     added = replace(WORK, optimizer="muon", kind="cpu")
@@ -312,7 +308,7 @@ def test_four_models_of_ppo_by_hand() -> None:
     assert weights.trained == 2 * ALL + 8
     assert weights.frozen == 2 * (4 * ALL - 2 * HIDDEN) + 4 * 8
     one = footprint.footprint(weights, [HAND, HAND], replace(WORK, answers=True), 1)
-    assert one.activations == 2 * 4 * 1280 + 4 * TABLE  # two models keep theirs, one has a head
+    assert one.activations == 2 * 4 * 1280 + 4 * TABLE  # two models keep activations, one has a head
     assert one.logits == PROBABILITIES
 
 

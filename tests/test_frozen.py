@@ -1,4 +1,4 @@
-"""Frozen weights in bf16: under autocast not one bit of an output moves, and on a CPU nothing is changed at all."""
+"""Frozen weights in bf16: under autocast not one bit of an output changes, and on a CPU nothing is changed at all."""
 
 import copy
 import math
@@ -19,7 +19,7 @@ from pipeline.run import device
 from pipeline.run.device import Hardware
 from pipeline.run.errors import GateError
 
-CUDA = Hardware(device=torch.device("cuda"), precision="bf16", threads=1, base_weights="bf16")  # nothing is put there
+CUDA = Hardware(device=torch.device("cuda"), precision="bf16", threads=1, base_weights="bf16")  # nothing is moved to it
 IDS = torch.randint(0, 300, (3, 17), generator=torch.Generator().manual_seed(0))
 
 
@@ -50,7 +50,7 @@ def test_under_autocast_a_narrowed_reference_has_the_bits_of_the_wide_one(tiny_m
     with torch.autocast("cpu", torch.bfloat16), wide.model() as one, slim.model() as other:
         assert one.model.layers[0].mlp.up_proj.weight.dtype != other.model.layers[0].mlp.up_proj.weight.dtype  # type: ignore[union-attr]
         assert torch.equal(one(IDS), other(IDS))
-    assert slim.digest == wide.digest  # what the report names is what was loaded
+    assert slim.digest == wide.digest  # the report names the weights as loaded
 
 
 def test_a_narrowed_reference_is_watched_as_it_is_stored(tiny_model: Transformer) -> None:

@@ -1,4 +1,4 @@
-"""The fused model is the model, to rounding; and what attends over few rows of the cache is attention."""
+"""The fused model equals the model up to rounding, and attending over a few cache rows equals attention."""
 
 import sys
 from collections.abc import Callable
@@ -69,7 +69,7 @@ def test_a_product_from_the_left_is_the_linear_layer(rows: int, bias: bool) -> N
 @pytest.mark.parametrize("served", [Fused, quantize, in_bf16], ids=["native", "int8", "int8 of bf16"])
 @pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES)
 def test_a_traced_model_says_the_same_to_the_bit(config: ModelConfig, served: Callable[[Transformer], Fused]) -> None:
-    """Steps of one row up to more than are traced, as they come; and it holds no weight twice."""
+    """Steps of one row up to more rows than are traced, in mixed order; and it holds no weight twice."""
     steps = [
         {0: 20},
         {0: 1},
@@ -109,7 +109,7 @@ def test_adapters_are_refused() -> None:
 @pytest.mark.parametrize("kind", [lambda model: model, Fused], ids=["plain", "fused"])
 @pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES)
 def test_ragged_pieces_give_the_logits_of_one_forward_pass(config: ModelConfig, kind: type) -> None:
-    """Steps of every mixture: one token each for few and for many rows, drafts, chunks, and rows rewound."""
+    """Mixed steps: one token each for few and for many rows, drafts, chunks, and rows that are cut back."""
     model = made(config)
     decoder = RowDecoder(kind(model), 6)
     rows: list[list[int]] = [[] for _ in range(6)]
@@ -125,7 +125,7 @@ def test_ragged_pieces_give_the_logits_of_one_forward_pass(config: ModelConfig, 
         {0: 1, 1: 1, 2: 1, 3: 1, 4: 1, 5: 1},
         {3: 256},
     ]
-    assert TOGETHER == 4  # so the steps with four rows and more are asked in one product
+    assert TOGETHER == 4  # so one product serves steps of one token for four or more rows
     for number, step in enumerate(steps):
         pieces = [text(100 * number + row, count) for row, count in step.items()]
         wanted = [min(count, 1 + row) for row, count in step.items()]
@@ -135,7 +135,7 @@ def test_ragged_pieces_give_the_logits_of_one_forward_pass(config: ModelConfig, 
             with torch.no_grad():
                 whole = model(torch.tensor([rows[row]]))[0, -len(own) :]
             torch.testing.assert_close(own.log_softmax(-1), whole.log_softmax(-1), atol=2e-5, rtol=1e-5)
-        if number % 3 == 1:  # as after a draft
+        if number % 3 == 1:  # as after a rejected draft
             row = next(iter(step))
             del rows[row][-1]
             decoder.rewind(row, len(rows[row]))

@@ -63,7 +63,7 @@ def test_reading_the_data_more_than_four_times_is_said_of_causal_models(
 
     masked = Transformer(replace(tiny_model.config, attention="bidirectional"), torch.Generator().manual_seed(0))
     gates.repeated(4.0, tiny_model, "code")
-    gates.repeated(8.0, masked, "diffusion")  # gains from more passes
+    gates.repeated(8.0, masked, "diffusion")  # masked models gain from more passes
     assert capsys.readouterr().err == ""
     gates.repeated(6.25, tiny_model, "code")
     assert "warning: code: the run makes 6.2 passes over its data; beyond 4" in capsys.readouterr().err

@@ -37,7 +37,7 @@ IDS = torch.arange(40)[None] * 7 % 320
 
 
 def fresh(shape: ModelConfig = SHAPES["tied"]) -> Transformer:
-    """A model all of whose weights, norms and biases too, are drawn."""
+    """A model whose weights are all random, including norms and biases."""
     generator = torch.Generator().manual_seed(0)
     model = Transformer(shape, generator)
     with torch.no_grad():
@@ -48,7 +48,7 @@ def fresh(shape: ModelConfig = SHAPES["tied"]) -> Transformer:
 
 
 def written(tokenizer: Tokenizer, path: Path, model: Transformer, kind: str) -> Path:
-    """The file at `path`."""
+    """Write the model as a GGUF file to `path`, and return it."""
     tokenizer.save(path.parent / "tokenizer")
     serialized = (path.parent / "tokenizer/tokenizer.json").read_text(encoding="utf-8")
     export_gguf.write(path, model, tokenizer, serialized, kind=kind, name="stagecoach-test")
@@ -72,8 +72,8 @@ def test_f32_gives_back_every_bit(shape: str, byte_tokenizer: Tokenizer, tmp_pat
 def test_smaller_kinds_round_no_more_than_they_must(
     kind: str, most: float, byte_tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    """f16 and bf16 round each number to 11 and 8 bits; q8_0 a block of 32 to half a step of its
-    greatest over 127, which is an f16."""
+    """f16 and bf16 round each number to 11 and 8 bits. q8_0 rounds each number to within half a step; a block of 32 has
+    one step, its greatest number over 127, which is stored as f16."""
     model = fresh()
     path = written(byte_tokenizer, tmp_path / "a.gguf", model, kind)
     found = export_gguf.read(path).model.state_dict()
@@ -146,7 +146,7 @@ def test_every_id_has_its_token_its_type_and_the_merges_their_order(byte_tokeniz
         **{entry["content"]: entry["id"] for entry in state["added_tokens"]},
     }
     assert found.types[byte_tokenizer.turn_end] == found.types[byte_tokenizer.pad] == 3
-    assert found.types[byte_tokenizer.tool_call] == 4  # added, and part of what is said
+    assert found.types[byte_tokenizer.tool_call] == 4  # an added token, which is part of the text
     assert set(found.types[320:]) == {5}
     plain = [id_ for id_ in range(320) if id_ not in byte_tokenizer.control_ids.values()]
     assert {found.types[id_] for id_ in plain} == {1}
@@ -216,7 +216,7 @@ def test_files_that_are_not_ours_are_refused(byte_tokenizer: Tokenizer, tmp_path
 @pytest.mark.parametrize("kind", ["f32", "f16", "bf16", "q8_0"])
 @pytest.mark.parametrize("d_ff", [96, 40])
 def test_a_file_is_the_model_rounded(kind: str, d_ff: int, byte_tokenizer: Tokenizer, tmp_path: Path) -> None:
-    """By our own rounding, blocks of zeros and halves between two integers too."""
+    """Compared with our own rounding, also for blocks of zeros and halves between two integers."""
     model = fresh(replace(SHAPES["tied"], d_ff=d_ff))
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight[:, :32] = 0
@@ -232,7 +232,7 @@ def test_a_file_is_the_model_rounded(kind: str, d_ff: int, byte_tokenizer: Token
 
 @pytest.mark.parametrize("kind", ["f32", "q8_0"])
 def test_a_permuted_weight_fails_the_proof(kind: str, byte_tokenizer: Tokenizer, tmp_path: Path) -> None:
-    """As a converter would leave it that takes the rotation for one of neighbors."""
+    """As left by a converter that expects the rotation to pair neighboring dimensions."""
     model, other = fresh(), fresh()
     with torch.no_grad():
         weight = other.model.layers[1].self_attn.q_proj.weight
@@ -286,7 +286,7 @@ def test_another_role_of_a_token_fails_the_proof(
 def test_another_shape_in_the_file_fails_the_proof(
     changed: dict[str, Any], byte_tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    """Also where the weights are equal and rounding would hide it."""
+    """Even where the weights are equal and rounding would hide the difference."""
     model = fresh()
     other = fresh(replace(SHAPES["tied"], **changed))
     path = written(byte_tokenizer, tmp_path / "a.gguf", other, "q8_0")

@@ -1,7 +1,7 @@
-"""The first twenty steps of a tiny transformer, against a stored curve: a change of the numbers is seen even where all
+"""The first twenty steps of a tiny transformer, against a stored curve: a change in the numbers shows even where all
 parts agree.
 
-python -m tests.test_golden_curve       writes the curve anew, after a change that is meant to change it
+python -m tests.test_golden_curve       rewrites the curve, after a change that is meant to alter it
 """
 
 import json

@@ -1,5 +1,5 @@
-"""Training and generation on a GPU: the numbers of a CPU, exact order on resume, every precision and setting.
-Skipped without one.
+"""Training and generation on a GPU: the same numbers as on a CPU, exact order on resume, every precision and setting.
+Skipped without a GPU.
 """
 
 from dataclasses import replace
@@ -70,7 +70,7 @@ def trained(
         )
 
     class There(Rows):
-        """Batches that go to the device."""
+        """Batches that can be moved to the device."""
 
         def batch(self, step: int, context: int, rows: Any) -> Any:
             made = super().batch(step, context, rows)
@@ -189,7 +189,7 @@ def test_a_stage_trains_there(stage: str, workspace: workspace_of_stages.Workspa
 def test_an_adapter_trains_there_on_a_base_of_less_memory(
     stage: str, weights: str, workspace: workspace_of_stages.Workspace
 ) -> None:
-    """What does not train is published as it was."""
+    """Weights that do not train are published unchanged."""
     if weights == "nf4":
         pytest.importorskip("bitsandbytes")
     adapter = {} if stage == "lora" else {"adapter": {"rank": 2, "alpha": 4}}

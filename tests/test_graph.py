@@ -1,6 +1,6 @@
 """The graph on a scratch repository at smoke scale: what an edit reruns, what comes back, what a kill costs.
 
-One repository is built once; each test leaves it as it found it. What a clone gets of it is in test_remotes.py.
+One repository is built once; each test leaves it as it found it. test_remotes.py tests what a clone gets of it.
 """
 
 import ast
@@ -30,14 +30,14 @@ STAGES = yaml.safe_load((Path(__file__).parents[1] / "dvc.yaml").read_text())["s
 
 
 def evaluated(*models: str) -> tuple[str, ...]:
-    """Those of the models that the graph has: a wing may be gone."""
+    """Those of the models that are in the graph, since a wing may have been removed."""
     return tuple(model for model in models if model in STAGES["stage_evaluate"]["matrix"]["model"])
 
 
 MODELS = ("language", "code", "tools", "lora", "dpo", "kto", "grpo", "distill", "rlhf")
 MASKED = evaluated("diffusion", "diffusion_dpo", "diffusion_grpo")
 MEMORY = evaluated("memory")
-SECOND = evaluated("diffusion_control", "memory_baseline")  # beside the model of their stage
+SECOND = evaluated("diffusion_control", "memory_baseline")  # a second model of its stage
 ALL = {
     "code_versions",
     "stage_corpus",
@@ -90,7 +90,7 @@ def repository(built: Repository) -> Iterator[Repository]:
 
 
 def test_every_function_that_a_stage_ran_is_covered_by_its_hash(built: Repository) -> None:
-    """What tests/traced wrote down while the graph was built, in all processes, against what codehash reaches."""
+    """What tests/traced recorded in all processes while the graph was built, against what codehash reaches."""
     missing, count = set(), 0
     reached = codehash.closures(
         built.folder, sorted(path.stem for path in (built.folder / "stages").glob("*.py") if path.stem != "__init__")
@@ -133,7 +133,7 @@ def test_the_outs_are_there_and_models_are_hugging_face_directories(repository: 
 
 
 def test_a_stage_concerns_what_is_made_from_it(repository: Repository) -> None:
-    """A dry run says the whole path; `dvc status` only what is changed now."""
+    """A dry run lists the whole path; `dvc status` lists only what has changed already."""
     repository.edit("params.yaml", "tools:\n  steps:", "tools:\n  steps: 13")
     assert ran(repository.dvc("repro", "--dry", "--force-downstream")) == AFTER_TOOLS
     repository.git("checkout", "-q", "params.yaml")
@@ -183,7 +183,7 @@ def test_fine_tuning_a_checkpoint_builds_nothing_before_it(repository: Repositor
     assert repository.repro("stage_dpo") == set()
     checkpoints.write(tmp_path / "base", "qwen3", max_position_embeddings=2048)
     assert repository.repro("stage_dpo") == {"stage_base", "stage_tools", "stage_dpo"}
-    assert "stage_code" in repository.changed()  # of another branch: it was not asked for
+    assert "stage_code" in repository.changed()  # on another branch, so it was not rebuilt
 
 
 def test_another_seed_trains_on_the_data_of_before_and_another_data_seed_makes_new_data(repository: Repository) -> None:
@@ -291,7 +291,7 @@ def test_kill_9_of_everything_resumes_to_the_same_bits(repository: Repository, b
 
 
 def wait_for_state(work: Path, stage: str, more: int, process: "subprocess.Popen[str]") -> None:
-    """Until `more` further states of the stage are saved, or it ended."""
+    """Wait until the stage has saved `more` further states, or has ended."""
     before = {p.name for p in work.glob(f"{stage}/*/step-????????")}
     start = time.monotonic()
     while time.monotonic() - start < 600:
@@ -305,8 +305,8 @@ def wait_for_state(work: Path, stage: str, more: int, process: "subprocess.Popen
 def test_a_preference_given_on_the_page_trains_the_models_that_learn_from_pairs(
     repository: Repository, tmp_path: Path
 ) -> None:
-    """Served from where the graph was built, as `make serve` does; the next repro of DPO has the pair, and the tools
-    model stays.
+    """The model is served from where the graph was built, as with `make serve`. The next repro of DPO has the pair, and
+    the tools model stays as it was.
     """
     choice = {
         "model": "tools",
@@ -330,8 +330,8 @@ def test_a_preference_given_on_the_page_trains_the_models_that_learn_from_pairs(
 
 
 def test_killing_dvc_alone_takes_the_trainer_with_it(repository: Repository) -> None:
-    """Two seconds on a quiet machine; the bound leaves room for one evaluation. Debian's sh is one that does not
-    exec.
+    """It takes two seconds on a quiet machine; the bound leaves room for one evaluation. Debian's sh does not exec the
+    command.
     """
     repository.edit("params.yaml", "tools:\n  steps:", "tools:\n  steps: 4000")
     with repository.started("dvc", "repro", "stage_tools", SHELL="/bin/sh") as process:

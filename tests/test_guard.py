@@ -1,4 +1,4 @@
-"""The door: each line of the table of attacks that it stands against, in the process itself."""
+"""The guard: each row of the table of attacks that it withstands, tested in process."""
 
 import asyncio
 import hmac
@@ -238,7 +238,7 @@ def test_a_body_is_parsed_once_and_handed_on(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_who_asks_for_too_much_waits_and_others_do_not() -> None:
     now = [0.0]
-    rates = Rates(2.0, clock=lambda: now[0])  # ten at once
+    rates = Rates(2.0, clock=lambda: now[0])  # allows ten at once
     door = Guard(echo, keys=Keys([KEY, KEY + "2"]), rates=rates)
     key, other = ([(b"authorization", f"Bearer {name}".encode())] for name in (KEY, KEY + "2"))
     assert [posted(door, key)[0] for _ in range(11)] == [200] * 10 + [429]
@@ -263,7 +263,7 @@ def test_who_finds_no_room_and_comes_again_at_once_is_refused_at_the_door() -> N
         await ApiFault(429, "full", code="queue_full", retry=1).response()(scope, receive, send)
 
     now = [0.0]
-    door = Guard(full, rates=Rates(10.0, clock=lambda: now[0]))  # fifty at once
+    door = Guard(full, rates=Rates(10.0, clock=lambda: now[0]))  # allows fifty at once
     assert [posted(door, []) for _ in range(6)] == [(429, 1)] * 5 + [(429, 0)]
     now[0] += 1
     assert [posted(door, [])[1] for _ in range(2)] == [1, 0]

@@ -58,7 +58,7 @@ def test_the_reward_beside_a_guess_is_the_reward_model_s(tiny_model: Transformer
 
 
 def test_guesses_are_held_against_what_the_policy_says_of_each_token(tiny_model: Transformer) -> None:
-    """Both rows are zero, so the error of a token is its own log-probability, from -5 on."""
+    """Both head rows are zero, so a token's error is its log-probability, bounded below at -5."""
     policy = Transformer(tiny_model.config, torch.Generator().manual_seed(7)).requires_grad_(False)
     rows, learner = batch(), GuessingModel(RewardModel(tiny_model))
     found = reward.loss(learner.train(True), rows, policy=policy, centering=0.0, likelihood_weight=0.25)
@@ -93,7 +93,7 @@ def test_a_surprise_counts_five_nats_and_no_more() -> None:
 def test_guesses_can_be_learnt_and_are_not_published(
     tiny_model: Transformer, byte_tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A fresh policy finds all tokens about as likely as one in 320, so the bound of -5 is put out of the way."""
+    """A fresh policy finds all tokens about as likely as one in 320, so the bound of -5 is moved out of the way."""
     monkeypatch.setattr(pair_losses, "LEAST_LIKELY", -100.0)
     policy = Transformer(tiny_model.config, torch.Generator().manual_seed(7)).requires_grad_(False)
     policy.model.embed_tokens.weight.mul_(2)

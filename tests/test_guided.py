@@ -72,7 +72,7 @@ def test_rows_together_are_rows_alone_and_come_back_in_order(
 def test_where_nothing_is_forbidden_it_is_greedy_decoding(
     tiny_model: Transformer, byte_tokenizer: Tokenizer, known: Grammars
 ) -> None:
-    """Free text may stand instead of a call; a random model hardly ever opens one."""
+    """Free text is allowed instead of a call, and a random model hardly ever opens a call."""
     prompts = [byte_tokenizer.encode(text) for text in ("one", "two words", "three")]
     stop = {byte_tokenizer.turn_end, byte_tokenizer.end_of_text}
     free = generate(tiny_model, prompts, Sampling(12), stop=stop, seeds=[0] * 3)
@@ -87,7 +87,7 @@ def test_where_nothing_is_forbidden_it_is_greedy_decoding(
 def test_a_draft_spares_its_tokens_and_changes_no_answer(
     tiny_model: Transformer, byte_tokenizer: Tokenizer, known: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the greedy answers one ends early, one breaks its grammar at once; a third is whole within it."""
+    """Of the greedy answers, one ends early, one breaks its grammar at once, and a third follows it to the end."""
     prompts = [byte_tokenizer.encode(text) for text in ("one", "two words", "three", "four")]
     choices = ["auto", "required", "auto", "required"]
     grammars = [known.tool_calls(TOOLS, choice=choice) for choice in choices]

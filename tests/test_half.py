@@ -1,6 +1,4 @@
-"""Training in bf16 on a CPU: each part written by hand against the plain formula in float64, and the whole model
-with it.
-"""
+"""Training in bf16 on a CPU: each hand-written part, and the whole model, against the plain formula in float64."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,7 +19,7 @@ from pipeline.model.layers import Branches, Documents, Layout, Line, Masked, Pad
 from pipeline.model.lora import AdapterConfig
 from pipeline.model.transformer import Transformer
 
-ROUNDING = 0.02  # relative, of a part in bf16
+ROUNDING = 0.02  # relative error of a part in bf16
 CONFIG = ModelConfig(
     vocab_size=128,
     width=48,
@@ -113,7 +111,7 @@ def test_a_product_and_a_gated_unit_are_the_plain_formulas() -> None:
 def test_attention_in_tiles_is_that_within_each_document(
     lengths: tuple[int, ...], causal: bool, heads: int, kv_heads: int
 ) -> None:
-    """With norms and rotation, of a line that need not fill its last tile."""
+    """With norms and rotation, on a line that need not fill its last tile."""
     tokens, size = sum(lengths), 16
     angles = drawn(3, tokens, 1, size // 2)
     cos, sin = angles.cos(), angles.sin()
@@ -146,7 +144,7 @@ def test_attention_in_a_tree_is_that_of_each_document_alone(
 ) -> None:
     """Value and gradients; the reference computes every document from its first token on."""
     tokens, size = sum(lengths), 16
-    rows: list[Tensor] = []  # of each document, the line's tokens
+    rows: list[Tensor] = []  # for each document, its tokens' places on the line
     for length, shared, parent in zip(lengths, before, parents, strict=True):
         own = torch.arange(length) + sum(lengths[: len(rows)])
         rows.append(torch.cat([rows[parent][:shared], own]) if shared else own)
@@ -193,7 +191,7 @@ def test_the_pieces_in_cpp_are_the_plain_formulas(monkeypatch: pytest.MonkeyPatc
     test_a_common_part_of_all_values_leaves_no_gradient_in_the_scores()
     for tree in TREES.values():
         test_attention_in_a_tree_is_that_of_each_document_alone(*tree, 4, 2)
-    monkeypatch.setattr(native, "has_attention_blocks", lambda: False)  # as without AMX: tiles
+    monkeypatch.setattr(native, "has_attention_blocks", lambda: False)  # as without AMX: in tiles
     test_attention_in_tiles_is_that_within_each_document((3, 120, 1, 200, 60), True, 4, 2)
     for tree in TREES.values():
         test_attention_in_a_tree_is_that_of_each_document_alone(*tree, 4, 2)
@@ -257,7 +255,7 @@ def test_attention_without_head_norms_only_rotates() -> None:
 
 
 def test_a_common_part_of_all_values_leaves_no_gradient_in_the_scores() -> None:
-    """sum(do o) is taken off in float32: what it leaves of a large constant in the values is rounding of nothing."""
+    """sum(do o) is subtracted in float32, so a large constant in the values cancels without rounding errors."""
     x = drawn(0, 64, 4, 16)
     x[:, 3] = 100.0
     x = x.to(layers.BF16).requires_grad_()
@@ -289,7 +287,7 @@ def test_a_model_trains_in_bf16_as_it_does_in_float32(config: ModelConfig, docum
 
 
 def test_rows_that_begin_alike_train_in_bf16_as_each_row_alone_in_float64() -> None:
-    """Gradients of log-probabilities, rewards and the like: no further off than those of rows that share nothing."""
+    """Gradients of log-probabilities, rewards and the like are no further off than for rows that share nothing."""
     model = Transformer(CONFIG, torch.Generator().manual_seed(0))
     ids = torch.randint(0, 128, (6, 150), generator=torch.Generator().manual_seed(5))
     ids[1:3, :90], ids[4, :70], ids[5] = ids[0, :90], ids[3, :70], ids[3]
@@ -313,7 +311,7 @@ def test_rows_that_begin_alike_train_in_bf16_as_each_row_alone_in_float64() -> N
 
 
 def test_all_of_plain_projections_in_bf16_goes_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also frozen passes and documents that share a beginning; float32 and decoding keep the other operations."""
+    """So do frozen passes and documents that share a beginning; float32 and decoding keep the other operations."""
     calls: list[str] = []
     for name in ("attention", "gated"):
         whole = getattr(layers, name)
@@ -362,7 +360,7 @@ def test_the_plan_of_a_layout_is_that_of_its_documents() -> None:
 
 
 def test_few_products_of_few_shapes_whatever_the_lengths_are() -> None:
-    """oneDNN compiles a kernel for each shape: lengths that differ by a token give the same ones."""
+    """oneDNN compiles a kernel for each shape, so lengths that differ by a token must give the same shapes."""
     shapes = {
         tuple(
             (len(group.keys), group.mask.shape[0]) for group in attention.plan((300 + n, 300 - n, 424), True, 4).groups
@@ -370,7 +368,7 @@ def test_few_products_of_few_shapes_whatever_the_lengths_are() -> None:
         for n in range(5)
     }
     assert len(shapes) == 1
-    assert transformer.EVEN_ROWS == attention.TILE  # so a line that was made even needs no padding here
+    assert transformer.EVEN_ROWS == attention.TILE  # so a line padded to EVEN_ROWS needs no more padding here
 
 
 class Products(TorchDispatchMode):
@@ -407,7 +405,7 @@ def gradients_and_products(policy: Any, dropout: float) -> tuple[list[Tensor], i
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize(("policy", "again"), [("full", 8), ("every_2", 4), ("selective", 0)])
 def test_layers_that_are_computed_again_give_the_same_bits(policy: str, again: int, dropout: float) -> None:
-    """A layer of two has four products; "selective" keeps them, also those inside autograd functions, unchanged."""
+    """Each of two layers has four products; "selective" keeps them unchanged, even those inside autograd functions."""
     plain, products = gradients_and_products("none", dropout)
     found, more = gradients_and_products(policy, dropout)
     assert len(plain) == len(list(Transformer(CONFIG).parameters()))
@@ -418,5 +416,5 @@ def test_layers_that_are_computed_again_give_the_same_bits(policy: str, again: i
 @pytest.mark.usefixtures("in_cpp")
 @pytest.mark.parametrize(("policy", "again"), [("full", 8), ("every_2", 4), ("selective", 0)])
 def test_layers_with_pieces_in_cpp_are_computed_again_alike(policy: str, again: int) -> None:
-    """What C++ writes into counts no version, so autograd would not notice that a kept tensor is another one."""
+    """A write from C++ does not count as a new version, so autograd would not notice that a kept tensor changed."""
     test_layers_that_are_computed_again_give_the_same_bits(policy, again, 0.0)

@@ -30,7 +30,7 @@ from tests.server import random_model, serving
 def test_a_scored_prompt_has_an_entry_for_the_token_that_ended_the_answer(
     client: openai.OpenAI, byte_tokenizer: Tokenizer, stream: bool
 ) -> None:
-    """lm-evaluation-harness asks for one token and drops the last entry: without this it dropped one of the prompt."""
+    """lm-evaluation-harness asks for one token and drops the last entry, which must not be a prompt token's."""
     ids = byte_tokenizer.encode("The pilot asked")
     asked: dict[str, Any] = {"model": "nano", "prompt": ids, "temperature": 0, "logprobs": 1, "max_tokens": 1}
     for end in (byte_tokenizer.end_of_text, byte_tokenizer.turn_end):
@@ -161,7 +161,7 @@ def test_a_choices_score_is_the_sum_of_its_tokens(byte_tokenizer: Tokenizer) -> 
 
 @pytest.mark.slow
 def test_what_evalplus_said_is_ours_or_has_its_reason() -> None:
-    """The answers of `lessons.program`; statuses as EvalPlus told them, base and plus."""
+    """The answers of `lessons.program`, with the base and plus statuses that EvalPlus reported."""
     rows = lessons.rows(harnesses.PROBLEMS)
     statuses = [("pass", "pass")] * 4 + [("pass", "fail"), ("pass", "pass"), ("pass", "pass"), ("fail", "fail")]
     cut = 'def largest(numbers: list) -> int:\n    """ The largest number. """\n    return max(numbers)'
@@ -178,14 +178,14 @@ def test_what_evalplus_said_is_ours_or_has_its_reason() -> None:
                 (item,) = agreement.verdicts([ours], [{"id": exercise.id, "right": said == "pass", "found": said}])
                 assert item.agrees or item.reason, f"{exercise.id} {part}"
                 reasons.append(item.reason)
-                if number == 5:  # the same program on another answer of the model's: nothing explains it
+                if number == 5:  # the same program for another answer of the model: nothing explains that
                     other = harnesses.judged_program(judge, exercise, tests[exercise.id], text, "", status, part)
                     assert not any(holds for _, holds in other["causes"])
     each = [*[""] * 5, harnesses.TOLERANCE, harnesses.CUT_DIFFERENTLY, ""]
     assert reasons == each * 2
 
 
-BFCL: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {  # rows of their form, and what is accepted
+BFCL: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {  # rows in their format, and the accepted calls
     "simple_python": (
         {
             "name": "chart.mark",
@@ -218,7 +218,7 @@ BFCL: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {  # rows of thei
         [{"book": {"harbor": ["Hull", "Goole"], "berth": [4]}}, {"book": {"harbor": ["Goole"], "berth": [4]}}],
     ),
 }
-ACCEPTED = {  # by bfcl-eval, of `lessons.VARIANTS`
+ACCEPTED = {  # which of `lessons.VARIANTS` bfcl-eval accepts
     "simple_python": {"truth", "last-values", "required-alone", "loud-texts", "fractions", "backwards"},
     "parallel": {"truth", "last-values", "required-alone", "loud-texts", "whole-numbers"},
 }

@@ -1,4 +1,4 @@
-"""The headline numbers: found where they stand, shown as people read them."""
+"""The headline numbers: found where they are stored, shown as people read them."""
 
 import pytest
 

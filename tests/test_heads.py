@@ -1,4 +1,4 @@
-"""Reward model and actor-critic: the score of a place, what is saved is what scores, transformers agrees."""
+"""Reward model and actor-critic: the score at a place, what is saved is what scores, transformers agrees."""
 
 import json
 import math
@@ -177,7 +177,7 @@ def test_actor_and_critic_give_logits_and_normalized_values_of_the_same_places()
     assert all(p.grad is None for p in actor.parameters()) and all(p.grad is not None for p in critic.parameters())
     both.checkpointing = "full"
     assert actor.checkpointing == critic.trunk.checkpointing == both.checkpointing == "full"
-    gates.causal(both)  # gates know neither its shape nor its logits, and let it pass
+    gates.causal(both)  # the gates know neither its shape nor its logits, and let it pass
 
 
 def test_checkpointing_gives_the_same_gradients() -> None:

@@ -22,7 +22,7 @@ def test_the_cut_dictionary_gives_the_size_of_the_preset(text: str) -> None:
 
 @pytest.fixture
 def metrics(tmp_path: Path) -> Path:
-    """Metrics of two models on DOCUMENTS, written in the form of stage_evaluate."""
+    """Metrics of two models on DOCUMENTS, in the format of stage_evaluate."""
     (tmp_path / "eval").mkdir()
     inputs = {"data/raw/text": "t1", "data/raw/code": "c1"}
     for corpus in ("text", "code"):

@@ -1,4 +1,4 @@
-"""Commits as dialogues: what is asked, what leaves and why, the bounds, and a repository that wants to run programs."""
+"""Commits as dialogues: what is asked, what is dropped and why, limits, and a repository that tries to run code."""
 
 import subprocess
 import sys

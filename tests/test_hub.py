@@ -1,7 +1,7 @@
 """Data sets of the hub: mappings, and fetching from a server that fails on demand.
 
-Fetching runs in a child process, for huggingface_hub reads HF_ENDPOINT when it is imported; one child serves all tests
-but the one that kills it. Those tests are slow: the child imports `datasets`, which takes seconds.
+Fetching runs in a child process because huggingface_hub reads HF_ENDPOINT on import; one child serves all tests except
+the one that kills it. Those tests are slow: the child imports `datasets`, which takes seconds.
 """
 
 import gzip
@@ -46,7 +46,7 @@ def hub_yaml() -> DataConfig:
 
 
 def lay(parts: Path, kind: str, entry: HubSet, **splits: list[dict[str, Any]]) -> None:
-    """Parts as `fetch` leaves them, so that nothing is fetched."""
+    """Write parts as `fetch` leaves them, so that nothing is fetched."""
     folder = hub.folder_of(entry, kind, parts)
     for split, rows in splits.items():
         (folder / split).mkdir(parents=True, exist_ok=True)
@@ -277,7 +277,7 @@ def server() -> Iterator[HubServer]:
 
 
 def stories() -> dict[str, bytes]:
-    """Three files of training stories and one of held-out ones; some 300 kB each, so that a break comes amid rows."""
+    """Three files of training stories and one of held-out ones; about 300 kB each, so that a break falls amid rows."""
     generator = np.random.default_rng(0)
     files = {
         "README.md": (

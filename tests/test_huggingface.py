@@ -38,7 +38,7 @@ def out(tiny_model: Transformer, byte_tokenizer: Tokenizer, tmp_path: Path) -> P
 
 
 def reward_model(config: ModelConfig) -> RewardModel:
-    """All weights drawn, the head's too."""
+    """A reward model whose weights are all random, the head's too."""
     model = RewardModel(Transformer(config, torch.Generator().manual_seed(3)))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -58,7 +58,7 @@ def test_every_file_has_its_checksum(out: Path) -> None:
         if p.is_file() and p.name != "SHA256SUMS"
     }
     assert {"config.json", "model.safetensors", "gguf/a.gguf"} <= sums.keys()
-    huggingface.seal(out)  # again: its own sum is not in it
+    huggingface.seal(out)  # sealed again: SHA256SUMS does not list itself
     assert (out / "SHA256SUMS").read_text().splitlines() == lines
 
 
@@ -144,7 +144,7 @@ def test_what_is_measured_is_what_a_slow_walk_measures(tiny_model: Transformer, 
 
 
 class Stammering(smoke.Ours):
-    """The model, but for its eleventh greedy token."""
+    """The model, but with another eleventh greedy token."""
 
     def greedy(self, prompt: list[int], count: int) -> list[int]:
         said = super().greedy(prompt, count)
@@ -161,7 +161,7 @@ def test_greedy_tokens_count_until_the_first_that_differs(
             smoke.check_parity(found, kind, tmp_path)
     assert (
         smoke.check_parity(found, "q8_0", tmp_path)["greedy_equal"] == 10
-    )  # rounded weights may choose otherwise: recorded
+    )  # rounded weights may choose differently, so this is only recorded
 
 
 def test_a_reward_model_is_proved_by_its_rewards(
@@ -252,18 +252,16 @@ HEARD: list[str] = []
 
 
 def test_loading_unpickles_nothing(out: Path) -> None:
-    """An audit hook, which cannot be removed, hears `pickle.find_class` and what compiles or runs code of the
-    directory.
-    """
+    """An audit hook, which cannot be removed, hears of unpickled classes, loaded code objects and new processes."""
 
     def listen(event: str, arguments: tuple[Any, ...]) -> None:
         if event in ("pickle.find_class", "subprocess.Popen", "os.system", "marshal.loads"):
             HEARD.append(f"{event} {arguments!r:.100}")
 
-    huggingface.load(out)  # what is imported late is imported before
+    huggingface.load(out)  # makes late imports happen before the hook listens
     sys.addaudithook(listen)
     pickle.loads(pickle.dumps(Path))
-    assert [heard.split()[0] for heard in HEARD] == ["pickle.find_class"]  # it hears
+    assert [heard.split()[0] for heard in HEARD] == ["pickle.find_class"]  # the hook works
     HEARD.clear()
     huggingface.load(out)
     assert HEARD == []
@@ -287,7 +285,7 @@ def test_transformers_tokenizes_20_000_tokens_as_we_do(out: Path, byte_tokenizer
 
 @pytest.mark.oracle
 def test_the_tokenizer_gives_what_generate_takes(out: Path) -> None:
-    """transformers 4 gives token types besides, unless it is told, and then refuses its own tokenizer's words."""
+    """Unless told not to, transformers 4 also gives token types, and then rejects its own tokenizer's output."""
     transformers = pytest.importorskip("transformers")
     given = transformers.AutoTokenizer.from_pretrained(out)("a word", return_tensors="pt")
     assert set(given) == {"input_ids", "attention_mask"}
@@ -350,4 +348,4 @@ def test_a_merged_adapter_is_the_model_with_its_adapter(
         found = exported.train(False)(ids).log_softmax(-1)
         plain = tiny_model(ids).log_softmax(-1)
     assert float((found - attached).abs().max()) <= 1e-5
-    assert float((plain - attached).abs().max()) > 1e-2  # the adapter says something
+    assert float((plain - attached).abs().max()) > 1e-2  # the adapter makes a difference

@@ -21,13 +21,13 @@ HEAVY = (
     "accelerate",
 )
 LIGHT = ("corpus", "tasks", "tokenizer", "encode")  # no model
-SHARDED = ("torch.distributed.fsdp", "torch.distributed.tensor", "sympy")  # for models cut over processes
+SHARDED = ("torch.distributed.fsdp", "torch.distributed.tensor", "sympy")  # for models sharded over processes
 MODELS = ("language", "rlhf", "memory", "evaluate", "deploy")
 BESIDE_TORCH = (*(name for name in HEAVY if name not in ("torch", "scipy")), *SHARDED, "torch._dynamo")
 
 
 def imported(stage: str) -> set[str]:
-    """The modules that are there when a stage has been imported."""
+    """The modules that are loaded once a stage has been imported."""
     told = subprocess.run(
         [sys.executable, "-c", f"import sys, stages.{stage}; print(*sys.modules)"],
         capture_output=True,

@@ -20,7 +20,7 @@ NANO = ModelConfig(**yaml.safe_load((CONF / "nano.yaml").read_text()))
 
 
 def fresh(config: ModelConfig, *, heads: bool) -> Transformer:
-    """A model of a fixed seed."""
+    """A model from a fixed seed."""
     draws = torch.Generator().manual_seed(0)
     model = Transformer(config, draws)
     if heads:
@@ -29,7 +29,7 @@ def fresh(config: ModelConfig, *, heads: bool) -> Transformer:
 
 
 def said_twice(config: ModelConfig, length: int = 60) -> Tensor:
-    """(8, 2 * length) rows whose second half is their first; no token twice in a half."""
+    """(8, 2 * length) rows whose second half repeats the first; no token occurs twice in a half."""
     draws = torch.Generator().manual_seed(1)
     half = torch.stack([torch.randperm(config.vocab_size, generator=draws)[:length] for _ in range(8)])
     return torch.cat((half, half), dim=1)
@@ -65,8 +65,8 @@ def test_the_right_token_ranks_among_the_first_before_any_training() -> None:
 
 @pytest.mark.parametrize("path", sorted(CONF.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_size_starts_near_a_uniform_guess(path: Path) -> None:
-    """Cut to two layers, a narrow inside (it starts at zero) and a small vocabulary; the gate of the first loss
-    decides.
+    """Each size is cut to two layers, a narrow MLP (which starts at zero) and a small vocabulary; the gate of the first
+    loss decides.
     """
     shape = {key: value for key, value in yaml.safe_load(path.read_text()).items() if key != "memory"}
     config = ModelConfig(**(shape | {"layers": 2, "d_ff": 64, "vocab_size": 4096, "max_context": 128}))

@@ -1,4 +1,4 @@
-"""Books of own files: rejected rows and their limit, shapes, duplicates, splits, and documents that are cut."""
+"""Intake of own files: rejected rows and their limit, shapes, duplicates, splits, and documents that are cut."""
 
 import json
 from collections import Counter
@@ -93,7 +93,7 @@ def test_two_problems_of_one_key_stay_in_one_split(own: Path) -> None:
 
 
 def test_the_split_of_an_id_never_changes() -> None:
-    """Pinned: a new version must not move a row from the test to training."""
+    """Pinned: a new version must not move a row from test to training."""
     splits = {split: [n for n in range(200) if split_of(str(n), 0.02, 0.05) == split] for split in ("val", "test")}
     assert splits == {"val": [2, 52, 155, 168], "test": [4, 9, 36, 38, 75, 87, 106, 135, 138, 182]}
     more = [n for n in range(200) if split_of(str(n), 0.02, 0.1) == "test"]

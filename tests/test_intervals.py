@@ -35,7 +35,7 @@ def test_the_bootstrap_covers_the_truth_about_95_times_in_100() -> None:
 
 
 def test_a_ratio_is_formed_anew_in_each_resample() -> None:
-    """All documents have two bits a byte, whatever their size: the ratio has no spread at all."""
+    """All documents have two bits per byte, whatever their size: the ratio has no spread at all."""
     sizes = np.arange(1.0, 40)
     interval = ratio((2 * sizes).tolist(), sizes.tolist(), generator=seeded())
     assert (interval.value, interval.low, interval.high) == pytest.approx((2.0, 2.0, 2.0))
@@ -43,7 +43,7 @@ def test_a_ratio_is_formed_anew_in_each_resample() -> None:
 
 
 def test_few_items_of_unequal_size_are_covered_as_many_equal_ones_are() -> None:
-    """13 files whose sizes differ by an order of magnitude; percentiles of a bootstrap cover 83% of them."""
+    """For 13 files whose sizes differ by an order of magnitude, bootstrap percentiles cover only 83%."""
     random = np.random.default_rng(0)
     sizes = random.lognormal(0, 1.2, 200_000)
     bits = sizes * 1.6 * np.exp(0.3 * random.standard_normal(len(sizes)) - 0.1 * np.log(sizes))
@@ -72,7 +72,7 @@ def test_percentiles_are_those_of_enumerated_resamples() -> None:
 
 def test_pairing_removes_what_both_models_share() -> None:
     random = np.random.default_rng(1)
-    hard = random.normal(0, 10, 200)  # items differ much
+    hard = random.normal(0, 10, 200)  # items differ a lot
     first = (hard + random.normal(0, 0.1, 200)).tolist()
     second = (hard + 0.5 + random.normal(0, 0.1, 200)).tolist()
     paired = paired_difference((first, None), (second, None), generator=seeded(), resamples=2000)
@@ -109,7 +109,7 @@ def test_a_share_that_is_the_same_for_all_has_wilsons_border(value: float) -> No
     found = ratio([value] * 30, generator=draws)
     assert found == wilson(int(30 * value), 30)
     assert found.high - found.low > 0.1
-    assert ratio([0.5] * 30, generator=draws) == Interval(0.5, 0.5, 0.5, 30)  # no share of successes
+    assert ratio([0.5] * 30, generator=draws) == Interval(0.5, 0.5, 0.5, 30)  # not a share of successes
 
 
 def test_an_interval_is_as_wide_as_two_sided_95_percent_of_a_normal_mean() -> None:

@@ -2,8 +2,8 @@
 
     python -m torch.distributed.run ... -m tests.test_invariance KIND FOLDER      is one of the two processes
 
-Adam's eps is 0.01 here: with 1e-8 the first update is the sign of each gradient, so one of 1e-9 that rounds to the
-other side of zero moves its weight by twice the rate.
+Adam's eps is 0.01 here: with 1e-8 the first update is the sign of each gradient, so a gradient of 1e-9 that rounds
+to the other side of zero moves its weight by twice the rate.
 """
 
 import os
@@ -53,7 +53,7 @@ SMOOTH: dict[str, Any] = {"eps": 1e-2, "learning_rate": 1e-2}
 
 
 def pair(number: int) -> Pair:
-    """Answers of unequal lengths."""
+    """A pair with answers of unequal lengths."""
     said = [
         [{"role": role, "content": text}]
         for role, text in (
@@ -107,7 +107,7 @@ def train_pairs(folder: Path, method: str, **runtime: Any) -> nn.Module:
     one = job(folder, **runtime)
     fit(
         trained, stream, objective, settings, one, watchers=Watchers(gradients_at=1)
-    )  # a zero head lets none through before
+    )  # before that, a zero head lets none through
     keep_curve(one, folder)
     return trained
 
@@ -145,7 +145,7 @@ def train_labels(folder: Path, **runtime: Any) -> nn.Module:
 
 
 def train_grpo(folder: Path, rehearsal: Given | None = None, **runtime: Any) -> nn.Module:
-    """15 answers in minibatches of 8 and 7: in the second one of two processes has a row of padding alone."""
+    """15 answers in minibatches of 8 and 7: in the second one, a process of two has a row of padding only."""
     model = bandit.actor()
     settings = bandit.config(prompts=5, samples=3, minibatches=2, epochs=1, iterations=2, **SMOOTH)
     method = replace(METHODS["grpo"], beta=0.05)
@@ -154,7 +154,7 @@ def train_grpo(folder: Path, rehearsal: Given | None = None, **runtime: Any) -> 
 
 
 def train_ppo(folder: Path, **runtime: Any) -> nn.Module:
-    """The same of PPO."""
+    """The same for PPO."""
     model = ActorCritic(bandit.actor(), RewardModel(bandit.actor()))
     settings = bandit.config(prompts=15, samples=1, minibatches=2, epochs=1, iterations=2, **SMOOTH)
     constants = PPOConfig(beta=0.05, target_kl=1.0, horizon=100)
@@ -201,7 +201,7 @@ def in_two_processes(kind: str, folder: Path) -> None:
         try:
             _, said = started.communicate(timeout=120)
         except subprocess.TimeoutExpired:
-            os.killpg(started.pid, signal.SIGKILL)  # the two as well, which wait for each other
+            os.killpg(started.pid, signal.SIGKILL)  # also ends the two workers, which wait for each other
             raise
     assert started.returncode == 0, said[-4000:]
 

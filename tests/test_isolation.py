@@ -1,4 +1,4 @@
-"""The tests stand alone: with a home of their own, and none is skipped that was required (tests/conftest.py)."""
+"""The tests are isolated: they have their own home, and no required test is skipped (tests/conftest.py)."""
 
 import os
 import subprocess

@@ -1,5 +1,5 @@
-"""The sandbox holds what a model wrote: every attack of `attacks.py`, as root and as nobody; no survivors, no
-secrets.
+"""The sandbox contains what a model wrote: every attack in `attacks.py` fails, as root and as nobody, and leaves no
+processes and leaks no secrets.
 """
 
 import ast
@@ -87,7 +87,7 @@ def test_the_jail_imports_nothing_of_the_project():
 
 
 def decision(program: list, number: int, arch: int, arguments: tuple[int, ...] = ()) -> int:
-    """What a seccomp filter answers: classic BPF, one instruction at a time."""
+    """What a seccomp filter answers, from running its classic BPF one instruction at a time."""
     data = struct.pack("<IIQ6Q", number, arch, 0, *(*arguments, *[0] * 6)[:6])
     word, at = 0, 0
     while True:
@@ -171,7 +171,7 @@ def test_allow_unsafe_runs_and_marks_the_verdicts(monkeypatch, tmp_path, caplog)
 
 
 def _broken_jail(folder: Path) -> Path:
-    """A copy of the server that cannot have the filter."""
+    """A copy of the server that cannot install the filter."""
     for name in NEIGHBOURS:
         shutil.copy(SANDBOX / f"{name}.py", folder)
     folder.chmod(0o755)
@@ -318,7 +318,7 @@ def test_no_secret_of_the_trainer_is_in_the_memory_of_server_or_child(monkeypatc
         memory = b"".join(map(_memory, (server.pid, *children)))
         environment = Path(f"/proc/{server.pid}/environ").read_bytes()
         assert future.result().verdict == "timeout"
-    assert b"time.sleep(x)" in memory  # we did read the right thing
+    assert b"time.sleep(x)" in memory  # we did read the right memory
     assert expected.encode() not in memory and b"environment-5a7c0ffee" not in memory
     assert environment.replace(b"\0", b"").startswith(b"PYTHONHASHSEED=0") or not environment.strip(b"\0")
 
@@ -351,7 +351,7 @@ def test_nothing_of_a_job_is_ever_in_the_memory_of_the_zygote():
         watcher, after = _memory(process.pid), _memory(zygote)
         lines = Path(f"/proc/{zygote}/maps").read_text().splitlines()
         shared = [line for line in lines if line.split()[1] in ("rw-s", "rwxs", "-w-s")]
-    assert any(word.encode() in watcher for word in words)  # we did read the right thing
+    assert any(word.encode() in watcher for word in words)  # we did read the right memory
     assert not [word for word in words if word.encode() in after or word.encode("utf-16-le") in after]
     assert not shared and abs(len(after) - len(before)) < 1 << 16
 

@@ -1,5 +1,5 @@
-"""Values and verdicts: what equals what, what a forged report is worth, which asserts can be judged. No processes
-but few.
+"""Values and verdicts: what equals what, what a forged report is worth, which asserts can be judged. Few
+processes are started.
 """
 
 import ast
@@ -40,7 +40,7 @@ PLAIN = st.recursive(
 
 
 def types_and_value(value):
-    """A slow, obvious form in which strict equality is Python's: types spelled out at every level."""
+    """A slow, obvious form that spells out types at every level, so that strict equality is Python's."""
     name = type(value).__name__
     if isinstance(value, dict):
         return name, {types_and_value(k): types_and_value(v) for k, v in value.items()}
@@ -55,8 +55,8 @@ def types_and_value(value):
 
 @contextmanager
 def cpu_within(seconds: float) -> Iterator[None]:
-    """Fails where what is inside takes more CPU; what other tests left is out of the collector's sight, which would
-    walk it.
+    """Fail if the block takes more CPU time. Objects left by other tests are frozen, so that the collector does not
+    walk them.
     """
     gc.collect()
     gc.freeze()
@@ -312,7 +312,7 @@ def test_the_way_a_child_ends_decides_about_the_tests_it_left():
     right, timeout = ("", ""), ("timeout", "")
     assert verdicts(report(*GOOD)) == [right, right]
     assert verdicts(report(GOOD[0], status=0)) == [right, ("error", "exit")]
-    assert verdicts(report(*GOOD, status=0)) == [right, ("error", "exit")]  # the end was never said
+    assert verdicts(report(*GOOD, status=0)) == [right, ("error", "exit")]  # the end was never reported
     assert verdicts(report(signal=11)) == [("error", "crash")] * 2
     assert verdicts(report(signal=9)) == [("memory", "")] * 2
     assert verdicts(report(GOOD[0], cut="output")) == [right, ("error", "output")]

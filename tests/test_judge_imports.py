@@ -1,11 +1,11 @@
-"""A user with another Python than the environment's judges programs with the standard library alone."""
+"""A user whose Python is not the environment's can judge programs with the standard library alone."""
 
 import subprocess
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-# -S: no site-packages; what the judge loads of ours is all of its own room, of `run` and of `text`
+# -S: no site-packages. Of our own code, the judge loads only its own room, `run` and `text`.
 LOADED = """
 import sys
 sys.path.insert(0, ".")

@@ -1,4 +1,4 @@
-"""benchmarks/kills.py: it kills, it goes on, and it notices other bytes."""
+"""benchmarks/kills.py: it kills, resumes, and notices different bytes."""
 
 import random
 import subprocess
@@ -47,7 +47,7 @@ def test_a_stage_that_resumes_with_other_bytes_is_noticed(
 
 
 def test_moments_follow_a_machine_that_became_faster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawn over the time of a slow first run, all of them would lie behind the ends of the others."""
+    """Drawn over the time of a slow first run, all moments would come after the other runs have ended."""
 
     def start(self: kills.Scratch, stage: str, work: str, *more: str) -> subprocess.Popen[bytes]:
         code = TOY.replace("0.03", "0.3" if work == "whole" else "0.03")

@@ -1,4 +1,4 @@
-"""Batches of labels: what stands in them, which prompt gets which other answer, and that a batch is a pure function."""
+"""Batches of labels: what is in them, which prompt gets which other answer, and that a batch is a pure function."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from pipeline.text.tokenizer import Tokenizer
 
 
 def label(number: int, **changes: Any) -> Label:
-    """A prompt and an answer of lengths of their own."""
+    """A prompt and an answer whose lengths depend on the number."""
     values: dict[str, Any] = {
         "id": str(number),
         "source": "made",
@@ -39,7 +39,7 @@ def stream(folder: Path, tokenizer: Tokenizer, **changes: Any) -> LabelStream:
 
 
 def parts(batch: LabelBatch, tokenizer: Tokenizer, *, mismatched: bool = False) -> list[tuple[str, str]]:
-    """What stands before the trained tokens of each row, and what is trained."""
+    """For each row, the text before the trained tokens and the trained text."""
     rows, found = batch.mismatched if mismatched else batch.matched, []
     for ids, targets, documents in zip(rows.input_ids, rows.targets, rows.documents, strict=True):
         start = int((targets >= 0).nonzero()[0]) + 1
@@ -86,7 +86,7 @@ def test_an_epoch_has_every_label_once_with_its_verdict(byte_tokenizer: Tokenize
 
 
 def test_a_label_that_a_step_has_twice_has_two_partners(byte_tokenizer: Tokenizer, tmp_path: Path) -> None:
-    """At the border of two epochs, and where there are fewer labels than a step takes."""
+    """At the border between two epochs, and where there are fewer labels than a step takes."""
     made = stream(write(tmp_path, [label(n) for n in range(3)]), byte_tokenizer, answers=5)
     rows = made.rows(0, 120)
     assert len(set(rows.tolist())) == 5

@@ -1,5 +1,5 @@
-"""The launcher: order, what a failure leaves out, what is said, signals; with fake stages, and with real ones at
-smoke.
+"""The launcher: order, what a failure leaves out, what is printed, and signals, with fake stages and with real ones at
+smoke scale.
 """
 
 import json
@@ -29,8 +29,8 @@ def build_of(waits: dict[str, set[str]], jobs: int = 2, **seconds: float) -> Bui
 
 
 class Repro:
-    """A fake of `dvc repro -s STAGE` that ends at the second look, with the stage's own code in the file it was
-    told.
+    """A fake of `dvc repro -s STAGE` that ends when polled a second time and writes the stage's own exit code to the
+    given file.
     """
 
     started: list[str]
@@ -60,7 +60,7 @@ class Repro:
         code = Repro.codes.get(self.name, 0)
         if self.name not in Repro.cached:
             self.told.write_text(str(code))
-        self.exitcode = 255 if code else 0  # as DVC, whatever the stage's own code
+        self.exitcode = 255 if code else 0  # as DVC does, whatever the stage's own code
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ def test_the_longest_chain_in_seconds_goes_first_and_no_stage_has_other_threads_
     assert build.ready() == ["alone", "tools"]  # 9 s against a chain of three stages of 1 s
     assert Launcher(build_of(waits), "make").run() == 0
     assert repros.started == ["corpus", "tools", "alone", "reward", "rlhf"]
-    assert set(repros.threads.values()) == {"2"}  # of 4 cores for 2 jobs, also where a stage is alone
+    assert set(repros.threads.values()) == {"2"}  # 4 cores for 2 jobs, even where a stage is alone
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert Launcher(build_of(waits), "make").run() == 0 and set(repros.threads.values()) == {"3"}
 
@@ -153,7 +153,7 @@ def test_what_is_built_tells_how_fast_this_machine_is() -> None:
     build.ended("a", "built")
     build.stages["a"].took = 150.0
     assert build.left({}) == 2.5 * 360  # c, e
-    build.stages["a"].seconds = 20.0  # of a guess so short nothing is said
+    build.stages["a"].seconds = 20.0  # so short a guess says nothing
     assert build.left({}) == 360.0
     build.ended("b", "up to date")
     assert build.left({}) == 360.0
@@ -272,7 +272,7 @@ def test_what_trains_alone_is_decided_by_what_could_run_beside_it(monkeypatch: p
     monkeypatch.setattr(launch.device, "workers", lambda _: 2)
     assert launch.prepare(launch.SPINE, 2).alone == {"stage_tools"}
     monkeypatch.setattr(launch.device, "workers", lambda _: 4)
-    assert not launch.prepare(launch.SPINE, 2).alone  # two threads each
+    assert not launch.prepare(launch.SPINE, 2).alone  # two threads each suffice
 
 
 def test_without_a_sandbox_what_learns_from_sampled_programs_is_left_out_and_the_rest_is_built(
@@ -304,7 +304,7 @@ def test_without_a_sandbox_what_learns_from_sampled_programs_is_left_out_and_the
     ],
 )
 def test_locks_of_processes_that_are_gone_are_removed(text: str, kept: bool, tmp_path: Path) -> None:
-    launch.tidy_locks(tmp_path)  # none there
+    launch.tidy_locks(tmp_path)  # there is no lock file yet
     (tmp_path / "rwlock").write_text(text.replace("PID", str(os.getpid())))
     launch.tidy_locks(tmp_path)
     assert (tmp_path / "rwlock").exists() == kept
@@ -336,7 +336,7 @@ def test_no_job_at_a_time_is_refused_and_one_core_has_one(
 
 
 def ours(folder: Path) -> list[psutil.Process]:
-    """Processes that work in a folder."""
+    """Processes whose working directory is in a folder."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -356,7 +356,7 @@ def until(happened: Callable[[], bool], seconds: float = 60.0) -> None:
 
 @pytest.fixture(scope="module")
 def encoded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Repository]:
-    """A repository whose data are built, and `models/code` with what it needs not yet."""
+    """A repository whose data are built, but not yet `models/code` and the model it needs."""
     repository = Repository.copy_of_ours(tmp_path_factory.mktemp("launch") / "repository")
     repository.edit("params.yaml", "language:\n  steps:", "language:\n  steps: 60")
     repository.edit("params.yaml", "code:\n  steps:", "code:\n  steps: 60")
@@ -426,7 +426,7 @@ def test_the_end_says_how_idle_the_jobs_were_and_which_chain_took_longest() -> N
 
 
 def makespan(build: Build) -> float:
-    """Seconds of a build in which every stage takes what was estimated."""
+    """Seconds of a build in which every stage takes as long as estimated."""
     now, running = 0.0, dict[str, float]()
     while running or build.ready():
         for name in build.ready()[: build.jobs - len(running)]:
@@ -438,11 +438,11 @@ def makespan(build: Build) -> float:
 
 
 def shortest(build: Build) -> float:
-    """No order takes fewer seconds: the longest chain, or a chain to a stage and all that needs that stage divided
-    by the jobs.
+    """A lower bound in seconds for any order: the longest chain, or a chain to a stage plus the time of all that needs
+    that stage divided by the jobs.
     """
     before: dict[str, float] = {}  # stage -> seconds of the longest chain that ends with it
-    needs: dict[str, set[str]] = {}  # with those that they need
+    needs: dict[str, set[str]] = {}  # stage -> all that it needs, directly or indirectly
     for name, stage in build.stages.items():  # in topological order
         before[name] = stage.seconds + max((before[other] for other in stage.waits), default=0.0)
         needs[name] = stage.waits.union(*(needs[other] for other in stage.waits))
@@ -457,7 +457,7 @@ def shortest(build: Build) -> float:
 def test_two_jobs_take_hardly_longer_than_any_order_could(
     target: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the seconds of the demo."""
+    """With the stage times of the demo."""
     monkeypatch.setenv("STAGECOACH_WORK", str(tmp_path))
     waits = launch.chosen(graph.waits(), target)
     seconds = launch.seconds_of(list(waits), "demo")

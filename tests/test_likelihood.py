@@ -62,7 +62,7 @@ def test_a_uniform_model_has_log2_v_bits_a_token(tokenizer: Tokenizer) -> None:
 
 
 def test_a_model_without_context_scores_alike_at_any_window(tokenizer: Tokenizer) -> None:
-    """Attention and SwiGLU switched off: a token's probabilities follow from the token before it alone."""
+    """Attention and SwiGLU switched off: a token's probabilities depend on the token before it alone."""
     model = sharp(384)
     with torch.no_grad():
         for layer in model.model.layers:
@@ -121,7 +121,7 @@ def test_the_batch_changes_nothing(tokenizer: Tokenizer, monkeypatch: pytest.Mon
 
 
 class Lowering:
-    """A tokenizer with a normalizer: it lowers its input."""
+    """A tokenizer with a normalizer that lowercases its input."""
 
     def __init__(self, inner: Tokenizer) -> None:
         self.inner, self.end_of_text, self.token_bytes = inner, inner.end_of_text, inner.token_bytes

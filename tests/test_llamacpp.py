@@ -1,7 +1,7 @@
 """llama.cpp reads our GGUF files: the same tokens, the same log-probabilities, the same greedy text, the same
 conversations.
 
-Needs llama-cpp-python, built from source; skipped elsewhere. Two versions of llama.cpp in one run are not looked at.
+Needs llama-cpp-python built from source, and is skipped without it. One run tests one version of llama.cpp.
 """
 
 import ctypes
@@ -44,12 +44,12 @@ SHAPES = {
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    """Merges of two languages, code and accents: more than the fixtures' few."""
+    """A tokenizer with more merges than the fixtures' few: from two languages, code and accents."""
     return Tokenizer.train(iter([smoke.probe()] * 3), 512)
 
 
 def drawn(shape: ModelConfig, scale: float = 3.0) -> Transformer:
-    """All weights drawn, norms and biases too, and at 3 so large that the text varies."""
+    """A model whose weights are all random, norms and biases too, and at scale 3 large enough for varied text."""
     generator = torch.Generator().manual_seed(5)
     model = Transformer(shape, generator)
     with torch.no_grad():
@@ -70,7 +70,7 @@ def written(folder: Path, model: Transformer, tokenizer: Tokenizer, kind: str) -
 
 @pytest.fixture(scope="module")
 def program(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LlamaCpp]:
-    """A file loaded: its vocabulary and its template are looked at."""
+    """A loaded file, for the tests of its vocabulary and its template."""
     path = written(tmp_path_factory.mktemp("a"), drawn(SHAPES["tied"]), tokenizer, "f16")
     opened = LlamaCpp(path, 512)
     yield opened
@@ -137,7 +137,7 @@ def test_log_probabilities_and_greedy_text_of_f32_are_ours(shape: str, tokenizer
     assert found.max_difference <= 1e-5
     assert (found.greedy_equal, found.greedy_tokens) == (64, 64)
     said = smoke.Ours(model).greedy(tokenizer.encode(smoke.probe())[:32], 64)
-    assert len(set(said)) > 8  # it is no constant that is equal
+    assert len(set(said)) > 8  # what is equal is not one repeated token
 
 
 @pytest.mark.parametrize("kind", ["f16", "bf16", "q8_0"])
@@ -145,9 +145,7 @@ def test_log_probabilities_and_greedy_text_of_f32_are_ours(shape: str, tokenizer
 def test_rounded_files_are_as_far_as_the_gate_allows(
     shape: str, kind: str, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    """llama.cpp rounds what the weights are multiplied by, too; the gate's limit on the divergence leaves room for
-    it.
-    """
+    """llama.cpp also rounds what the weights are multiplied by; the gate's divergence limit leaves room for it."""
     found = beside(drawn(SHAPES[shape]), tokenizer, tmp_path, kind)
     assert 0 < found.divergence <= smoke.LIMITS[kind].divergence
 
@@ -157,7 +155,7 @@ def test_a_cache_in_f16_costs_little(tokenizer: Tokenizer, tmp_path: Path) -> No
 
 
 def test_llama_cpp_s_eyes_see_a_wrong_file(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    """The thresholds above are not so wide that a permuted weight or another base of the rotation would pass."""
+    """The thresholds above are not so wide that a permuted weight or another RoPE base would pass."""
     model, other = drawn(SHAPES["tied"]), drawn(replace(SHAPES["tied"], rope_theta=1e4))
     permuted = drawn(SHAPES["tied"])
     with torch.no_grad():

@@ -130,7 +130,7 @@ STRANGER = {
 
 
 def reachable(user: int) -> bool:
-    """Whether this test may become another user who can run this Python, which may lie in root's home."""
+    """Whether this test can switch to another user who can run this Python, which may be in root's home."""
     if os.getuid() != 0:
         return False
     try:
@@ -162,9 +162,9 @@ def test_two_users_with_other_homes_locales_packages_and_hash_seeds_make_the_sam
             "PYTHONPATH": str(extra) if number else "",
         }
         user: dict[str, int] = {}
-        if number and reachable(65534):  # the second one is nobody in particular
+        if number and reachable(65534):  # the second user is `nobody`
             user = {"user": 65534, "group": 65534}
-            for path in (tmp_path, *tmp_path.parents[:-2]):  # pytest's folders are root's alone
+            for path in (tmp_path, *tmp_path.parents[:-2]):  # only root can read pytest's folders
                 path.chmod(0o755)
             for path in (folder, home, *folder.rglob("*"), *home.rglob("*")):
                 os.chown(path, 65534, 65534)

@@ -1,4 +1,4 @@
-"""Runs that go on: a longer one from the state of a shorter, from a named state, and the models of the middle."""
+"""Continued runs: a longer one from a shorter one's state or a named state, and models kept along the way."""
 
 import json
 from pathlib import Path
@@ -26,7 +26,7 @@ KEYS = TRAINING | {
 
 
 def tools(*argv: str, **changes: Any) -> Ended:
-    """Stage tools with KEYS and `changes`; `save_steps` and `keep_models` are of the block runtime."""
+    """Stage tools with KEYS and `changes`; `save_steps` and `keep_models` belong to the block `runtime`."""
     runtime = {"precision": "fp32", "logging_steps": 3} | {
         key: changes.pop(key) for key in ("save_steps", "keep_models", "keep") if key in changes
     }
@@ -36,7 +36,7 @@ def tools(*argv: str, **changes: Any) -> Ended:
 
 
 def published() -> dict[str, str]:
-    """The hashes of what the stage made, without its lineage, which has the key."""
+    """The hashes of what the stage made, without its lineage, which contains the key."""
     files = [path for path in Path("models/tools").rglob("*") if path.is_file() and path.name != "lineage.json"]
     return {str(path): workdir.sha256(path) for path in [*files, Path("metrics/tools.csv")]}
 
@@ -54,7 +54,7 @@ def test_a_run_of_thirty_steps_after_one_of_twenty_equals_one_of_thirty(publish:
 
 
 def test_a_run_that_rehearses_at_its_end_goes_on_from_before_that(workspace: Workspace) -> None:
-    """Rehearsal begins at step 10 of 20, before the rates fall at 16; of 30 steps at 15."""
+    """Rehearsal begins at step 10 of 20, before the rates fall at 16; of 30 steps it begins at 15."""
     for name, texts in (("text", "The boats. "), ("code", "x = 1\n")):
         documents = [texts * (3 + n % 5) for n in range(60)]
         write_corpus(workspace.folder / name, documents[8:], documents[:8], workspace.tokenizer)
@@ -158,7 +158,7 @@ def test_an_adapter_is_merged_into_the_model_of_the_middle_and_training_goes_on(
 
 
 def test_models_that_cannot_be_kept_are_named_and_end_no_run(workspace: Workspace) -> None:
-    """The block runtime is read by every stage of the graph."""
+    """The block `runtime` is read by every stage of the graph."""
     ended = workspace.command("reward", **{"runtime.keep_models": [2]})
     assert ended.code == 0 and "is ignored because stage_reward writes a model only at the end" in ended.said
     ended = tools(steps=4, keep_models=[9])

@@ -62,7 +62,7 @@ def seeded(seed: int) -> torch.Generator:
 
 
 def fresh(config: ModelConfig = CONFIGS[0]) -> Transformer:
-    """Weights so large that logits differ by some units, random biases."""
+    """A model with random biases, and weights so large that logits differ by several units."""
     model = Transformer(config, seeded(0)).train(False)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -73,7 +73,7 @@ def fresh(config: ModelConfig = CONFIGS[0]) -> Transformer:
 
 
 def stirred(model: Transformer, seed: int = 5, size: float = 0.1) -> Transformer:
-    """Every adapter parameter moved, as training would."""
+    """Move every adapter parameter, as training would."""
     generator = seeded(seed)
     for tensor in lora.adapter_state(model).values():
         tensor.add_(size * torch.randn(tensor.shape, generator=generator))
@@ -175,7 +175,7 @@ def test_only_the_adapter_trains_and_its_parameters_are_counted_by_hand() -> Non
     # width 24, q and o 32 wide, k and v 16 wide, rank 3, 2 layers: r (in + out) each
     assert sum(p.numel() for p in model.parameters() if p.requires_grad) == 2 * 3 * (56 + 40 + 40 + 56) == 1152
     model = adapted("all")
-    # and gate, up, down of 40; DoRA one number a row
+    # and gate, up, down of 40; DoRA adds one number per row
     rows = 32 + 16 + 16 + 24 + 40 + 40 + 24
     assert sum(p.numel() for p in model.parameters() if p.requires_grad) == 2 * (3 * (192 + 3 * 64) + rows) == 2688
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
@@ -248,7 +248,7 @@ def test_dropout_falls_on_what_enters_the_adapter_in_training_only(kind: str) ->
         still = layer.train(False)(x)
         assert torch.equal(still, layer(x))
     assert found.std(dim=0).min() > 0.01  # the rows of x are equal, what comes out is not
-    torch.testing.assert_close(found.mean(0), still[0], rtol=0.02, atol=0.05)  # in the mean nothing is lost
+    torch.testing.assert_close(found.mean(0), still[0], rtol=0.02, atol=0.05)  # on average nothing is lost
 
 
 @pytest.mark.parametrize("checkpointing", ["full", "every_2", "selective"])
@@ -455,7 +455,7 @@ def test_one_layer_gives_the_numbers_of_peft(case: dict[str, Any]) -> None:
 
 @torch.no_grad()
 def test_the_merge_gate_counts_in_the_size_of_the_logits() -> None:
-    """A sharp model's logits are large, and float32 rounds them by as much more."""
+    """A sharp model's logits are large, and float32's rounding grows with them."""
     model = stirred(adapted("lora"))
     model.model.norm.weight.mul_(1e4)
     largest = float(model(IDS).abs().max())
@@ -465,7 +465,7 @@ def test_the_merge_gate_counts_in_the_size_of_the_logits() -> None:
 
 @pytest.mark.parametrize("targets", [("all-linear",), ("q_proj", "v_proj")])
 def test_gradients_of_the_folded_matrix_are_those_of_three_products(targets: tuple[str, ...]) -> None:
-    """W + k B A as one matrix, in float32: outputs, dA and dB of the formula with the thin products apart."""
+    """W + k B A as one matrix in float32 gives the outputs, dA and dB of the formula with separate thin products."""
     generator = torch.Generator().manual_seed(0)
     model = Transformer(CONFIGS[0], generator)
     lora.attach(model, AdapterConfig(rank=4, alpha=8.0, targets=targets), generator)

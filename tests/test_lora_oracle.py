@@ -135,14 +135,14 @@ def test_peft_loads_what_is_exported_and_gives_the_same_outputs(kind: str, base:
     written, again = (json.loads((tmp_path / who / "adapter_config.json").read_text()) for who in ("ours", "theirs"))
     assert sorted(again.pop("target_modules")) == written.pop("target_modules")
     assert written.items() <= again.items()
-    defaults = peft.LoraConfig().to_dict()  # what is not written is what peft takes it for
+    defaults = peft.LoraConfig().to_dict()  # keys that are not written have peft's defaults
     left = {key: again[key] for key in again.keys() - written.keys() - {"peft_version"}}
     assert left == {key: defaults[key] for key in left}
     assert lora.import_peft(tmp_path / "theirs", checkpoint.load_causal(base)).modules == config.modules
 
 
 def test_dropout_in_training_follows_peft(base: Path) -> None:
-    """One DoRA layer with the same dropout mask: it reaches W x too."""
+    """One layer with the same dropout mask; with DoRA, dropout reaches W x too."""
     layer = hf(base).model.layers[0].self_attn.q_proj
     x = torch.randn(5, 64, generator=torch.Generator().manual_seed(6))
     for dora in (False, True):

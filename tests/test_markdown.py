@@ -1,6 +1,4 @@
-"""What people and models write is shown, and nothing of it acts: the HTML is held to an allow-list by another
-parser.
-"""
+"""What people and models write is shown but never executed: another parser holds the HTML to an allow-list."""
 
 import re
 import time
@@ -201,7 +199,7 @@ def test_nasty_markdown_ends(piece: str) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("language", sorted(set(LANGUAGES.values())))
 def test_nasty_code_ends(language: str) -> None:
-    """One match of a lexer cannot be interrupted; these are what took long in lexers that were left out."""
+    """One match of a lexer cannot be interrupted; these inputs took long in lexers that were left out."""
     for piece in ("a::", "A", "::", "=", "a b\n", "a\n ", "/*\n", '\\"', "{", "a.", "]]", "<<A\n", "<?", "(", "a,"):
         began = time.process_time()
         assert fault(render(f"```{language}\n{(piece * MOST_COLOURED)[: MOST_COLOURED - 1]}\n```")) is None
@@ -220,7 +218,7 @@ def luminance(colour: str) -> float:
 
 
 def contrast(one: str, other: str) -> float:
-    """Contrast ratio of two colours, WCAG 2.1: black on white has 21."""
+    """Contrast ratio of two colors, WCAG 2.1: black on white has 21."""
     dark, light = sorted((luminance(one), luminance(other)))
     return (light + 0.05) / (dark + 0.05)
 

@@ -104,7 +104,7 @@ def test_the_document_has_all_rows_of_all_clients_and_none_failed() -> None:
 
 @pytest.fixture(scope="module")
 def deployed(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Tokenizer) -> Iterator[str]:
-    """The address of a server of an untrained model by the name that the document uses."""
+    """The address of a server for an untrained model with the name that the document uses."""
     folder = tmp_path_factory.mktemp("deployed")
     checkpoint.save(folder / snippets.MODEL, random_model(byte_tokenizer), byte_tokenizer, {})
     with serving([folder / snippets.MODEL], log=folder / "log") as running:

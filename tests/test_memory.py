@@ -1,4 +1,4 @@
-"""The memory's layers: what they may know, what they equal, how many weights they have."""
+"""The memory's layers: what they may depend on, what they equal, how many weights they have."""
 
 import math
 from dataclasses import replace
@@ -21,7 +21,7 @@ from tests.memory_models import NANO, STORAGES, TINY, asked, memory, opened, tok
 
 
 def test_reading_counts_among_the_operations_of_a_token() -> None:
-    """By hand: two matrices of 32 x 32 a layer that reads, and 3 chapters of 8 rows under 4 heads of 8."""
+    """By hand: two matrices of 32 x 32 per layer that reads, and 3 chapters of 8 rows under 4 heads of 8."""
     bare, reading = (Transformer(replace(TINY, memory=m)) for m in (None, memory(layers="last_2")))
     assert reading.flops_per_token(64) - bare.flops_per_token(64) == 2 * (6 * 2 * 32 * 32 + 12 * 4 * 8 * 3 * 8)
 
@@ -40,7 +40,7 @@ def test_later_tokens_change_no_bit_of_what_was_predicted_before(routing: str, s
             other = ids.clone()
             other[:, begin:] = (other[:, begin:] + 1) % TINY.vocab_size
             again = model(other, reading=Reading(trained=trained))
-            since = 12 if routing == "prompt" else 0  # before the first loss a prompt may know itself
+            since = 12 if routing == "prompt" else 0  # until the first loss, a prompt may see all of itself
             assert torch.equal(again[:, since:begin], first[:, since:begin])
             assert not torch.equal(again[:, begin:], first[:, begin:])
 
@@ -55,7 +55,7 @@ def test_routing_by_sequence_knows_the_future() -> None:
 
 
 def guess(routing: str, steps: int) -> list[float]:
-    """Losses of a small model on fresh uniform tokens, which nobody can know beforehand."""
+    """Losses of a small model on fresh uniform tokens, which cannot be predicted."""
     shape = ModelConfig(
         vocab_size=16,
         width=32,
@@ -116,7 +116,7 @@ def test_a_fresh_memory_changes_no_bit_of_the_base(storage: dict[str, Any], rank
 
 
 def dense(model: Transformer, layer: int, x: Tensor) -> Tensor:
-    """Attention over the whole bank, as a formula, of a memory without low rank."""
+    """Attention over the whole bank, as a formula, for a memory without low rank."""
     assert isinstance(model.hook, Memory)
     reader, bank = model.hook.of(layer)
     normed, rows = reader.norm(x), bank()
@@ -211,7 +211,7 @@ def test_a_centered_router_sees_what_a_unit_has_of_its_own() -> None:
 
 
 class Steps:
-    """A stream of as many steps as it has batches."""
+    """A stream with one batch per step."""
 
     def __init__(self, batches: list[UnitBatch]) -> None:
         self.batches = batches

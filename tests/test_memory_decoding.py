@@ -72,7 +72,7 @@ def test_a_row_that_is_cut_back_goes_on_as_if_it_had_never_been_longer() -> None
             found = [model(ids[:, at : at + 1], cache=cache) for at in range(length, 30)]
             torch.testing.assert_close(torch.cat(found, 1), full[:, length:], rtol=1e-5, atol=1e-5)
             model(other[:, 10:], cache=cache)
-            cache.own[0] = length  # and at once, over units that the row was in before
+            cache.own[0] = length  # and all at once, over units that the row had reached before
             torch.testing.assert_close(model(ids[:, length:], cache=cache), full[:, length:], rtol=1e-5, atol=1e-5)
 
 
@@ -154,7 +154,7 @@ def test_the_way_in_bf16_is_close_to_float32() -> None:
 
 @pytest.mark.parametrize("routing", ["chunk", "token", "prompt"])
 def test_the_engine_says_what_the_sampler_says(routing: str) -> None:
-    """With drafts, rows that begin alike, and prompts longer than a step takes: everything that cuts rows back."""
+    """With drafts, rows that begin alike, and prompts longer than a step takes, all of which cut rows back."""
     model = opened(memory(routing=routing, layers="all"), shape=replace(TINY, max_context=512))
     start = tokens(1, 300)[0].tolist()
     prompts = [start, [*start[:40], *start[:9]], [*start[:200], 5, 6, 7], start[:23] * 4, start, start[:30]]

@@ -1,4 +1,4 @@
-"""A memory's files: they give back what was saved, and refuse what is not theirs. Banks in few bits."""
+"""A memory's files: they give back what was saved and refuse what does not belong to them. Banks in few bits."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ from tests.memory_models import NANO, memory, opened, tokens
 def kept(
     model: Transformer, tokenizer: Tokenizer, folder: Path, config: MemoryConfig | WiderConfig, **how: Any
 ) -> Transformer:
-    """The model with something beside it that is not zero, saved under `folder`."""
+    """Attach something nonzero beside the model, and save both under `folder`."""
     beside = files.attach(model, config, torch.Generator().manual_seed(7))
     for parameter in beside.parameters():
         parameter.data.normal_(0, 0.1, generator=torch.Generator().manual_seed(8))
@@ -174,7 +174,7 @@ def test_the_wider_model_has_as_many_weights() -> None:
     assert abs(beside.num_parameters() / target - 1) < 0.01 and config.layers == (4, 5)
     ids = tokens(1, 9)
     plain = Transformer(NANO, torch.Generator().manual_seed(0))
-    assert torch.equal(model(ids), plain(ids))  # its way out is zero
+    assert torch.equal(model(ids), plain(ids))  # its output projection is zero
     assert {name for name, p in model.named_parameters() if p.requires_grad} == {
         f"memory.{name}" for name, _ in beside.named_parameters()
     }

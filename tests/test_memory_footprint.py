@@ -1,4 +1,4 @@
-"""The memory plan of a model with a memory: its weights and reads count."""
+"""The planned RAM of a model with a memory includes the memory's weights and reads."""
 
 from dataclasses import replace
 from typing import Any
@@ -37,7 +37,7 @@ def test_a_model_s_own_memory_counts() -> None:
     with torch.device("meta"):
         model = Transformer(config)
     assert footprint.weights_of(model) == footprint.full(config)
-    assert footprint.full(config).trained == TOTALS["nano"] + 399_390  # the count of specs: tests/test_memory.py
+    assert footprint.full(config).trained == TOTALS["nano"] + 399_390  # the specs' count; see tests/test_memory.py
     work = replace(WORK, kind="cpu", row=256, context=256, selected=256)
     # two layers and the one at work. A token: normed 192, twice its copy; queries and result twice; queries before
     # their norm; 3 heads of 5 * 64 shares. A unit of 64: its chapters' keys and values of 64 numbers

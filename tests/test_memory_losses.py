@@ -20,7 +20,7 @@ from tests.memory_models import TINY, memory
 
 
 def routed(probabilities: list[list[float]], chosen: list[list[int]]) -> Routed:
-    """Units with these probabilities, exactly: their logits sum to one under exp."""
+    """Units with exactly these probabilities: exp of their logits sums to one."""
     logits = torch.tensor(probabilities, dtype=torch.float64).log()
     places = torch.tensor(chosen)
     return Routed(logits, places, torch.zeros(places.shape))
@@ -57,7 +57,7 @@ def test_the_auxiliary_loss_at_balance_and_collapse() -> None:
     even = routed([[0.25] * 4] * 2, [[0, 1], [2, 3]])
     assert mean(auxiliary(even, shares(even)), even) == pytest.approx(0.0, abs=1e-12)
     for k, value in ((1, 0.875), (2, 0.375)):
-        fallen = routed([[1 / 8] * 8] * 3, [list(range(k))] * 3)  # zero logits tie: the lowest are chosen
+        fallen = routed([[1 / 8] * 8] * 3, [list(range(k))] * 3)  # equal logits: the lowest are chosen
         assert mean(auxiliary(fallen, shares(fallen)), fallen) == pytest.approx(value, abs=1e-12)
         assert mean(load_balance(fallen, shares(fallen)), fallen) == pytest.approx(1.0, abs=1e-12)
 
@@ -110,7 +110,7 @@ def test_layers_are_averaged_and_none_cost_nothing() -> None:
 
 
 def test_a_shared_chapter_is_no_way_out_of_the_balance() -> None:
-    """Only routed chapters have logits: however many are shared, mass cannot go where nobody chooses."""
+    """Only routed chapters have logits: however many are shared, no mass can go to chapters that are never chosen."""
     for shared in (0, 1, 4):
         config = memory(rows=(5 + shared) * 8, shared=shared)
         reader = Reader(config, TINY)

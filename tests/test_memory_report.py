@@ -1,4 +1,4 @@
-"""What the report shows of a memory: shares that are those of the choices, maps whose pieces are the text, charts
+"""What the report shows of a memory: shares that match the choices, maps whose pieces make up the text, charts
 with axis names.
 """
 

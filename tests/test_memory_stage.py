@@ -21,7 +21,7 @@ from tests.memory_models import arguments
 from tests.stopping import killed
 from tests.workspace import Ended, Workspace, command
 
-pytestmark = pytest.mark.slow  # nearly all of them train; those without the mark `full` are one of each kind of stage
+pytestmark = pytest.mark.slow  # nearly all train; the ones not marked `full` are one per kind of stage
 
 SAVING: dict[str, Any] = {"runtime.save_steps": 1}
 
@@ -50,7 +50,7 @@ def test_it_publishes_a_memory_and_a_wider_model_of_its_size_on_the_untouched_ba
         sum(p.numel() for name, p in model.named_parameters() if name.startswith("memory."))
         for model in (memory, wider)
     ]
-    assert abs(sizes[1] / sizes[0] - 1) < 0.05  # a row more or less is much of so small a one
+    assert abs(sizes[1] / sizes[0] - 1) < 0.05  # a row more or less matters at so small a size
     for name, parameter in memory.named_parameters():
         if "bank" in name or "router.weight" in name or "o_proj" in name:
             assert bool(parameter.any()), name
@@ -99,7 +99,7 @@ def test_the_base_may_learn_too_with_adapters_or_whole(coded: Workspace) -> None
 
 @pytest.mark.full
 def test_three_rates_on_three_groups(coded: Workspace) -> None:
-    """A rate of 0 leaves a group where it was, beside others that move."""
+    """A rate of 0 leaves a group unchanged while the others move."""
     adapter = {"rank": 2, "alpha": 4, "targets": ["q_proj"]}
     fresh = Memory(loaded_config(), loaded("code").config, device.generator("memory", 1))
     for still in ("router", "bank", "lora"):
@@ -246,7 +246,7 @@ FROM_START: dict[str, Any] = {
 
 
 def from_start(coded: Workspace, stage: str, shape: dict[str, Any] = SHAPE, **changes: Any) -> Ended:
-    """Stage language or code of a model file that may have a memory."""
+    """Run stage language or code with a model file that may have a memory."""
     conf = coded.folder / "conf"
     if conf.is_symlink():
         source = conf.resolve()

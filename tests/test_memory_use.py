@@ -1,4 +1,4 @@
-"""What is said of a memory's use: shares, evenness, chapters that are never chosen, and complaints in words."""
+"""What is reported about a memory's use: shares, evenness, chapters that are never chosen, and complaints in words."""
 
 import math
 from typing import Any

@@ -1,6 +1,4 @@
-"""Nothing shown can act, nothing is sent to another host, and everybody can use the page, by eye, keyboard or
-phone.
-"""
+"""Nothing shown can act, nothing is sent to another host, and everybody can use the page, by eye, keyboard or phone."""
 
 import json
 import re

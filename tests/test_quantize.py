@@ -36,8 +36,8 @@ def test_no_weight_is_further_from_its_level_than_half_a_step() -> None:
 @pytest.mark.parametrize("rows", [1, 2, 5, NARROW])
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_product_of_few_rows_is_that_of_the_dequantized_weights_and_the_digits(rows: int, bias: bool) -> None:
-    """Against the product with the digits in float64, and against that with the activations, which digits miss by at
-    most half a step.
+    """Against the product with the digits in float64, and against that with the activations, from which the digits
+    differ by at most half a step.
     """
     layer, x = drawn(rows, bias)
     small = Int8Linear(layer)

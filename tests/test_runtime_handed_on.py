@@ -37,11 +37,11 @@ ASKED = (SandboxConfig(), WORKERS, URL)
 
 
 class NotHere(Exception):
-    """Ends a stage where it has asked for what the test is about."""
+    """Ends a stage as soon as it has asked for what is tested."""
 
 
 class Judges:
-    """Stands for `Judge`: keeps what each is made of. Entering one raises `error`."""
+    """Stands in for `Judge` and records its arguments. Entering one raises `error`."""
 
     def __init__(self, error: type[Exception] = NotHere) -> None:
         self.error = error
@@ -113,7 +113,7 @@ def test_tasks_tries_problems_and_labels_pairs_where_the_address_says(
         tasks._try_out([lot], TASKS, at_work(tmp_path), tmp_path, {})
     with pytest.raises(NotHere):
         tasks._pairs(TASKS, at_work(tmp_path))
-    assert judges.made == [ASKED, (replace(ASKED[0], allow_unsafe=True), *ASKED[1:])]  # the second: our own programs
+    assert judges.made == [ASKED, (replace(ASKED[0], allow_unsafe=True), *ASKED[1:])]  # the second is for our programs
 
 
 def test_evaluate_judges_problems_and_test_sets_where_the_address_says(
@@ -163,7 +163,7 @@ def test_the_command_of_the_benchmarks_judges_where_params_yaml_says(
 
 
 class Pools:
-    """Stands for `pool_map`: keeps how many workers each is given, and works in this process."""
+    """Stands in for `pool_map`: records how many workers each call gets, and works in this process."""
 
     def __init__(self) -> None:
         self.workers: list[int] = []
@@ -178,10 +178,10 @@ def test_tasks_generates_in_so_many_workers(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(tasks, "Judge", LengthJudge)
     monkeypatch.setattr(tasks, "pool_map", pools)
     monkeypatch.setattr(tasks, "WORTH_A_WORKER", 1)
-    monkeypatch.setattr(tasks, "CHUNK", 5)  # no more is made than is taken
+    monkeypatch.setattr(tasks, "CHUNK", 5)  # no more is made than is used
     small = replace(TASKS, dialogues=20, problems=10, pairs=6, test_items=4)
     made(tmp_path, small, workers=WORKERS)
-    assert len(pools.workers) == 3 + 3 * 3  # problems, dialogues, choices, and of each split the three kinds of pairs
+    assert len(pools.workers) == 3 + 3 * 3  # problems, dialogues, choices, and three kinds of pairs per split
     assert {*pools.workers} == {WORKERS}
 
 

@@ -77,7 +77,7 @@ def test_uniform_numbers_are_a_function_of_seed_and_index() -> None:
 
 
 def test_a_token_is_the_inverse_of_the_cumulative_distribution() -> None:
-    """Probabilities 0.1, 0.2, 0.3, 0.4: borders at 0.1, 0.3, 0.6."""
+    """Probabilities 0.1, 0.2, 0.3, 0.4: boundaries at 0.1, 0.3, 0.6."""
     logits = torch.tensor([0.1, 0.2, 0.3, 0.4]).log()
     numbers = torch.tensor([0.0, 0.09, 0.11, 0.29, 0.31, 0.59, 0.61, 1 - 2**-53], dtype=torch.float64)
     tokens, logprobs = choose(logits.expand(8, 4), numbers, Sampling(1, temperature=1.0))
@@ -87,7 +87,7 @@ def test_a_token_is_the_inverse_of_the_cumulative_distribution() -> None:
 
 @pytest.mark.parametrize("temperature", [1e-6, 1e-38, 1e-300, 5e-324])
 def test_a_temperature_below_every_float32_chooses_the_most_likely(temperature: float) -> None:
-    """0 / 0 once made a token behind the vocabulary's last block, which ended the server's loop."""
+    """0 / 0 once gave a token past the vocabulary's last block, which ended the server's loop."""
     logits = torch.linspace(-40, 40, 300).repeat(16, 1)
     logits[8:, :298] = 40.0  # a tie of 299
     tokens, logprobs = choose(logits, torch.from_numpy(uniforms(0, 0, 16)), Sampling(1, temperature, top_p=0.9))
@@ -124,8 +124,8 @@ def test_a_wide_nucleus_needs_the_whole_sort_and_gets_it() -> None:
 
 
 def by_sorting(weights: Tensor, top_p: float) -> Tensor:
-    """What a nucleus is: the likeliest until their sum (in float64) reaches the share, with all that tie with the
-    last of them.
+    """A nucleus by its definition: the likeliest tokens until their sum (in float64) reaches the share, with all that
+    tie with the last of them.
     """
     wanted = top_p * weights.sum(-1, keepdim=True)
     falling = weights.sort(dim=-1, descending=True).values
@@ -139,16 +139,16 @@ def test_a_nucleus_found_by_buckets_is_the_one_that_sorting_finds(dtype: torch.d
     """Peaked and flat rows, ties in the middle and everywhere, weights of 0 and below every bucket, one token alone."""
     generator = torch.Generator().manual_seed(0)
     logits = [torch.randn(40, 1500, generator=generator) * spread for spread in (0.0, 1e-4, 0.3, 1.0, 4.0, 30.0, 90.0)]
-    logits.append(torch.randn(40, 1500, generator=generator).mul(4).round())  # every weight many times
+    logits.append(torch.randn(40, 1500, generator=generator).mul(4).round())  # every weight occurs many times
     lone = torch.full((1, 1500), -200.0)
     lone[0, 7] = 0
     weights = torch.cat([*logits, lone]).to(dtype)
     wide = weights.double() if dtype == torch.float64 else weights.float()
     weights = (wide - wide.amax(-1, keepdim=True)).exp()
     kept = by_sorting(weights, top_p)
-    floors = _wide_nucleus_floor(weights, top_p * weights.sum(-1, keepdim=True))  # of narrow rows too
+    floors = _wide_nucleus_floor(weights, top_p * weights.sum(-1, keepdim=True))  # for narrow rows too
     assert torch.equal(weights.where(weights >= floors, 0.0), kept)
-    if top_p < 0.99:  # beyond, what is left out is less than float32 can add, as the first look at narrow rows does
+    if top_p < 0.99:  # above that, the rest is too small for the float32 sums of the first look at narrow rows
         assert torch.equal(_truncate(weights, Sampling(1, temperature=1.0, top_p=top_p)), kept)
 
 
@@ -192,7 +192,7 @@ def test_logprobs_equal_teacher_forcing(model: Transformer, temperature: float) 
 @pytest.mark.parametrize("sampling", [Sampling(12), Sampling(12, 0.8, top_p=0.95, top_k=30)])
 def test_a_sample_does_not_depend_on_its_batch(model: Transformer, sampling: Sampling) -> None:
     prompts = some_prompts(10)
-    prompts[5] = prompts[9] = prompts[2]  # shared when read
+    prompts[5] = prompts[9] = prompts[2]  # equal prompts are read only once
     seeds = [100 + i for i in range(10)]
     together = generate(model, prompts, sampling, stop={1, 2, 3}, seeds=seeds)
     for batch_rows in (1, 3):

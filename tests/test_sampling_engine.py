@@ -42,7 +42,7 @@ JsonObject = dict[str, Any]
 
 
 def test_weights_of_tokens_by_hand() -> None:
-    """exp of the difference, at most 2 each; of the whole answer where the method has one ratio an answer."""
+    """exp of the difference, at most 2; for the whole answer if the method has one ratio per answer."""
     own, sampled = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.5, -1.5, -4.0])
     assert policy_losses.importance(own, sampled, whole=False).tolist() == pytest.approx(
         [math.exp(0.5), math.exp(-0.5), 2]
@@ -70,7 +70,7 @@ def own(coded: Workspace) -> Iterator[Running]:
 
 
 def serve_rollouts(coded: Workspace) -> Any:
-    """Our server with the policy's start, in the workspace."""
+    """Our server with the policy's initial weights, in the workspace."""
     folder = coded.folder
     return serving([folder / "models/tools"], "--rollouts", str(folder / ".work"), log=folder / "server.log")
 
@@ -107,12 +107,12 @@ def test_it_trains_what_the_policys_own_sampler_trains(changes: JsonObject, code
     assert [row["completions/mean_length"] for row in coded.curve("grpo")] == [
         row["completions/mean_length"] for row in curve
     ]
-    assert not list((coded.folder / ".work").rglob("sampler"))  # the weights that the engine read
+    assert not list((coded.folder / ".work").rglob("sampler"))  # the weights for the engine are gone
 
 
 @pytest.mark.full
 def test_an_engine_killed_in_an_iteration_ends_the_run_and_another_goes_on(coded: Workspace, own: Running) -> None:
-    """The resumed run ends with the weights of one that nothing disturbed."""
+    """The resumed run ends with the weights of an undisturbed one."""
     changes = {"method": "grpo", "iterations": 6, "eps": 1e-2, "max_new_tokens": 40} | SERVER
     assert coded.command("grpo", **changes | {"runtime.sampler.url": own.url}).code == 0
     whole = coded.weights("grpo")
@@ -121,7 +121,7 @@ def test_an_engine_killed_in_an_iteration_ends_the_run_and_another_goes_on(coded
     process = subprocess.Popen(
         [sys.executable, "-m", "stages.grpo", *line], env=environment, stderr=subprocess.PIPE, text=True
     )
-    answered = "tools 200 "  # the server's line of an answer
+    answered = "tools 200 "  # the server's log line for an answer
     before, deadline = own.log.read_text().count(answered), time.monotonic() + 120
     while own.log.read_text().count(answered) < before + 3 * 12 + 3 and time.monotonic() < deadline:
         assert process.poll() is None, process.communicate()[1]
@@ -140,7 +140,7 @@ def test_an_engine_killed_in_an_iteration_ends_the_run_and_another_goes_on(coded
 
 @pytest.mark.full
 def test_it_serves_two_processes_that_share_a_model(coded: Workspace, own: Running) -> None:
-    """Rank 0 publishes the weights that it gathers, each asks for its own answers: as one process without an engine."""
+    """Rank 0 publishes the gathered weights and each rank asks for its own answers, with the result of one process."""
     changes = {"method": "grpo", "iterations": 3, "prompts": 4, "beta": 0.05} | sharded.SMOOTH
     sharded.ended("grpo", arguments("grpo", changes))
     alone = coded.weights("grpo")
@@ -174,7 +174,7 @@ def test_what_one_process_finds_wrong_ends_both(coded: Workspace, own: Running) 
 
 
 def children(pid: int) -> list[int]:
-    """Of a process."""
+    """The children of a process."""
     return [int(number) for number in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
@@ -257,7 +257,7 @@ def test_a_server_that_cannot_is_not_started(options: tuple[str, ...], text: str
 
 
 def test_an_errand_that_fails_is_its_callers_and_the_engines(tiny_model: Transformer) -> None:
-    """What it raises is raised where it was asked for; the engine is restarted, and loads the next weights."""
+    """Its exception is raised in the caller; the engine is restarted and loads the next weights."""
     found = serving_engine.Engine(tiny_model, rows=2, rollouts=True)
     with found:
         with pytest.raises(ZeroDivisionError):
@@ -297,7 +297,7 @@ Answering = Callable[[str, JsonObject], tuple[int, Any]]  # path, body -> status
 
 @contextmanager
 def fake(answering: Answering) -> Iterator[str]:
-    """An engine that answers what a function says. Yields its address."""
+    """An engine that answers with the results of a function. Yields its address."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -329,7 +329,7 @@ def fake(answering: Answering) -> Iterator[str]:
 
 
 def completion(body: JsonObject, **changes: Any) -> JsonObject:
-    """A right answer: token 5 twice, then the end."""
+    """A correct answer: token 5 twice, then the end."""
     choice = {
         "prompt_token_ids": body["prompt"],
         "token_ids": [5, 5, 9],
@@ -453,7 +453,7 @@ def test_a_slow_engine_is_said_and_then_given_up(
 
 
 def test_an_engine_with_other_log_probabilities_ends_the_run(coded: Workspace) -> None:
-    """It does not say which weights it has."""
+    """The engine does not say which weights it has."""
 
     def far_off(path: str, body: JsonObject) -> tuple[int, Any]:
         if path != "/v1/completions":

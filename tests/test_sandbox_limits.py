@@ -1,5 +1,5 @@
-"""Keys of the block `sandbox`: what a candidate may use is what its key says, a little less stops it, a little more
-does not.
+"""Keys of the block `sandbox`: each limits what its name says; a little less stops a candidate, a little more does
+not.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class Case:
     source: str
     verdict: tuple[str, str]  # and its reason, under the tight limit
     tests: tuple[str, ...] = ("0",)  # arguments; every right answer is 0
-    others: tuple[tuple[str, float], ...] = ()  # limits besides
+    others: tuple[tuple[str, float], ...] = ()  # other limits
 
 
 OUTPUT, TIME = ("error", "output"), ("timeout", "")

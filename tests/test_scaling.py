@@ -1,4 +1,4 @@
-"""Loss scaling in fp16: gradients unscaled, overflows halve the scale, its state travels."""
+"""Loss scaling in fp16: gradients are unscaled, overflows halve the scale, and its state is carried over."""
 
 import torch
 from torch import nn

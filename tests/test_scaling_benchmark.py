@@ -26,7 +26,7 @@ def test_made_up_parts_become_shards_that_the_stream_reads(tmp_path: Path, monke
     assert len(ids) == starts[-1] == 70_000 and len(starts) == written["documents"] + 1
     assert np.array_equal(
         np.flatnonzero(ids == end) + 1, starts[1:]
-    )  # each document ends with it, and none holds another
+    )  # each document ends with it and holds no other
     assert np.diff(starts).max() < scaling_arms.LONGEST + scaling_arms.SHORTEST * 20
     found = scaling_arms.read(tmp_path, {"batches": 3})
     assert 70_000 // scaling_arms.CONTEXT <= found["rows"] <= 1.2 * 70_000 / scaling_arms.CONTEXT
@@ -48,14 +48,14 @@ def test_the_clock_counts_from_the_end_of_the_warm_up(monkeypatch: pytest.Monkey
     for step in range(7):
         now[0] = step * step  # each step takes longer than the one before
         clock.tick()
-    assert clock.found == {"seconds": 16 - 1, "cpu_seconds": 7.5}  # from the second beginning to the fifth
+    assert clock.found == {"seconds": 16 - 1, "cpu_seconds": 7.5}  # from the second tick to the fifth
 
 
 def test_memory_stands_beside_the_plan_without_what_any_process_holds() -> None:
     assert scaling.beside(3 << 30, 1 << 30, 1 << 30) == {"held_mib": 2048, "plan_mib": 1024, "plan_over_held": 0.5}
     spec = scaling.spec_of(scaling.MODELS["2M"], 8, 256, "fp32")
     alone, beside, cut = scaling.planned(spec), scaling.planned(spec, 2), scaling.planned(spec, 2, sharded=True)
-    assert cut < alone and beside < alone  # each of two has half of the rows
+    assert cut < alone and beside < alone  # each of the two has half of the rows
     assert scaling.planned(spec | {"rows": 16}, 2) == alone + 4 * scaling.model_of(spec).num_parameters
 
 

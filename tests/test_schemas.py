@@ -90,7 +90,7 @@ def test_a_literal_without_a_bottom_is_refused() -> None:
     ("exact", "inexact"),
     [
         (2**62, 2**62 + 1),
-        (-(2**62), -(2**63)),  # llguidance's process ends at the least of 64 bits
+        (-(2**62), -(2**63)),  # the least 64-bit number ends llguidance's process
         (3.141592653589793, 1.6938038750374633),
         (1e300, 6.64e52),
         (1e22, 588068114235711.2),  # .25, which may be written .2 or .3
@@ -115,7 +115,7 @@ def test_a_bound_beyond_64_bits_is_the_widest_that_is_kept_or_refused(key: str) 
         strict({"type": "integer", key: 2**63})
 
 
-# what may be said (in the order of the schema), and what the schema allows but `strict` does not
+# schema, answers it allows (in its order), and answers that it allows but `strict` does not
 CLOSED: list[tuple[dict[str, Any], list[str], list[str]]] = [
     (A, ['{"a": 1}'], ['{"a": 1, "z": 1}']),
     ({"type": "object"}, ["{}", '{"z": 1}'], []),
@@ -191,7 +191,7 @@ def test_a_reference_that_leads_nowhere_is_refused(byte_tokenizer: Tokenizer, po
 
 
 def test_a_count_of_names_that_may_repeat_is_refused(byte_tokenizer: Tokenizer) -> None:
-    """The grammar would take {"": 0, "": 0} for two properties."""
+    """The grammar would count {"": 0, "": 0} as two properties."""
     grammars = Grammars(byte_tokenizer, ROWS)
     integers = {"type": "object", "additionalProperties": {"type": "integer"}}
     grammars.json_schema(integers | {"minProperties": 1})
@@ -200,7 +200,7 @@ def test_a_count_of_names_that_may_repeat_is_refused(byte_tokenizer: Tokenizer) 
 
 
 def test_patterns_that_meet_are_few(byte_tokenizer: Tokenizer) -> None:
-    """Nine in one text are refused, by whatever way they meet; nine in nine texts are not."""
+    """Nine patterns for one text are refused, however they meet; nine for nine texts are not."""
     grammars = Grammars(byte_tokenizer, ROWS)
     parts = [{"type": "string", "pattern": f"^a{{{n},}}"} for n in range(9)]
     grammars.json_schema({"allOf": parts[:8]})
@@ -225,9 +225,7 @@ def test_references_that_lead_too_deep_are_refused(byte_tokenizer: Tokenizer) ->
 
 
 def test_branches_that_only_closing_keeps_apart_are_refused(byte_tokenizer: Tokenizer) -> None:
-    """{"a": 1} is an instance of both branches as they are written; with a tag in each the branches exclude each
-    other.
-    """
+    """As written, both branches allow {"a": 1}; with a tag in each, the branches exclude each other."""
     grammars = Grammars(byte_tokenizer, ROWS)
     with pytest.raises(SchemaError, match="oneOf") as error:
         grammars.json_schema({"oneOf": [A, {"type": "object", "properties": {"b": {"type": "integer"}}}]})
@@ -267,7 +265,7 @@ LEAVES = st.sampled_from(
 
 
 def objects(inner: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[dict[str, Any]]:
-    """Objects of up to three of the names a to d, some required, open, closed or silent about others."""
+    """Objects with up to three of the names a to d, some required; open, closed or silent about other names."""
     properties = st.dictionaries(st.sampled_from("abcd"), inner, max_size=3)
     others = st.sampled_from([{}, {}, {"additionalProperties": False}, {"additionalProperties": {"type": "null"}}])
     return st.builds(
@@ -296,8 +294,8 @@ SLOWLY = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
 
 def answered_or_refused(tokenizer: Tokenizer, schema: dict[str, Any], seed: int) -> None:
-    """An answer of just the shortest length and one with room, both instances; or a refusal of what llguidance
-    refuses too.
+    """Both an answer of the shortest length and one with more room are instances, or the schema is refused, as it is by
+    llguidance.
     """
     schema = {**schema, "$defs": {"A": A}}
     try:
@@ -332,7 +330,7 @@ def test_500_schemas_are_answered_by_an_instance_or_refused(
 
 
 def test_numbers_are_checked_as_they_are_written() -> None:
-    """As floats 0.07 is no multiple of 0.01, 9.99999999999999999999 is 10, and 1e999 is no number."""
+    """As floats, 0.07 is not a multiple of 0.01, 9.99999999999999999999 is 10, and 1e999 is infinite."""
     assert mistake({"type": "number", "multipleOf": 0.01}, "0.07") is None
     assert mistake({"type": "number", "multipleOf": 0.01}, "0.075") is not None
     assert mistake({"type": "number", "multipleOf": 0.01}, "1e40") is None
@@ -354,7 +352,7 @@ def test_mistakes_are_told_and_patterns_are_not_tried() -> None:
 
 
 def test_a_schema_that_doubles_is_answered_and_checked_in_time(byte_tokenizer: Tokenizer) -> None:
-    """Forty definitions, each twice the next: 2^40 ways lead to the last."""
+    """Forty definitions, each referring to the next twice, so 2^40 paths lead to the last."""
     for key in ("allOf", "anyOf"):
         chain = {f"d{n}": {key: [{"$ref": f"#/$defs/d{n + 1}"}] * 2} for n in range(40)} | {"d40": A}
         schema = {"$ref": "#/$defs/d0", "$defs": chain}

@@ -82,7 +82,7 @@ def test_sums_are_taken_row_by_row_and_a_row_without_places_is_zero() -> None:
 
 
 def test_rows_of_answers_are_laid_out_as_worked_out_by_hand() -> None:
-    """A place is aimed at its next token where that one is trained; padding stands behind, whatever its id."""
+    """A position's target is the next token if that is trained on; padding comes last, whatever its id."""
     short = Piece(np.array([5, 6]), np.array([False, True]))
     long = Piece(np.array([7, 8, 9, 4]), np.array([False, False, True, True]))
     found = answered([short, long], pad=0)
@@ -100,9 +100,9 @@ def test_rows_of_answers_are_laid_out_as_worked_out_by_hand() -> None:
 def test_log_probabilities_and_gradients_are_those_of_a_softmax_of_all_logits(
     dtype: torch.dtype, scale: float, bound: float, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Several targets of one state, also the same one twice; sharp at a scale of 2; the head in several parts.
+    """Several targets for one state, even the same one twice; sharp logits at a scale of 2; the head in several parts.
 
-    In bf16 no further off than the plain formula on logits in bf16.
+    In bf16 it is no further off than the plain formula on bf16 logits.
     """
     monkeypatch.setattr(losses, "MOST_LOGITS", most)
     generator = torch.Generator().manual_seed(0)

@@ -44,7 +44,7 @@ def rows(*pieces: Piece) -> Answered:
 
 @torch.no_grad()
 def test_sums_are_those_of_each_answer_alone(tiny_model: Transformer) -> None:
-    """Whatever the padding and the neighbors; chosen answers first."""
+    """Padding and neighbors do not matter; chosen answers come first."""
     pairs = pair_logprobs(tiny_model, rows(*CHOSEN, *REJECTED))
     assert pairs.num_chosen.tolist() == [2, 5]
     assert pairs.num_rejected.tolist() == [1, 2]

@@ -1,4 +1,4 @@
-"""Test items that the training data hold are found in files and in texts, whatever the number of processes."""
+"""Test items in the training data are found in files and in texts, whatever the number of processes."""
 
 from pathlib import Path
 

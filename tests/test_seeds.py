@@ -1,5 +1,5 @@
-"""Two seeds: `seed` trains other models on the same data, measured on the same items; `data_seed` makes everything
-anew.
+"""Two seeds: `seed` trains other models on the same data, measured on the same items; `data_seed` rebuilds
+everything.
 """
 
 import runpy
@@ -80,7 +80,7 @@ def test_params_without_a_seed_say_which_is_missing(tmp_path: Path) -> None:
 def test_every_stage_is_wired_to_the_seed_that_the_graph_tracks_for_it(
     graph: Any, in_repository: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where DVC tracks none (tokenizer, encode): their keys do not move with the seed of training."""
+    """Even where DVC tracks none (tokenizer, encode): their keys do not change with the training seed."""
     wired: dict[str, str] = {}
 
     def main(_run: Any, **wiring: Any) -> None:

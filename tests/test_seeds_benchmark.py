@@ -1,4 +1,4 @@
-"""benchmarks/seeds.py: numbers that were worked out by hand, and what it refuses to put side by side."""
+"""benchmarks/seeds.py: numbers worked out by hand, and what it refuses to compare."""
 
 import json
 from pathlib import Path
@@ -17,8 +17,8 @@ DATA = {"data/problems": "d1", "data/raw/text": "t1"}
 def made(
     seed: int, right: list[int], *, base: list[int] | None = None, data: dict[str, str] | None = None, **settings: Any
 ) -> MetricsRun:
-    """A run with `tools`, which solved these of the problems, and what it was made from, `code`, which solved
-    others.
+    """A run with `tools`, which solved the problems marked in `right`, and its base `code`, which solved those in
+    `base`.
     """
     stages: dict[str, dict[str, Any]] = {
         "corpus": {"params": {"data_seed": 42}, "lineage": {"inputs": {"data/own": "o1"}, "code": "c"}},
@@ -52,7 +52,7 @@ def row(found: dict[str, Any], model: str, measure: str) -> seeds.Spread:
 
 
 def test_mean_range_and_students_interval_are_those_worked_out_by_hand() -> None:
-    """0.5, 0.6, 0.7: s = 0.1, so 0.6 +- 4.303 x 0.1 / sqrt(3) = 0.6 +- 0.24843; of two, 0.5 and 0.6, 0.55 +- 12.706
+    """0.5, 0.6, 0.7: s = 0.1, so 0.6 +- 4.303 x 0.1 / sqrt(3) = 0.6 +- 0.24843; of 0.5 and 0.6 alone, 0.55 +- 12.706
     x 0.05.
     """
     assert seeds.over_seeds([0.5, 0.6, 0.7]) == pytest.approx((0.35157, 0.84843), abs=1e-5)
@@ -67,8 +67,8 @@ def test_mean_range_and_students_interval_are_those_worked_out_by_hand() -> None
 
 
 def test_the_interval_over_items_is_of_the_mean_over_runs() -> None:
-    """Each of three runs solves another third of the items: every item is worth 1/3 on average, and drawing others
-    changes nothing.
+    """Each of three runs solves a different third of the items, so every item averages 1/3, and resampling them changes
+    nothing.
     """
     thirds = [[int(n % 3 == place) for n in range(30)] for place in range(3)]
     found = seeds.measured(NAMES, [made(seed, right) for seed, right in enumerate(thirds)])
@@ -85,7 +85,7 @@ def test_the_interval_over_items_is_of_the_mean_over_runs() -> None:
 
 
 def test_a_share_of_nothing_in_every_run_is_not_sure_to_be_nothing() -> None:
-    """Wilson's border of 0 of 30: 1.96^2 / (30 + 1.96^2) = 3.8415 / 33.8415 = 0.11351."""
+    """Wilson's upper bound for 0 of 30: 1.96^2 / (30 + 1.96^2) = 3.8415 / 33.8415 = 0.11351."""
     one = row(seeds.measured(NAMES, [made(seed, [0] * 30) for seed in (1, 2, 3)]), "tools", "Easy problems, pass@1")
     assert one.items == pytest.approx([0.0, 0.11351], abs=1e-5)
 
@@ -101,7 +101,7 @@ def test_a_number_that_is_no_sum_has_the_mean_of_the_runs_own_intervals() -> Non
 
 
 def test_the_difference_from_the_model_before_is_paired_within_each_run() -> None:
-    """Each run solves exactly five more of twenty than its base, other ones each time: +0.25 whatever the seed."""
+    """Each run solves exactly five more of twenty than its base, different ones each time: +0.25 whatever the seed."""
     runs = []
     for seed, first in ((1, 0), (2, 5), (3, 10)):
         base = [int(n < first) for n in range(20)]

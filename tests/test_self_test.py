@@ -1,4 +1,4 @@
-"""The sandbox tests itself before it runs anything: take a layer away and it refuses; what it lacks it names."""
+"""The sandbox tests itself before it runs anything: it refuses if a layer is removed, and names what it lacks."""
 
 import json
 import os
@@ -60,7 +60,7 @@ os._exit(0)
 
 @cache
 def probe(*launcher: str) -> dict[str, Any]:
-    """What `--probe` says, started by a launcher that takes something away from it."""
+    """What `--probe` says when it is started by a launcher that takes something away from it."""
     command = [*launcher, sys.executable, "-B", "-m", "pipeline.sandbox.jail", "--probe"]
     return json.loads(subprocess.check_output(command, cwd=ROOT))
 

@@ -26,7 +26,7 @@ def split(start: reference.Start) -> PairSplit:
 
 
 def moved(start: reference.Start) -> None:
-    """Change the policy a little, and not its reference."""
+    """Change the policy a little, but not its reference."""
     draws = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in start.policy.parameters():

@@ -48,7 +48,7 @@ class Script:
 
 
 def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Ids with the tool-call tokens as one id each, as a model says them."""
+    """Ids with each tool-call token as one id, as a model writes it."""
     ids: list[int] = []
     for piece in text.replace("<tool_call>", "\0A\0").replace("</tool_call>", "\0B\0").split("\0"):
         special = {"A": "<tool_call>", "B": "</tool_call>"}.get(piece)

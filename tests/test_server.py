@@ -1,4 +1,4 @@
-"""The server as a process: keys on every route, limits, slow and vanishing clients, its own death and end."""
+"""The server as a process: keys on every route, limits, slow and vanishing clients, load, and extensions."""
 
 import hashlib
 import json
@@ -62,7 +62,7 @@ def head(url: str) -> tuple[str, int]:
 
 
 def raw(url: str, request: bytes, seconds: float = 20) -> bytes:
-    """What comes back for bytes sent as they are."""
+    """The response to raw bytes."""
     with closing(socket.create_connection(head(url), timeout=seconds)) as connection:
         connection.sendall(request)
         pieces = []

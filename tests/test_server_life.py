@@ -1,4 +1,4 @@
-"""How a server begins and ends: what it refuses to start with, what it does when a model dies, how it goes when
+"""How a server starts and ends: what it refuses to start with, what it does when a model dies, and how it stops when
 asked.
 """
 
@@ -151,7 +151,7 @@ def test_a_worker_that_is_killed_is_started_again(tmp_path: Path, byte_tokenizer
 
 
 def test_a_client_that_does_not_read_is_dropped(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
-    """Its answers would be 128,000 tokens and about 200 MB of events; the kernel's buffers take about three."""
+    """Its answers would be 128,000 tokens and about 200 MB of events; the kernel's buffers hold about 3 MB."""
     checkpoint.save(tmp_path / "endless", random_model(byte_tokenizer, context=16_384, layers=4), byte_tokenizer, {})
     asked = {"model": "endless", "messages": ASK, "max_tokens": 16_000, "n": 8, "stream": True, "ignore_eos": True}
     body = json.dumps(asked | {"logprobs": True, "top_logprobs": 20}).encode()

@@ -176,7 +176,7 @@ def job(**changes: object) -> dict:
 
 @pytest.fixture(scope="module")
 def asked() -> Iterator[tuple[TestClient, service.SandboxService]]:
-    """The routes in this process, for what no well-meaning client sends."""
+    """The routes in this process, for requests that no well-behaved client sends."""
     servers = Servers(SandboxConfig(), 1)
     servers.start()
     inside = service.SandboxService(servers, None)

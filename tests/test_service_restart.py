@@ -1,4 +1,4 @@
-"""A model whose engine dies is back within seconds; the other models have not noticed."""
+"""A model whose engine dies is back within seconds; the other models do not notice."""
 
 import asyncio
 from pathlib import Path
@@ -55,7 +55,7 @@ def test_a_dead_engine_fails_its_requests_and_is_restarted(
 
 
 def test_until_models_are_loaded_the_server_says_so(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
-    app = api.make(Options(models=tuple(save_models(tmp_path, byte_tokenizer)[:1])))  # nobody starts it
+    app = api.make(Options(models=tuple(save_models(tmp_path, byte_tokenizer)[:1])))  # it is never started
 
     async def run() -> None:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:

@@ -23,7 +23,7 @@ EVENTS = (
 
 @contextmanager
 def answering(answer: bytes) -> Iterator[Server]:
-    """A server that says these bytes to everybody, then closes."""
+    """A server that sends these bytes to every client, then closes."""
     loop, ready, ports = asyncio.new_event_loop(), threading.Event(), []
 
     async def answered(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -82,7 +82,7 @@ def test_the_times_of_an_answer() -> None:
     heard = Heard(200, began=10.0, ended=13.0, texts=(10.5, 11.0, 12.5), prompt=5, tokens=5)
     assert heard.first == 0.5
     assert heard.gaps == [0.5, 1.5]
-    assert heard.each == 0.5  # two seconds for the four tokens behind the first
+    assert heard.each == 0.5  # two seconds for the four tokens after the first
 
 
 def test_percentiles_are_those_of_the_standard_library() -> None:
@@ -95,7 +95,7 @@ def test_percentiles_are_those_of_the_standard_library() -> None:
 
 
 def test_the_share_of_the_bandwidth_by_hand() -> None:
-    # 80 tokens/s of 8 rows are 10 steps/s, of 300 MB each: 3 of 10 GB/s
+    # 80 tokens/s in 8 rows are 10 steps/s of 300 MB each, which is 3 of 10 GB/s
     assert serving.mbu(80, 8, 300_000_000, 1e10) == pytest.approx(0.3)
     assert serving.mbu(10, 1, 300_000_000, 1e10) == pytest.approx(0.3)
 

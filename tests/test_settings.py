@@ -1,4 +1,4 @@
-"""What may be said about a training run, and what it resolves to."""
+"""The settings of a training run, and what they resolve to."""
 
 from typing import Any
 
@@ -108,7 +108,7 @@ def test_the_schedule_is_the_one_that_is_named(schedule: str, values: list[float
         ({"schedule": "cosine_with_restarts", "cycles": 2}, 50, 1.0),  # the second one begins
         ({"schedule": "cosine_with_restarts", "cycles": 2}, 25, 0.55),
         ({"schedule": "cosine_with_restarts", "cycles": 4}, 25, 1.0),
-        ({"schedule": "wsd", "decay_ratio": 0.5}, 61, 0.802),  # of the last 50 steps the eleventh: 1 - 0.9 * 11 / 50
+        ({"schedule": "wsd", "decay_ratio": 0.5}, 61, 0.802),  # the eleventh of the last 50 steps: 1 - 0.9 * 11 / 50
         ({"schedule": "wsd", "decay_ratio": 0.1}, 90, 1.0),
     ],
 )

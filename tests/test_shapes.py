@@ -1,4 +1,4 @@
-"""The shapes of rows: each one good and broken, detection, and the promise that nothing but RowError is raised."""
+"""The shapes of rows: a good and a broken row each, detection, and the promise that nothing but RowError is raised."""
 
 import json
 from typing import Any

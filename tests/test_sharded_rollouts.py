@@ -31,7 +31,7 @@ def test_two_processes_equal_one(stage: str, changes: dict[str, Any], coded: Wor
 def test_a_run_that_stopped_resumes_to_the_bit(
     stage: str, processes: int, changes: dict[str, Any], coded: Workspace
 ) -> None:
-    """It publishes what an uninterrupted run of as many processes does; of three the last has fewer rows."""
+    """It publishes what an uninterrupted run of as many processes does; the last of three has fewer rows."""
     line = arguments(stage, sharded.SMOOTH | {"prompts": 6, "iterations": 4, "runtime.save_steps": 1} | changes)
     sharded.ended(stage, line, processes)
     whole = coded.published()
@@ -41,7 +41,7 @@ def test_a_run_that_stopped_resumes_to_the_bit(
 
 
 def test_a_base_in_bf16_is_sharded_too(coded: Workspace) -> None:
-    """Below an adapter, in bf16 passes: as far from one process as rounding is."""
+    """Under an adapter, in bf16: it differs from one process only by rounding."""
     changes = {"adapter": ADAPTER, "beta": 0.05, "runtime.precision": "bf16", "runtime.base_weights": "bf16"}
     line = arguments("grpo", sharded.SMOOTH | changes)
     assert "2 processes" in sharded.ended("grpo", line, 2)

@@ -1,5 +1,5 @@
-"""FSDP2 and DDP in two real processes on a CPU against one: weights, states, resumes, faults. Cases share their
-processes.
+"""FSDP2 and DDP in two real processes on a CPU against one process: weights, states, resumes, faults. Cases share
+their processes.
 """
 
 import copy
@@ -49,7 +49,7 @@ def case(folder: Path, name: str, **changes: Any) -> Case:
 
 @pytest.fixture
 def group() -> Iterator[None]:
-    """A process group of this process alone: weights are cut in one piece, so that every collective is made."""
+    """A process group of this process alone: weights are sharded in one piece, so that every collective is called."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -124,7 +124,7 @@ def test_muon_on_a_model_that_is_cut_steps_as_it_does_alone(group: None) -> None
 
 
 def test_muon_gathers_each_matrix_once() -> None:
-    """In a group of two whose other process is not there: what would be said is counted."""
+    """In a group of two whose other process does not exist; the communication is counted."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         model = cut_model()
@@ -151,7 +151,7 @@ def test_muon_in_portions_of_matrices_steps_as_in_one(monkeypatch: pytest.Monkey
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Every run of RUNS by two processes; and some that stop, or meet a number that is none."""
+    """Every run of RUNS by two processes, and some that stop or meet a non-finite loss."""
     folder = tmp_path_factory.mktemp("pairs")
     cases = [case(folder, name) for name in RUNS]
     cases += [case(folder, "ddp bf16", **IN_BF16), case(folder, "fsdp2 bf16", sharding="true", **IN_BF16)]
@@ -177,7 +177,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def close(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor], within: float = 1e-6) -> bool:
-    """Whether no weight differs by more."""
+    """Whether no weight differs by more than `within`."""
     assert first.keys() == second.keys()
     return max(float((first[name] - second[name]).abs().max()) for name in first) <= within
 
@@ -185,8 +185,8 @@ def close(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor], withi
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_two_processes_end_with_the_weights_of_one(name: str, pairs: Path, tmp_path: Path, alone: None) -> None:
-    # with the micro-batches of the two: what those do alone is test_invariance's. Muon makes every direction of a step
-    # as large as any other; where the gradient has next to none, rounding decides, and that differs by processor:
+    # with the micro-batches of the two, whose own effect test_invariance.py covers. Muon makes every direction of a
+    # step equally large; where the gradient is nearly zero, rounding decides, and that differs by processor:
     # 1.2e-6 and 2.8e-6 were seen
     training.run(replace(case(pairs, name), folder=str(tmp_path), sharding=""))
     assert close(weights(tmp_path), weights(pairs / name), 5e-6 if "muon" in name else 1e-6)
@@ -201,12 +201,12 @@ def test_two_processes_end_with_the_weights_of_one(name: str, pairs: Path, tmp_p
 def test_layers_by_hand_in_bf16_are_the_same_cut_and_whole(pairs: Path) -> None:
     cut, whole = weights(pairs / "fsdp2 bf16"), weights(pairs / "ddp bf16")
     assert close(cut, whole)
-    assert not close(whole, weights(pairs / "ddp"))  # it was bf16
+    assert not close(whole, weights(pairs / "ddp"))  # it did use bf16
 
 
 @pytest.fixture(scope="module")
 def resumed(pairs: Path) -> Path:
-    """Two processes go on: where two stopped, and where one has taken over in between."""
+    """Two processes continue where two stopped, and where one took over in between."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "ACCELERATE_USE_FSDP"):
             patch.delenv(name, raising=False)
@@ -229,7 +229,7 @@ def test_a_signal_to_one_rank_lets_both_save_the_same_step(kind: str, pairs: Pat
         assert [told(pairs / f"{kind} {name}", rank)["code"] for rank in (0, 1)] == [143, 143]
         assert (
             max(int(key) for key in told(pairs / f"{kind} {name}")["seen"]) == step
-        )  # its batch was drawn, not trained
+        )  # its batch was drawn, not trained on
 
 
 @pytest.mark.slow

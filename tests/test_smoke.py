@@ -1,4 +1,4 @@
-"""The smoke of an export asks a real server, tells what is wrong with it in its words, and leaves no process behind."""
+"""The smoke test of an export asks a real server, quotes what it says is wrong, and leaves no process behind."""
 
 import json
 import os
@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture
 def model(tiny_model: Transformer) -> Transformer:
-    """Room for a tool's description in bytes."""
+    """A model with room for a tool's description in bytes."""
     return Transformer(replace(tiny_model.config, max_context=512), torch.Generator().manual_seed(0)).train(False)
 
 
@@ -76,12 +76,12 @@ def test_a_server_that_refuses_the_export_is_quoted(
 
 
 class Wrong(BaseHTTPRequestHandler):
-    """Answers every call alike."""
+    """Gives every call the same answer."""
 
     answer: tuple[int, dict[str, Any]] = (200, {})
 
     def do_GET(self) -> None:
-        """The answer, but health is always well."""
+        """Send the answer, except that health is always good."""
         status, body = (200, {}) if self.path == "/health" else self.answer
         self.send_response(status)
         self.end_headers()
@@ -90,7 +90,7 @@ class Wrong(BaseHTTPRequestHandler):
     do_POST = do_GET
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing."""
+        """Log nothing."""
 
 
 LISTED = {"id": "deploy", "meta": {"kind": "causal", "context": 512, "parameters": 1}}

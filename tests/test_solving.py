@@ -15,7 +15,7 @@ PROMPTS = [Prompt(str(n), [n], "code", problem(n)) for n in range(9)]
 
 
 class Setting:
-    """Answers that say whose they are; sample 0 of every problem is right, and the policy's sample 1 too."""
+    """Answers that say whose they are; sample 0 of every problem is right, and so is the policy's sample 1."""
 
     seed = 1
 
@@ -33,7 +33,7 @@ class Setting:
 
 @pytest.fixture(autouse=True)
 def judged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A verdict by the text."""
+    """Judge answers by their text."""
 
     def verdicts(judge: Any, answers: Sequence[Answer]) -> list[Verdict]:
         return [

@@ -1,4 +1,4 @@
-"""A checkpoint of the hub that is pinned, cached, away, or lacks what is needed."""
+"""A checkpoint on the hub that is pinned, cached, unreachable, or lacks what is needed."""
 
 import json
 import os
@@ -47,7 +47,7 @@ def server() -> Iterator[HubServer]:
 
 
 def fetched(server: HubServer | None, home: Path, hub: str, **environment: str) -> dict[str, Any]:
-    """`config.fetched` in a process of its own: huggingface_hub reads its environment when it is imported."""
+    """`config.fetched` in a separate process, because huggingface_hub reads its environment on import."""
     settings = {
         "HF_ENDPOINT": server.url if server else "http://127.0.0.1:9",
         "HF_HOME": str(home),
@@ -137,7 +137,7 @@ def test_a_hub_that_cannot_be_reached_is_said_with_what_to_do(monkeypatch: pytes
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     def away(*_: object, **__: object) -> str:
-        """As `hf_hub_download` raises, after its retries, for a host that does not answer."""
+        """Raise what `hf_hub_download` raises, after its retries, for a host that does not answer."""
         raise LocalEntryNotFoundError("Please check your connection.") from OSError("[Errno 111] Connection refused")
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", away)

@@ -1,4 +1,4 @@
-"""ingest/sources.py and ingest/sources.py: what this machine has, in an order that only names decide."""
+"""ingest/sources.py: what this machine has, in an order that depends only on names."""
 
 import random
 from pathlib import Path

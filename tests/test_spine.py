@@ -1,4 +1,4 @@
-"""The spine at smoke scale, as `make` builds it, and what later edits cost. The whole graph is test_graph.py's, in
+"""The spine at smoke scale, as `make` builds it, and what later edits cost. test_graph.py tests the whole graph, in
 `make test-all`.
 
 One repository is built once by the launcher; each test leaves it as it found it, so the next starts from a graph that
@@ -20,7 +20,7 @@ AFTER_RLHF = {"stage_rlhf", "stage_deploy", "stage_evaluate@rlhf", "stage_report
 
 
 def launched(repository: Repository) -> set[str]:
-    """Build the spine; the stages whose commands ran."""
+    """Build the spine and return the stages whose commands ran."""
     output = repository.run(*SPINE).stdout
     assert output.count("dvc push") <= 1 and output.count("git add dvc.lock") <= 1  # DVC says it after each stage
     return ran(output)

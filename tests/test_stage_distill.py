@@ -1,5 +1,5 @@
-"""Stages teach and distill on tiny models: what is written down, that the student comes to its teacher by each way,
-that what was kept stands for the teacher, and what is refused.
+"""Stages teach and distill on tiny models: what is written down, that the student approaches its teacher in each
+way, that what was kept can replace the teacher, and what is refused.
 """
 
 import json
@@ -92,7 +92,7 @@ def test_the_student_comes_to_its_teacher(changes: dict[str, Any], workspace: Wo
 
 
 def test_all_tokens_kept_teach_what_the_teacher_at_hand_does(workspace: Workspace) -> None:
-    """With next to no answers of its own the student reads the teacher's, by what was written or by the teacher."""
+    """With almost no answers of its own, the student learns from the teacher's, recorded or from the teacher itself."""
     teach(workspace, top_k=VOCABULARY)
     found = []
     for share in (0.0, 1e-9):

@@ -30,7 +30,7 @@ from tests.workspace import SETTINGS, Workspace
 pytestmark = [pytest.mark.slow, pytest.mark.full]  # each test runs a stage
 ADAPTER = {"rank": 2, "alpha": 4}
 TRUE_OF_THE_UNTRAINED = (
-    r"above ln V|completions/clipped_ratio is above"  # this workspace's base knows no language and no end
+    r"above ln V|completions/clipped_ratio is above"  # this workspace's base has learned no language and no end
 )
 
 
@@ -64,7 +64,7 @@ def assert_refused(workspace: Workspace, stage: str, message: str, **changes: An
 def test_a_healthy_run_passes_its_gates_without_an_alarm(
     stage: str, seed: int, workspace: Workspace, updates: list[float]
 ) -> None:
-    """Else the tests below would prove nothing."""
+    """Otherwise the tests below would prove nothing."""
     params = workspace.folder / "params.yaml"
     params.write_text(params.read_text().replace("seed: 1\n", f"seed: {seed}\n", 1))
     assert f"seed: {seed}\n" in params.read_text()
@@ -132,7 +132,7 @@ def test_stale_sums_of_the_reference_stop_dpo(
     updates: list[float],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As of another model: off by a nat in one answer, or by half a nat in both, which the loss alone may not show."""
+    """From another model: off by a nat in one answer, or by half a nat in both, which the loss alone may not show."""
     original = pair_losses.reference_sums
 
     def stale(*given: Any) -> dict[str, np.ndarray]:
@@ -226,9 +226,7 @@ def test_a_reference_that_is_not_the_policy_s_start_stops(
 def test_a_gate_waits_for_the_first_iteration_that_teaches_something(
     workspace: Workspace, updates: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Dynamic sampling may find nothing to begin with; what is wrong shows two steps later, and still before an
-    update.
-    """
+    """Dynamic sampling may find nothing at first; the fault shows two steps later, still before an update."""
     monkeypatch.setattr(CausalSetting, "_answers", stale(CausalSetting._answers))
     original = RolloutStream.fill
 
@@ -263,7 +261,7 @@ def test_a_reference_whose_weights_changed_is_not_compared_with(
     monkeypatch.setattr(reference, "finish", finish)
     changes: dict[str, Any] = {"adapter": adapter} if adapter else {}
     if stage == "dpo":
-        changes["precompute_reference"] = False  # else the reference is checked and freed before training
+        changes["precompute_reference"] = False  # otherwise the reference is checked and freed before training
     assert_refused(
         workspace, stage, r"the reference must stay frozen, but the hash of its weights changed from \w{16}", **changes
     )
@@ -291,7 +289,7 @@ def test_a_merged_model_that_says_something_else_is_not_published(
 
 @pytest.mark.parametrize("stage", ["dpo", "kto", "grpo", "distill", "rlhf", "lora"])
 def test_a_rate_of_0_moves_nothing(stage: str, workspace: Workspace, updates: list[float]) -> None:
-    """And in RL every later update finds the policy where it sampled, to 1e-4."""
+    """In RL, every later update also finds the policy where it sampled, to 1e-4."""
     rates = {"learning_rate": 0.0} | ({"learning_rates": {"critic": 0.0}} if stage == "rlhf" else {})
     ended = workspace.command(stage, weight_decay=0.1, **rates)
     assert ended.code == 0 and len(updates) == 4, ended.said
@@ -311,7 +309,7 @@ def test_a_rate_of_0_moves_nothing(stage: str, workspace: Workspace, updates: li
 def test_a_reward_model_with_a_rate_of_0_is_told_that_its_trunk_never_trains(
     workspace: Workspace, updates: list[float]
 ) -> None:
-    """Its head stays at zero, which lets no gradient through: the gate of its second step."""
+    """Its head stays at zero, which lets no gradient through; the gate of its second step finds that."""
     assert_refused(workspace, "reward", r"group \w+: no gradient reaches model\.trunk\.", learning_rate=0.0)
     assert len(updates) == 1
 

@@ -1,4 +1,4 @@
-"""Stage kto on a tiny model: it learns the labels, says so, and stops where policy and reference disagree."""
+"""Stage kto on a tiny model: it learns the labels, reports it, and stops if policy and reference disagree."""
 
 from typing import Any
 
@@ -48,7 +48,7 @@ def test_equal_counts_are_not_advised_on_and_unequal_ones_are(workspace: Workspa
 def test_a_divergence_that_is_not_0_at_the_start_stops(
     shift: float, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As of another reference in the pass over mismatched answers, which equal weights of labels hide from the loss."""
+    """As from another reference in the pass over mismatched answers; equal label weights hide this from the loss."""
     original = label_losses.mismatched_ratios
     monkeypatch.setattr(label_losses, "mismatched_ratios", lambda *given: original(*given) + shift)
     ended = workspace.command("kto")

@@ -1,4 +1,4 @@
-"""The stage lora: which embeddings it trains beside the adapters."""
+"""The stage lora: which embeddings it trains besides the adapters."""
 
 import json
 

@@ -120,7 +120,7 @@ def mixed(tokens: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, **changes
 
 
 def rows(found: Handed, steps: int = 10) -> list[tuple[list[int], int]]:
-    """The rows of the first steps, and of how many documents or pieces each is."""
+    """The rows of the first steps, each with its number of documents or pieces."""
     batches = (found.stream.batch(step, 64, found.stream.rows(step, 64)) for step in range(steps))
     return [
         (row, len(set(pieces) - {-1}))
@@ -228,7 +228,7 @@ def adapted(
     roles: tuple[str, ...] = (),
     **changes: Any,
 ) -> Handed:
-    """What stage lora hands to `fit`; seen are its adapted layers, by name."""
+    """What stage lora hands to `fit`; `seen` holds its adapted layers, by name."""
     found = handed(lora, monkeypatch, lambda given: adapters(given.model))
     params = flat(lora.Params, trained_roles=roles, adapter=adapter, **(DIALOGUES | changes))
     lora.run(
@@ -266,7 +266,7 @@ def test_what_was_learned_before_is_rehearsed_in_the_last_steps_by_weight(
     assert (spoken[12:], text[12:], code_rows[12:]) == ([2] * 8, [1] * 8, [1] * 8)
     last = batches[-1]
     for row, targets, documents in zip(last.input_ids, last.targets, last.documents, strict=True):
-        if "boats" in workspace.tokenizer.decode(row.tolist()):  # all of a corpus is learned, of a dialogue its answers
+        if "boats" in workspace.tokenizer.decode(row.tolist()):  # a corpus is learned whole; of a dialogue, its answers
             assert int((targets >= 0).sum()) == int((documents >= 0).sum()) - len(documents[documents >= 0].unique())
     told = "".join(workspace.tokenizer.decode(batch.input_ids[0].tolist()) for batch in found.stream.evaluation(2048))
     assert "Way" in told and "boats" in told and " = " in told
@@ -289,7 +289,7 @@ def test_dialogues_alone_are_read_without_corpora_or_without_weight(
 def test_corpora_that_cannot_be_rehearsed_are_named(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One that does not fill a batch ends no run; one of another tokenizer is an error that says what to set."""
+    """A corpus that does not fill a batch ends no run; one with another tokenizer is an error that says what to set."""
     alone, folder = tuned(workspace, monkeypatch).stream.fingerprint, rehearsed(workspace)
     for name in ("code", "text"):
         path = folder / name / "meta.json"
@@ -344,7 +344,7 @@ PAIRS: dict[str, Any] = {"steps": 1, "pairs": 4, "max_prompt": 60, "max_length":
 
 
 def preferring(workspace: Workspace, monkeypatch: pytest.MonkeyPatch, pairs: int = 4, **changes: Any) -> Handed:
-    """What stage dpo hands to `fit`; seen are the loss of the first batch, by term, and the adapted layers."""
+    """What stage dpo hands to `fit`; `seen` holds the loss of the first batch, by term, and the adapted layers."""
 
     def look(given: Handed) -> Any:
         first = given.stream.batch(0, 240, given.stream.rows(0, 240))
@@ -372,7 +372,7 @@ def preferring(workspace: Workspace, monkeypatch: pytest.MonkeyPatch, pairs: int
 def test_the_loss_and_its_beta_are_those_of_the_block(
     loss: PairLoss, expected: float, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a policy that equals its reference: ln 2, or 1 / (4 beta^2)."""
+    """For a policy that equals its reference: ln 2, or 1 / (4 beta^2)."""
     terms, _ = preferring(workspace, monkeypatch, loss=loss).seen
     assert list(terms.values()) == [pytest.approx(expected, rel=1e-4)]
 

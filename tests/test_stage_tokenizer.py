@@ -1,4 +1,4 @@
-"""Keys of stage tokenizer: how much text the merges are counted on, of which corpus, and how many ids come of it."""
+"""Keys of stage tokenizer: how much text the merges are counted on, from which corpus, and how many ids result."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +16,7 @@ from stages import tokenizer
 
 @pytest.fixture(scope="module")
 def corpora(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """1,000 documents of 100 bytes each, of words in the text and of sums in the code."""
+    """1,000 documents of 100 bytes each per corpus: words in the text, sums in the code."""
     folder, found = tmp_path_factory.mktemp("raw"), {}
     for name, mark in (("text", "word"), ("code", "1+1=")):
         documents = [f"{n:04}" + mark * 24 for n in range(1000)]

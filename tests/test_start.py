@@ -1,7 +1,7 @@
-"""From a checkpoint of the user through the stages: base, tokenizer, encode, language, code, in a working directory of
-their own.
+"""From a user's checkpoint through the stages base, tokenizer, encode, language and code, in a separate working
+directory.
 
-The graph's own view, what DVC reruns, is in test_graph.py.
+What DVC reruns is in test_graph.py.
 """
 
 import json
@@ -66,14 +66,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(stage: str, *argv: str, **changes: Any) -> Ended:
-    """A stage, its training keys with `changes`, and the keys that all runs share."""
+    """Run a stage with its training keys, `changes`, and the keys that all runs share."""
     values = (TRAINING if stage in ("language", "code") else {}) | changes
     settings = [f"{stage}.{key}={json.dumps(value)}" for key, value in values.items()]
     return command(stage, [*argv, *settings, "runtime.precision=fp32", "runtime.workers=1"])
 
 
 def begin(folder: Path) -> None:
-    """Take the checkpoint in, and go from it to the language model."""
+    """Import the checkpoint, and go from it to the language model."""
     ended = run("base", f"base.folder={folder}")
     assert ended.code == 0, ended.said
     through("language.base=base")
@@ -84,7 +84,7 @@ def key(stage: str) -> str:
 
 
 def through(*base: str) -> None:
-    """To the language model."""
+    """Run the stages up to the language model."""
     for stage, argv in (("tokenizer", base), ("encode", ("text",)), ("language", base)):
         ended = run(stage, *argv)
         assert ended.code == 0, f"{stage}: {ended.said}"
@@ -110,7 +110,7 @@ def test_a_checkpoint_goes_through_the_stages_and_comes_out_in_transformers(shap
     assert shards[: offsets[1]].tolist() == [*tokenizer.encode(first), tokenizer.end_of_text]
     language = checkpoint.load(Path("models/language"))[0]
     before = checkpoints.write(folder.parent / "again", shape).state_dict()
-    for name, now in language.state_dict().items():  # three steps away from where it started, no more
+    for name, now in language.state_dict().items():  # only three steps away from where it started
         rows = slice(500) if name.startswith(("model.embed", "lm_head")) else slice(None)
         assert 0 < float((now[rows] - before[name][rows]).abs().max()) < 2e-3, name
     saved = transformers.AutoModelForCausalLM.from_pretrained("models/code", dtype=torch.float32).eval()

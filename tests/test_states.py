@@ -98,7 +98,7 @@ def test_a_state_that_was_put_aside_serves_until_the_new_one_is_in_its_place(
 
 
 def save_in_shares(folder: Path, step: int) -> None:
-    """As two ranks do: 50 rows, 25 each."""
+    """Save as two ranks do: 50 rows, 25 each."""
     whole = {"w": torch.full((50, 3), float(step)), "count": torch.tensor(float(step))}
     tensors = {"weights": whole, "optimizer": whole}
     part = states.begin(folder, step, tensors)

@@ -1,4 +1,4 @@
-"""config.json against the headers of the weights: a claim of sizes that the file does not bear out costs no memory."""
+"""config.json against the headers of the weights: sizes that the file does not bear out cost no memory."""
 
 import json
 from dataclasses import replace
@@ -27,7 +27,7 @@ def folder(tmp_path: Path, tiny_model: Transformer, byte_tokenizer: Tokenizer) -
 
 @pytest.fixture
 def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Building a model is a failure of the test."""
+    """Fail the test if a model is built."""
 
     def built(*_: Any, **__: Any) -> None:
         raise AssertionError("a model was built")
@@ -109,7 +109,7 @@ def test_a_reward_model_is_compared_too(
 def test_many_empty_layers_do_not_vouch_for_large_ones(
     folder: Path, tiny_model: Transformer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A header may name layers by the thousand at no bytes each; every shape counts, not that of the first layer."""
+    """A header may name thousands of empty layers, so every shape counts, not only that of the first layer."""
     tensors = load_file(folder / "model.safetensors")
     more = {f"model.layers.{n}.input_layernorm.weight": torch.empty(0) for n in range(2, 3000)}
     save_file(tensors | more, folder / "model.safetensors")
@@ -185,7 +185,7 @@ def test_weights_that_are_a_folder_or_cannot_be_read_are_refused_by_name(folder:
 
 
 def test_a_vocabulary_far_beyond_the_tokenizer_is_refused_before_spares_are_made(folder: Path) -> None:
-    """Of the hub the tokenizer's stage fetches no weights, so there is no header to ask."""
+    """The tokenizer's stage fetches no weights from the hub, so there is no header to check."""
     from pipeline.text.tokenizer import adopt
 
     with pytest.raises(ModelError, match=r"vocab_size 100000000, .*tokenizer\.json has \d+ tokens"):

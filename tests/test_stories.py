@@ -1,4 +1,4 @@
-"""Tests of the story generator, its checker and its damages. The floors are those of the data specification."""
+"""Tests of the story generator, its checker and its kinds of damage. The floors are those of the data specification."""
 
 import itertools
 import lzma
@@ -44,13 +44,13 @@ KINDS_OF_DAMAGE = [
 
 @pytest.fixture(scope="module")
 def small() -> list[str]:
-    """197 kB of stories of all families."""
+    """197 kB of stories from all families."""
     return [record.text for record in records(FAMILIES, 197_000)]
 
 
 @pytest.fixture(scope="module")
 def large() -> tuple[list[Text], float]:
-    """2 MB of stories of all families, and the seconds of one core that they took."""
+    """2 MB of stories from all families, and the CPU seconds that they took."""
     began = time.process_time()
     return list(records(FAMILIES, 2_000_000)), time.process_time() - began
 
@@ -206,7 +206,7 @@ def test_check_judges_cut_stories_without_raising() -> None:
     for number in range(100):
         text = story(f"stories/share/{number}")
         cut = text[: rng.randrange(len(text) - 60)].rstrip()
-        if cut.endswith((".", "!", "?", '"')):  # between two sentences: what is left may be whole, so cut into one
+        if cut.endswith((".", "!", "?", '"')):  # cut between sentences, it may be whole, so cut into one
             cut = cut.rstrip('.!?"')
         assert not all(check(cut).values())
 

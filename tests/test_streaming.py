@@ -1,4 +1,4 @@
-"""How an answer leaves, where the connection takes nothing more."""
+"""How an answer ends when the connection takes nothing more."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -13,7 +13,7 @@ from pipeline.serve.answers import Answers, EventStream
 
 
 class Entered:
-    """Stands for answers that have been entered: only their leaving counts here."""
+    """Stands in for answers that have been entered; only their exit matters here."""
 
     left = False
 
@@ -30,18 +30,18 @@ class Connection:
     ends: list[tuple[int, str | None]] = field(default_factory=list)
 
     async def send(self, message: Message) -> None:
-        """Take a message, or keep the sender waiting for ever."""
+        """Take a message, or keep the sender waiting forever."""
         if len(self.sent) == self.room:
             await asyncio.Event().wait()
         self.sent.append(message.get("body", b""))
 
     async def receive(self) -> Message:
-        """Nothing comes."""
+        """Wait forever, since nothing comes."""
         await asyncio.Event().wait()
         raise AssertionError
 
     def told(self, tell: Callable[[Answers], AsyncIterator[bytes]]) -> Entered:
-        """Run a stream of it to its end."""
+        """Run a stream on this connection to its end."""
 
         async def run() -> Entered:
             answers = Entered()

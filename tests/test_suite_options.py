@@ -1,6 +1,4 @@
-"""Keys of stage evaluate: how much each suite asks, how long it lets the model write, how it samples, how it
-resamples.
-"""
+"""Keys of stage evaluate: how much each suite asks, how long it lets the model write, how it samples and resamples."""
 
 import json
 from collections.abc import Sequence
@@ -44,7 +42,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Silent(Subject):
-    """A subject that says nothing, or, where `ends`, only that it has ended; it keeps what it was asked."""
+    """A subject that writes nothing or, with `ends`, only the end; it records what it was asked."""
 
     asked: list[Asked] = field(default_factory=list)
     ends: bool = True
@@ -162,7 +160,7 @@ def test_intervals_are_over_so_many_resamples(silent: Any, monkeypatch: pytest.M
 
 
 def corpus(folder: Path, rows: list[tuple[str, str]]) -> Path:
-    """A val split of (source, path)."""
+    """A val split with these (source, path) rows."""
     folder.mkdir()
     columns = {
         "text": [f"{n}. " * 9 for n in range(len(rows))],
@@ -178,7 +176,7 @@ def corpus(folder: Path, rows: list[tuple[str, str]]) -> Path:
 def measured(
     tiny_model: Transformer, byte_tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Any:
-    """The stage on suites that take down what they are given: (suite, ids or paths), and the sandboxes asked for."""
+    """The stage on suites that record what they are given: (suite, ids or paths), and the sandboxes asked for."""
     found: list[tuple[str, list[str]]] = []
     sandboxes: list[SandboxConfig] = []
 

@@ -1,6 +1,4 @@
-"""The suites over scripted answers whose numbers are known, and the one thing they share: a sample depends on its
-seed.
-"""
+"""The suites over scripted answers with known numbers, and the one thing they share: a sample depends on its seed."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -163,7 +161,7 @@ def test_problems_are_counted_by_group_greedy_and_sampled(scripted: Any) -> None
 
 
 def test_an_item_is_another_one_when_anything_of_it_is_though_its_id_stays(scripted: Any) -> None:
-    """Hidden tests, one character of a document, a tool that was offered: what two runs must share to be compared."""
+    """Runs are comparable only with the same hidden tests, the same document to the character, and the same tools."""
 
     def items(result: suites.SuiteResult) -> list[str]:
         assert result.rows
@@ -201,7 +199,7 @@ def test_an_item_is_another_one_when_anything_of_it_is_though_its_id_stays(scrip
 
 
 def truthful(dialogue: Dialogue, turn: int) -> str:
-    """The true message as the model would write it."""
+    """The correct message as the model would write it."""
     shown = chat.render_text([dialogue.messages[turn]]).removeprefix("<|im_start|>assistant\n")
     return shown.removesuffix("<|im_end|>\n")
 
@@ -253,7 +251,7 @@ def test_the_interval_of_tool_calls_is_over_dialogues_and_holds_the_value(script
 def test_the_first_dialogues_are_answered_again_under_the_grammar_of_their_tools(
     scripted: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the turns whose truth calls a tool the model is made to write it; the free answers say nothing."""
+    """In turns whose truth calls a tool, the model is made to write the call; its free answers call nothing."""
     dialogues = list(synthetic_tools.dialogues("test", 12, 1))
     turns = [(d, turn) for d in dialogues for turn in synthetic_tools.turns(d)]
     silent = {f"{d.id}#{turn}": "I cannot." for d, turn in turns}
@@ -314,7 +312,7 @@ def test_nothing_to_measure_gives_no_numbers_and_no_error(scripted: Any) -> None
 
 
 def test_requests_that_no_tool_serves_are_counted_beside_the_other_conversations(scripted: Any) -> None:
-    """Both up to `dialogues`, wherever they stand: false calls are rare, and ten prompts say little of them."""
+    """Up to `dialogues` of each, wherever they are: false calls are rare, and ten prompts say little about them."""
     served = list(synthetic_tools.dialogues("test", 12, 3))
     unserved = list(synthetic_tools.unserved_dialogues(6, 3))
     known = [*unserved, *served]

@@ -1,6 +1,6 @@
-"""The synthetic data of each door are the same to the byte: a hash of a fixed sample, which a change must not move.
+"""Synthetic data of every kind are the same to the byte: the hash of a fixed sample must not change.
 
-Who means to change the data replaces the hash, and lets the graph make everything anew.
+To change the data on purpose, replace the hash and let the graph rebuild everything.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ FOLDER = Path(wording.__file__).parent
 
 
 def digest(values: Iterable[object]) -> str:
-    """16 hex digits over the values as JSON lines."""
+    """16 hex digits of the SHA-256 of the values as JSON lines."""
     lines = "".join(json.dumps(value, ensure_ascii=False) + "\n" for value in values)
     return hashlib.sha256(lines.encode()).hexdigest()[:16]
 

@@ -1,4 +1,4 @@
-"""The stage of conversations, problems and pairs: shares, splits that share nothing, what leaves and what joins."""
+"""The stage of conversations, problems and pairs: shares, splits that share nothing, and what leaves or joins."""
 
 import json
 import shutil
@@ -136,8 +136,8 @@ def choice(number: int, **more: Any) -> dict[str, Any]:
 def test_thousands_of_rows_that_one_person_gave_are_no_more_than_their_share_of_the_pairs(
     tmp_path: Path, fake: None
 ) -> None:
-    """5,000 poisoned rows, after them two of somebody else: a fifth of the training pairs at most, and both persons
-    are heard.
+    """5,000 poisoned rows, then two from somebody else: at most a fifth of the training pairs, and both people are
+    heard.
     """
     (tmp_path / "feedback").mkdir()
     rows = [choice(n, given_by="key-00000001") for n in range(5000)]
@@ -189,7 +189,7 @@ def thumb(number: int, **more: Any) -> dict[str, Any]:
 
 
 def test_labels_are_the_pairs_of_their_split_taken_apart_and_the_thumbs_of_the_page(tmp_path: Path, fake: None) -> None:
-    """The page's pairs are not: they and the thumbs together would be more than its share."""
+    """The page's pairs are not included, since together with the thumbs they would exceed its share."""
     (tmp_path / "feedback").mkdir()
     (tmp_path / "feedback/preferences.jsonl").write_text(json.dumps(choice(0)) + "\n")
     (tmp_path / "feedback/labels.jsonl").write_text("".join(json.dumps(thumb(n)) + "\n" for n in range(30)) + "[1]\n")
@@ -292,7 +292,7 @@ FAULTY: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def test_problems_of_which_only_the_tests_are_known_have_a_held_out_part_too(tmp_path: Path) -> None:
-    """Also where no hash of an id holds one out; and ids are what they always were."""
+    """Even where no id's hash holds one out; and the ids have not changed."""
     rows = {f"p{n}": {k: v for k, v in PLUS.items() if k != "answer"} | {"entry_point": "f"} for n in range(6)}
     params = own_problems(tmp_path, rows)
     found = made(tmp_path, replace(params, data=replace(params.data, val_share=1e-9, test_share=1e-9)))["problems"]

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox nee
 
 
 def paid(groups: int, workers: int, who: str, *url: str) -> list[tuple[str, str, float | None]]:
-    """What every candidate scored: of this process's user, or of another one."""
+    """What every candidate scored, run as this process's user or as another."""
     if who != "nobody":
         return thieves.judged(groups, workers, *url)
     python = unprivileged_python()
@@ -42,7 +42,7 @@ def stolen(scores: list[tuple[str, str, float | None]]) -> dict[str, float]:
 )
 def test_a_thief_finds_an_answer_that_lies_in_its_own_process(name: str) -> None:
     left = "import random\nLEFT = f'answer-100000001-{random.Random(1).getrandbits(64):016x}'\nprint(LEFT)\n"
-    left += "LONG = LEFT * 99\n"  # too long for the interpreter's own arenas: it lies on the heap
+    left += "LONG = LEFT * 99\n"  # too long for the interpreter's own arenas, so it lies on the heap
     code = left + thieves.COMMON + thieves.HUNTS[name] + "\nprint(f(100000001))"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert len(set(ended.stdout.split())) == 1 and ended.stdout.count("\n") == 2, ended

@@ -66,7 +66,7 @@ def test_the_clock_leaves_evaluations_out_and_tells_compiling_apart(monkeypatch:
     monkeypatch.setattr(time_to_loss_arm.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(time_to_loss_arm.time, "process_time", lambda: now[0] / 2)
     clock = time_to_loss_arm.Clock()
-    for step in (0, *range(14)):  # the checks before the first step draw it once more
+    for step in (0, *range(14)):  # the checks before the first step draw step 0 once more
         clock.tick(step)
         now[0] += 10 if step == 0 else 1
         if step == 5:

@@ -1,4 +1,4 @@
-"""Candidates of one problem in one child: the scores that they have alone, from fewer children."""
+"""Candidates for one problem in one child process: the same scores as alone, with fewer children."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from pipeline.synthetic import programs
 
 TESTS = [{"args": f"[{n}]", "expected": str(n + 1), "visible": False} for n in range(4)]
 RIGHT = "def up(x):\n    return x + 1\n"
-ODD = {  # source: what comes back of it alone
+ODD = {  # source -> its score when it runs alone
     RIGHT: 1.0,
     "def up(x):\n    return 2\n": 0.25,
     "def up(x):\n    return 1 // (x - 1) or x + 1\n": 0.25,
@@ -20,7 +20,7 @@ ODD = {  # source: what comes back of it alone
     "def up(x):\n    global up\n    up = None\n    return x + 1\n": 0.25,
     "": 0.0,
 }
-ALONE = {  # what one child cannot go on after, or what would depend on its company
+ALONE = {  # ends its child, or would depend on the others in it
     "def up(x):\n    while x == 2: pass\n    return x + 1\n": 0.75,
     "import os\ndef up(x):\n    os._exit(0)\n": 0.0,
     "import sys\ndef up(x):\n    sys.exit()\n": 0.0,

@@ -18,7 +18,7 @@ from pipeline.text.tokenizer import ADDED, PATTERN, SPECIAL, Tokenizer
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "pipeline/text/tokenizer.py").read_text(encoding="utf-8")
-some = settings(max_examples=60, deadline=None)  # a shared machine stalls
+some = settings(max_examples=60, deadline=None)  # a shared machine may stall
 TOKENIZER = Tokenizer.train(iter([TEXT]), 512)
 CONTROL = st.sampled_from([*SPECIAL.values(), *ADDED.values(), "<|unused_0|>", "<|unused_1|>"])
 

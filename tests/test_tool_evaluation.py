@@ -65,7 +65,7 @@ def verdict(arguments: dict[str, Any], accepted: dict[str, list[Any]]) -> bfcl.T
         ({"extra": 4}, {"extra": [4]}),
         ({"extra": "A b"}, {"extra": ["ab"]}),
         ({"extra": ["A b"]}, {"extra": [["ab"]]}),
-        ({"days": "tomorrow"}, {"days": ["tomorrow"]}),  # another type, where the truth has it
+        ({"days": "tomorrow"}, {"days": ["tomorrow"]}),  # another type, if the truth has it
         ({"note": None}, {"note": [None]}),
         ({"note": "x"}, {"note": ["X", None]}),
     ],
@@ -88,7 +88,7 @@ def test_a_call_that_the_rules_allow_is_right(arguments: dict[str, Any], accepte
         ({"warm": 1}, {"warm": [True]}, "wrong_type"),
         ({"city": 7}, {}, "wrong_type"),
         ({"days": "Tomorrow"}, {"days": ["tomorrow"]}, "value_error:other"),  # a variable is compared exactly
-        ({"tags": ["b", "a"]}, {"tags": [["a", "b"]]}, "value_error:list"),  # lists in order
+        ({"tags": ["b", "a"]}, {"tags": [["a", "b"]]}, "value_error:list"),  # lists are compared in order
         ({"tags": "a"}, {"tags": [["a"]]}, "wrong_type"),
         ({"tags": [1]}, {"tags": [["a"]]}, "wrong_type"),  # nested one level
         ({"place": {"a": "x", "c": 1}}, {"place": [{"a": ["x"]}]}, "value_error:dict_key"),
@@ -197,7 +197,7 @@ def test_words_instead_of_calls_are_no_false_calls_and_nothing_else(test_set: li
     _, summary = score([(d, turn, "No.") for d in test_set for turn in turns(d)])
     assert summary["irrelevance"] == 1.0 and summary["false_call_rate"] == 0.0
     assert summary["relevance"] == summary["ast"] == summary["json_valid"] == summary["multi_turn"] == 0.0
-    assert summary["ask_back_rate"] == 0.0  # no question
+    assert summary["ask_back_rate"] == 0.0  # no answer is a question
 
 
 def test_a_call_that_cannot_be_read_is_no_call(test_set: list[Dialogue]) -> None:
@@ -225,7 +225,7 @@ def test_the_shares_are_what_hand_counting_gives() -> None:
             hotel(),
             1,
             reply("book_hotel", city="Rome", nights=5, stars=3),
-        ),  # 1 of 2 values right; the default is no value
+        ),  # 1 of 2 values right; the default does not count
         (hotel(), 1, reply("book_hotel", city="Rome", mood="x", nights=4)),  # 1 of 3 parameters unknown
         (hotel(), 1, reply("get_wind", city="Rome")),
     ]

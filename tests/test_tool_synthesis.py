@@ -220,7 +220,7 @@ def test_training_conversations_go_on_until_they_are_long(train: list[Dialogue],
         size = len(json.dumps(dialogue.tools)) + sum(len(json.dumps(message)) for message in messages)
         assert size >= LENGTH, dialogue.id
         requests = [m for m in messages if m["role"] == "user"]
-        if len(requests) < 3:  # a question of the assistant's and a late tool have two of their own
+        if len(requests) < 3:  # with a question or a late tool there are two anyway
             continue
         added += 1
         answer = messages[last + 1]
@@ -228,7 +228,7 @@ def test_training_conversations_go_on_until_they_are_long(train: list[Dialogue],
         assert calls(answer) or answer["content"] in sentences("refusals")
         before = len(json.dumps([t["function"] for t in dialogue.tools]))
         before += sum(len(json.dumps(m)) for m in messages[:last])
-        assert before < LENGTH + 400  # 400: results and closing words come after the size was looked at
+        assert before < LENGTH + 400  # 400, since results and closing words come after the size check
     assert added > 0.3 * TRAIN and 0.1 < refused / added < 0.5
     assert all(sum(m["role"] == "user" for m in d.messages) <= 2 for d in val)
 

@@ -26,7 +26,7 @@ for part in (1, 2):  # the second continues the first, as after a kill
 
 
 def run(name: str, folder: Path) -> None:
-    """In a process of its own: the trackers keep threads and global state."""
+    """Run in a separate process, because the trackers keep threads and global state."""
     environment = {"STAGECOACH_MLFLOW": "off", "WANDB_MODE": "offline", "WANDB_SILENT": "true", "HOME": str(folder)}
     subprocess.run([sys.executable, "-c", ROWS, name, str(folder)], check=True, env={**os.environ, **environment})
 

@@ -1,5 +1,5 @@
-"""Files without a clock, the progress line, and MLflow: four first users, a resumed run, a store that does not
-answer.
+"""Files without timestamps, the progress line, and MLflow: four concurrent first users, a resumed run, a store that
+does not answer.
 """
 
 import json
@@ -157,7 +157,7 @@ def test_a_resumed_stage_is_one_finished_run_without_a_step_twice(tmp_path: Path
         process = started(tmp_path, "w", code)
         assert process.communicate()[1] == ""
         assert process.returncode == exit_code
-        assert stored(tmp_path, "select status from runs") == [(status,)] * 2  # the experiment's too
+        assert stored(tmp_path, "select status from runs") == [(status,)] * 2  # the experiment's run too
     rows = stored(tmp_path, "select step, value from metrics where key = 'loss' order by step")
     assert rows == [(step, pytest.approx(1 / step)) for step in range(1, 61)]
 
@@ -289,7 +289,7 @@ def test_deliver_makes_the_calls_in_order_also_those_of_a_run_that_another_proce
     one.flush()
     one.abandon("KILLED")
 
-    def more() -> bool:  # what comes between the last look but one and the end is delivered too
+    def more() -> bool:  # what is written after the next-to-last look is delivered too
         one.register(folder, model="tools")
         one.finish()
         return True
@@ -306,7 +306,7 @@ def test_deliver_makes_the_calls_in_order_also_those_of_a_run_that_another_proce
 
 
 class Held:
-    """What an outer tracker was given."""
+    """Records what an outer tracker is given."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
@@ -367,7 +367,7 @@ def test_trackers_remember_that_they_went_back(tmp_path: Path, monkeypatch: pyte
 
 
 class Sent:
-    """What a tracker is given."""
+    """Records what a tracker is given."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []

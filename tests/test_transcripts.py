@@ -1,4 +1,4 @@
-"""The transcripts: pure functions of their number, whole conversations, and nothing of what is held out."""
+"""The transcripts: pure functions of their number, whole conversations, and nothing that is held out."""
 
 import json
 

@@ -10,7 +10,7 @@ import pytest
 from tests.graph import ROOT, Repository, ran
 
 PAGE = ROOT / "docs/tutorial.md"
-ELSEWHERE = ("make setup", ". .venv/bin/activate")  # the environment is the one that runs the tests
+ELSEWHERE = ("make setup", ". .venv/bin/activate")  # the tests' own environment is used instead
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 ANY = "..."  # in a line of expected output: any text; alone: any lines
 
@@ -25,7 +25,7 @@ def steps() -> Iterator[tuple[list[str], list[str]]]:
 
 
 def missing(expected: list[str], output: str) -> list[str]:
-    """The expected lines that the output does not have, in this order; spaces count as one."""
+    """The expected lines that the output lacks, in this order; runs of spaces count as one."""
     lines = iter([" ".join(line.split()) for line in output.splitlines()])
     lacking = []
     for wanted in (" ".join(line.split()) for line in expected if line.strip()):
@@ -37,7 +37,7 @@ def missing(expected: list[str], output: str) -> list[str]:
 
 
 def wait_for_queue(repository: Repository) -> None:
-    """Until no task of DVC's queue is queued or running; both have succeeded then."""
+    """Wait until no task in DVC's queue is queued or running; both must then have succeeded."""
     for _ in range(600):
         status = repository.dvc("queue", "status")
         if not re.search(r"\b(Queued|Running)\b", status):
@@ -52,11 +52,11 @@ def wait_for_queue(repository: Repository) -> None:
 @pytest.mark.timeout(2400)
 def test_every_command_of_the_tutorial_works_and_shows_what_the_page_says(tmp_path: Path) -> None:
     repository = Repository.copy_of_ours(tmp_path / "repository")
-    # make would set up an environment of its own; its other recipes are run as they stand
+    # make would set up an environment of its own; its other recipes run unchanged
     repository.edit("Makefile", "$(READY): pyproject.toml", "$(READY):")
     (repository.folder / ".venv").mkdir()
     (repository.folder / ".venv/.ready").touch()
-    repository.edit("params.yaml", "scale: smoke", "scale: demo")  # as a clone has it
+    repository.edit("params.yaml", "scale: smoke", "scale: demo")  # as in a fresh clone
     repository.commit("the environment is here")
 
     def run(command: str) -> str:

@@ -81,7 +81,7 @@ def test_energy_is_that_of_the_packages_and_their_counters_wrap(tmp_path: Path) 
     (meter,) = cost.rapl(tmp_path)
     (package / "energy_uj").write_text("950000")
     assert meter.joules() == pytest.approx(0.05)
-    (package / "energy_uj").write_text("49999")  # 50,001 to the end of the range and over it
+    (package / "energy_uj").write_text("49999")  # wraps: 50,001 to restart at 0, then 49,999
     assert meter.joules() == pytest.approx(0.1)
 
 

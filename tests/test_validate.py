@@ -1,4 +1,4 @@
-"""`python -m pipeline.tools.validate`: what it counts of a file is what the stages would take of it."""
+"""`python -m pipeline.tools.validate`: what it counts in a file is what the stages would take from it."""
 
 import json
 from pathlib import Path
@@ -90,7 +90,7 @@ def test_no_row_is_lost_and_the_stages_take_as_many(own: Path, rows: list[Any]) 
     (own / "a.jsonl").write_text(jsonl(*rows))
     found = report(own / "a.jsonl", kind="dialogues")
     assert found.num_accepted + found.num_duplicates + found.num_rejected == found.num_rows == len(rows)
-    if {"question", "messages"} > set(found.shapes):  # the reader of stages takes one shape for a whole file
+    if {"question", "messages"} > set(found.shapes):  # the stages' reader takes one shape for a whole file
         try:
             taken = len(read(own, "dialogues").records)
         except Exception:  # nothing is left

@@ -1,5 +1,5 @@
-"""Steps that go wrong: what a spike is, when skipping is too much, where a rollback goes, and what is not finite
-first.
+"""Steps that go wrong: what a spike is, when too many are skipped, where a rollback goes, and what first became
+non-finite.
 """
 
 import math
@@ -14,7 +14,7 @@ from pipeline.learning.update import Course
 
 
 def settled(loss: float = 2.0, spread: float = 0.1) -> Course:
-    """128 applied steps whose losses lie `spread` around a mean."""
+    """128 applied steps whose losses lie `spread` above and below a mean."""
     course = Course()
     for step in range(128):
         update.applied(course, loss + (spread if step % 2 else -spread))
@@ -43,7 +43,7 @@ def test_a_spike_is_a_loss_six_deviations_above_the_mean() -> None:
     course = settled()  # mean 2, deviation 0.1: the limit is 2.6
     assert update.fault(course, 2.59, 1.0, "skip") == ""
     assert "a spike: loss above 2.6" in update.fault(course, 2.61, 1.0, "skip")
-    assert update.fault(course, -50.0, 0.0, "skip") == ""  # a fall is none
+    assert update.fault(course, -50.0, 0.0, "skip") == ""  # a fall is no spike
     assert update.fault(course, 2.61, 1.0, "ignore") == ""
 
 
@@ -63,7 +63,7 @@ def test_a_steady_loss_may_move_by_six_hundredths_of_itself() -> None:
 
 
 def test_what_is_small_in_itself_is_no_spike() -> None:
-    known_by_heart = settled(loss=3e-4, spread=1e-4)  # as a causal model is at the end of 8 passes over its data
+    known_by_heart = settled(loss=3e-4, spread=1e-4)  # as for a causal model after 8 passes over its data
     assert update.fault(known_by_heart, 0.0135, 0.5, "skip") == ""
     assert "a spike: loss above 0.1003" in update.fault(known_by_heart, 0.101, 0.5, "skip")
 
@@ -103,11 +103,11 @@ def test_a_loss_that_rises_by_two_nats_and_stays_ends_the_run_after_a_hundred_st
     assert "the loss rose and stayed high: 100 steps in a row more than 1 nat above 2," in why
     assert step == 399 and len(course.spikes_at) == 2  # the third in a row is the new level, which is trained on
     assert followed([2.0] * 300 + [2.9] * 500)[1:] == (800, "")
-    assert followed([2.0] * 300 + [4.0] * 200, "ignore")[1:] == (500, "")  # a policy's loss is in no unit
+    assert followed([2.0] * 300 + [4.0] * 200, "ignore")[1:] == (500, "")  # a policy's loss has no unit
 
 
 def test_a_loss_that_creeps_up_ends_the_run_too() -> None:
-    """The running median follows a slow rise; the lowest one does not."""
+    """The running median follows a slow rise; the lowest median does not."""
     step, why = followed([2.0] * 200 + [2.0 + 0.01 * n for n in range(600)])[1:]
     assert why and step == 200 + 100 + 100
 
@@ -135,7 +135,7 @@ def test_a_rollback_goes_to_the_newest_evaluation_sixteen_steps_old() -> None:
 def test_a_second_rollback_goes_to_the_state_of_the_first_and_never_behind_it() -> None:
     course = Course(step=110, evaluated=[40, 84], windows=[[84, 17]])
     assert update.rollback_target(course) == 84
-    course.step = 90  # six steps after it went back: the state of 40 may be gone, and would bring the window back
+    course.step = 90  # six steps after a rollback: the state of 40 may be gone, and would bring the window back
     assert update.rollback_target(course) == 84 and update.rollback_targets(course) == [84]
     course.step, course.evaluated = 120, [40, 84, 100, 110]
     assert update.rollback_target(course) == 100
@@ -159,7 +159,7 @@ def test_after_a_rollback_the_batches_of_the_window_are_never_read_again() -> No
     assert read == list(range(101, 137))
     update.give_up(Course(step=90, windows=course.windows), 95, 112)
     course.step = 90
-    update.give_up(course, step=95, index=112)  # a second one, from inside what followed the first
+    update.give_up(course, step=95, index=112)  # a second one, from inside the steps after the first
     assert [Course(step=s, windows=course.windows).index for s in (83, 84, 89, 90, 91)] == [83, 101, 106, 113, 114]
 
 
@@ -213,8 +213,8 @@ def test_losses_before_a_planned_change_of_data_are_no_measure() -> None:
         update.applied(course, 0.2)
     assert update.fault(course, 3.0, 1.0, "skip")
     for step in range(2 * update.STAYED):
-        update.new_level(course)  # each step says it; the first one counts
+        update.new_level(course)  # called at each step; only the first call counts
         assert not update.fault(course, 3.0, 1.0, "skip") and update.risen(course, 3.0, "skip") == ""
         update.applied(course, 3.0)
         assert len(course.applied) == min(step + 1, update.HISTORY)
-    assert update.fault(course, 9.0, 1.0, "skip")  # and from there on as before
+    assert update.fault(course, 9.0, 1.0, "skip")  # spikes are faults again

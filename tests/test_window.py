@@ -1,5 +1,5 @@
-"""Sums of losses, metrics and extremes: parts against the whole, the state as JSON, a refusal of the whole step
-alone.
+"""Sums of losses, metrics and extremes: parts against the whole, the state as JSON, and that only a whole step is
+refused.
 """
 
 import json
@@ -13,7 +13,7 @@ from pipeline.learning.update import LoggingWindow, Totals
 
 
 def loss(values: list[float], *, coefficient: float = 0.5) -> Loss:
-    """Two terms with counts of their own, a metric with a third, and both extremes."""
+    """Two terms with different counts, a metric with a third, and both extremes."""
     row = torch.tensor(values)
     terms = [Term("first", row.sum()), Term("second", row.square().sum(), "rows", coefficient)]
     metrics = {"share": ((row > 1).sum(), 2 * len(values))}
@@ -70,7 +70,7 @@ def test_a_term_or_metric_without_a_count_drops_out() -> None:
 
 
 def test_a_merge_adds_counts_and_sums_so_long_steps_weigh_more() -> None:
-    """Steps of 8 tokens, 4 rows and of 2 tokens, 1 row; not the mean of the two steps' means."""
+    """One step of 8 tokens in 4 rows and one of 2 tokens in 1 row; the result is not the mean of their means."""
     first = totals(COUNTS, loss([1.0, 2.0, 3.0, 4.0]))
     first.merge(totals({"tokens": 2, "rows": 1}, loss([7.0])))
     assert first.counts == {"tokens": 10, "rows": 5}

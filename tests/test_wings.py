@@ -1,4 +1,4 @@
-"""A wing goes by deleting its folder, its stages, its keys and its tests: the rest works without it."""
+"""A wing is removed by deleting its folder, its stages, its keys and its tests; the rest works without it."""
 
 import dataclasses
 import importlib
@@ -25,7 +25,7 @@ QUICK = ("architecture", "card", "docs", "evaluate", "footprint", "params", "pur
 
 
 def copied(folder: Path) -> Path:
-    """The files that git has or would take."""
+    """A copy of the files that git tracks or would add."""
     listed = ["git", "ls-files", "-co", "--exclude-standard"]
     for name in subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines():
         if (ROOT / name).is_file():
@@ -35,7 +35,7 @@ def copied(folder: Path) -> Path:
 
 
 def remove(folder: Path, wing: str) -> None:
-    """Delete a wing from a copy of the repository: files of its name, and its lines in the graph, keys and commands."""
+    """Delete a wing from a copy of the repository: files with its name, its lines in the graph, keys and commands."""
     stages = [path.stem for path in (folder / "stages").glob(f"{wing}*.py")]
     offer = getattr(importlib.import_module(f"pipeline.{wing}.wing"), "evaluation_keys", None)
     keys = [field.name for field in dataclasses.fields(offer())] if offer else []

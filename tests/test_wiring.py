@@ -1,5 +1,5 @@
-"""What a stage reads and writes, as its module gives it to `main`, is what dvc.yaml tracks: else an edit would rerun
-nothing.
+"""What a stage reads and writes, as its module gives it to `main`, is what dvc.yaml tracks; otherwise an edit would
+rerun nothing.
 """
 
 import re
@@ -18,7 +18,7 @@ STAGES = sorted(path.stem for path in (ROOT / "stages").glob("*.py") if path.ste
 
 
 def wiring_of(stage: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The keywords of the stage's call of `main`."""
+    """The keyword arguments of the stage's call to `main`."""
     told: dict[str, Any] = {}
     monkeypatch.setattr(run_stage, "main", lambda run, **wiring: told.update(wiring))
     runpy.run_path(str(ROOT / f"stages/{stage}.py"), run_name="__main__")
@@ -26,8 +26,8 @@ def wiring_of(stage: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def paths(entries: list[Any]) -> set[str]:
-    """Of deps or outs in dvc.yaml: names, without their options, `${item.x}` and other parameters as `main` writes
-    them.
+    """The names in deps or outs of dvc.yaml, without their options, and with `${item.x}` and other parameters as `main`
+    writes them.
     """
     names = [next(iter(entry)) if isinstance(entry, dict) else entry for entry in entries]
     return {name.replace("${item.corpus}", "{item}").replace("${item.model}", "{item}") for name in names}
@@ -42,7 +42,7 @@ def test_dvc_tracks_what_a_stage_reads_and_writes(stage: str, monkeypatch: pytes
     chosen = {dep for dep in known if dep.startswith("${")}  # an input that only some parameters ask for
     assert chosen == ({"${base.folder}"} if wiring.get("chosen") else set())
     inputs = set(wiring["inputs"].values())
-    if stage == "evaluate":  # its items read different inputs; the reward model's has a stage of its own
+    if stage == "evaluate":  # its items read different inputs; the reward model has a separate stage
         mine = {key for key in wiring["inputs"] if key in wiring["of_item"]("tools")}
         assert known == {wiring["inputs"][key] for key in mine}
         alone = {wiring["inputs"][key].replace("{item}", "reward") for key in wiring["of_item"]("reward")}

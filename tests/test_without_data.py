@@ -1,4 +1,4 @@
-"""Stages whose data are empty hand their model on as it is."""
+"""Stages whose data are empty pass their model on unchanged."""
 
 import json
 from pathlib import Path

@@ -18,7 +18,7 @@ from tests.training import environment, free_port
 from tests.workspace import Workspace, arguments
 
 pytestmark = [pytest.mark.full, pytest.mark.slow, pytest.mark.timeout(300)]
-# AdamW makes steps of the rounding of gradients that are near eps
+# AdamW turns rounding in gradients near eps into steps
 STEPS: dict[str, Any] = {"steps": 30, "learning_rate": 1e-3, "eps": 1e-5, "runtime.save_steps": 3}
 
 
@@ -27,7 +27,7 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Starts stages; what is left of them ends with the test."""
+    """Starts stages; any still running end with the test."""
     processes: list[subprocess.Popen[str]] = []
 
     def started(*arguments: Any, **variables: str) -> "subprocess.Popen[str]":
@@ -78,7 +78,7 @@ def wait_for(what: Callable[[], Any], process: "subprocess.Popen[str]") -> None:
 def test_fsdp2_saves_when_one_worker_is_told_to_stop_goes_on_and_publishes_what_one_process_does(
     workspace: Workspace, start: Start
 ) -> None:
-    """dpo: the policy is cut, its reference is not, and the result is measured after training."""
+    """dpo: the policy is sharded, its reference is not, and the result is measured after training."""
     alone = workspace.command("dpo", **STEPS)
     assert alone.code == 0, alone.said
     expected, numbers = workspace.weights("dpo"), workspace.numbers("dpo")
@@ -115,7 +115,7 @@ def test_two_machines_train_one_model_and_a_killed_worker_ends_both(
     workspace: Workspace, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two launchers of one worker each, as on two machines with a shared file system; machine 0 alone publishes."""
-    changes = STEPS | {"dropout": 0.0}  # each rank draws its own
+    changes = STEPS | {"dropout": 0.0}  # each rank would draw its own
     file = workspace.folder / "machines.yaml"
     file.write_text(CONFIG.format(port=free_port()))
 
@@ -166,13 +166,13 @@ except distributed.DistNetworkError:
 
 
 def test_a_store_that_is_gone_is_an_exception_and_no_stack_of_c10d() -> None:
-    """Of two machines that end well, the first may leave their exit barrier before the second has its answer."""
+    """When two machines end normally, the first may leave their exit barrier before the second has its answer."""
     told = subprocess.run([sys.executable, "-c", LEFT, str(free_port())], capture_output=True, text=True, timeout=300)
     assert (told.returncode, told.stdout, told.stderr) == (0, "told\n", "")
 
 
 def test_accelerate_launch_on_a_cpu_starts_as_many_processes_as_it_is_asked_for(workspace: Workspace) -> None:
-    """By itself it starts one, and leaves the others to mpirun."""
+    """By default it starts one and leaves the others to mpirun."""
     launch = ["accelerate.commands.launch", "--cpu", "--num_processes", "2", "-m", "stages.dpo"]
     done = subprocess.run(
         [sys.executable, "-m", *launch, *arguments("dpo", {"steps": 2})],

@@ -1,4 +1,4 @@
-"""Work in another process: judged as here, ended when it takes too much, and started again when it is gone."""
+"""Work in another process: judged as in this one, ended when it takes too much, and started again after it dies."""
 
 import asyncio
 import time
@@ -71,7 +71,7 @@ def test_a_refusal_is_what_it_is_here_and_is_kept(nano: Path, monkeypatch: pytes
             with pytest.raises(JobRefused) as refused:
                 await shop.grammar("nano", schema(rules), "a")
             assert refused.value.code == code
-        monkeypatch.setattr(shop, "_ask", None)  # nobody is asked again
+        monkeypatch.setattr(shop, "_ask", None)  # no worker is asked again
         with pytest.raises(JobRefused):
             await shop.grammar("nano", schema({"not": {}}), "b")
         monkeypatch.setattr(workshop, "KEPT_SECONDS", -1.0)
@@ -114,7 +114,7 @@ def test_a_job_that_takes_too_long_is_ended_and_others_are_done_meanwhile(nano: 
 
 
 async def childless(shop: Workshop) -> bool:
-    """Whether the worker soon has no job's process."""
+    """Whether the worker's job process soon ends."""
     [process] = [one for one in psutil.Process().children() if "pipeline.serve.worker" in " ".join(one.cmdline())]
     for _ in range(100):
         if not process.children():
@@ -150,7 +150,7 @@ def test_a_failure_of_ours_is_a_500_whose_cause_is_logged(nano: Path, caplog: py
 
 
 def workers() -> set[psutil.Process]:
-    """Those below this process, of servers that other tests share too."""
+    """The workers below this process, including those of servers that other tests share."""
     below = psutil.Process().children(recursive=True)
     return {one for one in below if "pipeline.serve.worker" in " ".join(one.cmdline())}
 

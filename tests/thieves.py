@@ -2,7 +2,7 @@
 
 A problem asks for `answer-<x>-<16 hexadecimal digits>`, which nobody can guess; an honest candidate computes it from a
 salt in its own source. A thief searches whatever it can reach for that answer and for the salt; x says which problem
-it has, so any leak is enough. `HUNTS`: name, a generator `hunt()` of bytes that may hold either. Standard library only:
+it has, so any leak is enough. `HUNTS`: name -> generator `hunt()` of bytes that may hold either. Standard library only:
 `python thieves.py ROOT GROUPS WORKERS [URL]` judges groups of 8 as whoever runs it and prints JSON.
 """
 
@@ -244,7 +244,7 @@ def problem(number: int, draw: random.Random) -> dict[str, Any]:
 
 
 def group(number: int, draw: random.Random) -> list[dict[str, Any]]:
-    """Eight candidates for one problem: three times an honest one and a thief, then one that is wrong and a thief."""
+    """Eight candidates for one problem: three pairs of an honest one and a thief, then a wrong one and a thief."""
     asked, kind = problem(number, draw), "program" if number % 3 == 2 else "function"
     names = list(HUNTS)
     thieves = [(name, COMMON + HUNTS[name]) for name in (names[(4 * number + i) % len(names)] for i in range(4))]
@@ -256,7 +256,7 @@ def group(number: int, draw: random.Random) -> list[dict[str, Any]]:
 
 
 def judged(groups: int, workers: int, url: str | None = None, seed: int = 0) -> list[tuple[str, str, float | None]]:
-    """(name, function or program, score) of every candidate of so many groups."""
+    """(name, function or program, score) of every candidate in `groups` groups."""
     from pipeline.sandbox.judge import Candidate, Judge, Limits, SandboxConfig
 
     draw = random.Random(seed)

@@ -74,8 +74,8 @@ class Batch:
 
 
 class Rows:
-    """Rows with a pattern, of which unequal shares are trained on. Three batches to evaluate: two processes have
-    unequal counts.
+    """Rows with a pattern, of which unequal shares are trained on. There are three batches to evaluate, so two
+    processes have unequal counts.
     """
 
     fingerprint, tokens_per_epoch = "toy", 640
@@ -129,7 +129,7 @@ def model_of(case: Case) -> Transformer:
 
 
 def job_of(folder: Path, case: Case) -> Job:
-    """As running.py makes it."""
+    """A job as running.py makes it."""
     folder.mkdir(parents=True, exist_ok=True)
     runtime = Runtime(
         logging_steps=1,
@@ -168,7 +168,7 @@ def run(case: Case) -> None:
         optimizer=case.optimizer,
         validation=Validation(publish=case.publish, ema_decay=case.ema_decay),
         eps=1e-6,
-    )  # AdamW makes steps of the rounding of gradients that are near eps
+    )  # AdamW turns rounding in gradients near eps into steps
 
     def loss(model: Transformer, batch: Batch) -> Loss:
         chosen = batch.targets >= 0
@@ -195,7 +195,7 @@ def run(case: Case) -> None:
 
 
 def together(cases: list[Case], folder: Path, *, processes: int = 2) -> None:
-    """Run cases one after another in so many processes on this machine, without a launcher: it would cost seconds."""
+    """Run cases one after another in several processes on this machine, without a launcher, which takes seconds."""
     (folder / "cases.json").write_text(json.dumps([asdict(case) for case in cases]))
     command = [sys.executable, "-m", "tests.training", str(folder / "cases.json")]
     shared = environment() | {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -219,20 +219,20 @@ def together(cases: list[Case], folder: Path, *, processes: int = 2) -> None:
 
 
 def free_port() -> int:
-    """A port that nobody listens at."""
+    """A port that nobody listens on."""
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         return listening.getsockname()[1]
 
 
 def environment() -> dict[str, str]:
-    """Of a process that computes on a CPU with one thread."""
+    """The environment of a process that computes on a CPU with one thread."""
     own = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(ROOT)}
     return {k: v for k, v in os.environ.items() if not k.startswith("STAGECOACH_LAUNCH")} | own
 
 
 def told(folder: Path, rank: int = 0) -> dict[str, Any]:
-    """What a rank of a case left."""
+    """The results that a rank of a case left."""
     return json.loads((folder / f"rank{rank}.json").read_text())
 
 
@@ -242,7 +242,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def main() -> None:
-    """Run the cases of the file that the command line names, and leave together: who leaves first breaks what the
+    """Run the cases in the file named on the command line, and leave together: the first to leave would break what the
     other still reads.
     """
     Ranks.leave = lambda self: None  # type: ignore[method-assign]  # the processes have more cases to run

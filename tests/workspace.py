@@ -118,7 +118,7 @@ def command(stage: str, argv: list[str]) -> Ended:
         sys.argv, sys.stderr = [stage, *argv], said
         loaded = sys.modules.pop(
             f"stages.{stage}", None
-        )  # another test imported it; runpy warns of what it finds loaded
+        )  # another test imported it; runpy warns about loaded modules
         try:
             runpy.run_module(f"stages.{stage}", run_name="__main__", alter_sys=True)
             raise AssertionError("a command ends in SystemExit")
@@ -143,7 +143,7 @@ def arguments(stage: str, changes: dict[str, Any]) -> list[str]:
 
 
 def make(folder: Path, tokenizer: Tokenizer, model: Transformer) -> Workspace:
-    """Write everything. `model` is the policy; the reward model has its shape and other weights."""
+    """Write everything. `model` is the policy; the reward model has its shape but other weights."""
     for name in ("conf", "stages", "pipeline"):
         (folder / name).symlink_to(ROOT / name)
     (folder / "params.yaml").write_text("seed: 1\ndata_seed: 1\nmodel: nano\nscale: smoke\ndata: machine\n")
@@ -178,7 +178,7 @@ def other(model: Transformer) -> Transformer:
 
 
 def write_taught(folder: Path, tokenizer: Tokenizer) -> None:
-    """Two answers of models/teacher to each problem that is trained on, and its four most likely tokens."""
+    """Two answers of models/teacher to each training problem, with its four most likely tokens at each position."""
     teacher, _ = checkpoint.load(folder / "models/teacher")
     prompts = answers.problem_prompts(list(map(problem, range(8))), tokenizer, 60)
     fp32 = device.hardware("fp32")
@@ -197,14 +197,14 @@ def write_code(folder: Path, tokenizer: Tokenizer) -> None:
 
 
 def ready_to_end(model: Transformer, tokenizer: Tokenizer) -> None:
-    """Let a part of the answers end: the embedding of the turn's end is what the states have in common."""
+    """Let some of the answers end: the turn end's embedding points along the mean of the hidden states."""
     with torch.no_grad():
         mean = model.hidden(torch.arange(20, 220)[None]).mean((0, 1))
         model.model.embed_tokens.weight[tokenizer.turn_end] = 4.0 * mean / mean.norm()
 
 
 def save_reward(folder: Path, shape: ModelConfig, tokenizer: Tokenizer) -> None:
-    """A reward model that has an opinion."""
+    """A reward model with a random head."""
     reward = RewardModel(Transformer(shape, torch.Generator().manual_seed(1)))
     with torch.no_grad():
         reward.score.weight.normal_(generator=torch.Generator().manual_seed(2))

