@@ -7,7 +7,7 @@ odd     `--requests` requests of the kinds in `odd_requests.py`, four at a time.
         with Retry-After) or takes more than HANG_SECONDS, every error is an OpenAI error object, and memory grows by at
         most MOST_GROWTH after the first tenth.
 attack  `--answers` chats by `--users` users, each with a key; half run undisturbed, half while one client with its own
-        key sends hostile and valid schemas, Markdown and prompts to score, and other clients send bodies without a key.
+        key sends hostile and valid schemas, Markdown and prompts to score, and others send large bodies without a key.
         Passes if no chat fails, and the 95th percentile of the response times at most doubles.
 masked  the same attack, while the users chat with a masked-diffusion model.
 
@@ -213,7 +213,7 @@ class Beside:
 
     @property
     def times(self) -> float:
-        """The 95th percentile of response times under attack, divided by that without."""
+        """The 95th percentile of response times under attack, divided by that of the quiet parts."""
         return self.tail(self.attacked) / self.tail(self.quiet)
 
     @staticmethod

@@ -4,9 +4,9 @@
 
 Each request is a user question from the held-out dialogues with its tools and `tool_choice: required`; budgets run from
 8 to 256 tokens. Prints how many answers are complete and valid, how many requests are refused (`budget_too_small`) and
-how many tokens they lacked, how many tokens the plan chose instead of the model, and the microseconds per token for the
-mask, for `take` and for the model. Goal: every answer is complete and valid, and mask and `take` together take less
-than 5% of the model's time per step, at this model size and above.
+how many tokens their budgets lacked, how many tokens the grammar's plan chose instead of the model, and the
+microseconds per token for the mask, for `take` and for the model. Goal: every answer is complete and valid, and mask
+and `take` together take less than 5% of the model's time per step, at this model size and above.
 """
 
 import argparse
@@ -99,7 +99,7 @@ def main() -> None:
         counts["complete and valid" if constraint.complete and _valid(reply(tokenizer, ids), tools) else "wrong"] += 1
     if not tokens:
         parser.error(f"no question fits into the {model.config.max_context} tokens of {arguments.model}: {counts}")
-    sys.stdout.write(f"{counts}; refusals lacked {min(missing, default=0)} to {max(missing, default=0)} tokens\n")
+    sys.stdout.write(f"{counts}; refusals: {min(missing, default=0)} to {max(missing, default=0)} tokens short\n")
     sys.stdout.write(f"{tokens} tokens, {steered} of them chosen by the plan instead of the model\n")
     for what, each in seconds.items():
         microseconds = [1e6 * one for one in each]

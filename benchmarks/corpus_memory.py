@@ -5,7 +5,7 @@
 Makes a scratch copy of the repository with `data: files` and --mb MB of text in `data/own/text` (Zipf's law over
 made-up words, JSON lines, no two documents alike), then runs stage_corpus, stage_tokenizer and stage_encode there.
 Prints a line per stage: seconds, and peak RssAnon + RssShmem summed over all processes of the stage (private memory;
-pages of mapped files, which the kernel can drop, are not counted). Writes --out (default:
+pages of mapped files, which the kernel can drop, are not counted). Writes the results to --out (default:
 benchmarks/results/corpus_memory.json).
 """
 

@@ -1,14 +1,14 @@
-"""How much a repository's other files help a model trained on repositories, on held-out packages and over seeds.
+"""How much a repository's other files help a model trained on repositories, measured on held-out packages.
 
     python benchmarks/cross_file.py [--seeds 1 2 3] [--scale demo] [--folder DIR] [--out FILE] [KEY=VALUE ...]
 
-Makes a scratch copy of the repository in which `data.code` lists packages of requirements.lock as repositories, every
+Makes a scratch copy of the repository in which `data.code` lists packages from requirements.lock as repositories, every
 sixth held out entirely (`held_out: ["."]`), and `data.text` is the generated text. Builds the corpora, the tokenizer
 and the tokens once, then runs stages `language` and `code` for each seed, with the keys set by KEY=VALUE
 (`code.steps=2400`, `corpus.stories_mb=1`). The suite of `pipeline/evaluation/cross_file.py` completes the same held-out
-lines and functions with and without other files. Prints a line per seed and one for all seeds: exact match and edit
-similarity, their differences and 95% intervals over files. The last line pools the items of all seeds, so its intervals
-are for the mean over seeds. Writes the numbers to --out (default: benchmarks/results/cross_file.json).
+lines and functions with and without those other files. Prints a line per seed and one for all seeds: exact match and
+edit similarity, their differences and 95% intervals over files. The last line pools the items of all seeds, so its
+intervals are for the mean over seeds. Writes the numbers to --out (default: benchmarks/results/cross_file.json).
 """
 
 import argparse

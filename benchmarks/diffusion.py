@@ -6,10 +6,10 @@
         [models/other_seed ...] [--problems 400] [--steps 32] [--temperature 0.8] [--threshold 0.99]
 
 `quality`: greedy answers at 1, 2, 4, 8 tokens per step and by threshold, with and without caches, each compared with
-one token per step on the same problems (paired bootstrap; no early stop). Goal: at least 3 times fewer forward passes
+one token per step on the same problems (paired bootstrap; no early stop). Goal: at most a third of the forward passes,
 with a loss of at most 2 points. `gain`: selects problems that the first model solves in 20% to 80% of 16 samples, and
-compares all models on 16 fresh samples. Goal: at least 5 points on at least 64 problems. Prints JSON; --out also saves
-it. With --samples FILE, `gain` reuses earlier samples after an interruption or when a model is added.
+compares all models on 16 fresh samples. Goal: a gain of at least 5 points on at least 64 problems. Prints JSON; --out
+also saves it. With --samples FILE, `gain` reuses earlier samples after an interruption or when a model is added.
 """
 
 import argparse

@@ -6,9 +6,9 @@
 Without --model: random weights of a Qwen3 shape with 82 M parameters. Prints, with median and quartiles over rounds:
 decoded tokens per second at each number of rows (complete answers to prompts of 16 tokens; MBU is the share of the
 measured memory bandwidth needed to read weights, keys and values once per step); the ratio of each of our settings to
-the better of transformers' two dtypes, round by round; prefill tokens per second on a prompt of 1,024; the time to the
-first token when that prompt is cached, as a share of the uncached time; the speed on repetitive text with and without
-drafts; and the resident memory of each side in a fresh process.
+the better of transformers' two dtypes, round by round; prefill tokens per second on a prompt of 1,024 tokens; the time
+to the first token when that prompt is cached, as a share of the uncached time; the speed on repetitive text with and
+without drafts; and the resident memory of each side in a fresh process.
 
 Goals: int8 with one row is at least twice as fast as transformers; the first token of a cached prompt takes at most 5%
 of the uncached time.

@@ -8,7 +8,7 @@ installed: transformers (4 or 5), llama-cpp-python (built from source), the onnx
 The first row is our own model in float64, which shows the rounding error of float32; no float32 program can be expected
 to do better.
 
-Not covered: speed (`benchmarks/serving.py`), different rounding in accelerator kernels.
+Not covered: speed (`benchmarks/serving.py`), and the different rounding of accelerator kernels.
 """
 
 import argparse
@@ -63,7 +63,7 @@ class Transformers:
 
     @torch.no_grad()
     def logits(self, ids: list[int]) -> Tensor:
-        """Logits (T, V), one row after each of the ids."""
+        """Logits (T, V): row t predicts the token after `ids[t]`."""
         return self.model(torch.tensor([ids])).logits[0]
 
     @torch.no_grad()
@@ -106,7 +106,7 @@ class LlamaCpp:
             )
 
     def logits(self, ids: list[int]) -> Tensor:
-        """Logits (T, V), one row after each of the ids."""
+        """Logits (T, V): row t predicts the token after `ids[t]`."""
         self.model.reset()
         self.model.eval(ids)
         return torch.from_numpy(np.array(self.model.scores[: len(ids)]))

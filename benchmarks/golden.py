@@ -86,7 +86,7 @@ def without(value: Any) -> Any:
 
 
 def answers(repository: Path) -> dict[str, str]:
-    """The answers of a server with three models to fixed requests."""
+    """Hashes of a server's answers to fixed requests, for three models."""
     models = [repository / "models" / name for name in ("tools", "rlhf", "diffusion")]
     found = {}
     with (
@@ -104,7 +104,7 @@ def answers(repository: Path) -> dict[str, str]:
 
 
 def demo(repository: Path) -> dict[str, str]:
-    """The weights and curves of STAGES after STEPS steps, starting from a built demo repository."""
+    """Hashes of the weights and curves of STAGES after STEPS steps, starting from a built demo repository."""
     with tempfile.TemporaryDirectory(prefix="golden-") as folder:
         copy = Path(folder) / "repository"
         shutil.copytree(
@@ -121,7 +121,7 @@ def demo(repository: Path) -> dict[str, str]:
 
 
 def alone() -> dict[str, str]:
-    """Environment variables that run the repository's own code, with one thread and without MLflow."""
+    """Environment variables for running the repository's own code, with one thread and without MLflow."""
     return os.environ | {"PYTHONPATH": "", "OMP_NUM_THREADS": "1", "STAGECOACH_MLFLOW": "off"}
 
 

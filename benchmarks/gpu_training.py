@@ -6,8 +6,9 @@ Trains the models in conf/model/ in bf16 with AdamW on random tokens: eager, com
 checkpointing (`selective`, `full`), and compiled under FSDP2 on one rank, each in its own process, one after another
 (two do not fit into memory). `mfu` divides by the peak in the vendor's data sheet (device.DATA_SHEET), as in
 karpathy/nanochat; `mfu_measured` divides by the speed of a large matrix product. A setting that runs out of memory is
-marked in its row. Goal: 55% at 1 to 3 billion parameters on an H100. Writes `results/gpu_training-<device>.json`.
-Without a GPU it exits with 2; `--anyway` runs it on the CPU (for tests) and writes nothing.
+marked in its row. Goal: an `mfu` of 55% at 1 to 3 billion parameters on an H100. Writes
+`results/gpu_training-<device>.json`. Without a GPU, it exits with 2; `--anyway` runs it on the CPU (for tests) and
+writes nothing.
 """
 
 import argparse

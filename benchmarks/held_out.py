@@ -1,4 +1,4 @@
-"""Bits per byte of the held-out documents that stage_evaluate scores: a compressor, an n-gram model, and our models.
+"""Bits per byte on the documents that stage_evaluate scores, for a compressor, an n-gram model and our models.
 
     python benchmarks/held_out.py                   the n-gram model counts all training tokens of a corpus
     python benchmarks/held_out.py --tokens 819200   only the first N (sources are mixed): as many as a model was
@@ -8,7 +8,7 @@ Reads data/raw, data/tokens, data/tokenizer, params.yaml, and metrics/eval/*.jso
 Markdown table (lower is better) with 95% intervals over documents, and writes the numbers to
 benchmarks/results/held_out.json (held_out-<N>.json with --tokens N). The rows:
 
-* xz: each document compressed separately by LZMA preset 9e, including about 60 bytes for the .xz container. xz learns
+* xz: each document compressed separately with LZMA preset 9e, including about 60 bytes for the .xz container. xz learns
   only from the document, so it does poorly on short ones; it is a baseline, not a competitor.
 * xz after the training text: how much the .xz file of the corpus grows when the documents are appended. Each document
   benefits from those before it, so the number covers all documents together and has no interval.
@@ -110,7 +110,7 @@ def main(arguments: list[str]) -> int:
 
 
 def scored(raw: Path, settings: SuiteSettings) -> dict[str, list[str]]:
-    """The documents of each kind used by stage_evaluate."""
+    """The documents of each kind that stage_evaluate scores."""
     prose, told, unseen = split_texts(held_out(raw / "text"))
     found = {"text": prose, "stories": told, "stories_held_out": unseen, "code": held_out(raw / "code")}
     return {kind: [document.text for document in found[kind][: settings.documents]] for kind in CORPUS}
@@ -175,7 +175,7 @@ def ngram_bits(
         for kind in (kind for kind in CORPUS if CORPUS[kind] == corpus):
             encoded = tokenizer.encode_batch(documents[kind])
             bits[kind] = [-fsum(np.log2(model.probabilities(ids)).tolist()) for ids in encoded]
-        del model  # before the next corpus is counted
+        del model  # frees its memory before the next corpus is counted
     return bits, counted
 
 

@@ -2,7 +2,7 @@
 
     python benchmarks/house.py [ROOT] [--json FILE]                      each figure and its limit
 
-A room is a folder in `pipeline/`; an arrow leads from a room to another whose files it imports, also inside functions.
+A room is a folder in `pipeline/`; an arrow leads from a room to another whose files it imports, even inside functions.
 The "reader's way" of a method is its stage; the loop, rollout and streams that the stage imports; and their direct
 imports. An empty `__init__.py` is counted, but not as a short file. Every stage has a `Params`, so that name is not
 counted as a repeated name.

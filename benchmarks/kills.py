@@ -1,4 +1,4 @@
-"""kill -9 at random moments: compares what each training stage then publishes with an uninterrupted run.
+"""kill -9 at random moments: checks that each training stage then publishes what an uninterrupted run does.
 
     python benchmarks/kills.py [STAGE ...] [--kills 20] [--seed 0] [--folder DIR]      default: all training stages
 
@@ -162,7 +162,7 @@ def killed(scratch: Scratch, stage: str, kills: int, draw: random.Random) -> Fou
             continue
         if code:
             sys.exit(f"stage_{stage} exited with code {code} after {found.kills} kills; its output is in {scratch.log}")
-        if anew:  # perhaps faster than the first run because the machine is less busy: draw earlier moments
+        if anew:  # perhaps a faster run, on a less busy machine: draw earlier moments from now on
             seconds = time.monotonic() - began
         _compare(scratch, published, found)
         scratch.remove(published)

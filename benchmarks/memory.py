@@ -2,8 +2,8 @@
 
     python benchmarks/memory.py models/code data [--steps 400] [--seeds 0 1 2] [--work DIR] [--only memory] [--out FILE]
 
-All are trained by `fit` on the same batches and with the same settings as stage memory at scale `demo`: `memory`
-(ours); `wider` (a parallel SwiGLU), `lora` and `product_keys` (memory_product_keys.py), each once with as many
+All contenders are trained by `fit` on the same batches and with the same settings as stage memory at scale `demo`:
+`memory` (ours); `wider` (a parallel SwiGLU), `lora` and `product_keys` (memory_product_keys.py), each once with as many
 trainable weights as the memory and once with as many FLOPs per token; and memories of 256, 1,024 and 4,096 rows. For
 each, the best of three rates is chosen on the validation wordings (first seed), among those that raise bits per byte of
 code by at most 1%; the reported numbers are for the test set, which played no part in this. Each run is a file in
@@ -50,7 +50,7 @@ from pipeline.run.workdir import Job, StopRequest
 from pipeline.text.tokenizer import Tokenizer
 from stages import memory as stage
 
-MOST_LOST = 0.01  # largest relative increase in bits per byte of code
+MOST_LOST = 0.01  # largest accepted relative increase in bits per byte of code
 RATES = {"muon": (3e-3, 6e-3, 1.2e-2), "adamw": (1.5e-3, 3e-3, 6e-3)}
 ROWS = (256, 1024, 4096)
 ROUNDS, SECONDS = 7, 0.5  # for timing
@@ -111,7 +111,7 @@ def lora_weights(shape: ModelConfig, adapter: AdapterConfig) -> int:
 
 
 def closest(make: Callable[[int], Contender | None], target: int, cost: str) -> Contender:
-    """The contender of size 1, 2, ... whose cost is closest to `target`."""
+    """Of the contenders of sizes 1, 2, ..., the one whose cost is closest to `target`."""
     best: Contender | None = None
     for size in range(1, 4096):
         one = make(size)
@@ -358,7 +358,7 @@ def main(given: list[str]) -> int:
     parser.add_argument("data", type=Path)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--only", nargs="+", default=None, help="train only these name prefixes; prints no table")
+    parser.add_argument("--only", nargs="+", default=None, help="train only names with these prefixes; print no table")
     parser.add_argument(
         "--rate",
         action="append",

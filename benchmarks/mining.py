@@ -34,7 +34,7 @@ def main(arguments: list[str]) -> int:
     """Mine, attack and print. Returns 1 if a function's own body fails, or a stub or an attack succeeds."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("folders", type=Path, nargs="+", metavar="FOLDER")
-    parser.add_argument("--seconds", type=float, default=mining.TEST_SECONDS, help="limit for a repository's tests")
+    parser.add_argument("--seconds", type=float, default=mining.TEST_SECONDS, help="test time limit per repository")
     chosen = parser.parse_args(arguments)
     wrong = 0
     for folder in chosen.folders:

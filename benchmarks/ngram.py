@@ -102,7 +102,7 @@ class Ngram:
         return cls(tuple(levels), vocab_size, end_of_text)
 
     def probabilities(self, document: Sequence[int]) -> np.ndarray:
-        """p (n,) float64 of each token of a document (n,) after one end of text, which is not counted."""
+        """p (n,) float64 of each token of a document (n,) that follows one end of text; the latter has no p."""
         read = np.array([self.end_of_text, *document], dtype=np.int64)
         tokens, behind = read[1:], _tokens_behind(read == self.end_of_text)[1:]
         contexts = np.zeros(len(tokens), dtype=np.int64)  # the only context without tokens
@@ -144,7 +144,7 @@ class Ngram:
 
 
 def _tokens_behind(is_end: np.ndarray) -> np.ndarray:
-    """How many tokens each token can look back on, including its document's start; 0 for the first. (n,) bool ->
+    """How many tokens each token can look back at, including its document's start; 0 for the first. (n,) bool ->
     (n,).
     """
     places = np.arange(len(is_end), dtype=np.int32)

@@ -5,8 +5,8 @@ rises.
 
 Runs stage rlhf with `beta` 0 on the models and pairs under --root (requires models/tools, models/reward,
 data/preferences) in a separate folder, so that nothing in the graph changes, and prints the curve of proxy and gold
-scores over the divergence (Gao et al. 2022, arXiv:2210.10760): the best gold score, the final one, and whether gold
-fell while the proxy rose. Extra arguments are passed to the stage. Takes as long as stage rlhf, scaled by the
+scores over the divergence (Gao et al. 2022, arXiv:2210.10760), the best gold score, the final one, and whether gold
+fell while the proxy rose. Extra arguments are passed to the stage. Takes as long as stage rlhf, scaled by the number of
 iterations.
 """
 

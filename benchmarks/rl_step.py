@@ -8,7 +8,7 @@ Run from the root of a built repository. Each side of each method runs in its ow
 step is the time between two batch draws; in reinforcement learning, an entire iteration: sampling, scoring, reference
 and update. The first step is a warm-up and is not counted. Both sides: float32, AdamW, one micro-batch, 64 answers of
 at most 64 tokens, 8 pairs, or 4 rows of 512 packed tokens; rewards need no sandbox. Goals: at most half of trl's time
-per step in reinforcement learning, never more memory.
+per step in reinforcement learning, and never more memory.
 
 Our side is the stage as run by `dvc repro`, so its peak includes reading the data, the evaluations and the export.
 """
@@ -106,7 +106,7 @@ def scratch(folder: Path, built: Path) -> None:
 
 
 def stamped(cls: type, name: str, stamps: list[float]) -> None:
-    """Record the time of each call of a method."""
+    """Record the time of each call to a method."""
     method = getattr(cls, name)
 
     def listening(*given: Any, **named: Any) -> Any:

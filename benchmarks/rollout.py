@@ -7,7 +7,7 @@ Interleaved on one machine, in float32 and without stop tokens, so both generate
 repeats each prompt `samples` times, pads on the left and samples the entire batch at once (trl 1.12.0,
 `GRPOTrainer._generate_single_turn`). Our engine prefills each prompt once per group and also returns the
 log-probabilities; TRL would need another forward pass for them. Peak memory is measured in fresh processes, one per
-side. Goal: three times the tokens per second.
+side. Goal: three times TRL's tokens per second.
 """
 
 import argparse

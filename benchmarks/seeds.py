@@ -2,7 +2,7 @@
 
     python benchmarks/seeds.py RUN RUN [RUN ...] [--out benchmarks/results/seeds.json]
 
-A RUN is a metrics folder, a commit, branch, tag, experiment, or `workspace`. For three runs, use `dvc exp run -S
+A RUN is a metrics folder, a commit, branch, tag or experiment, or `workspace`. For three runs, use `dvc exp run -S
 seed=1` and `-S seed=2` in addition to the current run. Prints a Markdown table and writes the same numbers as JSON. The
 rows are each model's headlines, their differences from those of the model it is compared with, and the report's claims.
 The columns:
@@ -172,7 +172,7 @@ def _data_seed(told: dict[str, Any]) -> Any:
 
 
 def _other_parameters(first: MetricsRun, second: MetricsRun) -> list[str]:
-    """The parameters, other than the seed, that differ between the stages and evaluations of both runs."""
+    """The parameters, other than the seed, that differ between the stages and evaluations of the two runs."""
     found = []
     for kind, block in (("stages", "params"), ("evaluations", "settings")):
         ours, theirs = getattr(first, kind), getattr(second, kind)
@@ -318,7 +318,7 @@ def measured(names: Sequence[str], runs: Sequence[MetricsRun]) -> dict[str, Any]
     seeds = check(names, runs)
     rows = [*headlines(names, runs), *changes(names, runs), *claimed(runs)]
     if not rows:
-        raise InputError("no model is evaluated in all runs; build them with dvc repro")
+        raise InputError("no model was evaluated in all runs; build the runs with dvc repro")
     return {
         "runs": dict(zip(names, seeds, strict=True)),
         "notes": notes(names, runs),

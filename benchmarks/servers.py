@@ -68,7 +68,7 @@ class Heard:
         return (self.texts[-1] - self.texts[0]) / (self.tokens - 1)
 
     def fits(self, prompt: int, tokens: int) -> bool:
-        """Whether the answer has the requested lengths and no failure."""
+        """Whether the answer has the requested lengths and did not fail."""
         return self.status == 200 and (self.prompt, self.tokens) == (prompt, tokens) and len(self.texts) > 0
 
 
@@ -98,7 +98,7 @@ class Server:
         return [self.process, *self.process.children(recursive=True)]
 
     def gauge(self, name: str) -> float:
-        """One of our metrics from /metrics, over all models."""
+        """One of our metrics from /metrics, summed over all models."""
         text = httpx.get(f"http://{HOST}:{self.port}/metrics").text
         return sum(float(n) for n in re.findall(rf"^stagecoach:{name}\{{[^}}]*\}} (\S+)", text, re.MULTILINE))
 

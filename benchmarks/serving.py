@@ -6,7 +6,7 @@ Five servers run as processes, each stopped (SIGSTOP) while another is measured:
 weights, `transformers serve` in float32 without and with continuous batching, and ours with a tiny model. All but the
 last serve the same directory: random weights of a Qwen3 shape with 82 M parameters and a BPE of 8,192 tokens trained on
 this repository's sources. Tokens are sampled at temperature 1, so that no text repeats and our drafts never match. No
-answer ends early: our servers use `ignore_eos`, transformers a generation_config.json without an end token. Token
+answer ends early: our servers use `ignore_eos`, and transformers has no end token in its generation_config.json. Token
 counts come from `usage`; an answer with a different length is a failure.
 
 Each round sends every server the same new prompts, with 1, 4 and 8 concurrent users, each with one streamed request.
@@ -19,9 +19,9 @@ Before the rounds, each server answers 3 requests that do not count. Reported wi
     CPU     CPU seconds used by the server per token               RSS   memory of its processes after the last round
 
 Other programs on the machine slow all servers, but not evenly; in that case the rounds differ, and CPU is more reliable
-than tok/s. A goal is met or missed by the median of the rounds' ratios; anything not measured is marked "not run".
+than tok/s. The median of the rounds' ratios decides whether a goal is met; anything not measured is marked "not run".
 `--quick` skips the prompts of 1,024 tokens and starts no turn that, judging by its last duration, would run past five
-minutes; rounds are counted for each kind of turn.
+minutes; rounds are counted separately for each kind of turn.
 """
 
 import argparse
@@ -141,7 +141,7 @@ def mbu(rate: float, rows: int, step_bytes: int, speed: float) -> float:
 
 
 def ratios(own: Sequence[float], other: Sequence[float]) -> list[float]:
-    """Ratios round by round, without the rounds in which the other has no value."""
+    """Ratios round by round, without the rounds in which the other side has no value."""
     return [mine / theirs for mine, theirs in zip(own, other, strict=True) if theirs > 0]
 
 
@@ -188,7 +188,7 @@ class Goal:
 
     @property
     def verdict(self) -> str:
-        """Either met, missed or not run."""
+        """One of `met`, `missed` and `not run`."""
         if self.found is None:
             return "not run"
         low = self.at_least is None or self.found >= self.at_least

@@ -7,8 +7,9 @@ not, the benchmark stops).
 
 1. The baseline (`nanogpt.py`) runs `--steps` steps at each of `--rates`, in bf16, its fastest setting on a CPU with
    bf16. The best rate by final bits per byte on the entire validation split also runs with a second beta of 0.99
-   (nanoGPT's value for few tokens per step); the better of the two settings runs with all seeds. Their mean is the
-   target. Steps in float32, nanoGPT's setting on a CPU, are also timed, and `--float32` completes one such run.
+   (nanoGPT's value for few tokens per step); the better of the two settings runs with all seeds, and the
+   mean of these runs is the target. Steps in float32, nanoGPT's setting on a CPU, are also timed, and `--float32`
+   completes one such run.
 2. Ours (`OURS`, only keys of params.yaml and conf/) may choose the length of its schedule: the fewest steps, on a grid
    of factor 1.25, for which the mean over seeds reaches the target.
 3. Timing: each arm is a process; all take turns for a few steps, and seconds per step are medians over the rounds, in
@@ -141,7 +142,7 @@ def code_of(side: str) -> str:
 
 
 def environment(spec: dict[str, Any]) -> dict[str, str]:
-    """The environment of a run's process: the baseline is written for a CPU, so both run there."""
+    """The environment of a run's process. The baseline is written for CPUs, so both sides run on the CPU."""
     return os.environ | {
         "STAGECOACH_MLFLOW": "off",
         "OMP_NUM_THREADS": str(spec["threads"]),
@@ -261,7 +262,7 @@ def started(specs: dict[str, dict[str, Any]]) -> Iterator[list[Side]]:
 
 
 def seconds_of_a_step(specs: dict[str, dict[str, Any]], rounds: int, steps: int) -> dict[str, dict[str, Any]]:
-    """name -> medians over interleaved rounds of wall and CPU time, and the memory of the process."""
+    """name -> median wall and CPU time over interleaved rounds, and the memory of the process."""
     with started(specs) as sides:
         train_speed.measure(sides, rounds, steps, tokens=1)  # speeds are steps per second
         return {

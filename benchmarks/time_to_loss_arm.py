@@ -8,9 +8,9 @@ instead of packed documents), `unmasked` (attention across the documents of a ro
 architecture in our loop).
 
 With "steps" in the specification, it trains that many steps and prints the curve: validation bits per byte by training
-time, wall and CPU, without evaluations. Otherwise, it is one side of interleaved rounds (`train_arms.Metronome`). All
-sides are evaluated in float32 on the same packed rows with the same targets, and attend as in training: ours to earlier
-tokens of the same document, the baseline to all earlier tokens of the row.
+time (wall and CPU, excluding evaluations). Otherwise, it is one side of interleaved rounds (`train_arms.Metronome`).
+All sides are evaluated in float32 on the same packed rows with the same targets, and attend as in training: ours to
+earlier tokens of the same document, the baseline to all earlier tokens of the row.
 """
 
 import json
@@ -38,12 +38,12 @@ from pipeline.batches.corpus import CorpusStream, read_meta
 from pipeline.learning import losses
 from pipeline.text.tokenizer import Tokenizer
 
-COMPILING = 3  # number of first steps whose excess time counts as compiling
+COMPILING = 3  # number of first steps whose excess time is attributed to compilation
 ENDLESS = 10**6  # steps of a run that ends when no more steps are requested
 
 
 class Clock:
-    """Training time in wall and CPU seconds, without evaluations."""
+    """Training time in wall and CPU seconds, excluding evaluations."""
 
     def __init__(self) -> None:
         self.began: list[tuple[float, float]] = []  # start of each step, without evaluations
@@ -283,7 +283,7 @@ class RandomWindows(Ticking):
 
 
 class Asked:
-    """`Metronome` with the interface of a clock; ignores step 0, which checks before training also draw."""
+    """`Metronome` with the interface of a clock; ignores step 0, which the checks before training draw too."""
 
     def __init__(self) -> None:
         self.metronome = Metronome(5)

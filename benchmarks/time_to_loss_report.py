@@ -16,7 +16,7 @@ GOAL = 1 / 3
 
 @dataclass(frozen=True)
 class Reached:
-    """Steps to a target, of a run that reaches it and interpolated; `tried` holds (steps, bits per byte)."""
+    """Steps to a target: of the shortest run that reaches it, and interpolated; `tried`: (steps, bits per byte)."""
 
     steps: int | None  # None: not within the maximum number of steps
     between: float | None
@@ -45,7 +45,7 @@ def steps_to(target: float, run: Callable[[int], float], *, first: int, factor: 
 
 
 def between(tried: dict[int, float], target: float) -> float:
-    """Interpolate the target in log steps between the longest run that misses it and the next one."""
+    """Interpolate the steps to the target, in log steps, between the longest run that misses it and the next one."""
     hit = min(steps for steps, bpb in tried.items() if bpb <= target)
     misses = [steps for steps, bpb in tried.items() if bpb > target and steps < hit]
     if not misses:

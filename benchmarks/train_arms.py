@@ -26,7 +26,7 @@ RATE, BETAS, DECAY = 1e-3, (0.9, 0.95), 0.1
 
 
 class Metronome:
-    """Counts steps as they begin; pauses to report the counts and wait for the next request."""
+    """Counts steps as they begin; after the requested number, reports their time and waits for the next request."""
 
     def __init__(self, warmup: int) -> None:
         self.left, self.ready = warmup, False
@@ -93,7 +93,7 @@ def our_model(spec: dict[str, Any]) -> Any:
 
 
 def ours(spec: dict[str, Any], metronome: Metronome, *, compiled: bool) -> None:
-    """`fit` as called by stage language; on a CPU in bf16 only the pieces between the products are compiled."""
+    """`fit` as called by stage language; on a CPU in bf16, only the pieces between matrix products are compiled."""
     from pipeline.learning import losses
     from pipeline.learning.fit import Watchers, fit
     from pipeline.learning.losses import Loss, Term

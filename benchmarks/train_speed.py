@@ -8,8 +8,8 @@ round, a reference matrix product is timed; rounds in which its time changes by 
 `--rounds` times. Peak memory is private memory (RssAnon, sampled every 20 ms) or GPU memory. A side's speed in a round
 is tokens over seconds; a ratio is ours over theirs in the same round; medians and ranges are over rounds. Ours and
 Trainer use the faster of two settings, compiled or not, and the bare loop the faster of two models, by median.
-`by_cpu_time` is the ratio of tokens per CPU second: with one thread on a shared machine it is reliable when wall time
-is not. Goals: 1.3 times Trainer and litgpt, 0.97 of the bare loop.
+`by_cpu_time` is the ratio of tokens per CPU second: with one thread on a shared machine, it is reliable when wall time
+is not. Goals: 1.3 times the speed of Trainer and litgpt, and 0.97 times that of the bare loop.
 
 litgpt is not a dependency: pass the Python of an environment that has it, or its row is marked as left out. Results go
 to `results/train_speed-<device>-<precision>.json`; `--quick` (2 rounds of 6 steps) writes nothing.
@@ -149,7 +149,7 @@ def reference() -> float:
 
 
 def measure(sides: list[Side], rounds: int, steps: int, tokens: int) -> tuple[int, list[float]]:
-    """Fill in the sides' speeds; returns the number of repeated rounds, and the reference times of those that count."""
+    """Fill in the sides' speeds; returns the number of repeated rounds, and the reference times of the other rounds."""
     again, references = 0, []
     while len(references) < rounds:
         before = reference()

@@ -6,7 +6,7 @@ called. Code with an extension point looks up offers by name and also works if t
     for offer in wings.each("report"): ...
 
     claims, models, report                    sections of the report: report/metrics.py (`Section`), report/claims.py
-    causal_suites, purposes                   suites for causal models, and those for each model: evaluation/suites.py
+    causal_suites, purposes                   suites for causal models, and each model's suites: evaluation/suites.py
     base, evaluation, evaluation_keys,        a kind of model that does not write from left to right:
     export, serving                           model/checkpoint.py, evaluation/suites.py, export/smoke.py,
                                               serve/models.py

@@ -12,7 +12,7 @@ consumes the results in order (`ingest/selection.py`). On machines with the same
 depend on the number of workers, the locale or the hash seed.
 
 Held-out data: packages by blake2b(name) mod 20; generated files by blake2b(path) mod 50; stories by index mod 50, plus
-every tenth story of three held-out families; rows of user files and Hub data sets, by their readers.
+every tenth story of three held-out families; rows of user files and Hub data sets, as their readers decide.
 """
 
 import itertools
@@ -134,7 +134,7 @@ def run(params: Params, job: Job, *, own: Path, benchmarks: Path, text: Path, co
     """Build both corpora. Raises DataError for unreadable files, and for a corpus that has entries but no
     documents."""
     parts = job.folder / "parts"
-    shutil.rmtree(parts / "kept", ignore_errors=True)  # Hub data that a killed run fetched remains
+    shutil.rmtree(parts / "kept", ignore_errors=True)  # but not Hub data that a killed run fetched
     index = Index(benchmark_items(benchmarks))
     corpora = {name: _selection(name, params, index, parts / "kept" / name) for name in PARTS}
     versions = {} if params.data.source == "packages" else {"python": platform.python_version()}

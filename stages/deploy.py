@@ -4,8 +4,8 @@
 
 Writes a Hugging Face directory with a model card and checksums. For a causal model, the stage also writes GGUF files
 for llama.cpp and its derivatives, an Ollama Modelfile and, on request, an ONNX model. Each export is loaded and
-compared with the model on a probe text. The stage fails if the difference is larger than the number format explains, so
-a published model always answers like the one that was evaluated. Finally, a real server answers six requests. Reward
+compared with the model on a probe text. The stage fails if the difference is larger than the number format can explain,
+so a published model always answers like the one that was evaluated. Finally, a real server answers six requests. Reward
 models, and a wing's model kinds that no other program can run, are exported only as directories.
 """
 

@@ -2,7 +2,7 @@
 
     data/raw/{text,code} + data/{dialogues,problems} -> data/overlap.json    {"dialogues": [id, ...], "problems": ...}
 
-An item counts as contained if its text (the opening request of a dialogue, the reference answer of a problem) matches
+An item is listed if its text (the opening request of a dialogue, the reference answer of a problem) matches
 a training document or a user message in a training dialogue (ingest/duplicates.py, `Index.hits`). The stage is separate
 from stage tasks so that fine-tuning your own checkpoint needs no corpus, and so that changing a key in `tasks` does not
 retrain the language model.

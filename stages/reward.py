@@ -2,7 +2,7 @@
 
     models/tools + data/preferences -> models/reward        (Bradley-Terry; Ouyang et al. 2022, eq. 1)
 
-The model has one linear head on the last token of an answer, initialized to zero. The mean and standard deviation of
+The model has one linear head, initialized to zero, on the last token of an answer. The mean and standard deviation of
 its scores over the base model's answers are stored with the model; later stages use them to normalize rewards. In
 addition to the pairs in data/preferences, the model learns from pairs sampled from the base model, ranked by ground
 truth, and from each token's likelihood under the base model (`model/heads.py`). Accuracy is reported for each kind of

@@ -191,7 +191,7 @@ def _rehearsal(
 
 @dataclass(frozen=True, kw_only=True)
 class Learner:
-    """The model that `fit` trains with a method, and how."""
+    """What `fit` trains for a method: the model, its settings and the loss."""
 
     model: nn.Module
     config: RolloutConfig

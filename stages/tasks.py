@@ -7,7 +7,7 @@
 `data: files`, each kind lists its entries (`ingest/entries.py`): files, Hub data sets, or `packages` for generated
 data, optionally weighted; an empty list yields empty files. A repository among the problems adds its tested functions
 as tasks for reinforcement learning (`evaluation/mining.py`); `mined.csv` lists the outcome for each function. Supplied
-problems are run in the sandbox. A problem is bad if its tests cannot be judged or its own solution fails them. The
+problems are checked in the sandbox. A problem is bad if its tests cannot be judged or its own solution fails them. The
 stage stops at a bad problem from a user's file, and skips those from a Hub data set (up to the fraction
 `max_rejected`). Generated labels are the preference pairs of the same split, divided into single labels. Pairs and
 labels that people gave on the web page (feedback/preferences.jsonl, feedback/labels.jsonl) join the training split,
@@ -49,7 +49,7 @@ from pipeline.synthetic import drills, preferences, programs, stories, tools
 CHUNK = 200  # records that a worker process generates at a time
 SHOWN = 5  # bad problems listed in a message
 WORTH_A_WORKER = 500  # records; fewer are generated faster than a process starts
-# Fractions of the dialogues; a story has three times as many trained tokens as a dialogue of another kind.
+# Fractions of the dialogues; training covers three times as many tokens in a story as in any other dialogue.
 SHARES = {"tools": 0.40, "choice": 0.10, "code": 0.37, "copy": 0.04, "story": 0.05, "talk": 0.04}
 
 
@@ -148,7 +148,7 @@ def run(
         problem_splits, tables["problems"] = mixture.combine("problems", problem_lots, job.seed, tallies)
         pair_splits, tables["preferences"] = mixture.combine("preferences", pair_lots, job.seed, tallies)
         label_splits, tables["labels"] = mixture.combine("labels", label_lots, job.seed, tallies)
-        problem_splits["rl"] = problem_splits.get("rl") or list(problem_splits["train"])  # they also have tests
+        problem_splits["rl"] = problem_splits.get("rl") or list(problem_splits["train"])  # they have tests too
         mixture.tell_small("dialogues", dialogue_lots, len(dialogue_splits["test"]))
         mixture.tell_small("problems", problem_lots, len(problem_splits["test"]))
         mixture.tell_small("preferences", pair_lots, len(pair_splits["test"]))

@@ -1,5 +1,4 @@
-"""`workspace.py` for the masked-diffusion stages: an adapted model, problems with answers, code tokens.
-"""
+"""`workspace.py` for the masked-diffusion stages: an adapted model, problems with answers, code tokens."""
 
 from typing import Any
 

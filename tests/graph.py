@@ -1,5 +1,4 @@
-"""A scratch copy of the repository in which the graph runs at smoke scale, shared by the slow tests of DVC's behavior.
-"""
+"""A scratch copy of the repository in which the graph runs at smoke scale, shared by the slow tests of DVC."""
 
 import fcntl
 import hashlib

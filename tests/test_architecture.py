@@ -1,5 +1,4 @@
-"""The rules on floors, import cycles, file sizes and the one-place table. Change them only together with the design.
-"""
+"""The rules on floors, import cycles, file sizes and the one-place table. Change them only together with the design."""
 
 import ast
 import re

@@ -125,7 +125,7 @@ def edited(folder: Path, fault: str) -> None:
     ("fault", "message"),
     [
         ("architecture", "mixtral"),
-        ("infinity", "model.norm.weight (float16) has 1 of 64 non-finite values"),
+        ("infinity", "model.norm.weight (float16) contains non-finite values (1 of 64)"),
         ("integers", "model.norm.weight is torch.int8; expected weights in float32, bfloat16 or float16"),
         ("pickles", "model.safetensors is missing; expected safetensors (a .bin checkpoint must be converted first)"),
         ("adapter", "a peft adapter; merge it into its model first"),
@@ -168,7 +168,8 @@ def test_keys_that_do_not_fit_are_refused_with_what_is_expected(tmp_path: Path) 
         assert BaseConfig(hub=right).inputs() == {}
     assert BaseConfig(folder=str(tmp_path)).inputs() == {"folder": str(tmp_path)}
     with pytest.raises(
-        ModelError, match=r"base\.folder: expected a model directory, but .*gone is not one\. Give the path of one"
+        ModelError,
+        match=r"base\.folder: expected a model directory, but .*gone is not one\. Give the path to a model directory",
     ):
         BaseConfig(folder=str(tmp_path / "gone")).inputs()
     with pytest.raises(ModelError, match=r"For a model on the hub, set base\.hub=Qwen/Qwen3-8B"):

@@ -40,7 +40,7 @@ def test_03_an_unknown_model_is_not_found(client: openai.OpenAI) -> None:
 # -- chat --------------------------------------------------------------------------------------------------------------
 
 
-def test_04_a_plain_answer_has_openais_fields(client: openai.OpenAI) -> None:
+def test_04_an_answer_has_the_fields_of_the_openai_api(client: openai.OpenAI) -> None:
     answer = chat(client)
     choice = answer.choices[0]
     assert (
@@ -54,13 +54,13 @@ def test_04_a_plain_answer_has_openais_fields(client: openai.OpenAI) -> None:
     assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens and 0 < usage.completion_tokens <= 12
 
 
-def test_05_a_developer_message_is_a_system_message(client: openai.OpenAI) -> None:
+def test_05_a_developer_message_is_treated_as_a_system_message(client: openai.OpenAI) -> None:
     told = [chat(client, messages=[{"role": role, "content": "Be short."}, *ASK]) for role in ("system", "developer")]
     assert told[0].choices[0].message.content == told[1].choices[0].message.content
     assert told[0].usage.prompt_tokens == told[1].usage.prompt_tokens > chat(client).usage.prompt_tokens
 
 
-def test_06_chunks_come_in_order(client: openai.OpenAI) -> None:
+def test_06_chunks_arrive_in_order(client: openai.OpenAI) -> None:
     chunks = list(chat(client, stream=True))
     assert len({chunk.id for chunk in chunks}) == 1 and {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
     assert chunks[0].choices[0].delta.role == "assistant" and chunks[0].choices[0].delta.content == ""
@@ -71,14 +71,14 @@ def test_06_chunks_come_in_order(client: openai.OpenAI) -> None:
     assert all(chunk.usage is None for chunk in chunks), "counts come only if asked for"
 
 
-def test_07_usage_comes_last_where_it_is_asked_for(client: openai.OpenAI) -> None:
+def test_07_usage_comes_last_if_requested(client: openai.OpenAI) -> None:
     chunks = list(chat(client, stream=True, stream_options={"include_usage": True}))
     assert chunks[-1].choices == [] and chunks[-1].usage == chat(client, prompt_cache_key="x").usage.model_copy(
         update={"prompt_tokens_details": chunks[-1].usage.prompt_tokens_details}
     )
 
 
-def test_08_three_answers_differ_and_stream_side_by_side(client: openai.OpenAI) -> None:
+def test_08_three_answers_differ_and_stream_concurrently(client: openai.OpenAI) -> None:
     whole = [choice.message.content for choice in chat(client, n=3).choices]
     assert len(set(whole)) == 3
     pieces = ["", "", ""]
@@ -87,7 +87,7 @@ def test_08_three_answers_differ_and_stream_side_by_side(client: openai.OpenAI) 
     assert pieces == whole
 
 
-def test_09_one_seed_gives_one_text(client: openai.OpenAI) -> None:
+def test_09_the_same_seed_gives_the_same_text(client: openai.OpenAI) -> None:
     assert chat(client).choices[0].message.content == chat(client).choices[0].message.content
     assert len({chat(client, seed=seed).choices[0].message.content for seed in range(4)}) == 4
     assert len({chat(client, seed=None).choices[0].message.content for _ in range(3)}) == 3, (
@@ -95,7 +95,7 @@ def test_09_one_seed_gives_one_text(client: openai.OpenAI) -> None:
     )
 
 
-def test_10_a_seeded_text_does_not_depend_on_seven_neighbors(server: Running, client: openai.OpenAI) -> None:
+def test_10_a_seeded_answer_does_not_depend_on_seven_concurrent_ones(server: Running, client: openai.OpenAI) -> None:
     alone = chat(client, max_tokens=40).choices[0].message.content
     neighbors = [  # long enough that the first is still speaking when the last begins
         chat(client, seed=100 + n, max_tokens=1500, stream=True, extra_body={"ignore_eos": True}) for n in range(7)
@@ -115,27 +115,27 @@ def test_11_temperature_zero_is_greedy(client: openai.OpenAI) -> None:
         assert entry.logprob == entry.top_logprobs[0].logprob
 
 
-def test_12_a_stop_text_ends_the_answer_and_is_not_in_it(client: openai.OpenAI) -> None:
+def test_12_a_stop_string_ends_the_answer_and_is_left_out(client: openai.OpenAI) -> None:
     text = chat(client, max_tokens=60, extra_body={"ignore_eos": True}).choices[0].message.content
     stop = text[20:22]
     choice = chat(client, max_tokens=60, stop=stop, extra_body={"ignore_eos": True}).choices[0]
     assert choice.message.content == text[: text.index(stop)] and choice.finish_reason == "stop"
 
 
-def test_13_a_stop_text_that_many_tokens_spell_is_found_also_in_a_stream(client: openai.OpenAI) -> None:
+def test_13_a_stop_string_of_many_tokens_is_also_found_in_a_stream(client: openai.OpenAI) -> None:
     text = chat(client, max_tokens=60, extra_body={"ignore_eos": True}).choices[0].message.content
     stop = text[10:25]
     chunks = chat(client, max_tokens=60, stop=["never said", stop], stream=True, extra_body={"ignore_eos": True})
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text[: text.index(stop)]
 
 
-def test_14_length_is_the_reason_where_tokens_run_out(client: openai.OpenAI) -> None:
+def test_14_finish_reason_is_length_if_tokens_run_out(client: openai.OpenAI) -> None:
     for field in ("max_tokens", "max_completion_tokens"):
         answer = chat(client, **{"max_tokens": 50, field: 3}, extra_body={"ignore_eos": True})
         assert answer.choices[0].finish_reason == "length" and answer.usage.completion_tokens == 3
 
 
-def test_15_log_probabilities_are_of_the_tokens_said(client: openai.OpenAI) -> None:
+def test_15_logprobs_are_those_of_the_returned_tokens(client: openai.OpenAI) -> None:
     choice = chat(client, logprobs=True).choices[0]
     content = choice.logprobs.content
     assert (
@@ -147,13 +147,13 @@ def test_15_log_probabilities_are_of_the_tokens_said(client: openai.OpenAI) -> N
     assert streamed == pytest.approx([entry.logprob for entry in content], abs=1e-4)
 
 
-def test_16_twenty_alternatives_fall(client: openai.OpenAI) -> None:
+def test_16_twenty_alternatives_are_sorted(client: openai.OpenAI) -> None:
     for entry in chat(client, logprobs=True, top_logprobs=20).choices[0].logprobs.content:
         values = [top.logprob for top in entry.top_logprobs]
         assert len(values) == 20 and values == sorted(values, reverse=True)
 
 
-def test_17_a_bias_forces_and_forbids(client: openai.OpenAI, byte_tokenizer: Tokenizer) -> None:
+def test_17_logit_bias_forces_and_forbids_tokens(client: openai.OpenAI, byte_tokenizer: Tokenizer) -> None:
     token = byte_tokenizer.encode("z")[0]
     assert chat(client, logit_bias={str(token): 100}, max_tokens=5).choices[0].message.content == "zzzzz"
     text = chat(client, temperature=0, max_tokens=1).choices[0].message.content
@@ -175,7 +175,7 @@ def test_18_an_emoji_is_streamed_whole(client: openai.OpenAI, byte_tokenizer: To
     assert "".join(pieces) == "".join(wholes), "no piece broke a character that the whole text has"
 
 
-def test_19_a_content_in_parts_is_one_text(client: openai.OpenAI) -> None:
+def test_19_content_in_parts_is_joined(client: openai.OpenAI) -> None:
     parts = [{"type": "text", "text": "Which way would "}, {"type": "text", "text": "the ferry go?"}]
     assert (
         chat(client, messages=[{"role": "user", "content": parts}]).choices[0].message
@@ -183,7 +183,7 @@ def test_19_a_content_in_parts_is_one_text(client: openai.OpenAI) -> None:
     )
 
 
-def test_20_a_null_content_beside_calls_is_taken(client: openai.OpenAI) -> None:
+def test_20_null_content_beside_calls_is_accepted(client: openai.OpenAI) -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "get_time", "arguments": "{}"}}
     turns = [
         *ASK,
@@ -193,14 +193,14 @@ def test_20_a_null_content_beside_calls_is_taken(client: openai.OpenAI) -> None:
     assert chat(client, messages=turns, tools=[TIME], tool_choice="none").choices[0].message.content
 
 
-def test_21_a_prompt_that_was_read_before_is_counted_as_cached(client: openai.OpenAI) -> None:
+def test_21_a_repeated_prompt_is_counted_as_cached(client: openai.OpenAI) -> None:
     turns = [{"role": "user", "content": "A prompt that nobody else has asked, long enough to be kept: 1 2 3 4 5."}]
     first, second = (chat(client, messages=turns).usage for _ in range(2))
     assert first.prompt_tokens_details.cached_tokens < 20
     assert second.prompt_tokens_details.cached_tokens == second.prompt_tokens - 1
 
 
-def test_22_closing_a_stream_frees_its_row(server: Running, client: openai.OpenAI) -> None:
+def test_22_closing_a_stream_frees_its_slot(server: Running, client: openai.OpenAI) -> None:
     stream = chat(client, stream=True, max_tokens=1900, extra_body={"ignore_eos": True})
     next(iter(stream))
     assert server.reaches(1)

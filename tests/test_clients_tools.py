@@ -28,7 +28,7 @@ def arguments(call: Any) -> Any:
 # -- tools -------------------------------------------------------------------------------------------------------------
 
 
-def test_23_auto_may_answer_or_call_and_a_call_is_valid(client: openai.OpenAI, byte_tokenizer: Tokenizer) -> None:
+def test_23_auto_answers_or_calls_and_a_call_is_valid(client: openai.OpenAI, byte_tokenizer: Tokenizer) -> None:
     called = 0
     for seed in range(6):
         choice = chat(
@@ -46,7 +46,7 @@ def test_23_auto_may_answer_or_call_and_a_call_is_valid(client: openai.OpenAI, b
     assert 0 < called < 6, "some of these seeds call, some talk"
 
 
-def test_24_required_gives_a_whole_call_in_64_tokens(client: openai.OpenAI) -> None:
+def test_24_required_gives_a_complete_call_in_64_tokens(client: openai.OpenAI) -> None:
     small = {
         "type": "function",
         "function": {
@@ -65,7 +65,7 @@ def test_24_required_gives_a_whole_call_in_64_tokens(client: openai.OpenAI) -> N
         assert all(isinstance(json.loads(call.function.arguments)["n"], int) for call in choice.message.tool_calls)
 
 
-def test_25_a_named_tool_is_the_one_that_is_called(client: openai.OpenAI) -> None:
+def test_25_a_named_tool_is_called(client: openai.OpenAI) -> None:
     for name in ("get_weather", "get_time"):
         choice = chat(
             client, tools=[WEATHER, TIME], tool_choice={"type": "function", "function": {"name": name}}, max_tokens=120
@@ -80,7 +80,7 @@ def test_26_none_calls_nothing(client: openai.OpenAI, byte_tokenizer: Tokenizer)
     assert choice.message.tool_calls is None and "<tool_call>" not in choice.message.content
 
 
-def test_27_without_parallel_calls_there_is_one(client: openai.OpenAI, byte_tokenizer: Tokenizer) -> None:
+def test_27_without_parallel_calls_there_is_only_one(client: openai.OpenAI, byte_tokenizer: Tokenizer) -> None:
     newline = str(byte_tokenizer.encode("\n")[0])
     asked: dict[str, Any] = {
         "tools": [TIME],
@@ -92,7 +92,7 @@ def test_27_without_parallel_calls_there_is_one(client: openai.OpenAI, byte_toke
     assert len(chat(client, **asked, parallel_tool_calls=False).choices[0].message.tool_calls) == 1
 
 
-def test_28_pieces_of_calls_join_to_the_whole(client: openai.OpenAI) -> None:
+def test_28_streamed_pieces_join_to_the_complete_call(client: openai.OpenAI) -> None:
     asked: dict[str, Any] = {"tools": [WEATHER, TIME], "tool_choice": "required", "max_tokens": 200}
     whole = chat(client, **asked).choices[0].message.tool_calls
     joined: dict[int, dict[str, str]] = {}
@@ -110,7 +110,7 @@ def test_28_pieces_of_calls_join_to_the_whole(client: openai.OpenAI) -> None:
     ]
 
 
-def test_29_nested_enum_and_pattern_hold(client: openai.OpenAI) -> None:
+def test_29_nested_objects_enum_and_pattern_are_respected(client: openai.OpenAI) -> None:
     rules = {
         "type": "object",
         "properties": {
@@ -138,7 +138,7 @@ def test_29_nested_enum_and_pattern_hold(client: openai.OpenAI) -> None:
         jsonschema.validate(json.loads(calls[0].function.arguments), rules)
 
 
-def test_30_a_budget_below_the_shortest_call_is_refused_with_the_number(client: openai.OpenAI) -> None:
+def test_30_a_budget_below_the_shortest_call_is_refused_with_the_minimum(client: openai.OpenAI) -> None:
     asked: dict[str, Any] = {"tools": [TIME], "tool_choice": "required"}
     with pytest.raises(openai.BadRequestError) as error:
         chat(client, **asked, max_tokens=8)
@@ -149,7 +149,7 @@ def test_30_a_budget_below_the_shortest_call_is_refused_with_the_number(client: 
         chat(client, **asked, max_tokens=needed - 1)
 
 
-def test_31_a_tool_result_is_read(client: openai.OpenAI) -> None:
+def test_31_a_tool_result_is_accepted(client: openai.OpenAI) -> None:
     call = (
         chat(client, tools=[TIME], tool_choice="required", max_tokens=100, parallel_tool_calls=False).choices[0].message
     )
@@ -184,7 +184,7 @@ def test_32_json_object_gives_an_object(client: openai.OpenAI) -> None:
         )
 
 
-def test_33_json_schema_gives_what_it_says(client: openai.OpenAI) -> None:
+def test_33_json_schema_gives_a_valid_instance(client: openai.OpenAI) -> None:
     wanted = {"type": "json_schema", "json_schema": {"name": "weather", "schema": RULES, "strict": True}}
     for seed in range(5):
         choice = chat(client, response_format=wanted, seed=seed, max_tokens=60).choices[0]
@@ -206,7 +206,7 @@ def test_34_parse_gives_a_typed_object(client: openai.OpenAI) -> None:
     assert isinstance(found.choices[0].message.parsed, Plan)
 
 
-def test_35_a_keyword_that_cannot_be_promised_is_refused_by_name(client: openai.OpenAI) -> None:
+def test_35_an_unsupported_keyword_is_refused_by_name(client: openai.OpenAI) -> None:
     rules = {
         "type": "object",
         "properties": {"a": {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}},
@@ -224,12 +224,12 @@ def complete(client: openai.OpenAI, **asked: Any) -> Any:
     )
 
 
-def test_36_a_text_goes_on(client: openai.OpenAI) -> None:
+def test_36_a_text_is_continued(client: openai.OpenAI) -> None:
     answer = complete(client)
     assert answer.object == "text_completion" and answer.choices[0].text and answer.usage.prompt_tokens > 0
 
 
-def test_37_several_texts_are_answered_in_order(client: openai.OpenAI) -> None:
+def test_37_several_prompts_are_answered_in_order(client: openai.OpenAI) -> None:
     answer = complete(client, prompt=["The pilot asked", "def add("], temperature=0, n=2)
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
     single = [
@@ -238,12 +238,12 @@ def test_37_several_texts_are_answered_in_order(client: openai.OpenAI) -> None:
     assert [choice.text for choice in answer.choices] == [single[0], single[0], single[1], single[1]]
 
 
-def test_38_ids_are_a_prompt(client: openai.OpenAI, byte_tokenizer: Tokenizer) -> None:
+def test_38_token_ids_are_a_valid_prompt(client: openai.OpenAI, byte_tokenizer: Tokenizer) -> None:
     ids = byte_tokenizer.encode("The pilot asked")
     assert complete(client, prompt=ids).choices[0].text == complete(client).choices[0].text
 
 
-def test_39_lists_of_ids_are_prompts(client: openai.OpenAI, byte_tokenizer: Tokenizer) -> None:
+def test_39_lists_of_token_ids_are_valid_prompts(client: openai.OpenAI, byte_tokenizer: Tokenizer) -> None:
     prompts = [byte_tokenizer.encode(text) for text in ("The pilot asked", "def add(")]
     answer = complete(client, prompt=prompts, temperature=0)
     assert [choice.text for choice in answer.choices] == [
@@ -292,7 +292,7 @@ def test_43_an_unknown_model_is_a_404(client: openai.OpenAI) -> None:
         chat(client, model="gpt-4o")
 
 
-def test_44_no_messages_are_refused(client: openai.OpenAI) -> None:
+def test_44_a_request_without_messages_is_refused(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as error:
         chat(client, messages=[])
     assert error.value.param == "messages"
@@ -304,7 +304,7 @@ def test_45_a_negative_temperature_is_refused(client: openai.OpenAI) -> None:
     assert error.value.param == "temperature"
 
 
-def test_46_a_prompt_too_long_is_refused_and_the_next_request_is_well(client: openai.OpenAI) -> None:
+def test_46_an_overlong_prompt_is_refused_and_the_next_request_succeeds(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as error:
         chat(client, messages=[{"role": "user", "content": "ab " * 3000}])
     assert error.value.code == "context_length_exceeded" and "2048" in error.value.message
@@ -328,7 +328,7 @@ def test_48_a_wrong_key_is_refused(tmp_path: Path, byte_tokenizer: Tokenizer) ->
     assert right not in (tmp_path / "log").read_text()
 
 
-def test_49_overload_is_a_429_that_a_retry_overcomes(server: Running, client: openai.OpenAI) -> None:
+def test_49_overload_gives_a_429_and_a_retry_succeeds(server: Running, client: openai.OpenAI) -> None:
     busy = [chat(client, max_tokens=1900, stream=True, seed=n, extra_body={"ignore_eos": True}) for n in range(40)]
     try:
         with pytest.raises(openai.RateLimitError) as error:

@@ -216,7 +216,7 @@ def test_how_it_decodes_and_what_an_answer_costs_stand_beside_the_problems(
 def test_settings_that_cannot_be_are_refused() -> None:
     both: list[dict[str, Any]] = [{"canvas": 20, "canvas_block": 8}, {"elbo_draws": 0}]
     for wrong in both:
-        with pytest.raises(ValueError, match="`canvas_block` to be a divisor of `canvas`"):
+        with pytest.raises(ValueError, match="`canvas_block` must divide `canvas`"):
             CanvasSettings(**wrong)
     with pytest.raises(ValueError, match="canvas_threshold: expected more than 0 and at most 1, or `none`, got 0"):
         CanvasSettings(canvas_threshold=0)

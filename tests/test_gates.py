@@ -40,7 +40,7 @@ def test_a_model_that_sees_the_future_is_refused_and_ours_is_not(tiny_model: Tra
         gates.causal(Leaky(tiny_model.config))
     with torch.no_grad():
         dict(tiny_model.named_parameters())["model.layers.1.mlp.down_proj.weight"][0, :2] = math.nan
-    with pytest.raises(GateError, match=r"layers\.1\.mlp\.down_proj\.weight has 2 of \d+ values that are not finite"):
+    with pytest.raises(GateError, match=r"2 of the \d+ values of \S*layers\.1\.mlp\.down_proj\.weight are not finite"):
         gates.causal(tiny_model)
 
 

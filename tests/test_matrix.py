@@ -19,7 +19,7 @@ SCRIPTS = ("with_openai.mjs", "with_ai.mjs", "with_langchain.py", "with_litellm.
 
 def test_the_rows_are_numbered_one_to_forty_nine() -> None:
     assert list(report.titles()) == list(range(1, 50))
-    assert report.titles()[21] == "a prompt that was read before is counted as cached"
+    assert report.titles()[21] == "a repeated prompt is counted as cached"
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -397,7 +397,7 @@ def test_what_does_not_fit_the_model_is_refused() -> None:
         replace(NANO, memory=memory(routing="sequence"))
     with pytest.raises(ValueError, match="use causal attention"):
         replace(NANO, memory=memory(), attention="bidirectional")
-    with pytest.raises(ValueError, match="expected a multiple of heads \\(4\\)"):
+    with pytest.raises(ValueError, match="needs a multiple of the number of heads \\(4\\)"):
         Memory(memory(storage="reduced", bank_rank=18), TINY)
 
 

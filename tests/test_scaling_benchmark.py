@@ -24,9 +24,7 @@ def test_made_up_parts_become_shards_that_the_stream_reads(tmp_path: Path, monke
     starts = np.fromfile(tmp_path / "tokens/train.idx", dtype="<u8")
     end = scaling_arms.tokenizer_of(tmp_path).end_of_text
     assert len(ids) == starts[-1] == 70_000 and len(starts) == written["documents"] + 1
-    assert np.array_equal(
-        np.flatnonzero(ids == end) + 1, starts[1:]
-    )  # each document ends with it and holds no other
+    assert np.array_equal(np.flatnonzero(ids == end) + 1, starts[1:])  # each document ends with it and holds no other
     assert np.diff(starts).max() < scaling_arms.LONGEST + scaling_arms.SHORTEST * 20
     found = scaling_arms.read(tmp_path, {"batches": 3})
     assert 70_000 // scaling_arms.CONTEXT <= found["rows"] <= 1.2 * 70_000 / scaling_arms.CONTEXT

@@ -116,9 +116,7 @@ def command(stage: str, argv: list[str]) -> Ended:
     before, stderr, handlers = sys.argv, sys.stderr, {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
     with Path("stderr").open("w+", encoding="utf-8") as said:
         sys.argv, sys.stderr = [stage, *argv], said
-        loaded = sys.modules.pop(
-            f"stages.{stage}", None
-        )  # another test imported it; runpy warns about loaded modules
+        loaded = sys.modules.pop(f"stages.{stage}", None)  # another test imported it; runpy warns about loaded modules
         try:
             runpy.run_module(f"stages.{stage}", run_name="__main__", alter_sys=True)
             raise AssertionError("a command ends in SystemExit")

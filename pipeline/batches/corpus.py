@@ -58,7 +58,7 @@ class FillInMiddle(NamedTuple):
     """How many documents to infill, as shares in [0, 1]."""
 
     rate: float = 0.0  # share of the documents with enough room for infilling
-    syntax: float | None = None  # share of these with a syntactic unit as middle; None: SYNTAX for repositories, else 0
+    syntax: float | None = None  # share of these with a syntactic middle; None: SYNTAX for repositories, else 0
 
 
 WHOLE = FillInMiddle()
@@ -147,7 +147,7 @@ class CorpusStream(PackedStream):
         cache: Path,
         document_mask: bool = True,
     ) -> None:
-        """Without `document_mask`, the documents of a row attend to each other.
+        """Without `document_mask`, the documents in a row attend to each other.
 
         Raises ModelError if the tokens were encoded with a different tokenizer, DataError if they do not fill one
         batch, and ValueError if a share is not in [0, 1] or `tokens_per_step` is not a multiple of `context`.

@@ -191,7 +191,7 @@ class Shares:
 def rehearsing(
     dialogues: DialogueStream, shares: Shares, job: Job, tokenizer: Tokenizer, *, text: Path, code: Path, base: str
 ) -> MixtureStream | None:
-    """Mix the dialogues with the earlier stages' corpora that exist and fill a batch. Returns None if there are none.
+    """Mix the dialogues with any corpora of earlier stages that fill a batch. Returns None if there are none.
 
     Raises ModelError if a corpus was encoded with a tokenizer other than that of the model `base`.
     """

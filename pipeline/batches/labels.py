@@ -71,7 +71,7 @@ class LabelSplit:
     """One encoded split, in memory."""
 
     def __init__(self, path: Path, tokenizer: Tokenizer, max_prompt: int, max_length: int) -> None:
-        """Raises DataError for a missing file or an invalid record, or if more than a tenth is left out."""
+        """Raises DataError for a missing file or an invalid record, or if over a tenth of the labels are left out."""
         self.labels, self.dropped = pairs.usable(
             path, Label, partial(encode, tokenizer), max_prompt=max_prompt, max_length=max_length
         )

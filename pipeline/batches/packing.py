@@ -3,10 +3,10 @@
     documents -> cut -> pack -> a split of packed rows  +  RowOrder (which row when)  ->  PackedStream -> TokenBatch
 
 Packing. Documents longer than a row are cut into row-length pieces. All pieces are packed by best-fit decreasing (Ding
-et al. 2024, arXiv:2404.10830, "Fewer truncations improve language modeling") over windows of 65,536 pieces, carrying
-open rows from window to window. Concatenating and cutting instead would cut about half of all Python files. A document
-that fits in a row is never cut. Each document follows the preceding document's end of text, so every token of a file
-except the very first is predicted exactly once; nothing is dropped.
+et al. 2024, arXiv:2404.10830, "Fewer truncations improve language modeling") over windows of 65,536 pieces, and open
+rows carry over to the next window. Concatenating and cutting instead would cut about half of all Python files. A
+document that fits in a row is never cut. Each document follows the preceding document's end of text, so every token of
+a file except the very first is predicted exactly once; nothing is dropped.
 
 Order. Each epoch has a keyed permutation of the row indices, computed on demand: step -> positions -> a 4-round Feistel
 network keyed by (seed, epoch), with cycle walking (Black and Rogaway 2002, "Ciphers with arbitrary finite domains") ->

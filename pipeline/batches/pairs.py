@@ -3,8 +3,8 @@
     data/preferences/{train,val,test}.jsonl (records.Pair)  --chat.render-->  PairBatch, a pure function of (seed, step)
 
 `text/chat.py` renders prompts and answers; a rendered prompt is a prefix of the rendered conversation. The answer is
-the assistant text after the prompt, including end of turn. Pairs with equal or empty answers and overlong pairs are
-left out and counted (a truncated answer would lose its end). The stage stops if more than a tenth is left out.
+the assistant text after the prompt, including its end of turn. Pairs with equal or empty answers and overlong pairs are
+left out and counted (a truncated answer would lose its end). The stage stops if over a tenth of the pairs are left out.
 """
 
 import hashlib
@@ -125,7 +125,7 @@ def usable(
 ) -> tuple[list[E], Counter[str]]:
     """The encoded records of a split, and the number left out for each reason.
 
-    Raises DataError for a missing file or an invalid record, or if more than a tenth is left out.
+    Raises DataError for a missing file or an invalid record, or if over a tenth of the records are left out.
     """
     what = {Pair: "preference pairs", Label: "labels"}[kind]
     if not path.is_file():
@@ -153,7 +153,7 @@ class PairSplit:
     """One encoded split, in memory."""
 
     def __init__(self, path: Path, tokenizer: Tokenizer, max_prompt: int, max_length: int) -> None:
-        """Raises DataError for a missing file or an invalid record, or if more than a tenth is left out."""
+        """Raises DataError for a missing file or an invalid record, or if over a tenth of the pairs are left out."""
         self.pairs, self.dropped = usable(
             path, Pair, partial(encode, tokenizer), max_prompt=max_prompt, max_length=max_length
         )

@@ -7,8 +7,8 @@
 Batches are a pure function of (seed, step). The masks (`diffusion/masks.py`) depend only on (seed, sample, pass).
 
 A row's loss is the sum over its masked tokens of -log p / p_mask (LLaDA, arXiv:2502.09992, eq. 3 and 5), so its mean
-over a validation set is the negative ELBO per token. Validation uses the k form, which has lower variance and never
-draws an empty mask.
+over a validation set is the negative ELBO per token. Validation uses the k form (exactly k of L tokens are masked,
+weighted by L / k), which has lower variance and never draws an empty mask.
 
 **Pairs** (data/preferences/{train,val}.jsonl). Each answer gets n masks, each with some number k of masked tokens. The
 masks depend on (seed, pair, side, pass); policy and reference score the same batch, so they share its masks. An answer
@@ -139,7 +139,7 @@ def _build_input(
 
 
 class _Passes:
-    """Infinite passes over `count` items, each in its own random order. Indices continue from pass to pass."""
+    """Endless passes over `count` items, each in its own random order. Indices continue from pass to pass."""
 
     def __init__(self, name: str, seed: int, count: int) -> None:
         self._name, self._seed, self._count = name, seed, count
@@ -325,7 +325,7 @@ class NoisedPairs:
         return self._batch("train", self.train, self._chosen(rows))
 
     def read(self, name: str, turn: int, places: int) -> np.ndarray:
-        """The sorted indices of a split's pairs that a run over `places` pairs uses in a pass."""
+        """The sorted indices of a split's pairs that a run uses in a pass; `places`: pairs in the entire run."""
         if name == "val":
             return np.arange(len(self.val.pairs))
         count = len(self.train.pairs)
@@ -376,7 +376,7 @@ def drawn_pairs(
     stratified: bool,
     reference: torch.Tensor | None = None,
 ) -> Drawn:
-    """Pairs as 2P rows under `draws` masks each; `keys` has those of the chosen answers, then of the rejected ones."""
+    """Pairs as 2P rows under `draws` masks each; `keys`: those of the chosen answers, then of the rejected ones."""
     pieces = [encoded.chosen for encoded in pairs] + [encoded.rejected for encoded in pairs]
     rows = answered(pieces, pad)
     masks = np.zeros((draws, *rows.input_ids.shape), dtype=bool)
@@ -412,7 +412,7 @@ class ExampleSplit:
     """An encoded split in memory."""
 
     def __init__(self, path: Path, tokenizer: Tokenizer, traits: Traits, *, max_prompt: int, max_new: int) -> None:
-        """Raises DataError if the file is missing, a text has the mask token, or more than a tenth is too long."""
+        """Raises DataError if the file is missing or has the mask token, or over a tenth of its problems do not fit."""
         if not path.is_file():
             raise DataError(f"{path}: expected programming problems here, found none; run dvc repro stage_tasks")
         self.max_prompt, self.max_new = max_prompt, max_new
@@ -456,7 +456,7 @@ class ExampleStream:
     def __init__(
         self, train: ExampleSplit, val: ExampleSplit, traits: Traits, noise: Noise, *, rows: int, norm: str, seed: int
     ) -> None:
-        """`norm` divides a row's loss by the size of its canvas (answer), of all canvases (tokens), or by 1 (batch)."""
+        """`norm` divides a row's loss by the size of its canvas (answer) or of all canvases (tokens), or 1 (batch)."""
         self.train, self.val = train, val
         max_prompt, max_new = train.max_prompt, train.max_new
         self._traits, self._noise, self._rows, self._max_new = traits, noise, rows, max_new
@@ -488,7 +488,7 @@ class ExampleStream:
         return self._batch(layout, drawn)
 
     def evaluation(self, tokens: int) -> Iterator[NoisedBatch]:
-        """The val split in order on its shortest canvases, in the k form, up to `tokens` canvas tokens."""
+        """The val split in order, each answer on its shortest canvas, in the k form, up to `tokens` canvas tokens."""
         num_tokens = 0
         for first in range(0, len(self.val.examples), EVALUATION_ROWS):
             if num_tokens >= tokens:
@@ -556,7 +556,7 @@ class PlainExamples:
         return self._noised.rows(step, context)
 
     def batch(self, step: int, context: int, rows: np.ndarray) -> TokenBatch:
-        """These examples; the targets are the answers, including the ends of turn."""
+        """The examples of these rows; the targets are the answers, including their end-of-turn tokens."""
         return self._batch([example for example, _ in self._noised.chosen(rows)])
 
     def evaluation(self, tokens: int) -> Iterator[TokenBatch]:

@@ -138,7 +138,7 @@ def from_causal(model: Transformer, tokenizer: Tokenizer, *, block_size: int = 0
 def from_scratch(
     shape: Transformer, tokenizer: Tokenizer, generator: torch.Generator, *, block_size: int = 0
 ) -> Denoiser:
-    """A model of the same shape with fresh weights, without a shift. Raises ModelError if `shape` has a memory."""
+    """A model of the same shape with fresh weights and no shift. Raises ModelError if `shape` has a memory."""
     trunk = Transformer(_bidirectional(shape), generator)
     return Denoiser(trunk, traits(tokenizer, shift=False, block_size=block_size))
 

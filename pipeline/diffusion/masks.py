@@ -1,16 +1,16 @@
 """Masks as data: which tokens of a text are masked is a pure function of (seed, stream, sample, iteration).
 
     key  --Philox-->  uniforms  --p | subset | coupled-->  masks  (L,) bool, True for masked tokens
-    Drawn, CoupledBatch: rows under n masks each, or under three coupled masks: the input of the losses
+    Drawn, CoupledBatch: rows under n masks each, or under three coupled masks (the input of the losses)
 
 A sample draws one number u for its time t or for the number k of masked tokens, and then L numbers per draw, counted
 from the first maskable token. So masks do not depend on padding, micro-batches, process count or resuming, and policy,
 old policy and reference use the same masks.
 
-Streams and their samples: `mdm` windows `<corpus>:<window>`; `sft`, `canvas` examples; `elbo` `<pair>/chosen`;
-`coupled`, `rollout` `<problem>/<g>`; `time`, `anneal` the step; `trim` windows; `eval` anything that is evaluated. The
-iteration is the index of the pass over the data; in reinforcement learning, it is rollout * inner iterations + inner.
-No global generator is used.
+Streams, with their samples: `mdm` (windows, `<corpus>:<window>`), `sft` and `canvas` (examples), `elbo`
+(`<pair>/chosen`), `coupled` and `rollout` (`<problem>/<g>`), `time` and `anneal` (the step), `trim` (windows), `eval`
+(anything that is evaluated). The iteration is the index of the pass over the data; in reinforcement learning, it is
+rollout * inner iterations + inner. No global generator is used.
 """
 
 import hashlib
@@ -178,7 +178,7 @@ def sight(numbers: np.ndarray, length: int, ratio: float) -> np.ndarray:
 
 
 def block_sight(blocks: np.ndarray) -> np.ndarray:
-    """The attention mask for a row of T noised, then T clean tokens, (2T, 2T) bool; `blocks` (T,) are the token blocks.
+    """The attention mask (2T, 2T) bool for T noised tokens followed by T clean ones; `blocks` (T,): each token's block.
 
     A noised token attends to its own noised block and to earlier clean blocks; the clean half is block-causal (BD3-LM,
     arXiv:2503.09573, section 3.2).
@@ -262,7 +262,7 @@ class CoupledBatch:
     old: Tensor | None  # (N,) float32; None: use the training pass's own scores
     arrays: dict[str, Tensor]  # (N,) float32 each: advantages, reference
     counts: dict[str, int] = field(default_factory=dict)
-    fresh: bool = False  # the policy has not moved since the old scores
+    fresh: bool = False  # the policy has not moved since the old scores were computed
     second: Tensor | None = None  # (B, T) bool; None: the canvas minus `first`
 
     def to(self, device: torch.device | str) -> "CoupledBatch":

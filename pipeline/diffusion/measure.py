@@ -1,7 +1,7 @@
 """Evaluation of masked-diffusion models: the same problems as for causal models, plus their own curves.
 
     problems   pass@k of programs written on a canvas, by group                `suites.solved` with a `CanvasSubject`
-    code       an upper bound of bits per byte of held-out sources             `documents`
+    code       an upper bound on bits per byte of held-out sources             `documents`
     quality    pass@1 vs. forward passes: tokens per step, thresholds, caches
     order      how autoregressive the decoding is                              `with_orders`
     pairs      the effect of preference learning on held-out pairs             `measure`
@@ -17,8 +17,8 @@ This takes a ninth of the forward passes needed with one token per pass, without
 clean ones (except in a document's first window). Tokens after a window are not visible, so the bound applies to
 generating a document window by window. It bounds the likelihood of random-order decoding (diffusion/training.py).
 
-**Pairs** are measured as in `evaluation/preferences.py`, with estimated likelihoods. Both models are scored under the
-same masks, `draws` per answer, spread evenly, so only the model differs.
+**Pairs** are measured as in `evaluation/preferences.py`, with estimated likelihoods. The models before and after
+training are scored under the same masks (`draws` per answer, spread evenly), so only the model differs.
 """
 
 import math
@@ -141,8 +141,8 @@ class CanvasSettings:
         numbers = (self.canvas, self.canvas_block, self.canvas_problems, self.canvas_samples, self.elbo_draws)
         if min(numbers) < 1 or self.canvas % self.canvas_block:
             raise ValueError(
-                "canvas, canvas_block, canvas_problems, canvas_samples, elbo_draws: expected at least 1 each, and"
-                " `canvas_block` to be a divisor of `canvas`"
+                "canvas, canvas_block, canvas_problems, canvas_samples, elbo_draws: expected at least 1 each;"
+                " `canvas_block` must divide `canvas`"
             )
         if self.canvas_threshold is not None and not 0 < self.canvas_threshold <= 1:
             raise ValueError(
@@ -313,7 +313,7 @@ def quality(
 
 
 def with_orders(result: SuiteResult, subject: CanvasSubject, problems: Sequence[Problem]) -> SuiteResult:
-    """The problem results, plus the last completions' AR-ness, the share without an end, and the cost of an answer."""
+    """The problem results, plus the last completions' AR-ness and share without an end, and the cost of an answer."""
     generations = [generation for generation in subject.generations if generation.steps]
     if generations:
         metrics: dict[str, float] = {

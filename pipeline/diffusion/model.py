@@ -216,7 +216,7 @@ def logprobs(states: Tensor, index: Tensor, table: Tensor, targets: Tensor, bann
     """log p (n,) of the targets (n,) in nats, each from the row of states (u, D) given by `index` (n,), over all ids
     except the banned ones.
 
-    More than MOST_LOGITS logits are computed in parts, with checkpointing.
+    If there are more than MOST_LOGITS logits, they are computed in parts, with checkpointing.
     """
     allowed = torch.ones(len(table), dtype=torch.bool, device=table.device)
     allowed[torch.tensor(sorted(banned), device=table.device)] = False

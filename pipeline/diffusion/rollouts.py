@@ -166,7 +166,7 @@ def annotate(
     """Add the old and reference scores for every inner iteration of a rollout, before its first update.
 
     `own_first`: the first inner iteration is a single update that computes its old scores itself. The first rollout is
-    still scored, because the first step's gate compares these scores with the training pass.
+    still scored, because the first step's gate compares these scores with those of the training pass.
     """
     answers = _canvas_answers([entry.answer for entry in rollouts])
     for number in range(inner):
@@ -213,7 +213,7 @@ class CanvasRollouts(RolloutStream):
         )
 
     def state(self) -> JsonObject:
-        """State for resuming, apart from the weights; includes the state of a following reference."""
+        """State for resuming, apart from the weights; includes the state of a `Following` reference."""
         return super().state() | ({"following": self.following.state()} if self.following else {})
 
     def load_state(self, state: JsonObject) -> None:

@@ -12,8 +12,9 @@ trick but does not need float64. Each row draws from its own Philox stream, keye
 neither on its batch nor on the row order. At temperature 0, nothing is drawn, except with order `random`.
 
 **The cache** (Wu et al. 2025, Fast-dLLM, arXiv:2505.22618) stores keys and values of complete canvases. Tokens of a
-masked-diffusion model attend to both sides, so the cache is exact only until a token changes. It is exact at a block's
-first step, if nothing is outside the window, and in block diffusion, where earlier tokens never attend to later ones.
+masked-diffusion model attend to both sides, so the cache is exact only until a token changes. It is always exact in
+three cases: at a block's first step, if nothing is outside the window, and in block diffusion, where earlier tokens
+never attend to later ones.
 
 **AR-ness** (`local_ar`, `global_ar`) measures how closely decoding followed left-to-right order (DiffuCoder,
 arXiv:2506.20639, section 3.1).
@@ -61,8 +62,8 @@ class Denoising:
         "low_confidence"  # what to commit first: low_confidence (the most likely token), margin, entropy, random
     )
     schedule: str = "balanced"  # tokens per step: balanced, or dream
-    confidence: str = "raw"  # the model's probabilities, or tempered: after temperature and top_p
-    threshold: float | None = None  # commit all tokens with at least this probability, and the most likely one
+    confidence: str = "raw"  # raw: the model's probabilities; tempered: those after temperature and top_p
+    threshold: float | None = None  # commit all tokens with at least this probability, and always the most likely one
     block: int | None = None  # tokens denoised together, block by block from the left; None: the entire canvas
     remask: str = "none"  # p2: remask committed tokens that have become unlikely
     early_stop: bool = False  # stop when everything up to the first end of turn is committed

@@ -9,8 +9,8 @@ end of turn, the answer continues on a new canvas after it, until the token budg
 forward pass: denoising is compute-bound, so batching would not help. An answer is therefore a bit-exact function of
 (model, prompt, sampling, seed).
 
-Not supported: log-probabilities of alternatives, biases, constraints (`chat_completions.py` refuses them), prefixes and
-drafts.
+Not supported: log-probabilities of alternatives, logit biases, constraints (`chat_completions.py` refuses them),
+prefixes and drafts.
 """
 
 import math

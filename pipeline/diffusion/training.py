@@ -193,8 +193,8 @@ Score = Callable[[tuple[bool, ...]], Sequence[float]]  # mask -> log p of each t
 def enumerated(score: Score, length: int, form: str) -> float:
     """The ELBO of a text of at most 8 tokens, over all masks, in nats. Raises ValueError for a longer text.
 
-    The forms differ in how they weight a mask of k tokens: t by a Beta integral, k by the subsets of each size, order
-    by the possible token orders.
+    The forms differ in how they weight a mask of k tokens: `t` by a Beta integral, `k` by the number of subsets of each
+    size, `order` by the possible token orders.
     """
     if not 1 <= length <= MOST_ENUMERATED:
         raise ValueError(f"expected 1 to {MOST_ENUMERATED} tokens, found {length}; L tokens have 2^L masks")
@@ -230,12 +230,12 @@ def _chain_rule_sum(scores: dict[tuple[bool, ...], Sequence[float]], order: Sequ
 
 
 CAUSE = "the old scores used different masks, precision or dropout than training, or the policy has changed"
-SHARE = 0.6  # weight of the policy in the following reference
+SHARE = 0.6  # weight of the policy in a `Following` reference
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExampleConfig(TrainingConfig):
-    """A run on prompts with answers on canvases."""
+    """A run that trains on prompts whose answers lie on canvases."""
 
     epochs: float
     examples: int
@@ -401,7 +401,7 @@ class DiffusionConfig(TrainingConfig):
 
 
 def first_policy(precision: str) -> Callable[[dict[str, float]], None]:
-    """Check that the policy has not changed since the old scores: ratio 1, no clipping, no KL from the reference."""
+    """Check that the policy is the one that gave the old scores: ratio 1, no clipping, no KL from the reference."""
     exact = precision == "fp32"
 
     def check(values: dict[str, float]) -> None:
@@ -430,7 +430,7 @@ def first_scratch(vocab_size: int) -> Callable[[dict[str, float]], None]:
 
 
 def begin(base: Path, adapter: AdapterConfig | None, seed: int, hardware: device.Hardware) -> tuple[Denoiser, Start]:
-    """The model, and its `Start`: the policy is the trunk, with an adapter if configured; the reference, a `Denoiser`.
+    """The model, and its `Start`: the policy is the trunk, with any adapter; the reference is a `Denoiser`.
 
     Raises ModelError for a causal model, and ConfigError for an adapter with dropout or a block-diffusion model.
     """

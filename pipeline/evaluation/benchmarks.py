@@ -6,8 +6,8 @@
 
 `evaluate.benchmarks` lists files in data/benchmarks/; their scores are in the metrics under `benchmarks.<file stem>`.
 `python -m pipeline.evaluation.benchmarks MODEL_DIR FILE...` scores any file, prints the scores and logs them to MLflow.
-The format is detected from the content. All problems in a file are scored, except in MBPP: there, only ids 11-510, the
-paper's test split (or all problems, if a file has none of these ids). Fields used:
+The format is detected from the content. All problems in a file are scored, except that in MBPP, only ids 11-510, the
+paper's test split, are scored if the file has any of these ids. Fields used:
 
     HumanEval  task_id, prompt, entry_point, canonical_solution, test with `def check(candidate)`     (arXiv:2107.03374)
     MBPP       task_id, text, code, test_list, test_setup_code; sanitized: prompt, test_imports       (arXiv:2108.07732)
@@ -21,9 +21,9 @@ paper's test split (or all problems, if a file has none of these ids). Fields us
 
 BFCL always uses the chat format.
 
-The reference solutions are judged first. Problems whose reference fails, or with no assert that can be judged safely,
-are excluded and counted (`reference_fails`, `unjudged`). If only some asserts cannot be judged, the others decide
-(`partly_judged`). All three kinds of problems are listed among the items.
+The reference solutions are judged first. Problems whose reference fails, or that have no assert that can be judged
+safely, are excluded and counted (`reference_fails`, `unjudged`). If only some asserts cannot be judged, the others
+decide (`partly_judged`). All three kinds of problems are listed among the items.
 
 Results of finished suites are cached, so no suite is evaluated twice:
 

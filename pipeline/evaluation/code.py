@@ -108,7 +108,7 @@ def function(source: str, entry_point: str, reference: str, where: str) -> Check
 
 
 def parse(source: str, where: str) -> ast.Module:
-    """Parse Python source code. Raises DataError, which begins with `where`."""
+    """Parse Python source code. Raises DataError with a message that begins with `where`."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # for example, for "\d" in a string, which is valid
@@ -220,7 +220,7 @@ class _Record(ast.NodeTransformer):
 
 
 class _Holes(ast.NodeTransformer):
-    """Replaces the largest subexpressions that do not use the candidate with numbered names."""
+    """Puts numbered names in place of the largest subexpressions that do not use the candidate."""
 
     def __init__(self, entry_point: str) -> None:
         self.entry_point = entry_point
@@ -373,7 +373,7 @@ def solution(problem: Problem) -> str | None:
 def faults(
     judge: Judge, problems: Iterable[tuple[Problem, str | None]], cpu_seconds: float | None = None
 ) -> Iterator[tuple[str, str]]:
-    """(field, fault) for each problem and the source of its solution, in order; both are "" if there is no fault."""
+    """(field, fault) for each (problem, source of its solution), in order; both are "" if there is no fault."""
     pending: list[tuple[str, str | None]] = []
 
     def programs() -> Iterator[Candidate]:

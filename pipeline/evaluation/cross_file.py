@@ -1,8 +1,8 @@
-"""Cross-file completion: held-out lines and functions of repositories, completed with and without other files.
+"""Cross-file completion: held-out lines and functions in repositories, completed with and without other files.
 
     data/raw/code (val, with contexts) -> Item, ... -> both ways: exact match, edit similarity, and their differences
 
-A line is chosen where a file first uses a name defined in another file of the repository, as in CrossCodeEval (Ding et
+A line is chosen where a file first uses a name defined in another file in the repository, as in CrossCodeEval (Ding et
 al. 2023, arXiv:2310.11248) and RepoBench (Liu et al. 2023, arXiv:2306.03091). Imports are never chosen; the model's
 context may or may not include the definition. The cursor is placed before the name, and before any space or bracket
 merged into the name's first token; the model completes the rest of the line. A function is chosen if its body, of at
@@ -54,7 +54,7 @@ class Item:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """A held-out file of a repository."""
+    """A held-out file in a repository."""
 
     name: str  # repository and path
     text: str
@@ -69,7 +69,7 @@ class HeldOut:
 
 
 def read(corpus: Path) -> list[HeldOut]:
-    """The held-out files of a corpus's repositories, sorted by name."""
+    """The held-out files in a corpus's repositories, sorted by name."""
     files: dict[str, list[tuple[int, str, str]]] = {}
     for path in sorted(corpus.glob("val-*.parquet")):
         for row in pyarrow.parquet.read_table(path).to_pylist():

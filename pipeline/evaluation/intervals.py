@@ -50,7 +50,7 @@ def wilson(successes: int, n: int) -> Interval:
     scale = 1 + Z * Z / n
     center = (share + Z * Z / (2 * n)) / scale
     half_width = Z / scale * math.sqrt(share * (1 - share) / n + Z * Z / (4 * n * n))
-    # at 0 and n successes the bound is exactly 0 or 1, which rounding could miss
+    # at 0 or n successes, one bound is exactly 0 or 1, which rounding could miss
     low, high = 0.0 if successes == 0 else center - half_width, 1.0 if successes == n else center + half_width
     return Interval(share, low, high, n)
 
@@ -109,7 +109,7 @@ def paired_difference(
     generator: torch.Generator,
     resamples: int = 10_000,
 ) -> Interval:
-    """The ratio of `second` minus that of `first`, each (numerators, denominators) for the *same* items in one order.
+    """The ratio of `second` minus that of `first`, each (numerators, denominators) for the *same* sequence of items.
 
     Every resample draws the same items for both. Raises ValueError if the item counts differ or are 0, or if a sum of
     denominators is 0.

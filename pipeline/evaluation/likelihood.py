@@ -38,7 +38,7 @@ from pipeline.run.errors import ConfigError, ModelError
 from pipeline.text.tokenizer import Tokenizer
 
 BATCH_TOKENS = 8192  # tokens in one forward pass
-HEAD_ROWS = 512  # positions whose logits are in memory at a time
+HEAD_ROWS = 512  # positions whose logits are in memory at once
 PADDING = -1
 
 

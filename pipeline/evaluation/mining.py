@@ -4,7 +4,7 @@
 
 A task consists of a function's signature and docstring and the surrounding module, without the body. Its hidden tests
 are calls made by the repository's own tests, with the returned values (`sandbox/recording.py`). The expected values
-stay with the judge, so a candidate can neither read nor forge them, and neither the body nor any file of the repository
+stay with the judge, so a candidate can neither read nor forge them, and neither the body nor any file in the repository
 is present where a candidate runs (`ingest/functions.py`).
 
 A function is kept if its own body passes in the sandbox (tests it fails there are dropped; LEAST_TESTS must remain), if
@@ -91,7 +91,7 @@ class _Trial:
 
 
 def mine(repository: Repository, judge: Judge, seconds: float = TEST_SECONDS) -> Mined:
-    """Mine the tasks of a repository; its tests may run for `seconds`. Same errors as `recording.record`."""
+    """Mine the tasks of a repository; its tests may run for up to `seconds`. Same errors as `recording.record`."""
     texts = {file.path: file.text for file in repository.files}
     source = ParsedFiles(texts, repository.name)
     tasks: dict[str, MinedTask] = {}

@@ -8,15 +8,15 @@ They show how well a reward model ranks held-out pairs, and what preference lear
                                 for labels -> accuracy, overall, for good and bad answers, and by kind; desirable_nats
 
     accuracy       fraction of pairs where the log-ratio of the policy to the initial model is larger for the better
-                   answer (DPO's implicit reward); for labels: where it is above 0 for a good, below 0 for a bad answer
+                   answer (DPO's implicit reward); fraction of labels where it is > 0 (good answer) or < 0 (bad answer)
     likelihood     fraction of pairs where the better answer is more likely, before and after: needs no reference
     kl             divergence from the initial model per complete answer, on held-out prompts, in nats
     win_rate       fraction of held-out prompts where the policy's own answer has the higher true score
     chosen_nats    change in the better answers' log-probability per token: a large drop means that the policy unlearned
                    both answers
 
-The better answer has the higher true score if the data has true scores (a flipped label is then ignored); otherwise the
-label decides. Proportions have Wilson intervals; the gain in `likelihood` has a paired bootstrap over pairs.
+If the data has true scores, the better answer is the one with the higher score (a flipped label is then ignored);
+else the label decides. Proportions have Wilson intervals; the gain in `likelihood` has a paired-bootstrap interval.
 
 Gold is the true score, in [0, 1], of a model's own answer, computed by the functions that ranked the preference pairs.
 It is never used in training.
@@ -240,7 +240,7 @@ def compare_answers(
 ) -> JsonObject:
     """Compare the policy's answers with those of its reference: `divergence`, and `wins` if the truth is known.
 
-    Uses COMPARED prompts (JUDGED if the truth is known), sampled at temperature 1 and truncated at COMPARED_TOKENS.
+    Samples answers to COMPARED prompts (JUDGED if the truth is known) at temperature 1, up to COMPARED_TOKENS each.
     `kl` is KL(policy || reference) per complete answer, in nats: the mean of log pi(y | x) - log ref(y | x) over the
     policy's answers (k1 of Schulman 2020, "Approximating KL divergence"). `win_rate` is the fraction of prompts where
     the policy's answer has the higher true score, ties counting half. A released reference is reloaded from `base`.
@@ -410,7 +410,7 @@ OWN_PROMPTS = 128  # prompts sampled at a time
 
 
 def own_prompts(split: PairSplit, answer_tokens: int, most: int) -> list[Prompt]:
-    """At most `most` prompts in shuffled order, with a known truth and a better answer of at most `answer_tokens`."""
+    """At most `most` shuffled prompts with a known truth and a better answer of at most `answer_tokens` tokens."""
     if not most:
         return []
     known = [prompt for prompt in rl_answers.pair_prompts(split, answer_tokens) if is_known(prompt.record)]

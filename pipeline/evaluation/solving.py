@@ -1,9 +1,9 @@
 """Evaluation for reinforcement learning from code execution: held-out problems, selection of training problems by
 difficulty, and exact answers.
 
-`HeldOutProblems` measures pass@1 and the divergence from the reference on problems used in neither training nor test
-(`data/problems/val.jsonl`). Every evaluation answers the same problems with the same seeds. At the end, the policy and
-its reference are compared problem by problem (paired bootstrap).
+`HeldOutProblems` measures pass@1 and the divergence from the reference on problems used for neither training nor
+testing (`data/problems/val.jsonl`). Every evaluation answers the same problems with the same seeds. At the end, the
+policy and its reference are compared problem by problem (paired bootstrap).
 
 `chosen` selects training problems by difficulty. A policy learns most from the problems it solves sometimes: if the
 completions of a group all pass, or all fail, their advantages are 0. `frontier` measures how often the policy solves
@@ -190,7 +190,7 @@ AT_ONCE = 32  # problems sampled at a time
 def chosen(
     prompts: Sequence[Prompt], difficulty: str, most: int, setting: Setting, judge: Judge | None, folder: Path
 ) -> list[Prompt]:
-    """Select prompts by difficulty: all, frontier (from the first `most` by hash), or one of the problem groups.
+    """Select prompts by difficulty: `all`, `frontier` (among the first `most` by hash), or one of the problem groups.
 
     Raises DataError if no prompts are left, or if `frontier` is requested without a sandbox.
     """

@@ -12,7 +12,7 @@ few of 200 answers differ from those in float32, some better and some worse.
 `purposes` lists the suites for each model, chosen by what the model is for. A chat model no longer writes stories or
 drills, and a model trained only on documents cannot answer questions. Running every suite on every model took longer
 than many of the training stages. A model without an entry (from a custom stage) gets every suite, as do all models if
-`evaluate.every_suite` is set. Both models in a comparison or claim of the report need the suite that it uses
+`evaluate.every_suite` is set. Both models in a comparison or claim in the report need the suite that it uses
 (tests/test_purposes.py). A suite that was not run is absent from metrics/eval/<model>.json rather than 0.
 """
 

@@ -21,18 +21,18 @@ row x becomes two rows of digits, a coarse one and one for the remainder:
     |a|, |b| <= D = 63
 
 so the error of x is at most peak / 15,876, and sums are exact: a row's result does not depend on the other rows. D is
-not 127 because without VNNI the CPU adds two products in 16 bits, where 2 (2D) 127 must fit. This takes 0.5 to 0.8
-times as long as torch's own matmul of int8 weights and bf16 activations (docs/LOG.md). Above NARROW rows, the work is
-compute-bound, so q is first converted (exactly) to bf16 if the CPU supports it in hardware, else to float32. The
-embedding lookup keeps the original weights.
+63 rather than 127 because, without VNNI, the CPU adds two products in 16 bits, where 2 (2D) 127 must fit. Digits take
+0.5 to 0.8 times as long as torch's own matmul of int8 weights and bf16 activations (docs/LOG.md). With more than NARROW
+rows, the work is compute-bound, so q is first converted (exactly) to bf16 if the CPU supports it in hardware, else to
+float32. The embedding lookup keeps the original weights.
 
-The change in a log-probability depends on how certain the model is. On the probe text, the perplexity stays within
-0.5%; for the demo's models with 2.4M parameters, the worst token changes by 0.2 to 0.6 nats, and the mean divergence is
-9e-4 to 3.3e-3 nats (docs/LOG.md).
+The change in a log-probability depends on how certain the model is. On the probe text, the perplexity changes by at
+most 0.5%; for the demo's models with 2.4M parameters, the worst token's log-probability changes by 0.2 to 0.6 nats, and
+the mean divergence is 9e-4 to 3.3e-3 nats (docs/LOG.md).
 
 Not supported: training; DoRA with shared weights; torch.compile; bit-identical results for few and many rows; int8
 on devices other than x86 CPUs; quantizing in two threads at once. Fused weights are copies; the others are shared with
-the original model. Delete that model to free its copies.
+the original model. To free the unfused originals, delete that model.
 """
 
 import copy
@@ -92,7 +92,7 @@ class Fused(Transformer):
 
     @torch.no_grad()
     def trace(self) -> "Fused":
-        """Speed up steps with fewer than FEW rows, 1.4x with int8 (docs/LOG.md). The model cannot change afterwards.
+        """Speed up steps with fewer than FEW rows, 1.4x with int8 (docs/LOG.md). Do not change the model afterwards.
 
         Does nothing on Python 3.14, where torch cannot trace, or on GPUs, where fused operations round differently.
         """
@@ -325,14 +325,14 @@ def has_fbgemm() -> bool:
 
 
 def for_serving(model: Transformer, weights: Literal["int8", "native"] | None = None) -> Fused:
-    """The model as an engine runs it: in int8 or with its own weights; None: in int8 if `pays`. Raises the errors of
-    `quantize`.
+    """The model as an engine runs it: in int8 or with its own weights; if `weights` is None, `pays` decides. Raises the
+    errors of `quantize`.
     """
     return (quantize(model) if weights == "int8" or (weights is None and pays(model)) else Fused(model)).trace()
 
 
 def quantize(model: Transformer) -> Fused:
-    """The fused model in int8; `model` is unchanged. Raises ConfigError except on x86 CPUs, and `Fused`'s errors."""
+    """The fused model in int8; `model` is unchanged. Raises ConfigError unless on an x86 CPU, and `Fused`'s errors."""
     if (where := model.model.embed_tokens.weight.device.type) != "cpu":
         raise ConfigError(f"int8 weights are for CPUs, but this model is on {where}; serve its native weights")
     if not has_fbgemm():

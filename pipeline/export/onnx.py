@@ -68,7 +68,7 @@ def build(model: Path, out: Path, *, kind: str) -> None:
 
 @contextlib.contextmanager
 def _as_program(arguments: list[str]) -> Iterator[None]:
-    """Run the `with` body like a script: with its arguments and search path, without warnings or network access."""
+    """Run the `with` body like a script with these arguments, without warnings or network access; restore sys.path."""
     import huggingface_hub.constants as hub
 
     argv, path, offline = sys.argv, list(sys.path), hub.HF_HUB_OFFLINE

@@ -1,4 +1,4 @@
-"""Whether an export works: `check_parity` compares it with the model, `check` serves it and makes requests.
+"""Check that an export works: `check_parity` compares it with the model; `check` serves it and makes requests.
 
 **Parity**: the model and its export run on the same text, and their outputs may differ only as far as rounding
 explains.
@@ -7,10 +7,10 @@ explains.
 
 Without rounding, outputs must be equal. With rounded weights, the change in a log-probability depends on how certain
 the model is: f16 changes the demo model's log-probabilities by up to 0.03 nats on this probe text, which is mostly
-unlike the training data, and the perplexity goes up or down by 1% at random. The limit is therefore on the mean
-divergence KL(model || export), the increase in the export's log-perplexity on text that the model itself would write:
-0.5% for q8_0. `gguf.verify` checks separately that the weights are the model's, rounded. A merged adapter is verified
-when it is merged (`model/lora.py`).
+unlike the training data, and the perplexity goes up or down by 1% at random. The limit therefore applies to the mean
+divergence KL(model || export), which is how much higher the export's log-perplexity is on text that the model itself
+would write: 0.5% for q8_0. `gguf.verify` checks separately that the weights are the model's, rounded. A merged adapter
+is verified when it is merged (`model/lora.py`).
 
 `ExportProgram` is the interface to a program that runs an export: our own model here, other programs in `onnx.py` and
 `benchmarks/exports.py`.
@@ -104,7 +104,7 @@ LIMITS = {
     "bf16": Limit(divergence=2e-3),
     "q8_0": Limit(divergence=math.log(1.005)),
     "onnx fp32": Limit(max_difference=1e-3, equal_greedy=True),
-    "onnx int4": Limit(),  # only recorded: the loss in quality from 4 bits depends on the model's size
+    "onnx int4": Limit(),  # only recorded: the quality lost to 4-bit rounding depends on the model's size
 }
 
 
@@ -124,7 +124,7 @@ def probe() -> str:
 
 
 def compare(model: Transformer, other: ExportProgram, ids: list[int]) -> Parity:
-    """Compare a model and a program on the same ids. NaN counts as an infinite difference."""
+    """Compare a model and a program on the same ids. NaN is treated as an infinite difference."""
     own, window = Ours(model), min(WINDOW, model.config.max_context)
     differences, divergences, changes = [], [], []
     for first in range(0, len(ids), window):
@@ -255,7 +255,7 @@ def _serve(folder: Path, tokenizer: Tokenizer, scratch: Path, log: Path) -> Iter
 
 
 def _wait_until_ready(process: processes.Process, log: Path) -> str:
-    """The server's address, once /health returns status 200. Raises GateError if it exits or takes too long."""
+    """The server's address, once /health returns status 200. Raises GateError if the server exits or takes too long."""
     deadline = time.monotonic() + READY_SECONDS
     while process.poll() is None and time.monotonic() < deadline:
         address = re.match(r"(http://\S+) ", log.read_text(encoding="utf-8", errors="replace"))
@@ -355,7 +355,7 @@ def _check_completion(server: ServedModel) -> None:
 
 
 def _check_tool_call(server: ServedModel) -> None:
-    """Require a tool call: for any weights, it must be complete and valid, or the server must reject the budget."""
+    """Require a tool call: whatever the weights, it must be complete and valid, or the server rejects the budget."""
     path = "/v1/chat/completions"
     body = {
         "model": server.name,
@@ -438,7 +438,7 @@ def own_formats() -> list[OwnFormat]:
 
 
 def own_format(model: object) -> OwnFormat | None:
-    """The wing's format for a model; None if the model is not of a wing's kind."""
+    """The format of the wing that defines a model's kind; None if no wing does."""
     return next((own for own in own_formats() if own.owns(model)), None)
 
 

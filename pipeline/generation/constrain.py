@@ -13,8 +13,8 @@ the plan is emitted.
 
     guided(model, prompts, grammars, drafts) -> a Completion for each prompt
 
-decodes many prompts greedily and in parallel, each under its own grammar, to measure tool calls that are always
-well-formed. A draft is the greedy completion without the grammar: up to the first token that the grammar
+`guided` decodes many prompts greedily and in parallel, each under its own grammar, to evaluate a model whose tool calls
+are always well-formed. A draft is the greedy completion without the grammar: up to the first token that the grammar
 forbids, it is also the constrained completion, and only the rest is decoded. The server's engine constrains its answers
 in the same way. There are no log-probabilities: they would be meaningless for a constrained choice.
 
@@ -134,10 +134,10 @@ class Grammars:
     """Compiles grammars for one tokenizer and caches the most recently used ones, up to CACHE_BYTES."""
 
     def __init__(self, tokenizer: Tokenizer, rows: int, cache_bytes: int = CACHE_BYTES, *, search: bool = True) -> None:
-        """`rows`: the number of rows of the model's embedding, which is the length of a mask; at least one per id.
+        """`rows`: the number of rows in the model's embedding, which is the length of a mask; at least one per id.
 
         With `search`, looks for the shortest output of each grammar, which takes 40 ms and allows smaller budgets;
-        otherwise, the plan is the first one found.
+        otherwise, the plan is the first output found.
         """
         self.tokenizer, self._search = tokenizer, search
         self._compiler = Compiler(tokenizer)

@@ -1,4 +1,4 @@
-"""Grammars for requests and their compilation; closing plans, which complete a constrained output in a few tokens.
+"""Write and compile the grammars of requests; find closing plans, which complete an output in a few tokens.
 
     tool_calls(tokenizer, tools, choice="required") -> Written      or json_schema(schema): a grammar for llguidance
     Compiler(tokenizer).matcher(text) -> LLMatcher                  in its initial state
@@ -8,7 +8,7 @@ llguidance (guidance-ai, MIT) computes the tokens that a grammar allows; our gra
 `text/chat.py` renders the training data. All functions raise SchemaError for a grammar that cannot be guaranteed.
 Nothing here imports torch, so a compile-only process starts fast.
 
-Not guaranteed: that a grammar compiles in time, or in the available memory (`schemas.py` limits what it can).
+Not guaranteed: that a grammar compiles in time, or in the available memory (`schemas.py` sets the limits that it can).
 
 **A closing plan** is a list of tokens that completes an output from its current state.
 
@@ -23,8 +23,9 @@ The text is then split into as few tokens as possible.
 
 `shortest` is a best-first search over bytes: a prefix is scored by its greedy plan, and dropped if covering it already
 takes as many tokens as the best plan. Not guaranteed: the minimum. Prefixes that seem to share a state (same mask, same
-greedy rest) are treated as one. If more than FEW next bytes are allowed, only the first of those with the same mask and
-forced bytes is followed, or only the quotation mark where a string may end. Probes and time are limited.
+greedy rest) are treated as one. If more than FEW next bytes are allowed, only the quotation mark is followed where a
+string may end; elsewhere, only the first of the bytes that lead to the same mask and forced bytes. Probes and time are
+limited.
 """
 
 import heapq
@@ -62,7 +63,7 @@ def tool_calls(
     """A grammar for calls of the tools, in the form rendered by `text/chat.py`.
 
     `choice`: "auto" allows free text before or instead of calls, "required" requires a call, a tool's name requires a
-    call of that tool. `parallel` allows several calls. Raises SchemaError.
+    call to that tool. `parallel` allows several calls. Raises SchemaError.
     """
     functions = {}
     for tool in tools:
@@ -222,7 +223,7 @@ class LexerState:
 
 @dataclass(order=True)
 class _Node:
-    """A prefix to extend. Nodes are popped by the length of their greedy plan, longest prefix first."""
+    """A prefix to extend. The node with the shortest greedy plan is popped first; among equals, the longest prefix."""
 
     cost: float
     minus_length: int

@@ -5,8 +5,8 @@ block sums are added in float64. The uniform number is a function of (seed, toke
 2011, SC11), a stateless counter-based generator, with the seed as key and the token index as counter. So a sample
 depends only on (model, prompt, sampling, seed), not on batch composition, size or order, nor on drafts or resuming, and
 two checkpoints sampled with the same seed share their noise. The only remaining difference is rounding: a matmul with a
-different number of rows may round the logits differently (about 1e-6), which changes a sample only if a number is that
-close to a boundary.
+different number of rows may round the logits differently (by about 1e-6), which changes a sample only if its uniform
+number is that close to a boundary.
 
 Cached and uncached logits agree to within 1e-5; log-probabilities match teacher forcing. Not here: grammars
 (`constrain.py`), tool execution (`evaluation/tools.py`), the server's queue and threads (`serve/engine.py`).
@@ -46,7 +46,7 @@ _HALF = np.uint64(32)
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen. Raises ValueError."""
+    """How the next token is chosen. Raises ValueError for a value out of range."""
 
     max_new_tokens: int
     temperature: float = 0.0  # 0 takes the most likely token
@@ -144,8 +144,8 @@ class Decoder:
     def feed(self, rows: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:
         """Append `tokens[i]` (one or more) to row `rows[i]`; returns logits (len(rows), V) after each row's last token.
 
-        All new tokens form one line: the linear layers run once, attention once per row (once in total if every row
-        gets one token). Raises ValueError if a row would exceed the model's context.
+        All new tokens are processed together: the linear layers run once, attention once per row (once in total if each
+        row gets one token). Raises ValueError if a row would exceed the model's context.
         """
         if self.step is not None and all(len(row_tokens) == 1 for row_tokens in tokens):
             return self.step.next(self.cache, rows, [row_tokens[0] for row_tokens in tokens])
@@ -364,7 +364,7 @@ def _wide_nucleus_floor(weights: Tensor, target: Tensor) -> Tensor:
 def _bucket_nucleus_floor(weights: Tensor, target: Tensor) -> Tensor:
     """Sum the weights by buckets, descending; only the bucket where the sum reaches `target` is sorted.
 
-    The bits of a non-negative float are monotonic, so the exponent and four mantissa bits determine its bucket.
+    Non-negative floats sort in the order of their bits, so the exponent and four mantissa bits determine the bucket.
     """
     count = len(weights)
     rising = (weights.float().view(torch.int32) >> 19) - (127 * 16 - BUCKETS)

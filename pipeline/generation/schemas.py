@@ -3,7 +3,7 @@
     check(schema) -> None        raises SchemaError naming the exceeded limit
     strict(schema) -> schema     objects with named properties are closed, numbers without bounds get bounds
     refuse(schema, closed)       raises SchemaError for anything the closed schema's grammar cannot guarantee
-    mistake(schema, text)        the first error of a JSON text, with exact numbers; None if it is valid
+    mistake(schema, text)        the first error in a JSON text, comparing numbers exactly; None if it is valid
 
 **Limits.** A grammar is compiled into automata, and a few bytes from a client can make them huge: `multipleOf` has a
 state for each remainder (9,999,991 took 38 s and 851 MiB), a range of numbers has one for each digit, and a repetition
@@ -17,7 +17,7 @@ may have any properties, as in JSON Schema. Unbounded numbers are limited to the
 8259, section 6): a model could write 1e999, which the program reading it cannot represent.
 
 Not guaranteed: that a schema within the limits compiles in time, as its total size is known only after compiling (the
-server does so in a process that it can kill, `serve/workshop.py`); that `strict` separates the branches of an `anyOf`
+server compiles in a process that it can kill, `serve/workshop.py`); that `strict` separates the branches of an `anyOf`
 intersection (a name from one branch may occur in another); that `mistake` checks patterns (the grammar enforces them,
 and `re` can be made to hang).
 """
@@ -48,7 +48,7 @@ LISTS = ("prefixItems", "allOf", "anyOf", "oneOf")  # schemas
 LITERALS = ("const", "enum", "default", "examples")
 SHAPING = {"properties", "required", "patternProperties", "additionalProperties", "minProperties", "maxProperties"}
 LARGEST = 2**53 - 1  # a double represents every integer up to this one
-WIDEST = 2**62  # largest integer passed to llguidance: it parses 64 bits, and the smallest integers crash its process
+WIDEST = 2**62  # largest integer passed to llguidance, which parses 64-bit integers and crashes on the smallest ones
 EXACT = Context(prec=5000, Emax=MAX_EMAX, Emin=MIN_EMIN, traps=[])  # for parsing numbers; enough digits for any answer
 
 MAX_TOGETHER = 8  # patterns that one text must match: llguidance takes minutes to decide whether twenty are satisfiable
@@ -222,7 +222,7 @@ def _remainders(value: float) -> int:
 
 
 def written_out(pattern: str) -> int:
-    """Approximate length of a pattern with its counted repetitions written out; unbounded ones count once."""
+    """Approximate length of a pattern with its counted repetitions written out; unbounded ones are counted once."""
     totals, last, index = [0], 0, 0
     while index < len(pattern):
         repetition = REPEATED.match(pattern, index)
@@ -299,7 +299,7 @@ class _Closing:
         return {"properties": properties, "additionalProperties": False, **rest}
 
     def _close_value(self, node: JsonObject, key: str, open_parts: bool) -> object:
-        """The value of a key, with the schemas inside closed."""
+        """The value of a key, with the schemas inside it closed."""
         value = node[key]
         if key in MAPS:
             return {name: self.close(inner) for name, inner in value.items()}
@@ -317,8 +317,8 @@ class _Closing:
     def names(self, node: Schema, seen: set[str]) -> dict[str, None] | None:
         """The property names in a schema and its parts, in order; None if a part defines which other names are allowed.
 
-        `seen` contains the references already followed. Each is followed only once: chains of schemas that each refer
-        to the next one twice would take exponential time.
+        `seen` contains the references already followed. Each is followed only once: otherwise, chains of schemas that
+        each refer to the next one twice would take exponential time.
         """
         if not isinstance(node, dict):
             return {}
@@ -371,9 +371,9 @@ def _bounded(node: JsonObject) -> JsonObject:
 
 
 def refuse(schema: JsonObject, closed: JsonObject) -> None:
-    """Raise SchemaError `schema_refused` for anything the grammar of `closed` would accept without guaranteeing it.
+    """Raise SchemaError `schema_refused` for anything that the grammar of `closed` cannot guarantee.
 
-    Unlisted names may repeat in the grammar's objects, and a repeated name counts once. The branches of `oneOf` must
+    The grammar lets unlisted names repeat, although a repeated name is only one property. The branches of `oneOf` must
     exclude each other as the user wrote them: closed branches may do so even if an instance of one original branch is
     also an instance of another.
     """
@@ -396,7 +396,7 @@ def refuse(schema: JsonObject, closed: JsonObject) -> None:
 
 
 def _count_patterns(root: JsonObject, node: Schema | None, counts: dict[str, int]) -> int:
-    """Upper bound on the patterns and formats that may apply to one string, whichever branches it takes.
+    """Upper bound on the number of patterns and formats that may apply to one string, whichever branches it takes.
 
     `counts` caches results for references.
     """
@@ -460,7 +460,7 @@ class _LooksExhausted(Exception):
 
 
 def _count_looks(keyword: Keyword, looks: Iterator[int]) -> Keyword:
-    """A keyword's check that raises `_LooksExhausted` once the looks run out."""
+    """Wrap a keyword's check so that it raises `_LooksExhausted` once `looks` is exhausted."""
 
     def look(*arguments: object) -> Iterator[exceptions.ValidationError]:
         if next(looks) >= MAX_LOOKS:

@@ -125,7 +125,7 @@ def shell_file(file: Found, config: DataConfig) -> Document:
 
 def own_record(row: SuppliedText, kind: str, config: DataConfig) -> Document:
     """Clean a record from the user's files or the hub. Text gets the encoding, size and secret checks; code gets all
-    checks, the syntax check only for `.py` files.
+    checks, but the syntax check only for `.py` files.
     """
     record = row.record
     num_bytes = len(record.text.encode("utf-8", "surrogatepass"))

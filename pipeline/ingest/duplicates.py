@@ -5,7 +5,7 @@
 
 Fingerprints find documents that are equal up to whitespace. Signatures find near duplicates: each is a one-permutation
 MinHash (Li, Owen, Zhang 2012) of 5-token shingles in 256 bins, with empty bins filled by rotation (Shrivastava & Li
-2014) and 8 bits kept of each minimum (Li & König 2010). 32 bands of 8 bins propose candidates: a pair with Jaccard
+2014) and 8 bits of each minimum kept (Li & König 2010). 32 bands of 8 bins propose candidates: a pair with Jaccard
 similarity s is proposed with probability 1 - (1 - s^8)^32 (0.85 at 0.7, 0.996 at 0.8); the estimate over all 256 bins
 (standard error 0.03 at 0.7) then confirms or rejects it. Memory per document, whatever its length: 256 bytes for the
 signature and 210 to 320 bytes for the table. No text is kept.
@@ -79,7 +79,7 @@ def shingle_hashes(tokens: list[bytes], width: int) -> Hashes:
 
 
 def signature(text: str) -> bytes:
-    """The 256-byte MinHash of a text; a text shorter than a shingle counts as one shingle."""
+    """The 256-byte MinHash of a text; a text shorter than a shingle is treated as one shingle."""
     tokens = TOKEN.findall(text.encode())
     hashes = shingle_hashes(tokens, min(SHINGLE, max(1, len(tokens))))
     if not len(hashes):

@@ -1,4 +1,4 @@
-"""Read files as rows: JSONL, JSON, CSV and parquet; plain text, source code or a notebook is one row
+"""Read the rows of JSONL, JSON, CSV and parquet files; a plain text, source file or notebook is one row
 `{"text": ...}`.
 
 Out: (line, row) in file order. An unreadable row is a `RowError` with the reason, so a broken row does not affect the
@@ -14,10 +14,10 @@ by index, zeros and nulls are stored as a count, and compression does the rest. 
 until a single row is materialized, and the row's size is computed before that. A row group whose footer suggests a
 decompression bomb is not read at all.
 
-Not guaranteed: low memory use for `.json`, which is read at once and rejected over 256 MB (use `.jsonl`). Rows after
+Not guaranteed: low memory use for `.json`, which is read whole and rejected if over 256 MB (use `.jsonl`). Rows after
 the first error in a `.json` list or a UTF-16 or UTF-32 file, or after 64 MB of CSV without the end of a row, become one
-rejected row. Parquet has no protection from a footer that lies about page sizes (the format allows 2 GB per page), and
-its dictionary-encoded texts are read at only about 100 MB/s.
+rejected row. Nothing protects against a parquet footer that lies about page sizes (the format allows 2 GB per page),
+and dictionary-encoded texts in parquet are read at only about 100 MB/s.
 """
 
 import codecs
@@ -40,7 +40,7 @@ Rows = Iterator[tuple[int, object]]  # (line, row)
 
 ROW_BYTES = 64 * 1024 * 1024  # a longer row is a mistake (an unclosed quote, a file without line feeds)
 DOCUMENT_BYTES = 32 * 1024 * 1024  # a longer plain text is split into rows at blank lines
-JSON_BYTES = 256 * 1024 * 1024  # the largest file that is read at once (a list of rows, a notebook)
+JSON_BYTES = 256 * 1024 * 1024  # the largest file that is read whole (a list of rows, a notebook)
 CHUNK_BYTES = 1024 * 1024
 UNZIPPED_BYTES = 256 * 1024 * 1024  # the most that a gzip file may expand to
 
@@ -429,7 +429,7 @@ def _expansion_fault(metadata: pq.FileMetaData, group: int, max_bytes: int) -> s
 
 
 def _convert_row(row: pa.RecordBatch, max_bytes: int | None) -> object:
-    """A row as a dict, or a RowError if it exceeds `max_bytes` bytes. None: no limit."""
+    """A row as a dict, or a RowError if it exceeds `max_bytes` bytes (None: no limit)."""
     if max_bytes is not None and _num_bytes(row) > max_bytes:
         return RowError("row", f"over {max_bytes >> 20} MB")
     try:

@@ -1,7 +1,7 @@
 """Turn the functions of a repository into programming tasks: their code, their dependencies, and mutants.
 
-    Source(files, name)
-    .functions(path)            -> the top-level functions that could be tasks, and why the others cannot
+    ParsedFiles(files, name)
+    .functions(path)            -> the top-level functions that could be tasks, and why the others cannot be
     .context(path, function)    -> one program with everything the function needs, minus its body
     mutants(function)           -> versions of its source, each changed in one place
 
@@ -101,7 +101,7 @@ class ParsedFiles:
         return module
 
     def functions(self, path: str) -> tuple[list[MinedTask], dict[str, str]]:
-        """The functions of a file that could be tasks, and name -> reason for those that cannot."""
+        """The functions of a file that could be tasks, and name -> reason for those that cannot be."""
         tasks, others = [], dict[str, str]()
         module = self._files.get(path)
         for node in module.tree.body if module else []:

@@ -6,12 +6,12 @@ Limits: MOST_COMMITS commits, LOG_BYTES bytes of log, SECONDS seconds. A commit 
 its diff has no text or more than DIFF_BYTES bytes, if its message has fewer than FEWEST_WORDS words, or if it contains
 a secret. Email addresses are replaced as in all sources. Merges are skipped. A commit that touches a held-out folder
 (`repository.held_out`) is used for validation or test. If no folder is held out, `val_share` and `test_share` of the
-commits are.
+commits are held out instead.
 
 The repository may be untrusted, and git runs programs named in a repository's own configuration. So external diffs,
 text conversion, signatures, hooks, file monitors and lazy fetching are disabled.
 
-Not guaranteed: that DVC notices a commit that changes no file, because DVC ignores `.git`.
+Not guaranteed: that DVC notices a commit that changes no file (DVC ignores `.git`).
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ retries within a file.
 
 TIGER-Lab/AceCode-89K provides problems of a chosen difficulty, as used by DiffuCoder's coupled-GRPO. Rows are {id,
 question, test_cases: [assert, ...], inferences: [{model_name, completion, pass_rate}, ...]}. Difficulty depends on how
-often two models solved a question (apple/ml-diffucoder, recipes/process_data.py): mean and standard deviation of
+often two models solved a question (apple/ml-diffucoder, recipes/process_data.py): the mean and standard deviation of
 `pass_rate` over `qwen_coder_2.5` and `llama3_instruct`.
 
     hard     mean <= 20th percentile, and standard deviation >= 40th percentile of the full set
@@ -19,7 +19,7 @@ often two models solved a question (apple/ml-diffucoder, recipes/process_data.py
     easy     mean >= 75th percentile
 
 A question that does not contain "you" and whose best completion begins with `def` yields a second problem: a signature
-with the question as its docstring. A question without a code block gets its first test appended, which is then visible.
+with the question as its docstring. A question without a code block gets its first test appended, as a visible test.
 
 Not guaranteed: that a dataset still has the columns its shape needs at a different revision; that the best completion
 is correct (it becomes the answer only if it passed every test). HF_ENDPOINT, HF_HOME and HF_TOKEN are passed through to
@@ -338,7 +338,7 @@ def reduce(row: JsonObject) -> JsonObject:
 
 
 def thresholds(all_pass_rates: Iterable[list[float]]) -> Thresholds:
-    """The thresholds over all questions that one of the two models tried. Raises RowError if there is none."""
+    """The thresholds over all questions that either model tried. Raises RowError if there are none."""
     rated = [rates for rates in all_pass_rates if rates]
     if not rated:
         raise RowError("inferences", f"no pass_rate of {' or '.join(MODELS)} in the entire dataset")

@@ -3,7 +3,7 @@
 `Intake` handles each row of the user's files and of hub datasets. Rejected rows go to a JSONL file (file, line, field,
 reason), and the first five are printed as `file:line: field: reason`. A row without an id gets the blake2b hash of its
 content as its id. A row that repeats an id is a duplicate if the content is the same, and is rejected otherwise. If a
-source has no named held-out files, `shares` of its rows are held out by blake2b(id), so that new rows do not move
+source has no held-out files, `shares` of its rows are held out by blake2b(id), so that new rows do not move
 existing ones. Problems are split by key, so that all versions of a problem stay together. A text over 1 MB is cut at
 blank lines.
 
@@ -186,7 +186,7 @@ def split_of(identity: str, val: float, test: float) -> str:
     """train, val or test, based only on the id, so that new rows do not move existing ones between splits."""
     digest = hashlib.blake2b(identity.encode("utf-8"), digest_size=8).digest()
     quotient, remainder = divmod(int.from_bytes(digest, "big"), 50)
-    number = (remainder + quotient % 1000 / 1000) / 50  # uniform in [0, 1); the first fiftieth has always been held out
+    number = (remainder + quotient % 1000 / 1000) / 50  # uniform in [0, 1); values below 1/50 have always been held out
     return "val" if number < val else "test" if number < val + test else "train"
 
 

@@ -95,7 +95,7 @@ def read_lots(
 
 
 def hold_out(kind: str, lots: Sequence[Lot[R]], data: DataConfig) -> None:
-    """Move one training row to each of `val` and `test` that is empty, as long as training rows are left.
+    """Move one training row to `val` if it is empty, and likewise to `test`, as long as training rows are left.
 
     For problems, all versions of a key move together. A split with a share of 0 gets no row.
     """

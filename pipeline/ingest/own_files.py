@@ -2,7 +2,7 @@
 
 In: the entries of a kind that name files (`ingest/entries.py`), as globs below a root folder. `.jsonl`, `.json`, `.csv`
 and `.parquet` files are tables: `files` reads them and `shapes` turns rows into records; the shape is the one that fits
-most of the first 100 rows, unless the entry names a shape. Any other file is one text. If a glob matches a folder,
+the most of the first 100 rows, unless the entry names a shape. Any other file is one text. If a glob matches a folder,
 every text file in it is one document, whatever its suffix. Out: an `Accepted` for each accepted row.
 
 Options without effect are errors: `columns` on a file that is not a table or that lacks those columns, `encoding` on
@@ -13,7 +13,7 @@ because a third-party repository may link to anything on this machine. Broken li
 files are skipped and counted in a message. An empty file triggers a warning; a glob without a match is an error.
 
 `Intake` (`ingest/intake.py`) handles each row. Files with `val` or `test` in their names are held out; if a kind has
-no such file, `val_share` and `test_share` of its rows are. Text and code have no test split.
+no such file, `val_share` and `test_share` of its rows are held out. Text and code have no test split.
 
 `feedback` reads preference pairs and labels given on the web page, and selects the ones to train on.
 
@@ -432,7 +432,6 @@ def feedback(
             f"{path.name}: training on {summary['kept']} of {summary['rows']} rows from {len(by_giver)} contributors; "
             f"{summary['rejected']} unreadable, {summary['not_reviewed']} not reviewed, "
             f"{summary['over_share']} over the limit of {config.share:.0%} of the {kind.__name__.lower()}s"
-            " per contributor"
         )
     return selected, summary
 

@@ -18,7 +18,7 @@ Import cycles are broken deterministically: the files of a cycle are ordered as 
 by name were imported first, considering only imports outside functions.
 
 Not supported: imports through `importlib` or a `sys.path` changed at run time; stubs (`.pyi`) and C extensions, which
-count as external modules.
+are treated as external modules.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@
 Parts. A file larger than half of `document_bytes` is cut between statements, at the outermost boundary in the second
 half of the available space. Together, its parts make up the file, so a file's own text is trained on once per epoch.
 
-Context fills the rest of `document_bytes` and has no loss, because it may precede many parts. It contains, in order of
-priority: the signatures of what the file imports by name from the repository, starting with those the part uses;
-outlines (a class with its fields and method signatures); full definitions; complete files that the file imports
+Context fills the rest of `document_bytes` and is not trained on, because it may precede many parts. It contains, in
+order of priority: the signatures of what the file imports by name from the repository, starting with those the part
+uses; outlines (a class with its fields and method signatures); full definitions; complete files that the file imports
 directly or transitively; and the file's own text before the part. Names are followed through re-exporting packages.
 Files appear in import order (`ingest/repository.py`).
 
@@ -114,12 +114,12 @@ def read_files(own: Path, config: DataConfig, parts: Path, tally: RowCounts) -> 
 
 
 def lines_of(text: str) -> list[str]:
-    """The lines of a text with their line feeds, as Python source is counted: no other character ends a line."""
+    """The lines of a text with their line feeds, as Python counts them: no other character ends a line."""
     return LINE.findall(text)
 
 
 def parts_of(text: str, most: int) -> list[tuple[int, int]]:
-    """The parts of a file, each at most `most` bytes unless a line is longer: (first line, end line) from 0."""
+    """The parts of a file, at most `most` bytes each unless a line is longer: (first line, end line), from 0."""
     lines = lines_of(text)
     sizes = [len(line.encode()) for line in lines]
     if sum(sizes) <= most:

@@ -7,7 +7,7 @@
     mix: the parts of a corpus -> data/raw/<corpus>/{train,val}-NNNNN.parquet (text, source, path, license)
 
 `Selection` processes documents one by one in order, so the number of cleaning workers does not affect the result. It
-keeps hashes and signatures, never texts. Every document offered while its part is open counts as found, and is either
+keeps hashes and signatures, never texts. Every document offered while its part is open is counted as found and either
 kept or dropped for one reason: found = kept + dropped.
 
 Batches may run slightly ahead of `Selection`, depending on the number of workers. This never affects the result:
@@ -376,7 +376,7 @@ def drawn(corpus: str, parts: Parts, entries: Sequence[WeightedParts], seed: int
     """Draw training documents so that the bytes of each entry match its weight (`ingest/mixture.py`). Returns how often
     to write each document of each part, and the summary table.
 
-    If no document is in val, 1 in 50, chosen by a hash of its name, first moves there, so no text is in both splits.
+    If val is empty, 1 in 50 documents (by a hash of the name) first moves there, so no text is in both splits.
     Raises DataError for an entry with nothing to train on.
     """
     train = parts["train"]

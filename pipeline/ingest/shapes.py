@@ -521,7 +521,7 @@ def parse_test(test: object, field: str) -> JsonObject:
 
 
 def most_called(sources: Sequence[str]) -> str:
-    """The name called by the most asserts. Ties go to the first; builtins count only if nothing else is called."""
+    """The name called by the most asserts. Ties go to the first; builtins are used only if nothing else is called."""
     calls: Counter[str] = Counter()
     for source in sources:
         nodes = [node for node in ast.walk(_parse_python(source, "tests")) if isinstance(node, ast.Call)]

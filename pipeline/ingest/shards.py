@@ -132,7 +132,7 @@ def encode_file(task: EncodeTask) -> Counts:
     marker = task.part.with_name(task.part.name + ".json")
     if marker.is_file():
         return Counts(**json.loads(marker.read_text()))
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # an adopted tokenizer has its own threads; workers use all cores
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # of an adopted tokenizer: the workers use all cores
     tokenizer = Tokenizer.load(task.tokenizer)
     dtype = token_dtype(tokenizer.vocab_size)
     end = np.array([tokenizer.end_of_text], dtype=dtype)

@@ -412,10 +412,10 @@ def of_debian(copyright_text: str) -> str:
 
 
 def is_permissive(license: str) -> bool:
-    """Whether a license is MIT, BSD, ISC, Apache, PSF, Zlib or CC0; every operand of an AND must be, or one of an OR.
+    """Whether a license is MIT, BSD, ISC, Apache, PSF, Zlib or CC0; for AND, all operands must be; for OR, one.
 
     AND binds more tightly than OR, parentheses group, and an exception after WITH only grants more rights
-    (SPDX 2.3, annex D). Anything that cannot be parsed this way counts as not permissive.
+    (SPDX 2.3, annex D). Anything that cannot be parsed this way is treated as not permissive.
     """
     tokens = _split_expression(license)
     value, rest = _parse_or(tokens, 0)

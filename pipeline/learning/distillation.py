@@ -7,7 +7,8 @@
 
 Both distributions use the sampling temperature. The teacher is either live (`Whole`: hidden states and head) or
 precomputed (`Kept`: its top k tokens, with the remaining mass as one more outcome on both sides). With `Kept`
-the outcomes are coarser, so the divergence is never greater than with `Whole`, and equal if k is the vocabulary size.
+the outcomes are coarser, so the divergence is never greater than with `Whole`; they are equal if k is the vocabulary
+size.
 
 Logits are computed in chunks and recomputed in the backward pass, so at most 2^23 of them per model exist at once.
 """

@@ -12,7 +12,7 @@ Related modules: `update.py` decides whether to apply an update, `states.py` sav
 communication between ranks, and `performance.py` covers everything else: micro-batch size, compilation, profiling,
 speed and the learning-rate finder.
 
-Not guaranteed: bitwise equality across world sizes or devices (the data order is the same and the loss within 1e-6).
+Not guaranteed: bitwise equality across world sizes or devices (the data order is the same; the loss agrees to 1e-6).
 """
 
 from __future__ import annotations

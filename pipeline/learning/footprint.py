@@ -5,8 +5,8 @@
 The plan models this code, not a textbook model, and is checked against measured peaks (tests/test_footprint.py):
 
 - Trained weights, gradients and moments are float32: 4 + 4 + 8 bytes per parameter with AdamW, 4 + 4 + 4 with Muon. An
-  EMA takes 4 more. Frozen weights count at their stored size (learning/reference.py). `copies` are in half precision:
-  2 bytes per matmul parameter, kept until the backward pass.
+  EMA takes 4 more. Frozen weights are counted at their stored size (learning/reference.py). `copies` are in half
+  precision: 2 bytes per matmul parameter, kept until the backward pass.
 - Activations per token and layer: what `Block` saves for the backward pass (`layer_bytes`), plus one more layer, the
   one being computed. A checkpointed layer keeps only its input, 4d bytes: the residual stream stays float32 under
   autocast.
@@ -346,7 +346,7 @@ def mlp_bytes(config: ModelConfig, work: Work) -> float:
 
 
 def _uses_cpu_operators(config: ModelConfig, work: Work, names: Sequence[str]) -> bool:
-    """Whether the operators of model/cpu/layers.py run these projections: bf16 on a CPU, one matmul each."""
+    """Whether the operators of model/cpu/layers.py run these projections: in bf16 on a CPU, with one matmul each."""
     plain = work.adapted is None or not (work.dropped or work.dora) or not work.adapted & set(names)
     unbiased = names != ATTENTION or not config.bias
     return work.kind == "cpu" and work.precision == "bf16" and plain and unbiased
@@ -379,7 +379,7 @@ def input_bytes(config: ModelConfig, work: Work, names: Sequence[str]) -> float:
 
 
 def reaches(work: Work) -> tuple[float, float]:
-    """The mean numbers of tiles whose keys and whose probabilities a query tile keeps (model/cpu/attention.py)."""
+    """The mean number of tiles whose keys a query tile keeps, and whose probabilities (model/cpu/attention.py)."""
     tiles = -(-work.context // TILE)
     if work.packed and tiles > KEPT_REACH:  # assume shorter documents, of the length that keeps the most
         return (tiles + 1) / 2, (KEPT_REACH + 1) / 2

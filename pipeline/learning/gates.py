@@ -37,8 +37,8 @@ def finite(model: nn.Module) -> None:
     for name, weight in model.named_parameters():
         if num_wrong := int((~weight.isfinite()).sum()):
             raise GateError(
-                f"the initial weights are damaged: {name} has {num_wrong} of {weight.numel()} values that are not"
-                " finite; rebuild the model or download it again"
+                f"the initial weights are damaged: {num_wrong} of the {weight.numel()} values of {name} are not finite;"
+                " rebuild the model or download it again"
             )
 
 
@@ -167,7 +167,7 @@ def first_mask(batch: Tokens, tokenizer: Tokenizer) -> None:
 
 
 def first_reward(expected: float) -> Callable[[dict[str, float]], None]:
-    """Check that the first ranking loss is `expected`: a new head outputs 0, so it is ln 2 without margins."""
+    """Check that the first ranking loss is `expected`: a new head outputs 0, so the loss is ln 2 without margins."""
 
     def check(values: dict[str, float]) -> None:
         name = "ranking" if "ranking" in values else "loss"
@@ -182,7 +182,7 @@ ROUNDED = 0.2
 
 
 def first_dpo(expected: float | None, precision: str, beta: float) -> Callable[[dict[str, float]], None]:
-    """Check that the policy equals its reference: the loss is known, and all rewards are 0.
+    """Check that the policy equals its reference: the loss must have its known value, and all rewards must be 0.
 
     In half precision, a pass with gradients rounds differently from one without, and the errors add up over an answer's
     tokens: to 0.04 nats, measured in a batch of 16 pairs. A reward is off by `beta` times that, and the loss by as
@@ -203,7 +203,7 @@ def first_dpo(expected: float | None, precision: str, beta: float) -> Callable[[
 
 
 def first_kto(expected: float, precision: str, beta: float) -> Callable[[dict[str, float]], None]:
-    """Check that the policy equals its reference: `first_dpo` for labels. The estimated divergence is also 0.
+    """As `first_dpo`, for labels: check that the policy equals its reference. The estimated divergence must also be 0.
 
     A batch may contain only good or only bad answers. With equal numbers of both, the loss is the same at any
     divergence, so the loss by itself would not reveal a wrong divergence.
@@ -222,8 +222,8 @@ def first_kto(expected: float, precision: str, beta: float) -> Callable[[dict[st
 def first_policy(ratio: str, divergence: str, clipped: str, precision: str) -> Callable[[dict[str, float]], None]:
     """Check that nothing has changed since the rollout: ratio 1, no divergence, no clipping, equal log-probabilities.
 
-    `ratio`, `divergence` and `clipped` are the method's metric names. In float32 the divergence from a reference is
-    also 0.
+    `ratio`, `divergence` and `clipped` are the method's metric names. In float32 the divergence from a reference
+    must also be 0.
     """
     exact = precision == "fp32"
 

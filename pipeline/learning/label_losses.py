@@ -1,6 +1,6 @@
 """Losses for unpaired good and bad answers: KTO and APO-zero.
 
-Notation of Ethayarajh et al. 2024 (KTO, arXiv:2402.01306): r = log pi(y) - log ref(y) of an entire answer (beta is
+Notation of Ethayarajh et al. 2024 (KTO, arXiv:2402.01306): r = log pi(y) - log ref(y) for an entire answer (beta is
 kept outside, as in TRL); z0 is the reference point, an estimate of KL(pi, ref) in nats:
 
     good answer   lambda_D (1 - sigmoid(beta (r - z0)))          eq. 7
@@ -129,7 +129,7 @@ def likelihoods(model: nn.Module, batch: Tokens) -> Tensor:
 
 def mismatched_ratios(policy: nn.Module, reference: Reference, batch: LabelBatch) -> Tensor:
     """Log-ratios r (B,) of the mismatched answers, on the batch's device."""
-    of_policy = likelihoods(policy, batch.mismatched)  # first: with an adapter, the reference is the policy itself
+    of_policy = likelihoods(policy, batch.mismatched)  # first: the next line switches off an adapter
     with reference.model(batch.desirable.device) as frozen:
         return of_policy - likelihoods(frozen, batch.mismatched)
 

@@ -5,13 +5,13 @@
 
 The rate ratios between groups and the gradient clipping stay as configured. The same 8 batches rotate, so the loss
 changes with the rate, not the data. The loss is averaged over ranks and smoothed (0.98, bias-corrected). The search
-ends when the loss reaches four times its minimum. The suggestions are the rate of steepest descent (relative to the log
-of the rate), the middle of the longest valley (fastai's), and a tenth of the rate at the minimum. `breaks_at` is the
-rate at which the unsmoothed loss starts to diverge: 2 / lambda for plain gradient descent on a quadratic of curvature
-lambda. Weights and moments are restored and verified by a hash.
+ends when the loss reaches four times its minimum. The suggestions are the rate of steepest descent (with respect to the
+log of the rate), the middle of the longest valley (fastai's), and a tenth of the rate at the minimum. `breaks_at` is
+the rate at which the unsmoothed loss starts to diverge: 2 / lambda for plain gradient descent on a quadratic of
+curvature lambda. Weights and moments are restored and verified by a hash.
 
 Not guaranteed: the best rate. One hundred steps show where training diverges; finding the best final loss takes full
-runs.
+runs at several rates.
 """
 
 import csv
@@ -60,7 +60,8 @@ def look(run: TrainingRun) -> NoReturn:
     """
     if run.rolling:
         raise GateError(
-            "runtime.find_lr: a policy generates its own data; compare several rates with dvc exp run -S instead"
+            "runtime.find_lr: not supported for a policy, which generates its own data; compare several rates with"
+            " dvc exp run -S instead"
         )
     before = fingerprint(run)
     weights = [p.detach().clone() for p in run.plain.parameters()]
@@ -85,7 +86,7 @@ def look(run: TrainingRun) -> NoReturn:
 
 
 def attempts(run: TrainingRun) -> Callable[[int, float], float]:
-    """The step function for `search`: one update at scaled rates. Returns NaN if loss or norm is not finite."""
+    """The step function for `search`: one update at scaled rates. NaN if the loss or norm is not finite."""
     data = [run.batches(index, index)[1] for index in range(BATCHES)]
 
     def attempt(step: int, factor: float) -> float:
@@ -128,8 +129,10 @@ def search(attempt: Callable[[int, float], float], rate: float, name: str) -> Su
                 break
             bar.update()
     if len(trials) < 10:
-        highest = f"{trials[-1].rate:.1e}" if trials else "any rate"
-        raise GateError(f"{name}: the loss diverged after {len(trials)} steps, at {highest}: lower learning_rate first")
+        found = "is not finite at the first step"
+        if trials:
+            found = f"diverged after {len(trials)} steps, at a learning rate of {trials[-1].rate:.1e}"
+        raise GateError(f"{name}: the loss {found}; lower learning_rate first")
     return suggest(trials, broke=len(trials) < STEPS)
 
 
@@ -172,7 +175,7 @@ def _breaking_rate(rates: list[float], losses: list[float], *, broke: bool) -> f
 
 
 def _longest_fall(losses: list[float]) -> tuple[int, int]:
-    """First and last index of the longest falling subsequence (fastai's valley)."""
+    """First and last indices of the longest falling subsequence (fastai's valley)."""
     lengths, previous = [1] * len(losses), [-1] * len(losses)
     for i, loss in enumerate(losses):
         for j in range(i):

@@ -1,7 +1,7 @@
 """Parameter groups and optimizers: AdamW for everything, or Muon for hidden matrices and AdamW for the rest.
 
 A parameter belongs to the first of these groups that matches (`group_of`): `critic` (all of PPO's value model), `bank`,
-`router`, `memory` (of a memory-augmented model), `lora`, `embedding` (including tied ones and rows trained by an
+`router`, `memory` (of a memory-augmented model), `lora`, `embedding` (including tied embeddings, and rows trained by an
 adapter), `head`, `norm_bias` (fewer than two dimensions), `hidden`. With adapters, or a memory added to a trained
 model, the trained weights of the base model form one group, `base`. `norm_bias`, `bank`, `router` and tensors with
 fewer than two dimensions get no weight decay.
@@ -18,8 +18,8 @@ Embedding, norms, head and adapters keep their rates. A rate tuned on a small mo
 model.
 
 Muon (Jordan 2024; Liu et al. 2025, arXiv:2502.16982) follows torch.optim.Muon with `match_rms_adamw`, so AdamW's rates
-apply. It handles the matrices of `hidden`, of adapters, and of a memory with its bank: with AdamW, all rows of a bank
-would move together for a long time, since each gets a similar share of the first reads. This version computes
+apply. It handles the matrices of `hidden`, of adapters, and of a memory and its bank: with AdamW, all rows of a bank
+would move together for a long time, since each row gets a similar share of the first reads. This version computes
 the same updates in a different way: it orthogonalizes same-shape matrices together, and iterates in fp32 where bf16 is
 only emulated and 50 times slower.
 
@@ -135,7 +135,7 @@ def orthogonalise(matrices: Tensor, *, steps: int, coefficients: tuple[float, fl
 
 
 class Eager(torch.optim.Optimizer):
-    """Skips torch.compile's guard, which imports the compiler on its first call: 0.7 CPU seconds per training stage."""
+    """Skips torch.compile's guard, which imports the compiler on first use (0.7 CPU seconds per training stage)."""
 
     add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
 
@@ -143,7 +143,7 @@ class Eager(torch.optim.Optimizer):
 class AdamW(Eager, torch.optim.AdamW):
     """torch.optim.AdamW without torch.compile's guard."""
 
-    step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))  # drops the guard of step too
+    step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))  # drops the guard of `step` as well
 
 
 class Muon(Eager, torch.optim.Muon):

@@ -181,7 +181,7 @@ def _apo_zero(x: _Ratios, c: PairLoss) -> Tensor:
 
 
 def _apo_down(x: _Ratios, c: PairLoss) -> Tensor:
-    """Lowers both log-ratios, the rejected more: for a policy better than the chosen answers (same paper, eq. 9)."""
+    """Lowers both log-ratios, the rejected one more: for a policy better than the chosen answers (ibid., eq. 9)."""
     return torch.sigmoid(c.beta * x.chosen) + 1 - torch.sigmoid(c.beta * x.difference)
 
 

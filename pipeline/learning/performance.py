@@ -8,8 +8,8 @@
 is part of a run's identity.
 
     kept        the size from the run's newest checkpoint, so a resumed run stays exact
-    planned     else all rows, or the largest power of two planned to fit 80% of a GPU's memory, or on a CPU
-                30% of main memory, which other programs need too
+    planned     else all rows, or the largest power of two planned to fit in 80% of a GPU's memory or, on a
+                CPU, 30% of main memory, which other programs need too
     proved      on a GPU, a dry step of that size follows: a real forward and backward pass; if it runs out of memory,
                 the size is halved
 
@@ -19,14 +19,14 @@ error, so only the plan decides there. The same goes for batches that do not exi
 later ends the run with a list of remedies.
 
 **Compilation** (`compiled`). On a CPU in bf16, the hand-written layers run the operations between matmuls (and, with
-AMX, attention) in C++ (`model/cpu`). Compiling it takes five seconds, so `auto` does so whenever a compiler is
+AMX, attention) in C++ (`model/cpu`). Compiling this takes five seconds, so `auto` does so whenever a compiler is
 available. Everywhere else, and for layers with adapters or biases, torch.compile is used: each block in place
-(`layer.compile()`), so all layers share one compilation and state-dict names stay the same. There `auto` does not
-depend on timings, so identical runs decide the same way: it compiles runs of more than 1e14 training FLOPs on a CPU, or
-5e16 on a GPU, if all rows have the same length. Pairs and policy rollouts have a new shape in every batch. Sampling
-never runs compiled layers, but decodes with the same C++ operations (`load_operators`, model/decoding.py). Compiled
-layers and operations are cached in `.work/compile` between runs. Compiled and eager steps round differently, so a
-checkpoint records whether its run was compiled.
+(`layer.compile()`), so all layers share one compilation and state-dict names stay the same. In that case `auto` does
+not depend on timings, so identical runs decide the same way: it compiles runs of more than 1e14 training FLOPs on a
+CPU, or 5e16 on a GPU, if all rows have the same length. Pairs and policy rollouts do not: every batch has a new shape.
+Sampling never runs compiled layers, but decodes with the same C++ operations (`load_operators`, model/decoding.py).
+Compiled layers and operations are cached in `.work/compile` between runs. Compiled and eager steps round differently,
+so a checkpoint records whether its run was compiled.
 
 **Profile** (`runtime.profile: true`) records a few steps with torch.profiler:
 
@@ -111,8 +111,7 @@ class Instruments:
         }
         if held := run_device.held_memory(where):
             values["gpu_memory_gb"] = held / 1e9
-        if per_token := flops_per_token(run.plain):
-            flops = tokens * per_token(run.config.row_length) / seconds
+        if flops := _flops(run, tokens, step - first) / seconds:
             values |= {"gflops": flops / 1e9} | utilization(flops / run.ranks.world, run.hardware)
         return values
 
@@ -168,7 +167,7 @@ def chosen(
 ) -> list[int]:
     """The micro-batch sizes tried for the `rows` of a step on this process. All processes use the last one.
 
-    `dry` runs forward and backward on that many rows; None: only the plan decides. Raises InputError if none fits.
+    `dry` runs forward and backward on that many rows; None: only the plan decides. Raises InputError if no size fits.
     """
     setting, before = job.runtime.micro_batch, kept(job.folder, ranks.world)
     if setting != "auto" or before is not None:
@@ -193,7 +192,7 @@ def kept(folder: Path, world: int) -> int | None:
 
 
 def planned(plan: Callable[[int], footprint.Footprint], hardware: Hardware, rows: int) -> int:
-    """All `rows`, or the largest power of two planned to fit the usable share of memory; at least 1.
+    """All `rows`, or the largest power of two planned to fit in the usable share of memory; at least 1.
 
     Raises InputError if a single row is planned to need more than the total memory.
     """
@@ -307,7 +306,7 @@ def explained(job: Job, config: TrainingConfig, step: int, tried: list[int]) -> 
 
 
 PAYS = {"cpu": 1e14, "cuda": 5e16}  # minimum training FLOPs of the entire run
-SHAPES = 64  # compilations of a block: forward and backward, training and evaluation, contexts of a curriculum
+SHAPES = 64  # maximum compilations of a block: forward and backward, training and evaluation, contexts of a curriculum
 
 
 def prepared(model: nn.Module, job: Job, config: TrainingConfig, steps: int, hardware: Hardware) -> bool:
@@ -359,7 +358,10 @@ def load_operators(asked: bool | str, *, hardware: Hardware, name: str) -> bool:
 
 
 def wanted(asked: bool | str, *, flops: float, device: torch.device) -> bool:
-    """Whether to compile: as configured, or by the rule for `auto`. Raises ConfigError if true is not possible here."""
+    """Whether to compile: as configured, or by the rule for `auto`.
+
+    Raises ConfigError if `asked` is true but this machine cannot compile.
+    """
     if asked is False:
         return False
     missing = lacking(device)
@@ -395,7 +397,7 @@ def _compile_failure(device: torch.device) -> str:
 
 def _prepare_inductor(name: str) -> None:
     """Choose the torch.compile cache, and announce the compilation, because the first step is slow."""
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # here: the import takes seconds
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # here, since the import takes seconds
 
     if os.environ.get("TORCHINDUCTOR_CACHE_DIR") in (None, default_cache_dir()):  # torch sets its default if unset
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(workdir.root() / "compile")
@@ -459,7 +461,7 @@ def headline(run: TrainingRun) -> str:
     return (
         f"{run.job.name}: {size / 1e6:.2f} M parameters, {run.steps} steps of {run.config.rows} rows of at most "
         f"{run.config.row_length} tokens (micro-batch {run.micro_batch}), {precision}, "
-        f"{run.ranks.world} process{'es' if run.ranks.world > 1 else ''}{_muon_share(run)}"
+        f"{run.ranks.world} process{'es' if run.ranks.world > 1 else ''}"
     ) + "".join(f"\nwarning: {doubt}" for doubt in _doubts(run))
 
 
@@ -476,14 +478,13 @@ def _doubts(run: TrainingRun) -> list[str]:
     return doubts
 
 
-def _muon_share(run: TrainingRun) -> str:
-    """The share of a step's FLOPs added by Muon's iterations."""
+def _flops(run: TrainingRun, tokens: int, steps: int) -> float:
+    """Training FLOPs of `tokens` tokens in `steps` steps; 0 if not counted. The context is the mean row, which is often
+    much shorter than the limit on its length.
+    """
     per_token = flops_per_token(run.plain)
-    flops = run.optimizers.iteration_flops()
-    if not flops or per_token is None:
-        return ""
-    share = flops / (run.config.rows * run.config.row_length * per_token(run.config.row_length))
-    return f"; Muon's iterations add {100 * share:.1f}% to the FLOPs of a step"
+    row = min(run.config.row_length, math.ceil(tokens / max(1, steps * run.config.rows)))
+    return tokens * per_token(row) if per_token else 0.0
 
 
 def report(run: TrainingRun, seconds: float, steps: int, targets: int) -> None:
@@ -491,8 +492,7 @@ def report(run: TrainingRun, seconds: float, steps: int, targets: int) -> None:
     if not steps:
         return
     tokens, device = run.seen, run.hardware.device
-    per_token = flops_per_token(run.plain)
-    flops = tokens * per_token(run.config.row_length) / seconds if per_token else 0.0
+    flops = _flops(run, tokens, steps) / seconds
     values: dict[str, float | str] = {
         "tokens_per_second": tokens / seconds,
         "targets_per_second": targets / seconds,
@@ -505,6 +505,8 @@ def report(run: TrainingRun, seconds: float, steps: int, targets: int) -> None:
     values |= used | run_device.describe(run.job.runtime.precision)
     run.job.tracker.speed.update(values)
     share = f", {100 * used['mfu_measured']:.0f}% of peak matmul throughput" if "mfu_measured" in used else ""
+    if flops and (iterations := steps * run.optimizers.iteration_flops()):
+        share += f"; Muon's iterations added {100 * iterations / (seconds * flops):.1f}% to the FLOPs"
     say(f"{run.job.name}: {tokens / seconds:,.0f} tokens/s, {flops / 1e9:,.0f} GFLOP/s{share}")
 
 

@@ -88,7 +88,7 @@ def group_advantages(rewards: Tensor, valid: Tensor, *, scaled: bool) -> Tensor:
     """R - group mean, divided by the group's standard deviation (unbiased) + 1e-4 if `scaled`. (P, G) -> (P, G).
 
     Shao et al. 2024 (GRPO, arXiv:2402.03300), eq. 3; unscaled: Liu et al. 2025 (Dr. GRPO, arXiv:2503.20783). Answers
-    that are not `valid` (P, G) get 0 and are excluded from mean and deviation.
+    that are not `valid` (P, G) get 0 and are excluded from the mean and deviation.
     """
     num = valid.sum(1, keepdim=True)
     known = rewards.where(valid, 0.0)
@@ -103,7 +103,7 @@ def group_advantages(rewards: Tensor, valid: Tensor, *, scaled: bool) -> Tensor:
 def leave_one_out(rewards: Tensor, valid: Tensor) -> Tensor:
     """R - mean of the others in the group (Ahmadian et al. 2024, RLOO, arXiv:2402.14740, eq. 10). (P, G) -> (P, G).
 
-    Answers that are not `valid` get 0 and are excluded from means. The only valid answer in a group also gets 0.
+    Answers that are not `valid` get 0 and are excluded from the means. The only valid answer in a group also gets 0.
     """
     num = valid.sum(1, keepdim=True)
     known = rewards.where(valid, 0.0)
@@ -151,7 +151,7 @@ def surrogate(logprobs: Tensor, old: Tensor, advantages: Tensor, clip: Clip) -> 
 
 def value_loss(values: Tensor, old: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, Tensor]:
     """Elementwise: 0.5 * max((V - R)^2, (V clipped around its old value - R)^2), and whether the second is larger."""
-    near = values.clamp(old - clip, old + clip)  # bit-equal inside the range, so rounding never counts as clipped
+    near = values.clamp(old - clip, old + clip)  # bit-equal inside the range, so rounding is never taken for clipping
     free, bound = (values - returns).square(), (near - returns).square()
     return 0.5 * torch.maximum(free, bound), bound > free
 

@@ -5,7 +5,7 @@
 A wing provides the following for a model with the wing's hook (model/layers.py):
 
     loss_keys      () -> a dataclass of weights for the hook's extra losses; its fields are keys of the stages' blocks
-    next_tokens    like the function below; None without the hook, or ConfigError if loss weights are set
+    next_tokens    like the function below; without the hook, returns None, or raises ConfigError if weights are set
 
 **Phases** are for stages that train more than once: each run of `fit` is a phase with its own states and curve.
 
@@ -82,7 +82,7 @@ class Phases:
 
 
 class PhaseTracker:
-    """A `Tracker` for one phase. It appends the phase's rows to the stage's curve and numbers steps like the stage."""
+    """A `Tracker` for one phase. Appends its rows to the stage's curve, and counts steps from the stage's start."""
 
     def __init__(self, stage: Tracker, name: str, offset: int, prefix: str) -> None:
         self._stage, self._name, self._offset, self._prefix = stage, name, offset, prefix

@@ -2,8 +2,8 @@
 
 `Ranks` represents one of `world` processes. Accelerate creates the process group and wraps the model to average
 gradients (DDP), or `shard` shards it (FSDP2). Control values use a gloo side group, so they never wait behind a GPU
-queue. A sharded model's forward pass is a collective, so all ranks make the same number of passes (`evened`, `dealt`),
-and in the end only rank 0 has the complete model (`finish`).
+queue. A sharded model's forward pass is a collective, so all ranks must make the same number of passes (`evened`,
+`dealt`), and in the end only rank 0 has the complete model (`finish`).
 
 FSDP2 shards every weight, gradient and moment by rows across the processes (Zhao et al. 2023, arXiv:2304.11277, version
 2), with one call to torch's `fully_shard` for CPU (gloo) and CUDA (NCCL):
@@ -14,14 +14,14 @@ FSDP2 shards every weight, gradient and moment by rows across the processes (Zha
     local, full, rows       of a weight: this rank's rows, the complete tensor, and the range of this rank's rows
 
 FSDP2 is configured by Accelerate's environment variables: `accelerate launch` sets them from conf/launch/fsdp2.yaml,
-and tools/launch.py for `STAGECOACH_LAUNCH=fsdp2:2`. The math is that of a single process: weights are communicated in
-float32 and cast by autocast as usual. There is no MixedPrecisionPolicy, which would run norms and embeddings in half
-precision. Separate frozen models (a reference) are not sharded: each process has a full copy.
+and run/processes.py sets them for `STAGECOACH_LAUNCH=fsdp2:2`. The math is that of a single process: weights are
+communicated in float32 and cast by autocast as usual. There is no MixedPrecisionPolicy, which would run norms and
+embeddings in half precision. Separate frozen models (a reference) are not sharded: each process has a full copy.
 
 If a process dies silently, the others exit too, even if no collective notices (`watch_peers`). Not guaranteed: that
-they notice before gloo or NCCL when a machine loses its network. Not supported with FSDP2: fp16 (rejected, because the
-scaler is lost: huggingface/accelerate #4289), and models that run methods other than `forward`. Tested on a CPU with
-gloo; CUDA, NCCL and `fsdp_offload_params` are untested.
+they notice before gloo or NCCL does when a machine loses its network. Not supported with FSDP2: fp16 (rejected, because
+the scaler is lost: huggingface/accelerate #4289), and models that run methods other than `forward`. Tested on a CPU
+with gloo; CUDA, NCCL and `fsdp_offload_params` are untested.
 """
 
 import atexit
@@ -122,7 +122,7 @@ class Ranks:
     def no_sync(self, model: nn.Module, *, skip: bool) -> contextlib.AbstractContextManager[object]:
         """Keep gradients local for this micro-batch if `skip`."""
         if self.sharding:
-            from torch.distributed.fsdp import FSDPModule  # here and below: takes 0.4 s, needed only for sharding
+            from torch.distributed.fsdp import FSDPModule  # imported locally: takes 0.4 s, needed only for sharding
 
             assert isinstance(model, FSDPModule)
             model.set_requires_gradient_sync(self.sharding.reduces_each_pass or not skip)
@@ -186,7 +186,7 @@ class Ranks:
         return value if self.world == 1 else float(self.sum_tensor(torch.tensor(value, dtype=torch.float64)))
 
     def gradient_norm(self, model: nn.Module, limit: float) -> float:
-        """The global gradient norm; gradients are clipped to `limit` if it is above 0."""
+        """The global gradient norm. Clips the gradients to `limit` if `limit` is above 0."""
         parameters = [p for p in model.parameters() if p.grad is not None]
         gradients = [p.grad for p in parameters if p.grad is not None]
         foreach = all(_device_has_foreach_support(gradient.device) for gradient in gradients)  # else torch raises
@@ -347,7 +347,7 @@ class Sharding:
     @property
     def reduces_each_pass(self) -> bool:
         """Whether gradients are reduce-scattered after every micro-batch. Otherwise they accumulate unsharded, which
-        takes memory, and are reduce-scattered once.
+        takes more memory, and are reduce-scattered once.
         """
         return self.reshard
 
@@ -398,7 +398,7 @@ def shard(model: nn.Module, settings: Sharding, device: torch.device) -> list[Mo
     ]
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     policy = CPUOffloadPolicy() if settings.offload and device.type != "cpu" else OffloadPolicy()
-    own = [model.actor, model.critic] if isinstance(model, ActorCritic) else []  # each also runs separately
+    own = [model.actor, model.critic] if isinstance(model, ActorCritic) else []  # each of the two also runs separately
     for module in [*(m for m in model.modules() if isinstance(m, Block)), *own, model]:
         fully_shard(module, mesh=mesh, reshard_after_forward=settings.reshard, offload_policy=policy)
     if not settings.reshard:
@@ -407,7 +407,7 @@ def shard(model: nn.Module, settings: Sharding, device: torch.device) -> list[Mo
 
 
 def _reshard_after_inference(model: nn.Module, _inputs: object, _output: object) -> None:
-    """Free the weights of a no-grad pass: no backward pass frees them, and the next pass would use stale weights."""
+    """Free the weights gathered by a no-grad pass: no backward pass does, and the next pass would use stale weights."""
     if not torch.is_grad_enabled():
         from torch.distributed.fsdp import FSDPModule
 
@@ -455,7 +455,7 @@ class Copies:
         self._pairs: list[tuple[nn.Module, nn.Module]] = []  # copy, trained
 
     def of(self, model: M, prepare: Callable[[M], M] = lambda copied: copied) -> M:
-        """The copy that tracks `model`, which is not sharded yet; `prepare` may change a copy's dtypes."""
+        """The copy that tracks `model`, which must not be sharded yet; `prepare` may change a copy's dtypes."""
         if not self._needed:
             return model
         whole = prepare(copy.deepcopy(model).requires_grad_(False))
@@ -464,7 +464,7 @@ class Copies:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Update the copies to the current weights. While the models are sharded, all ranks call it together."""
+        """Update the copies to the current weights. While the models are sharded, all ranks must call it together."""
         for whole, trained in self._pairs:
             own = dict(whole.named_parameters())
             for name, weight in published(trained):
@@ -475,7 +475,7 @@ def is_sharded(tensor: Tensor) -> "TypeGuard[DTensor]":
     """Whether this rank has only some of the tensor's rows."""
     if type(tensor) in (Tensor, nn.Parameter):
         return False
-    from torch.distributed.tensor import DTensor  # here and below: takes a second, needed only for sharding
+    from torch.distributed.tensor import DTensor  # imported locally: takes a second, needed only for sharding
 
     return isinstance(tensor, DTensor)
 

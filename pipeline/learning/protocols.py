@@ -1,6 +1,6 @@
 """What the training loop requires of batches, streams and losses, and what its helpers require of a run.
 
-    Batch         counts, and `to` for another device; only the loss uses the rest
+    Batch         counts, and `to`, which moves the batch to a device; only the loss uses the rest
     Stream        batches of fixed data, as a pure function of (seed, step): batches/
     Rolling       a stream filled with the policy's own answers: rl/rollout.py
     TrainingRun   the part of `fit.Run` used by the learning-rate finder, the memory planner and the speed report

@@ -46,7 +46,7 @@ GATE_TOKENS = 32  # tokens per row of the merge gate
 
 
 class Reference:
-    """The frozen initial weights. `model()` is a context manager to run them, `release()` frees them.
+    """The frozen initial weights. `model()` is a context manager for running them; `release()` frees them.
 
     `parked`: kept in host memory between uses, not on the device (for when training needs no reference).
     """

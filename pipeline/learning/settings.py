@@ -8,7 +8,7 @@ TrainingConfig              optimizer, schedule, evaluation; each subclass defin
 └── rl/rollout.RolloutConfig    the policy's own answers: rlhf, grpo
 
 Validation                  validation loss, early stopping, averaged weights, what to publish (FitConfig, AnswerConfig)
-FullTraining, Neftune       extra keys for stages that train all weights, or that train on dialogues
+FullTraining, Neftune       extra keys for stages that train all weights, and for those that train on dialogues
 
 The schedule is a pure function of the step, so it has no state to save or advance. With S steps, W of warmup,
 m = `min_ratio`, p = (s - W) / max(1, S - 1 - W), the factor is (s + 1) / W during warmup, then by name:
@@ -395,7 +395,7 @@ class Neftune:
 
 
 def _exactly_one(**lengths: float | None) -> None:
-    """Raise ValueError unless exactly one of a run's lengths is set and is above 0."""
+    """Raise ValueError unless exactly one of a run's lengths is set, to a value above 0."""
     names = [name for name, value in lengths.items() if value is not None]
     if len(names) != 1:
         remedy = f"; unset the others, for example {names[-1]}=none" if names else ""

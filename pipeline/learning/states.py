@@ -224,7 +224,8 @@ class Keeper:
         changed = {k: (state.meta.get(k), v) for k, v in self.settings.items() if state.meta.get(k) != v}
         if changed:
             say(
-                f"{self.job.name}: will not match an uninterrupted run bit for bit, because settings changed: {changed}"
+                f"{self.job.name}: this run will not match an uninterrupted run bit for bit, because settings changed:"
+                f" {changed}"
             )
         return self._restore(state)
 
@@ -470,7 +471,7 @@ def weights_at(folder: Path, step: int) -> dict[str, Tensor]:
 
 
 def retain(folder: Path, *, keep: int, protect: Collection[int]) -> None:
-    """Keep only the newest `keep` states and those of `protect` steps. Also deletes leftovers of killed saves."""
+    """Keep only the newest `keep` states and those at steps in `protect`. Also deletes leftovers from killed saves."""
     names = {name_of(step) for step in protect}
     for path in sorted(folder.glob("step-????????"))[:-keep]:
         if path.name not in names:

@@ -29,7 +29,7 @@ the window can be saved with the state, and a resumed curve is seamless.
 torch's GradScaler doubles the scale after 2,000 steps without overflow and halves it after one. An overflow costs an
 update but does not count as a skipped step while the scale can still fall.
 
-**Averages** are evaluated and published if `ema_decay` is set:
+**Averages** are kept, evaluated and published if `ema_decay` is set:
 
     average <- d average + (1 - d) weights,   d = min(ema_decay, (1 + s) / (10 + s)) after s applied steps
 
@@ -292,7 +292,7 @@ class Totals:
 
     @property
     def veto(self) -> str:
-        """Why this step must not be applied; empty if it may. Call after `reduce`: limits apply to the entire step."""
+        """The reason not to apply this step; empty if none. Call after `reduce`: limits apply to the entire step."""
         self.settle()
         for name, limit in self.limits.items():
             total, count = self.metrics[name]

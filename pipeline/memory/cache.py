@@ -1,9 +1,9 @@
 """What a memory stores in a key-value cache: the states and means used to choose chapters, and the projected bank.
 
-For each reading layer: the normed states of the source spans, and the mean that a row's current unit used for its
-choice. A new mean is computed when a unit begins, and after a row is rewound. Running sums would be smaller, but the
-server truncates rows to arbitrary lengths (drafts, common prefixes), and a sum cannot be split into its parts. The keys
-and values of the bank are projected once per cache.
+For each reading layer, it stores the normed states of the source spans, and the mean that a row's current unit used for
+its choice. A new mean is computed when a unit begins, and after a row is rewound. Running sums would be smaller, but
+the server truncates rows to arbitrary lengths (drafts, common prefixes), and a sum cannot be split into its parts. The
+keys and values of the bank are projected once per cache.
 """
 
 import torch

@@ -1,6 +1,6 @@
 """Files of a memory and its base, banks quantized to 8 or 4 bits, and the baseline for a memory.
 
-**The baseline**: an additional SwiGLU after some layers, with the same number of weights.
+**The baseline**: an additional SwiGLU after some layers, with about as many weights as the memory.
 
     x <- x + down(silu(gate(norm(x))) * up(norm(x)))        down is zero at the start
 
@@ -65,7 +65,7 @@ class WiderConfig:
 
 
 class Wider(LayerHook):
-    """A SwiGLU after some of the layers. Without a `generator`, its weights are zero, to be loaded."""
+    """A SwiGLU after some of the layers. Without a `generator`, its weights stay zero until loaded."""
 
     name = NAME
     hf_keys = HF_KEYS

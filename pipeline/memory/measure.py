@@ -103,19 +103,19 @@ def _map_text(memory: Memory, tokenizer: Tokenizer, source: str, batch: TokenBat
 # -- recall ------------------------------------------------------------------------------------------------------------
 
 
-SPARE_TOKENS = 4  # an answer may be this much longer than the correct one
+SPARE_TOKENS = 4  # an answer may be this many tokens longer than the correct one
 
 
 @dataclass(frozen=True)
 class Recall:
-    """Questions, the model's answers, and which ones were correct."""
+    """Questions, the model's answers, and which answers were correct."""
 
     asked: list[FactQuestion]
     completions: list[Completion]
     right: np.ndarray  # (n,) bool
 
     def measure(self) -> dict[str, float]:
-        """Exact match with its interval, and by attribute."""
+        """Exact match: overall, with its interval, and by attribute."""
         share = wilson(int(self.right.sum()), len(self.right))
         attributes = np.array([question.fact.attribute for question in self.asked])
         by_attribute = {str(name): float(self.right[attributes == name].mean()) for name in np.unique(attributes)}

@@ -9,7 +9,7 @@
 
 One softmax runs over all rows of the chosen and the shared chapters, so if all chapters are chosen with equal p, this
 is attention over the entire bank. W_o starts at zero, so training starts from the base model. The idea comes from
-Tasmay-Tibrewal/Memory; there, a text chooses based on all its positions, including later ones, so its gain over a
+Tasmay-Tibrewal/Memory; there, a text chooses based on all its positions, including later ones, so the gain over a
 causal model cannot be measured. Here, a unit (tokens that choose together) chooses based on the tokens before it:
 
     routing   unit; the source span whose mean chooses
@@ -95,7 +95,7 @@ class Reading:
 
 
 class Memory(LayerHook):
-    """The banks and the layers' readers. Without a `generator`, its weights are zero, to be loaded."""
+    """The banks and the layers' readers. Without a `generator`, all weights stay zero until loaded."""
 
     name = NAME
     hf_keys = HF_KEYS
@@ -235,7 +235,8 @@ class Reader(nn.Module):
         narrow = config.bank_rank if config.storage == "reduced" else None
         if narrow is not None and narrow % shape.heads:
             raise ValueError(
-                f"memory.bank_rank: expected a multiple of heads ({shape.heads}) with reduced storage, got {narrow}"
+                f"memory.bank_rank: reduced storage needs a multiple of the number of heads ({shape.heads}), found "
+                f"{narrow}"
             )
         self.head_dim = shape.head_dim if narrow is None else narrow // shape.heads
         inner, outer, row = self.heads * self.head_dim, self.kv_heads * self.head_dim, narrow or shape.width
@@ -332,7 +333,7 @@ class Reader(nn.Module):
         return self._norm_heads(self.q_proj(normed).unflatten(-1, (self.heads, self.head_dim)))
 
     def projected(self, bank: nn.Module, which: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Keys and values (..., K, h) of the rows `which` of the bank; None: of all."""
+        """Keys and values (..., K, h) of the rows `which` of the bank; None: all rows."""
         rows = bank(which)
         keys, values = (p(rows).unflatten(-1, (self.kv_heads, self.head_dim)) for p in (self.k_proj, self.v_proj))
         return self._norm_heads(keys), values
@@ -400,7 +401,7 @@ def cut(
 ) -> Units:
     """Units of a line: `positions` (N,) count from 0 in each document; `padding` and `trained` (N,) bool.
 
-    `trained` marks positions with a loss; None: all positions, so that routing by prompt falls back to chunks.
+    `trained` marks positions with a loss; None: all positions, in which case routing by prompt falls back to chunks.
     """
     where, num = positions.device, len(positions)
     own = positions.cpu().numpy()

@@ -47,7 +47,7 @@ from pipeline.run import device
 from pipeline.run.errors import ConfigError
 from pipeline.run.workdir import Job
 
-UNUSED = 0.2  # share of a layer's chapters that triggers a warning
+UNUSED = 0.2  # a layer with a larger share of unused chapters triggers a warning
 CENTERED = 8  # steps averaged for a center
 WATCHED = 8  # validation batches used for the diagnostics at each evaluation
 
@@ -60,7 +60,7 @@ class Choices:
         self.mine = True
 
     def begin(self, micro: int, mine: bool) -> None:
-        """Call before each micro-batch; a step's first resets the counts. One that is not `mine` is not counted."""
+        """Call before each micro-batch. The first of a step resets the counts; one that is not `mine` is ignored."""
         self.mine = mine
         if micro == 0:
             self.counts = {}

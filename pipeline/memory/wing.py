@@ -67,7 +67,7 @@ def hook_cache(config: "ModelConfig", rows: int, dtype: "torch.dtype", device: "
 
 
 def hook_bytes(config: "ModelConfig", kind: str, precision: str, tokens: int) -> float:
-    """Bytes that reading needs in a pass over `tokens`: those of each reading layer, plus those of one in progress.
+    """Bytes that reading needs in a pass over `tokens`: for each reading layer, and once more for the one in progress.
 
     Each token needs its norm, queries and result and, on a CPU, the weights of all rows; each unit needs the keys and
     values of its chapters. If the units together read the entire bank, its keys and values are added.

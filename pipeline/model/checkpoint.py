@@ -19,7 +19,7 @@ every name and shape implied by the configuration with the files' headers; safet
 larger than its file. A checked model therefore never has more weights than its files contain.
 
 Not guaranteed: that the values in the files are sensible. Symbolic links are followed, as required by
-huggingface_hub's cache. Nothing is unpickled: `.bin` files are refused. Downloads are in `config.py`.
+huggingface_hub's cache. Nothing is unpickled: `.bin` files are refused. Downloads are handled in `config.py`.
 """
 
 import hashlib
@@ -235,8 +235,8 @@ def require_finite(folder: Path) -> str:
         if not tensor.isfinite().all():
             number = int((~tensor.isfinite()).sum())
             raise ModelError(
-                f"{folder}: {name} ({str(tensor.dtype).removeprefix('torch.')}) has {number} of {tensor.numel()}"
-                " non-finite values, so no loss would be finite; use a bfloat16 or float32 version of the checkpoint"
+                f"{folder}: {name} ({str(tensor.dtype).removeprefix('torch.')}) contains non-finite values ({number} of"
+                f" {tensor.numel()}), so no loss would be finite; use a bfloat16 or float32 version of the checkpoint"
             )
         found.add(tensor.dtype)
     return next(name for name, dtype in DTYPES.items() if dtype in found or len(found) > 1)
@@ -395,7 +395,7 @@ def kind(folder: Path) -> str:
 
 
 def load_frozen(folder: Path) -> Transformer:
-    """The model in evaluation mode with frozen weights, as a reference. Same errors as `load`."""
+    """The model in evaluation mode with frozen weights, for use as a reference. Same errors as `load`."""
     model, _ = load(folder)
     return model.train(False).requires_grad_(False)
 

@@ -5,8 +5,8 @@ The architecture is Qwen3's (Yang et al. 2025, arXiv:2505.09388): RMSNorm before
 grouped-query attention, a norm per head on queries and keys, no biases. Two related families also load: Qwen2 (biases
 on q, k, v and no head norms) and LLaMA (neither).
 
-`to_hf` writes the keys of transformers 4 *and* 5: `rope_theta` and `rope_parameters`, `torch_dtype` and `dtype`. Given
-only the keys of transformers 5, transformers 4 and mlx-lm silently use a RoPE base of 10,000.
+`to_hf` writes the keys of transformers 4 *and* 5: `rope_theta` and `rope_parameters`, `torch_dtype` and `dtype`. If
+only the keys of transformers 5 are present, transformers 4 and mlx-lm silently use a RoPE base of 10,000.
 
 Not supported: scaled RoPE, sliding windows, MoE, biases elsewhere. `from_hf` raises an error naming the key.
 
@@ -113,7 +113,7 @@ class ModelConfig(_WingKeys):
 
     @property
     def num_parameters(self) -> int:
-        """Number of weights; a tied embedding counts once."""
+        """Number of weights; a tied embedding is counted once."""
         norms = self.layers * (2 * self.width + (2 * self.head_dim if self.head_norms else 0)) + self.width
         biases = self.layers * (self.heads + 2 * self.kv_heads) * self.head_dim if self.bias else 0
         return self.matmul_parameters + norms + biases + (0 if self.tied else self.vocab_size * self.width)
@@ -227,7 +227,10 @@ def _reason(folder: Path) -> str:
 
 
 def positive_int(config: JsonObject, key: str, default: int | None = None) -> int:
-    """A positive integer in `config.json`. Raises ModelError naming the key, KeyError if absent without `default`."""
+    """A positive integer in `config.json`.
+
+    Raises ModelError naming the key, or KeyError if the key is absent and there is no `default`.
+    """
     value = config[key] if default is None else config.get(key)
     value = default if value is None and default is not None else value
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -326,7 +329,7 @@ class BaseConfig:
             hint = f" For a model on the hub, set base.hub={self.folder}"
             raise ModelError(
                 f"base.folder: expected a model directory, but {self.folder} is not one."
-                f"{hint if HUB_ID.fullmatch(self.folder) else ' Give the path of one'}"
+                f"{hint if HUB_ID.fullmatch(self.folder) else ' Give the path to a model directory'}"
             )
         return {"folder": self.folder}
 

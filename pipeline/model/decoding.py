@@ -1,4 +1,4 @@
-"""Decoding in bf16 on a CPU: append one token to each of several cache rows, and get the logits of the next.
+"""Decoding in bf16 on a CPU: append one token to each of several cache rows, and get the next logits.
 
 With a small model under autocast, PyTorch spends most of this step outside the matrix products: on conversions, on
 attention over rows of different lengths, and on masks. Here the residual stream is float32, the cache and the matrix
@@ -11,7 +11,8 @@ operands are bf16, and everything between two matrix products is one C++ pass (p
     choose             the next token from the logits (generation/sampling.py)
 
 The arithmetic is that of bf16 training (layers.py), so log-probabilities from sampling and from the update agree up to
-summation order. This module is used after `native.load`, for models without a hook; otherwise, PyTorch's operators are.
+summation order. This module is used after `native.load`, for models without a hook; otherwise, PyTorch's operators do
+the work.
 
 Shapes: n rows, D width, H query heads, K key heads, h head size, F outputs of a gate, V vocabulary.
 """

@@ -103,7 +103,7 @@ class RewardModel(TrunkModel):
         return (rewards - self.reward_mean) / self.reward_std
 
     def calibrate(self, rewards: Tensor) -> None:
-        """Set mean and deviation (unbiased, at least 1e-3) from the raw rewards (n,) of the base model's answers."""
+        """Set the mean and deviation (unbiased, >= 1e-3) from the raw rewards (n,) of the base model's answers."""
         self.reward_mean = float(rewards.double().mean())
         self.reward_std = max(MIN_STD, float(rewards.double().std()))
 
@@ -184,7 +184,7 @@ class ActorCritic(nn.Module):
         """Logits of the next token, and the value of the state in which it is chosen: (n, V) and (n,) at `select`.
 
         Both come from a single call, so that a wrapper that averages gradients over processes covers both. `head` is as
-        in `Transformer.forward`, the other arguments are as in `RewardModel`.
+        in `Transformer.forward`; the other arguments are as in `RewardModel`.
         """
         logits = self.actor(input_ids, positions=positions, documents=documents, select=select, head=head)
         rewards = self.critic(input_ids, positions=positions, documents=documents, select=select)

@@ -7,8 +7,8 @@ Kolter 2023 (arXiv:2305.09828), who initialize attention with the structure of t
 trainable, and the architecture does not change.
 
     embedding   dimension 0 of every token is the same constant; the last norm hides it from the head
-    layer 0     query and key use only the constant, rotated to match one token apart on RoPE's fast angles: head 0
-                attends to the previous token and adds its projection V, in directions O
+    layer 0     query and key use only the constant, rotated to match at a distance of one token on RoPE's fast angles:
+                head 0 attends to the previous token and adds its projection V, in directions O
     layer 1     query V x, key O^T x, on RoPE's slow angles: head 0 attends to the position whose previous token is
                 this token, and adds that position's token to the stream
 
@@ -145,7 +145,7 @@ TABLES = ("model.embed_tokens.weight", "lm_head.weight")
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Transformer, Tokenizer]:
-    """The checkpoint's model in `dtype`, with a row for each tokenizer id, and its tokenizer with any missing tokens.
+    """The checkpoint's model in `dtype`, with a row for each tokenizer id, and its tokenizer, plus any missing tokens.
 
     Raises ModelError for a checkpoint that cannot be read or is not causal.
     """

@@ -32,7 +32,7 @@ A wing registers for its hook:
     hook_bytes     (ModelConfig, kind of device, precision, tokens) -> bytes the hook stores during a training pass
     model_type     () -> `model_type` in config.json of a model with the hook, so that no other engine runs it
     save_hook      (folder, LayerHook, weights, base) -> None; writes the hook's files into a model directory: `weights`
-                   have the hook's own names, `base` is the digest of the model's other weights
+                   have the hook's own names; `base` is the digest of the model's other weights
     load_hook      (Transformer, folder) -> None; attaches the hook stored in a model directory
 
 The core uses a hook only through `LayerHook`; the hook's weights are in the model's `state_dict()` under its `name`.
@@ -112,7 +112,7 @@ class Documents:
 
 @dataclass(frozen=True)
 class Branches:
-    """Documents, some of which share a prefix with another; the line contains it once. Causal, for CPUs.
+    """Documents, some of which share a prefix with another; the line contains a shared prefix once. Causal, for CPUs.
 
     Document i adds `lengths[i]` tokens to the line after the first `before[i]` tokens of document `parents[i]`, which
     comes earlier; `keys` (N + sum(before),) are the line indices of all tokens of each document.
@@ -161,7 +161,7 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, batch: int, mask: Tensor | None, cau
     """The fused kernel on `batch` rows of equal length."""
     q, k, v = (x.unflatten(0, (batch, -1)).transpose(1, 2) for x in (q, k, v))  # (B, heads, T, h)
     group = q.shape[1] // k.shape[1]
-    if group > 1 and q.device.type == "cpu":  # `enable_gqa` is slower there (50 vs. 46 ms); one key head is not copied
+    if group > 1 and q.device.type == "cpu":  # `enable_gqa` is slower there (50 vs. 46 ms); one key head needs no copy
         k, v = (x.expand(-1, group, -1, -1) if x.shape[1] == 1 else x.repeat_interleave(group, 1) for x in (k, v))
         group = 1
     out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=group > 1)
@@ -464,7 +464,7 @@ class LayerHook(nn.Module):
 
     name: ClassVar[str]  # the hook's attribute name in the model
     hf_keys: ClassVar[JsonObject]  # the hook's keys in config.json
-    added: bool = False  # to a trained model, whose weights then form one parameter group (learning/optim.py)
+    added: bool = False  # whether the model was trained before; its weights then form one parameter group (optim.py)
     leaky: bool = False  # whether a position may depend on later ones
 
     def reads(self, positions: Tensor, padding: Tensor | None, computed: Tensor | None, reading: object) -> Reads:

@@ -4,10 +4,10 @@
                               k = alpha/sqrt(r)    rsLoRA (Kalajdzievski 2023, arXiv:2312.03732)
     y = g * (W x + k B A x),  g = m / |W + k B A|  DoRA (Liu et al. 2024, arXiv:2402.09353, eq. 5, 6 and 11), per row
 
-A starts uniform and B zero, so training starts from the base model. `attach` adds adapters to a model with loaded
-weights, `disabled` runs it without them (the reference of DPO and RL), `merge` adds them to its weights. Base weights
-keep their names (`...q_proj.weight`), next to the adapter's parameters (`...q_proj.lora_A.weight`). Adapters are at
-least float32, whatever the dtype of the base.
+A is drawn uniformly and B is zero, so training starts from the base model. `attach` adds adapters to a model with
+loaded weights, `disabled` runs it without them (the reference of DPO and RL), and `merge` adds them to its weights.
+Base weights keep their names (`...q_proj.weight`), next to the adapter's parameters (`...q_proj.lora_A.weight`).
+Adapters are at least float32, whatever the dtype of the base.
 
 `trained_tokens` selects embedding rows that are fully trained, in addition to the adapters: with a frozen embedding,
 later layers cannot learn a template's own tokens, which the base model has never seen (docs/LOG.md).
@@ -284,7 +284,7 @@ def load_adapter_state(model: nn.Module, state: Mapping[str, Tensor], *, source:
         ]
         raise ModelError(
             f"{source}: expected the {len(own)} parameters of the attached adapter, found {' and '.join(differences)}; "
-            "attach the adapter with the configuration and base model of its training"
+            "attach the adapter with the configuration and base model it was trained with"
         )
     for name, parameter in own.items():
         if state[name].shape != parameter.shape:
@@ -363,8 +363,8 @@ def detach(model: nn.Module) -> None:
 def merged_with_gate(model: Transformer, input_ids: Tensor) -> float:
     """`merge` with a check: returns the largest change in the logits of `input_ids` (64, T), which has no padding.
 
-    Raises GateError above 1e-4 or, if larger, 1e-5 times the largest logit (the float32 rounding error if logits are
-    large). In that case, the model must not be published. The logits before merging are kept on the CPU.
+    Raises GateError if it exceeds 1e-4 or, if larger, 1e-5 times the largest logit (the float32 rounding error if
+    logits are large). In that case, the model must not be published. The logits before merging are kept on the CPU.
     """
     assert len(input_ids) == MERGE_ROWS, f"the merge gate needs {MERGE_ROWS} rows"
     was_training = model.training

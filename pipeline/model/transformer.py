@@ -46,9 +46,9 @@ from pipeline.model.layers import (
 
 T = TypeVar("T")
 EVEN_ROWS = 128  # more rows than this are padded to a multiple of it, which limits the number of distinct shapes
-FEW = 0.75  # if at most this share of tokens is selected, only they go through the end of the last layer
+FEW = 0.75  # if at most this share of tokens is selected, only those go through the end of the last layer
 Checkpointing = Literal["none", "full", "every_2", "selective"]
-# What "selective" saves: results that are expensive to compute and small to store. Our CPU attention
+# Saved by "selective" checkpointing: results that are expensive to compute and small to store. Our CPU attention
 # (cpu/layers.py) is recomputed, because its scores are large.
 SAVED_OPERATIONS = {
     torch.ops.aten.mm.default,
@@ -64,10 +64,10 @@ SAVED_OPERATIONS = {
 class Transformer(nn.Module):
     """Decoder-only transformer. Without a `generator` its weights are zero, to be loaded later.
 
-    `checkpointing` recomputes layers in the backward pass: "full" all of them, "every_2" every other one, "selective"
-    everything but matrix products, attention and top-k. In training, `dropout` applies to the two outputs of each
-    layer, and `neftune_alpha` scales noise on the embeddings (see `_noise`). All three are settings of a run, not of
-    the model.
+    `checkpointing` recomputes layers in the backward pass: "full" recomputes all of them, "every_2" every other one,
+    and "selective" everything but matrix products, attention and top-k. In training, `dropout` applies to the two
+    outputs of each layer, and `neftune_alpha` scales noise on the embeddings (see `_noise`). All three are settings of
+    a run, not of the model.
     """
 
     def __init__(self, config: ModelConfig, generator: torch.Generator | None = None) -> None:
@@ -107,11 +107,12 @@ class Transformer(nn.Module):
         head: Callable[[Tensor, Tensor, Tensor | None], T] | None = None,
         reading: object = None,
     ) -> Tensor | T:
-        """Logits (B, T, V) of every position, or (n, V) of the n positions where `select` (B, T) is True, row by row.
+        """Logits (B, T, V) at every position, or (n, V) at the n positions where `select` (B, T) is True, row by row.
 
-        The other arguments and errors are those of `hidden`. Losses select their targets, because the head is a third
-        of nano's compute. With `head`, returns `head(states, matrix, index)` instead: the distinct selected states
-        (U, D), the head's matrix (V, D), and each position's index into the states (n,), None if it is the identity.
+        The other arguments and errors are those of `hidden`. Losses select their targets, because the head takes a
+        third of nano's compute. With `head`, returns `head(states, matrix, index)` instead: the distinct selected
+        states (U, D), the head's matrix (V, D), and each position's index into the states (n,), or None if it is the
+        identity.
         """
         if select is None:
             return self.logits(
@@ -177,8 +178,8 @@ class Transformer(nn.Module):
     ) -> tuple[Tensor, Line | None, Tensor | None]:
         """Hidden states (N, D) of the computed tokens, and which tokens these are (None: all B * T).
 
-        With `select` (B, T), may compute only the states at its positions, (n, D); if rows share a prefix, only the
-        distinct states (U, D), and returns each position's index into them, (n,).
+        With `select` (B, T), may compute only the states at its positions, (n, D), or, if rows share a prefix, only the
+        distinct ones, (U, D), and then also returns each position's index into them, (n,).
         """
         batch, time = input_ids.shape
         causal = self.config.attention == "causal"
@@ -226,9 +227,9 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """Run the layers on one line of tokens: `ids` and `positions` (N,) -> (N, D), after the last norm.
 
-        `read` maps the stream (N, D) after each layer to the stream after the hook; None: the tokens continue rows of a
-        cache. With the indices `chosen` (U,), not allowed with a hook, returns only these tokens' states, (U, D), which
-        depend on no other tokens after the last attention.
+        `read` maps the stream (N, D) after each layer to the stream after the hook; None: there is no hook, or the
+        tokens continue rows of a cache. With the indices `chosen` (U,), which no hook allows, returns only these
+        tokens' states, (U, D); after the last attention, they depend on no other tokens.
         """
         if read is None and (hook := self.hook) is not None:
             read = hook.going_on(layout)
@@ -253,7 +254,7 @@ class Transformer(nn.Module):
     def _layer(
         self, layer: nn.Module, x: Tensor, cos: Tensor, sin: Tensor, layout: Layout, index: int, chosen: Tensor | None
     ) -> Tensor:
-        """One layer, see `Block`; recomputed in the backward pass according to `checkpointing`."""
+        """One layer (see `Block`), recomputed in the backward pass according to `checkpointing`."""
         if isinstance(layout, Cached):  # shapes change at each step: compiled layers would recompile every time
             return layer._call_impl(x, cos, sin, layout, index, self._rate)  # pyright: ignore[reportReturnType]
         recompute = self.checkpointing in ("full", "selective") or (self.checkpointing == "every_2" and index % 2 == 0)
@@ -303,7 +304,7 @@ class Transformer(nn.Module):
         return sum(parameter.numel() for parameter in self.parameters())
 
     def flops_per_token(self, context: int) -> int:
-        """Training FLOPs per token, see `ModelConfig.flops_per_token`; includes the hook's."""
+        """Training FLOPs per token (see `ModelConfig.flops_per_token`), including the hook's."""
         return self.config.flops_per_token(context) + (0 if self.hook is None else self.hook.flops_per_token())
 
     @torch.no_grad()
@@ -329,7 +330,7 @@ class Transformer(nn.Module):
 
 
 def _selective_contexts() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
-    """The contexts of "selective" for a layer's forward pass and for its recomputation."""
+    """The context managers of "selective" checkpointing for a layer's forward pass and its recomputation."""
     return create_selective_checkpoint_contexts(_selective_policy)
 
 
@@ -340,7 +341,7 @@ def _selective_policy(
 
 
 def num_padding_rows(x: Tensor, rows: int) -> int:
-    """Number of padding rows for a matrix product: oneDNN compiles a bf16 kernel for each new shape, in 4 to 20 ms."""
+    """Number of padding rows for a product: oneDNN takes 4 to 20 ms to compile a bf16 kernel for each new shape."""
     return -rows % EVEN_ROWS if rows > EVEN_ROWS and cpu_autocast(x) else 0
 
 

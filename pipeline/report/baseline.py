@@ -4,7 +4,7 @@
     python -m pipeline.report.baseline unpin         remove the baseline
 
 The hash is in params.yaml because a cached stage that read "the last commit" would depend on an input that DVC does not
-track. `metrics_at` works while DVC is locked, so stage report may call it. Not supported: commits whose metrics are
+track. `metrics_at` works while DVC is locked, so stage `report` can call it. Not supported: commits whose metrics are
 neither in the cache nor on the remote.
 """
 
@@ -60,7 +60,7 @@ def metrics_at(revision: str) -> Iterator[Path]:
 
 
 def _built(files: "DVCFileSystem") -> list[str]:
-    """The outputs below metrics/ in the commit's dvc.lock; the branches' are missing if only the spine was built."""
+    """The outputs below metrics/ in the commit's dvc.lock; branch outputs are missing if only the spine was built."""
     if not files.exists("dvc.lock"):
         return []
     stages = yaml.safe_load(files.read_text("dvc.lock")).get("stages", {}).values()
@@ -110,7 +110,7 @@ def file_at(revision: str, path: str) -> str:
 
 
 def pin(path: Path, value: str) -> None:
-    """Write `report.baseline` to params.yaml without changing anything else. Raises ConfigError without the line."""
+    """Set `report.baseline` in params.yaml, changing nothing else. Raises ConfigError if it has no such line."""
     text, count = LINE.subn(lambda match: f"{match[1]} {value}".rstrip(), path.read_text(encoding="utf-8"))
     if count != 1:
         raise ConfigError(f"{path}: expected a block `report:` with a line `  baseline:`, found none; add it")

@@ -4,9 +4,9 @@
     the lineages of a run    -> the graph: stages in columns, each to the right of all its inputs; edges as curves
 
 Equal input gives equal output. Every chart has axis labels and units. A page can contain several charts with different
-names: they share no ids, nothing is clipped (a clip path is a `url()`), and styles stay within their element.
+names: they share no ids, nothing is clipped (a clip path needs an id), and styles stay within their element.
 
-The graph contains only stages that were built, with their time if known. Edges implied by another path are omitted, so
+The graph contains only stages that were built, with their times if known. Edges implied by another path are omitted, so
 that the picture shows the chain. Stages within a column are ordered by the mean vertical position of their inputs.
 
 Not included: interactivity (the numbers are in a table below each chart); a graph without crossing edges.
@@ -334,7 +334,7 @@ def figures(run: MetricsRun) -> list[JsonObject]:
 
 
 def _reinforcement_figures(run: MetricsRun) -> list[JsonObject]:
-    """Gold and proxy reward against divergence, with the best-of-n curve; problems solved by step."""
+    """Charts: gold and proxy reward against divergence, with the best-of-n curve, and problems solved over time."""
     figures = []
     best_of_n = run.stages.get("rlhf", {}).get("best_of_n") or []
     for title, column, unit in (
@@ -366,7 +366,7 @@ def _has_numbers(row: dict[str, str], *names: str) -> bool:
 
 
 def table(run: MetricsRun) -> list[JsonObject]:
-    """A row per headline number with a cell per model: the value, its interval and the change from its base."""
+    """A row per headline number with a cell per model: the value, its interval and the change from the model's base."""
     rows = []
     for headline in HEADLINES:
         cells = []

@@ -106,7 +106,7 @@ def _change(run: MetricsRun, headline: Headline, name: str, before: tuple[str, .
 
 
 def kept(run: MetricsRun) -> JsonObject:
-    """`models`, and `rows` with a title and a cell (text, shade) per model, for measures that two or more have."""
+    """`models`, and `rows` with a title and a cell (text, shade) per model, for measures of at least two models."""
     models = [name for name in CHAIN if name != "reward" and name in run.evaluations]
     rows = []
     for headline in (h for h in HEADLINES if h.key in KEPT):

@@ -68,7 +68,7 @@ def objections(gates: list[claims.Claim], candidate: Measured, present: Measured
 
 
 def crown(although: str | None) -> str:
-    """Make the deployed model the champion. Raises GateError naming the objections, InputError if not registered."""
+    """Make the deployed model the champion. Raises GateError for objections, InputError if it is not registered."""
     model, key, paths = deployed()
     gate = stage_params("report", Settings(Path(), [])).gate
     gates = claims.gates(read(METRICS), gate)

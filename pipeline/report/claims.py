@@ -1,4 +1,4 @@
-"""Differences between two models or two runs, and whether they are significant; the claims that a run should meet.
+"""Differences between two models or two runs, and whether they are significant; the claims that should hold for a run.
 
     change(headline, before, after)   the difference in a measure, by a paired bootstrap over the common items
     stages(before, after)             the stages whose code, parameters or inputs differ, and how
@@ -10,7 +10,7 @@
 
 Items are the same if their ids and question hashes match (for rows without hashes: if the data has the same digest).
 If one model's items are a subset of the other's, the two are compared on the subset. Results on different items are not
-compared; the difference records why. With fewer than 20 items, nothing is called better or worse. A measure that is not
+compared; the `Change` records why. With fewer than 20 items, nothing is called better or worse. A measure that is not
 a sum over items counts as better or worse if the two 95% intervals do not overlap, which is stricter. Intervals reflect
 the choice of items, not of training seeds (benchmarks/seeds.py).
 
@@ -181,7 +181,7 @@ def _compare_items(old: dict[str, Row], new: dict[str, Row]) -> str:
 
 
 def measures(before: MetricsRun, after: MetricsRun, *, every: bool = False) -> dict[str, list[Change]]:
-    """model -> the measures that moved between two runs (`every`: all measures), models in the order of `after`."""
+    """model -> the measures that moved between two runs (`every`: all of them), with models in the order of `after`."""
     moved = {}
     for model in after.evaluations:
         first, second = of_model(before, model), of_model(after, model)

@@ -7,7 +7,7 @@ A and B are commits, branches, tags, experiments (`dvc exp show` lists them) or 
 Differences are B - A, on the same held-out items (report/claims.py); only significant ones are marked. Measures on
 different items are not compared: the row shows why, and the items are listed below the table. Each stage is listed with
 its work key and MLflow run, so that every number can be traced. For an experiment, up to MOST measures that moved are
-shown, significant ones first, at most WIDTH characters per line.
+shown, significant ones first, in lines of at most WIDTH characters.
 """
 
 import argparse
@@ -153,7 +153,7 @@ def _shown(value: object) -> str:
 
 
 def _moved(before: MetricsRun | None, after: MetricsRun) -> list[list[str]]:
-    """Model, measure, result and change of the measures that moved; if there is nothing to compare with, the deployed
+    """Model, measure, result and change of each measure that moved; if there is nothing to compare with, the deployed
     model's results.
     """
     if before is None:
@@ -190,10 +190,10 @@ def main(arguments: list[str]) -> int:
         "before",
         metavar="A",
         nargs="?",
-        help="a commit, branch, tag, experiment or `workspace`; default: all experiments",
+        help="a commit, branch, tag, experiment or `workspace`; default: compare all experiments",
     )
     parser.add_argument("after", metavar="B", nargs="?", default=baseline.WORKSPACE)
-    parser.add_argument("--md", action="store_true", help="Markdown, for a pull request")
+    parser.add_argument("--md", action="store_true", help="print Markdown, for a pull request")
     parser.add_argument("--all", action="store_true", help="include measures that did not change")
     options = parser.parse_args(arguments)
     try:

@@ -171,7 +171,7 @@ def flat(values: JsonObject, prefix: str = "") -> JsonObject:
 
 
 def stage_of_input(path: str, stages: dict[str, JsonObject]) -> str | None:
-    """The stage of the run that made an input, by its path; None if no stage makes it."""
+    """Which stage makes the input at this path; None if no stage does."""
     top, *rest = Path(path).parts
     if top == "data" and len(rest) > 1 and rest[0] == "tokens":
         name = f"encode_{rest[1]}"
@@ -185,7 +185,7 @@ def stage_of_input(path: str, stages: dict[str, JsonObject]) -> str | None:
 
 @dataclass(frozen=True)
 class Headline:
-    """One number of metrics/eval/<model>.json, with its `_low` and `_high`."""
+    """One number in metrics/eval/<model>.json, with its `_low` and `_high`."""
 
     path: tuple[str, ...]
     title: str
@@ -196,7 +196,7 @@ class Headline:
     chart: bool = False
     rows: tuple[str, str] | None = None  # the suite and the key to sum over its rows; None: not a sum over rows
     group: str | None = None  # only the rows in this group
-    # for a number that is not a sum over rows: selects the rows that it is measured on
+    # selects the rows that the number is measured on, if it is not a sum over rows
     asked: dict[str, str | int] = field(default_factory=dict, hash=False)
 
     def show(self, value: float) -> str:
@@ -322,7 +322,7 @@ def short(numbers: JsonObject) -> dict[str, float]:
 
 
 def with_intervals(evaluations: dict[str, JsonObject]) -> dict[str, float]:
-    """The headlines of all models as `model/key`; if they have an interval, also `model/key_low`, `model/key_high`."""
+    """The headlines of all models as `model/key`, those with an interval also as `model/key_low`, `model/key_high`."""
     ends = {"value": "", "low": "_low", "high": "_high"}
     return {
         f"{model}/{headline.key}{ends[name]}": number
@@ -404,7 +404,7 @@ def _price(speed: JsonObject, prices: Prices | None) -> float | None:
 
 
 def total(costs: list[Cost]) -> JsonObject:
-    """Sums over the stages with known cost (seconds, cpu_seconds, joules, price), their number, and maximum memory."""
+    """Sums (seconds, cpu_seconds, joules, price) and peak memory over the stages with known cost, and their number."""
     known = [cost for cost in costs if "seconds" in cost.speed]
     joules = [cost.speed["joules"] for cost in known if isinstance(cost.speed.get("joules"), int | float)]
     prices = [cost.price for cost in known if cost.price is not None]

@@ -111,8 +111,8 @@ def annotate_group(rollouts: list[Rollout], *, reference: PerToken | None) -> No
 def scores_with_ends(rollouts: list[Rollout]) -> Tensor:
     """The scores (B,), NaN if unknown, with those of unfinished answers capped.
 
-    The cap is UNFINISHED or the lowest finished score, whichever is lower, so leaving an answer unfinished never pays,
-    whatever the scale of the rewards.
+    The cap is UNFINISHED or the lowest score of a finished answer, whichever is lower, so leaving an answer unfinished
+    never pays, whatever the scale of the rewards.
     """
     scores = torch.tensor([rollout.total for rollout in rollouts], dtype=torch.float64)
     ended = torch.tensor([rollout.answer.finished for rollout in rollouts])
@@ -189,7 +189,7 @@ def _mask(rollouts: list[Rollout]) -> Tensor:
 
 
 def _padded(rollouts: list[Rollout], name: str, mask: Tensor) -> Tensor:
-    """An array of all answers as (B, T) float64, 0 in the padding. "old": the log-probabilities before the update."""
+    """An array of all answers as (B, T) float64, padded with 0. "old" names the log-probabilities before the update."""
     flat = np.concatenate([r.answer.logprobs if name == "old" else r.arrays[name] for r in rollouts])
     return torch.zeros(mask.shape, dtype=torch.float64).masked_scatter(mask, torch.from_numpy(flat.astype(np.float64)))
 

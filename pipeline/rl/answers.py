@@ -128,7 +128,7 @@ def pair_prompts(split: PairSplit, max_new_tokens: int, kinds: Sequence[str] = (
 
 
 def problem_prompts(problems: Sequence[Problem], tokenizer: Tokenizer, max_prompt: int) -> list[Prompt]:
-    """A prompt for each problem. Raises DataError for a problem without tests, or if too many are too long."""
+    """A prompt for each problem. Raises DataError for a problem without tests, or if too many prompts are too long."""
     for problem in problems:
         if not problem.tests:
             raise DataError(
@@ -140,7 +140,7 @@ def problem_prompts(problems: Sequence[Problem], tokenizer: Tokenizer, max_promp
 
 
 def task_prompts(tasks: Mapping[str, Task], tokenizer: Tokenizer, max_prompt: int) -> list[Prompt]:
-    """A prompt for each task, by its id. Raises DataError if too many are too long."""
+    """A prompt for each task, by its id. Raises DataError if too many prompts are too long."""
     asked = [(id_, task, task.question, task.tools) for id_, task in tasks.items()]
     return _fitting(asked, tokenizer, max_prompt, "task")
 
@@ -168,7 +168,7 @@ def rows_of(answers: Sequence[Answer], pad: int) -> Answered:
 
 
 def piece_of(answer: Answer) -> Piece:
-    """Prompt and answer concatenated; only the policy's tokens are trained."""
+    """Prompt and answer concatenated; only the policy's tokens are trained on."""
     ids = np.array(answer.prompt.ids + answer.ids, dtype=np.int64)
     trained = np.arange(len(ids)) >= len(answer.prompt.ids)
     if answer.own is not None:

@@ -1,7 +1,7 @@
 """Sample answers with an external inference engine: a separate server process that runs the policy's current weights.
 
     engine = RolloutEngine(url, folder, temperature=..., ...)      ConfigError if no engine answers; `close` disconnects
-    engine.publish(write)           writes the weights to `folder`, has the engine load them, checks that it did
+    engine.publish(write)           writes the weights to `folder`, has the engine load them, and checks that it did
     engine.generate(ids, seeds)     one completion per prompt: ids, the engine's log-probabilities, reason for stopping
 
 The client uses the OpenAI protocol, with vLLM's and SGLang's extensions for reinforcement learning:
@@ -59,8 +59,8 @@ class RolloutEngine:
     def __init__(
         self, url: str, folder: Path, *, vocab_size: int, stop: int, max_new_tokens: int, temperature: float
     ) -> None:
-        """`stop` ends an answer. Raises ConfigError if no engine answers at the address, or if it is remote and no key
-        is set.
+        """`stop` ends an answer. Raises ConfigError if no engine answers at the address, or the address is remote
+        and no key is set.
         """
         base, key = address(url, "runtime.sampler.url"), os.environ.get(KEY, "")
         self.url, self.folder = without_password(base), folder.resolve()

@@ -16,7 +16,7 @@ raises, hangs or returns anything but plain data, the reason becomes its result;
 truncated. An answer ends with a turn without calls, at turn `max_turns`, or unfinished at `max_new_tokens` tokens,
 including results.
 
-The environment is trusted; the policy's arguments are not. A tool that passes these to `eval` is a security hole that
+The environment is trusted; the policy's arguments are not. A tool that passes them to `eval` is a security hole that
 lets a policy write its own score.
 """
 
@@ -93,7 +93,7 @@ class Environment:
         return cls(path.stem, source + DRIVER, judge)
 
     def tasks(self, split: str, count: int, seed: int) -> dict[str, Task]:
-        """The first `count` tasks of a split (train or val), by id. Raises DataError if the environment fails."""
+        """The first `count` tasks of a split (train or val), keyed by id. Raises DataError if the environment fails."""
         chunks: list[list[object]] = [
             [split, first, min(first + AT_ONCE, count), seed] for first in range(0, count, AT_ONCE)
         ]

@@ -91,7 +91,7 @@ class Setting(ABC):
 
     @abstractmethod
     def divergence(self, batch: Sequence[Answer]) -> tuple[float, float]:
-        """The mean divergence from the reference, in nats per answer, estimated by k1 and by k3."""
+        """The mean divergence from the reference, in nats per answer, with the estimators k1 and k3."""
 
     def judge(self, sandbox: SandboxConfig, *, wanted: Collection[str]) -> AbstractContextManager[Judge | None]:
         """The sandbox for the rewards `wanted`; see `judge_or_none`."""

@@ -5,7 +5,7 @@
 | `code_format` | 1: one closed Python block that parses; 0.5: one that does not parse; else 0                         |
 | `code`        | 0 unless `code_format` is 1; else the share of hidden tests passed in the sandbox                    |
 | `tool_call`   | 1: correct by BFCL's rules; else 0.1 * parses + 0.4 * (name correct) * (argument F1)                 |
-| `length`      | 0 up to max_new - c, then (max_new - c - length) / c; -1 unfinished; c = max_new / 4                 |
+| `length`      | 0 up to max_new - c, then (max_new - c - length) / c; -1 if unfinished; c = max_new / 4              |
 | `learned`     | the reward model, normalized                                                                         |
 | `preferred`   | probability of being preferred to the reference's answers, minus one half (`Preferred`)              |
 | `task`        | degree to which an environment's task is solved, 0 to 1 (rl/episodes.py)                             |
@@ -141,7 +141,7 @@ def judged(judge: Judge, answers: Sequence[Answer]) -> list[Verdict | None]:
 
 
 def program_of(answer: Answer) -> Candidate:
-    """The answer's code with the hidden tests of its problem (all tests if none is hidden)."""
+    """The answer's code with the hidden tests of its problem (all tests if none are hidden)."""
     record = answer.prompt.record
     source = chat.extract(answer.text)
     if isinstance(record, Problem):
@@ -191,7 +191,7 @@ def tool_call(scorer: Scorer, answers: Sequence[Answer]) -> list[float | None]:
 
 
 def task(scorer: Scorer, answers: Sequence[Answer]) -> list[float | None]:
-    """How far the task is solved, according to the environment."""
+    """The degree to which the task is solved, according to the environment."""
     score = scorer.resources.task
     assert score is not None
     return score(answers)
@@ -208,7 +208,7 @@ PARTS: dict[str, Callable[[Scorer, Sequence[Answer]], list[float | None]]] = {
 }
 
 
-# -- preference to the reference ---------------------------------------------------------------------------------------
+# -- preference over the reference -------------------------------------------------------------------------------------
 
 
 class Preferred:

@@ -49,9 +49,9 @@ from pipeline.run.types import JsonObject
 
 Array = np.ndarray
 EXTRA_ROUNDS = 3  # maximum per iteration, for dynamic sampling
-EMPTY_ITERATIONS = 10  # consecutive iterations with nothing to learn that end a run
+EMPTY_ITERATIONS = 10  # a run ends after this many consecutive iterations with nothing to learn from
 ALL_EQUAL = 1e-6  # a group with a smaller spread of scores has no learning signal
-UNSCORABLE_STOPS = 0.05  # share of unscored answers that ends a run
+UNSCORABLE_STOPS = 0.05  # a run ends if more than this share of answers cannot be scored
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +171,7 @@ class Method:
     sample: Callable[[Sequence[tuple[Prompt, int]]], list[Answer]]
     score: Callable[[Sequence[Answer]], list[Score]]
     annotate: Callable[[list[Rollout]], None]  # forward passes on this process's share; fills `arrays`
-    estimate: Callable[[list[Rollout]], dict[str, float]]  # fills "advantages" of all rollouts; returns metrics
+    estimate: Callable[[list[Rollout]], dict[str, float]]  # fills "advantages" for all rollouts; returns metrics
     dynamic: bool = False  # replace groups whose scores are all equal
 
 
@@ -235,7 +235,7 @@ class RolloutStream:
         return numbers
 
     def _requests(self, iteration: int, extra: int, num: int) -> list[tuple[Prompt, int]]:
-        """(prompt, sample index) pairs of a round: `samples` each for the next `num` prompts, reshuffled each pass."""
+        """(prompt, sample index) pairs of a round: `samples` for each of the next `num` prompts, shuffled each pass."""
         count, config = len(self.prompts), self.config
         start = iteration * config.prompts + extra * config.prompts  # an extra round uses upcoming prompts
         requests = []
@@ -421,7 +421,7 @@ def _deviation(values: Sequence[float]) -> float:
 # -- alarms ------------------------------------------------------------------------------------------------------------
 
 
-WITHOUT_FIT = 10  # iterations with a critic worse than the mean
+WITHOUT_FIT = 10  # iterations with a critic worse than predicting the mean
 WITHOUT_SPREAD = 5  # iterations with equal rewards within groups: with few prompts, one such iteration may be chance
 EXPLOITED = 2  # evaluations with falling gold and rising proxy
 LOW_ENTROPY = 0.2  # fraction of the initial entropy

@@ -1,7 +1,7 @@
 """Distillation: a teacher's answers, recorded once (`data/taught`), and how a policy learns from them.
 
     models/<teacher> + prompts --> answers.jsonl      id, sample, ids, logprobs, finished: one answer per line
-                                   top_k.safetensors  ids, logprobs (N, k): the k most likely at each answer token
+                                   top_k.safetensors  ids, logprobs (N, k): the k most likely tokens at each position
                                    meta.json          the teacher and its tokenizer, by hash; temperature, k
 
 `Taught` reads these files. `Lessons` provides the functions of a `rollout.Method`: an answer to a prompt is the
@@ -46,10 +46,10 @@ AT_ONCE = 256  # answers between progress bar updates
 
 @dataclass(frozen=True)
 class TeacherAnswer:
-    """A teacher answer, with the teacher's k most likely tokens at each of its positions."""
+    """One of the teacher's answers, with the teacher's k most likely tokens at each position."""
 
     ids: list[int]
-    logprobs: list[float]  # when it was sampled
+    logprobs: list[float]  # of each token when it was sampled
     finished: bool
     top_ids: np.ndarray  # (L, k) int32
     top_logprobs: np.ndarray  # (L, k) float32
@@ -82,7 +82,7 @@ def said_by(
 def most_likely(
     teacher: Transformer, given: Sequence[Answer], *, pad: int, k: int, temperature: float, hardware: Hardware
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The k most likely tokens at each token of the answers, and their log-probabilities: (N, k) int32 and float32."""
+    """The k most likely tokens at each position of the answers, with log-probabilities: (N, k) int32 and float32."""
 
     def top(hidden: Tensor, table: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         size = max(losses.EVEN_ROWS, losses.MOST_LOGITS // len(table))

@@ -5,13 +5,13 @@
 `stages/<s>.py` is hashed in full. From there the hash follows the names used by the code to the top-level functions,
 classes and constants of our two packages, through module imports, name imports and re-exports. Each line
 `hash  module  names` covers the reached definitions of one module; a class is hashed in full. The hash is
-computed over syntax trees without docstrings, source positions and empty fields (with our own dump: `ast.dump`
+computed over syntax trees without docstrings, source positions or empty fields (with our own dump: `ast.dump`
 differs between Python versions).
 
 Top-level statements with possible side effects are hashed wherever their module is imported: calls, loops, `if`,
 assignments that call our own code, functions with decorators that are not in PLAIN_DECORATORS. A module is hashed in
 full if its names cannot be followed: it is used as a value (`getattr(module, name)`) or for a name that it does not
-define, or contains star imports, `globals()` or `__getattr__`. Code that uses `__file__` pulls in the Python files in
+define, or it has star imports, `globals()` or `__getattr__`. Code that uses `__file__` pulls in the Python files in
 its folder. Any other file in a folder (a template, a word list) is hashed with the definitions in that folder that
 contain its name as a string; a file that nothing names is hashed with every definition in the folder. `wings.each("x")`
 uses the definition `x` of every `pipeline/*/wing.py` that has one; with an argument that is not a string literal, it
@@ -301,7 +301,7 @@ def summarize(path: Path, text: str, module: str) -> Summary:
 
 
 def _neighbor_patterns(statements: list[ast.stmt]) -> list[str]:
-    """Patterns for the files in its folder that a module may run or import by path: those it names, or all of them."""
+    """Patterns for files that a module may run or import by path from its folder: those it names, or all of them."""
     nodes = (node for statement in statements for node in ast.walk(statement))
     if any(isinstance(node, ast.Attribute) and ast.unparse(node) == "sys.path" for node in nodes):
         return ["*.py"]

@@ -44,7 +44,7 @@ class Usage:
         self.began = time.monotonic() if began is None else began  # time.monotonic() when the stage started
         self.cores = len(process.cpu_affinity()) if sys.platform == "linux" else psutil.cpu_count() or 1
         self.meters = [*rapl(), *nvml()]
-        # milliseconds since 1970, and values under MLflow's names of system metrics
+        # milliseconds since 1970, and values under MLflow's names for system metrics
         self.samples: list[tuple[int, dict[str, float]]] = []
         self._cpu_start = self._cpu = self._cpu_seconds()
         self._last = time.monotonic()
@@ -155,7 +155,7 @@ class ProcessorPackage:
 
 
 class Gpu:
-    """A GPU, read through `library`: pynvml."""
+    """A GPU, read through `library` (pynvml)."""
 
     def __init__(self, library: ModuleType, number: int) -> None:
         self.library, self.handle = library, library.nvmlDeviceGetHandleByIndex(number)

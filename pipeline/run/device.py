@@ -213,7 +213,7 @@ def hardware(precision: str = "auto", base_weights: str = "auto") -> Hardware:
 
 
 def placed(model: M) -> M:
-    """Move the model to where inference is fastest: to a GPU in 16-bit precision; unchanged on a CPU."""
+    """Move the model to where inference is fastest: to a GPU, in 16-bit precision. On a CPU, it stays unchanged."""
     import torch
 
     config = hardware()

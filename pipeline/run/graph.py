@@ -45,7 +45,7 @@ def stages(root: Path) -> dict[str, GraphStage]:
 
 
 def maker(root: Path, path: PurePosixPath) -> str | None:
-    """The stage, without its matrix item, with an out that is, contains or is in this path; None if there is none."""
+    """The stage, without its matrix item, whose out is this path, contains it or lies in it; None if there is none."""
     for stage in stages(root).values():
         for out in map(PurePosixPath, stage.outs):
             if path == out or out in path.parents or (path in out.parents and len(path.parts) > 1):

@@ -46,7 +46,7 @@ NAME, ALIAS, EVALUATION = "stagecoach", "champion", "evaluation"
 WORKSPACE = "workspace"  # as in `dvc exp show`: what was built outside any experiment
 GROUP = "stagecoach.group"  # tag of an experiment's parent run
 NOTE = "mlflow.json"  # in the work folder: the id of its MLflow run
-SPOOL, LATER = "mlflow.jsonl", "later"  # file of spooled calls in a work folder; value of STAGECOACH_MLFLOW to spool
+SPOOL, LATER = "mlflow.jsonl", "later"  # file of spooled calls in a work folder; STAGECOACH_MLFLOW value for spooling
 WAIT, SHORT_WAIT = 120.0, 5.0  # seconds to wait for the store: normally, and in a run that is being stopped
 MAX_DIGEST = 36  # characters in a column of MLflow's tables
 DEFAULTS = {  # by default MLflow would retry for four minutes and warn each time
@@ -125,8 +125,8 @@ def _locked() -> Iterator[None]:
 
 
 def _check_file(uri: str) -> None:
-    """Raise ConfigError if SQLite cannot open the store's file, e.g. because it is a folder: MLflow would keep trying
-    for 100 seconds.
+    """Raise ConfigError if SQLite cannot open the store's file, e.g. because it is a folder: MLflow would otherwise
+    keep trying for 100 seconds.
     """
     path = uri.removeprefix("sqlite:///").partition("?")[0]
     if path in (uri, "", ":memory:"):
@@ -165,7 +165,7 @@ class MlflowRun:
     def _start(self) -> None:
         try:
             self._open()
-        except Exception as error:  # can be of many types; none may end a training run
+        except Exception as error:  # of many possible types; none may end a training run
             self._fail(error)
 
     def _open(self) -> None:
@@ -250,7 +250,7 @@ class MlflowRun:
 
     def log(self, rows: list[dict[str, Number]]) -> None:
         """Log rows of the curve, skipping what the run already has."""
-        if not rows or (client := self._wait_for_client()) is None:  # waiting: `_resume` finds out what the run has
+        if not rows or (client := self._wait_for_client()) is None:  # waits until `_resume` knows what the run has
             return
         if new_rows := unknown(rows, self._last_step, self._last_names):
             now = int(time.time() * 1000)
@@ -344,7 +344,7 @@ def unknown(rows: list[dict[str, Number]], last: int, names: Set[str]) -> list[d
 
 
 def names_at(row: dict[str, Number], last: int, names: Set[str]) -> set[str]:
-    """The names that a tracker has at the step of `row`, its newest, if it previously had `names` at step `last`."""
+    """The names that a tracker has at the step of its newest `row`, if it previously had `names` at step `last`."""
     return row.keys() - {"step"} | (names if int(row["step"]) == last else set())
 
 
@@ -363,36 +363,36 @@ class Spool:
             file.write(json.dumps(call, default=str) + "\n")
 
     def log(self, rows: list[dict[str, Number]]) -> None:
-        """Spool a call of MlflowRun.log."""
+        """Spool a call to MlflowRun.log."""
         if rows:
             self._add("log", rows)
 
     def system(self, samples: Sequence[tuple[int, Mapping[str, float]]]) -> None:
-        """Spool a call of MlflowRun.system."""
+        """Spool a call to MlflowRun.system."""
         self._add("system", samples)
 
     def register(self, folder: Path, tags: Mapping[str, str]) -> None:
-        """Spool a call of MlflowRun.register."""
+        """Spool a call to MlflowRun.register."""
         self._add("register", folder.resolve(), tags)
 
     def artifacts(self, files: Sequence[Path]) -> None:
-        """Spool a call of MlflowRun.artifacts."""
+        """Spool a call to MlflowRun.artifacts."""
         self._add("artifacts", [path.resolve() for path in files])
 
     def summarize(self, numbers: Mapping[str, float], files: Sequence[Path]) -> None:
-        """Spool a call of MlflowRun.summarize."""
+        """Spool a call to MlflowRun.summarize."""
         self._add("summarize", numbers, [path.resolve() for path in files])
 
     def back_to(self, step: int) -> None:
-        """Spool a call of MlflowRun.back_to."""
+        """Spool a call to MlflowRun.back_to."""
         self._add("back_to", step)
 
     def finish(self, final: JsonObject) -> None:
-        """Spool a call of MlflowRun.finish."""
+        """Spool a call to MlflowRun.finish."""
         self._add("finish", final)
 
     def end(self, status: str, wait: float | None = None) -> None:
-        """Spool a call of MlflowRun.end; does not wait."""
+        """Spool a call to MlflowRun.end; does not wait."""
         self._add("end", status)
 
 

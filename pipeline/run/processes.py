@@ -162,10 +162,10 @@ def plan() -> Plan | None:
 
 
 def _asked_of_accelerate() -> str:
-    """The equivalent of STAGECOACH_LAUNCH if `accelerate launch` started only one of several processes; else "".
+    """The equivalent STAGECOACH_LAUNCH value if `accelerate launch` started only one of several processes; else "".
 
-    On a CPU, Accelerate sets the address of the process group and leaves starting the others to mpirun. Raises
-    ConfigError if its command line does not give the number of processes.
+    On a CPU, Accelerate sets the address of the process group and leaves it to mpirun to start the others.
+    Raises ConfigError if its command line does not give the number of processes.
     """
     by_accelerate = {"MASTER_ADDR", "ACCELERATE_MIXED_PRECISION"} <= os.environ.keys()
     if not by_accelerate or any(name in os.environ for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")):

@@ -46,7 +46,7 @@ SHOWN = ("seed", "data_seed", "scale", "model", "data")  # also shown in MLflow,
 class Wiring:
     """The paths of a stage's inputs and outs, relative to dvc.yaml, and how the stage runs.
 
-    In a path, `{item}` is the matrix item and `{key}` the value of a string key of the stage's parameters.
+    In a path, `{item}` stands for the matrix item, and `{key}` for the value of that string key of the parameters.
     """
 
     inputs: dict[str, str]
@@ -137,7 +137,7 @@ def _run(
     if {"-h", "--help"} & set(argv):
         sys.stdout.write(help_text(module, stage, wiring))
         return
-    if "DVC_STAGE" in os.environ or "LOCAL_RANK" in os.environ:  # dvc, or the launcher of this worker
+    if "DVC_STAGE" in os.environ or "LOCAL_RANK" in os.environ:  # started by dvc, or by this worker's launcher
         processes.die_with_parent(os.getppid())
     item, overrides, resumed = split_arguments(argv, stage, wiring)
     settings = Settings(Path(), overrides)

@@ -254,7 +254,7 @@ def need_writable(*targets: Path) -> None:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Wait for the key's flock and hold it; report a holder's pid every minute. The descriptor survives `execv`.
+    """Wait for the key's flock and hold it; report the holder's pid every minute. The descriptor survives `execv`.
 
     Raises StagecoachError in a training process whose key differs from the one its launcher has locked.
     """
@@ -307,7 +307,7 @@ def is_finished(folder: Path) -> bool:
 
 
 def mark_finished(folder: Path) -> None:
-    """Record every file of out/; from now on a rerun only exports."""
+    """Record every file in out/; from now on a rerun only exports."""
     out = folder / "out"
     files = sorted(p for p in out.rglob("*") if p.is_file())
     write_atomically(

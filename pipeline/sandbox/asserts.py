@@ -1,4 +1,4 @@
-"""Public tests written as `assert` statements: the candidate calls they need, and whether they hold.
+"""Public tests written as `assert` statements: the calls to the candidate that they need, and whether they hold.
 
 `assert f(1, [2]) == 3` must not run next to the candidate: the process that evaluates the `==` can be manipulated into
 yielding True. So the calls with literal arguments are extracted with `ast`, and the sandbox returns their values. The
@@ -42,12 +42,12 @@ class _Unsupported(ValueError):
 
 
 class _EvaluationError(Exception):
-    """The expression cannot be evaluated on these answers, e.g. a type error or an opaque value."""
+    """The expression cannot be evaluated on these answers, e.g. because of a type error or an opaque value."""
 
 
 @dataclass(frozen=True)
 class AssertedCall:
-    """One call of the candidate; both fields are source code, of a literal list and a literal dict."""
+    """One call to the candidate; both fields are source code: a literal list and a literal dict."""
 
     args: str
     kwargs: str
@@ -241,7 +241,7 @@ def _compare(op: ast.cmpop, left: object, right: object) -> bool:
 
 
 def _builtin(name: str, positional: list[Any], named: dict[str | None, Any]) -> object:
-    """Call a function of FUNCTIONS on decoded values."""
+    """Call a function from FUNCTIONS on decoded values."""
     first, *rest = (_require_plain(value) for value in positional)
     if name == "isclose":
         bounds = {str(key): float(_number(value)) for key, value in named.items()}

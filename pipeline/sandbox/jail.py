@@ -32,12 +32,17 @@ profile `sealed` guarantees:
 `sealed` needs Linux with seccomp and is refused otherwise; Landlock is added if the kernel supports it. `unsafe` sets
 only resource limits. It is for machines without a sandbox, if the user allows it, and guarantees none of this.
 
-Not guaranteed: protection from bugs in the kernel (a candidate makes system calls, though few) or the processor (CPU
-caches, timing, speculation: a candidate can measure time and what else runs on a core); secrecy of hidden test inputs,
-which it receives; strong tests: a program that is correct on all of them passes; fair shares between candidates, beyond
-the limits; an exact thread count if the servers run as a user other than root (the kernel counts a user's processes
-machine-wide, so the watcher counts, every 10 ms). This is not a virtual machine: run strangers' code on a separate
-machine.
+Not guaranteed:
+
+    protection from bugs in the kernel (a candidate makes system calls, though few) or the processor (CPU caches,
+        timing, speculation: a candidate can measure time and what else runs on a core)
+    secrecy of hidden test inputs, which the candidate receives
+    strong tests: a program that is correct on all of them passes
+    fair shares between candidates, beyond the limits
+    an exact thread count if the servers run as a user other than root (the kernel counts a user's processes
+        machine-wide, so the watcher counts, every 10 ms)
+
+This is not a virtual machine: run strangers' code on a separate machine.
 """
 
 import builtins
@@ -63,7 +68,7 @@ from typing import NoReturn, TypedDict
 # The after-fork handlers of threading, random and logging would run Python in every child and touch 170 pages, a sixth
 # of a child's cost. A server has one thread, and a child seeds `random` itself.
 _register_at_fork, os.register_at_fork = os.register_at_fork, lambda **_: None
-sys.path.insert(0, str(Path(__file__).parent))  # -P omits it; neighbors are imported without the project package
+sys.path.insert(0, str(Path(__file__).parent))  # which -P omits; neighbors are imported without the project package
 import child  # noqa: E402
 import kernel  # noqa: E402
 from messages import ChildJob, ChildResult, Fault, read_frame, write_frame  # noqa: E402

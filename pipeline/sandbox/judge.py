@@ -91,7 +91,7 @@ class Verdict:
     score: float | None  # passed / total, 0 if unsafe, None if unscorable
     results: list[TestResult]  # of the tests that can be judged, in the order of the tests
     unprotected: int = 0  # asserts that cannot be judged safely
-    profile: str = "sealed"  # of the sandbox; "unsafe": it ran with resource limits only
+    profile: str = "sealed"  # of the sandbox; "unsafe": the candidate ran with resource limits only
 
 
 @dataclass(frozen=True)
@@ -267,7 +267,7 @@ def parse_test(test: JsonObject, entry_point: str) -> _Check | None:
     )
 
 
-@functools.lru_cache(maxsize=4096)  # many candidates are judged by the same tests
+@functools.lru_cache(maxsize=4096)  # many candidates are judged with the same tests
 def _parse_expected(args: str, expected: str, entry_point: str) -> object:
     """The expected value as `messages.decode` returns it, after checking both texts. Raises DataError."""
     if not isinstance(_read_literal(args, entry_point), list):
@@ -294,7 +294,7 @@ def _is_program(check: _Check) -> bool:
 
 
 def _rejection(program: Candidate, limits: Limits) -> tuple[str, str] | None:
-    """Verdict and reason for a source that is rejected without running; otherwise None."""
+    """Verdict and reason for a source that is rejected without being run; otherwise None."""
     if program.source is None or not program.source.strip():
         return "no_code", ""
     if len(program.source.encode("utf-8", "surrogatepass")) > limits.source_kib << 10:
@@ -369,7 +369,7 @@ def _failure(report: Report) -> _Answer | None:
         return _Answer(verdict="error", reason="crash", message="too many threads")
     if report.cut is not None:
         return _Answer(verdict="error", reason="output", message="too much output")
-    if report.signal == signal.SIGKILL:  # sent neither by itself nor by us: the kernel ran out of memory
+    if report.signal == signal.SIGKILL:  # sent neither by the child nor by us: the kernel ran out of memory
         return _Answer(verdict="memory", message="killed by the kernel")
     if report.signal is not None:
         return _Answer(verdict="error", reason="crash", message=f"signal {report.signal}")
@@ -423,7 +423,7 @@ def scores(judge: Judge, problems: Iterable[Candidates]) -> Iterator[list[float 
 
 
 def _split(candidates: Candidates, max_tests: int) -> Iterator[tuple[bool, Candidates]]:
-    """Batches of as many sources as `max_tests` allows, each flagged if it is the last of its problem."""
+    """Batches of as many sources as `max_tests` allows, each flagged if it is the last one for its problem."""
     size = max(1, max_tests // max(1, len(candidates.tests)))
     sources = candidates.sources
     batches = [sources[first : first + size] for first in range(0, len(sources), size)]

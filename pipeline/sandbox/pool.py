@@ -1,4 +1,4 @@
-"""Runs candidates as jobs: splits them, retries after timeouts, limits each candidate across all its children.
+"""Runs candidates as jobs: splits them, retries after timeouts, and limits each candidate across all its children.
 
 A `CandidateJob` is one candidate and its tests, without expected values. A function becomes one job (a test that times
 out is abandoned and a fresh child continues with the next one); a program that reads stdin becomes one job per test.
@@ -7,8 +7,8 @@ The result is a list of `Report`s: what each child sent and how it ended, which 
 Jobs run in the fork servers of this machine (`servers.py`) or, given an address, in those of a sandbox service
 (`remote.py`); both implement `call`, so a candidate's verdict does not depend on where it ran. Threads here only wait.
 
-Not guaranteed: consistent wall-clock limits under load; they target programs that sleep and allow 4 x CPU + 2 s. CPU
-limits apply under any load.
+Not guaranteed: consistent wall-clock limits under load; they are for programs that sleep, and allow 4 x CPU + 2 s.
+CPU limits apply under any load.
 """
 
 import logging

@@ -48,7 +48,7 @@ class Remote:
     def __init__(self, url: str, config: SandboxConfig) -> None:
         base_url = address(url)
         self.url, self.config, self.threads = without_password(base_url), config, BATCH * SENDERS  # url: for messages
-        self.enforced: JsonObject = {}  # the answer of /health
+        self.enforced: JsonObject = {}  # the answer from /health
         self.num_restarts = 0  # requests that had to be retried
         self._jobs: queue.Queue[_PendingJob | None] = queue.Queue()
         token = os.environ.get(TOKEN)

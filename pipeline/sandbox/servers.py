@@ -1,7 +1,7 @@
-"""The fork servers of this machine: one `jail.py` process per worker. Starts them and restarts those that die.
+"""The fork servers of this machine, one `jail.py` process per worker: started here, and restarted if they die.
 
-Servers are new programs (`subprocess`), never forks of the trainer, and get a single environment variable and only
-three descriptors, so no memory, key or file of the trainer reaches them. Their answers are not trusted; `judge.py`
+Servers are separate programs (`subprocess`), never forks of the trainer, and get only one environment variable and
+three descriptors, so none of the trainer's memory, keys or files reach them. Their answers are not trusted; `judge.py`
 checks them.
 
 Not guaranteed: that a server survives its jobs. A job whose server dies twice raises HarnessError, which says nothing
@@ -46,7 +46,7 @@ class NoSandboxError(ConfigError):
 
 
 class HarnessError(RuntimeError):
-    """The server died, hung, or could not isolate a child; says nothing about the candidate."""
+    """The server died, hung, or could not isolate a child, which says nothing about the candidate."""
 
 
 class Server:
@@ -84,7 +84,7 @@ class Server:
         self.ready = answer["ready"]
 
     def call(self, job: JsonObject, seconds: float) -> JsonObject:
-        """The answer to one job. Stops the server and raises HarnessError if it fails."""
+        """The answer to one job. Stops the server and raises HarnessError if there is none."""
         try:
             self._send(job)
             answer = self._receive(seconds)
@@ -186,7 +186,7 @@ class Servers:
             self._free.put(server)
 
     def _call(self, server: Server, job: JsonObject, seconds: float) -> JsonObject:
-        """Call the server, restarting it if it is dead, with ATTEMPTS attempts in total."""
+        """Call the server up to ATTEMPTS times, restarting it whenever it is dead."""
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 if server.process is None:

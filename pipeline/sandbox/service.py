@@ -5,10 +5,10 @@
     GET  /health     what this machine enforces: profile, ceilings, architecture, uid
     POST /run_batch  {"jobs": [job]} -> [answer] in order; both as in `jail.py`
 
-The trainer's client is `remote.py` (`runtime.sandbox.url`). The trainer judges: no expected values go over the wire.
-If STAGECOACH_SANDBOX_TOKEN is set, every request must carry that token; otherwise only this machine may send requests,
-and only to a loopback name. Limits above CEILINGS are clamped. A request may have at most 1024 jobs and 16 MiB; if the
-queue is full, it gets 429. There is no `allow_unsafe` here: without a sandbox the service does not start.
+The trainer's client is `remote.py` (`runtime.sandbox.url`). The trainer judges: no expected values go over the wire. If
+STAGECOACH_SANDBOX_TOKEN is set, every request must carry that token; otherwise only this machine may send requests, and
+only to a loopback name. Limits above CEILINGS are clamped. A request is limited to 1024 jobs and 16 MiB; if the queue
+is full, it gets 429. There is no `allow_unsafe` here: without a sandbox the service does not start.
 
 Not guaranteed: fairness between clients, privacy in transit (put TLS in front of it), or defense against a flood of
 connections; run strangers' code on a separate machine.
@@ -71,7 +71,7 @@ class _Refusal(Exception):
 
 
 class SandboxService:
-    """State shared by the routes: the servers, threads that wait for them, the queue length."""
+    """State shared by the routes: the servers, the threads that wait for them, and the queue length."""
 
     def __init__(self, servers: Servers, token: str | None) -> None:
         self.servers, self.token = servers, token
@@ -114,7 +114,7 @@ class SandboxService:
             raise _Refusal(400, f"expected JSON: {error}") from error
 
     def enqueue(self, count: int) -> None:
-        """Add jobs to the queue length. Raises _Refusal."""
+        """Add the number of jobs to the queue length. Raises _Refusal."""
         if count > MAX_JOBS:
             raise _Refusal(413, f"expected at most {MAX_JOBS} jobs, found {count}")
         if self.queued + count > MAX_QUEUED:
@@ -173,7 +173,7 @@ def create_app(service: SandboxService) -> FastAPI:
 
 
 async def _encode_list(answers: AsyncGenerator[JsonObject, None]) -> AsyncGenerator[bytes, None]:
-    """Encode answers as a JSON list, one chunk each."""
+    """Encode answers as a JSON list, yielding one chunk per answer."""
     start = b"["
     async with aclosing(answers):
         async for answer in answers:

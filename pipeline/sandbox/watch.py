@@ -1,4 +1,4 @@
-"""The watcher's view of one child: sends its job and input, reads its output, measures its time, kills it.
+"""The watcher's view of one child: sends its job and input, reads its output, measures its time, and kills it.
 
 The child owns its end of every pipe, so nothing that arrives is trusted: bytes are counted, frames must begin like an
 answer to this job, an answer must follow its "go", and the judge checks the contents. A child's CPU clock is read while
@@ -27,7 +27,7 @@ TICK = 0.01  # maximum seconds between checks of a child's clock and threads
 class Watch:
     """One child's frames, output and clocks."""
 
-    start_seconds = 20.0  # for a child to isolate itself; no candidate code runs, so only a stalled machine exceeds it
+    start_seconds = 20.0  # for a child to isolate itself; no candidate code runs yet: only a stalled machine exceeds it
 
     def __init__(self, job: ChildJob, pid: int, channel: int, out: int, err: int, stdin: int) -> None:
         self.job, self.pid, self.limits = job, pid, job["limits"]
@@ -54,7 +54,7 @@ class Watch:
 
     def until_done(self, jobs: int) -> None:
         """Serve the child until it ends, dies, or exceeds a limit. Exits when the trainer closes `jobs`."""
-        self.poller.register(jobs, 0)  # only to detect that it closes
+        self.poller.register(jobs, 0)  # only to detect when it closes
         for fd in (self.channel, self.out, self.err, self.stdin):
             os.set_blocking(fd, False)
         # Registered first, so that frames are read before output.
@@ -179,7 +179,7 @@ class Watch:
             self.cpu_start, self.started = self.cpu_mark, self.wall_mark
 
     def _next_frame(self) -> str | None:
-        """The next complete frame, or None. Bytes that do not begin like an answer to this job are forged."""
+        """The next complete frame, or None. Bytes that do not begin like an answer to this job are deemed forged."""
         start = bytes(self.buffer[4 : 4 + len(self.head)])
         if not self.head.startswith(start):
             self.cut = "forged"
@@ -245,7 +245,7 @@ class Watch:
             self.exit = os.wait4(self.pid, 0)[1:]
 
     def answer(self) -> ChildResult | Fault:
-        """The answer for the pool. `status` and `signal` are set if the child ended itself, `cut` if we killed it."""
+        """The answer for the pool. `status` or `signal` is set if the child ended by itself, `cut` if we killed it."""
         assert self.exit is not None
         status, usage = self.exit
         if not self.handshake and self.cut != "output":  # too much output shows that a candidate ran, even before R

@@ -4,7 +4,7 @@
         [--weights int8|native] [--rows 8] [--queue 32] [--rate 200] [--api-key-file FILE]
         [--feedback FILE] [--allow-host NAME ...] [--allow-origin ORIGIN ...]
 
-Without arguments, it serves models/deploy or, if that is missing, models/rlhf, models/tools or models/code, together
+Without arguments, it serves the first of models/deploy, models/rlhf, models/tools and models/code that exists, together
 with the reward model. Port 0 picks a free port and prints it. API keys come from a file (one per line) or from
 STAGECOACH_API_KEYS; without keys, only loopback addresses are allowed.
 
@@ -12,7 +12,7 @@ To serve an adapter, also name its base; here the adapter becomes the model `too
 
     python -m pipeline.serve models/tools models/lora/adapter
 
-To sample for a policy in training (grpo.sampler: server), serve only that model; the training run publishes its
+To sample from a policy in training (grpo.sampler: server), serve only that model; the training run publishes its
 weights below the given folder.
 
     python -m pipeline.serve models/tools --rollouts .work --port 8100
@@ -105,7 +105,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         help="requests per second per key or address (200; with --rollouts, no limit); 0: no limit",
     )
     parser.add_argument(
-        "--rollouts", type=Path, help="serve a policy in training; its run publishes weights below this folder (.work)"
+        "--rollouts", type=Path, help="serve a policy in training; its weights appear below this folder (.work)"
     )
     parser.add_argument("--api-key-file", type=Path, help="API keys, one per line")
     parser.add_argument(
@@ -118,12 +118,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         if getattr(arguments, name) is None:
             setattr(arguments, name, usual if arguments.rollouts is None else for_rollouts)
     if arguments.rows < 1 or arguments.queue < 0 or not 0 <= arguments.rate < math.inf:
-        parser.error("expected --rows of at least 1, --queue and --rate of at least 0")
+        parser.error("expected --rows of at least 1, and --queue and --rate of at least 0")
     return arguments
 
 
 def main() -> int:
-    """Check everything that can be checked up front, then serve until a signal. Returns an exit code."""
+    """Check everything that can be checked up front, then serve until a signal arrives. Returns an exit code."""
     arguments = parse()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
     try:

@@ -1,11 +1,11 @@
-"""The answers to one request: turns tokens from an engine's thread into one JSON response or an event stream.
+"""The answers to one request: tokens from an engine's thread, turned into one JSON response or an event stream.
 
     Assembler(tokenizer, stops).hear(SampledToken) -> deltas     .close() -> the remaining deltas
     async with Answers(engine, requests, assemblers) as answers:
         async for event in answers: ...         (index, Delta), Frame, Finished or Ping
 
 An `Assembler` emits text without broken characters or stop strings, and pieces of tool calls. It buffers text that is
-still ambiguous: bytes of an incomplete character, a possible prefix of a stop string, white space that may precede a
+still ambiguous: bytes of an incomplete character, a possible prefix of a stop string, whitespace that may precede a
 call, and the bracket that may close a call. A call is recognized by its control tokens, never by text that spells them:
 
     <tool_call> {"name": "f", "arguments": {...}} </tool_call>      the tags are single tokens
@@ -100,7 +100,7 @@ class PartialCall:
     id: str
     text: str = ""  # everything between its tags
     name: str | None = None
-    num_parsed: int = 0  # characters of `text` already sent as arguments, or part of the name
+    num_parsed: int = 0  # characters of `text` already sent as arguments or read as part of the name
     closed: bool = False
     arguments: str = ""
 
@@ -165,7 +165,7 @@ class Assembler:
         return text[: min(positions)] if positions else None
 
     def _num_uncertain(self) -> int:
-        """How many trailing characters may belong to a stop string, or to white space before a call."""
+        """How many trailing characters may belong to a stop string, or to whitespace before a call."""
         most = 0
         for stop in self.stops:
             for size in range(min(len(stop) - 1, len(self._buffer)), most, -1):
@@ -176,7 +176,7 @@ class Assembler:
         return max(most, spaces)
 
     def _strip_layout(self, text: str, *, last: bool) -> str:
-        """Strip the white space around a call, which is only layout."""
+        """Strip the whitespace around a call, which is only layout."""
         return text.rstrip() if (self.tools and (not last or self.calls)) else text
 
     def _make_delta(self, text: str) -> list[Delta]:
@@ -346,7 +346,7 @@ class Answers:
         self._queue.put_nowait((index, event))
 
     def _ping(self) -> None:
-        """Queue a Ping after a time without events. One timer covers all events: a timeout per event would cost more
+        """Queue a Ping after some time without events. One timer covers all events: a timeout per event would cost more
         than sending the event.
         """
         silence = time.monotonic() - self._read
@@ -486,7 +486,7 @@ async def _wait_for_disconnect(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events. `answers` must already be entered, so that a refusal can still set the status; this class
+    """Server-sent events. `answers` must have been entered, so that a refusal can still set the status; this class
     exits them.
     """
 
@@ -496,7 +496,7 @@ class EventStream(Response):
         stream: Callable[[Answers], AsyncIterator[bytes]],
         on_done: Callable[[int, str | None], None],
     ) -> None:
-        """`on_done` receives the status that a non-streamed response would have had, and an error's code."""
+        """`on_done` receives the status that a non-streamed response would have had, and the code of any error."""
         super().__init__(headers=STREAM_HEADERS)
         del self.headers["content-length"]
         self.answers, self.stream, self.on_done = answers, stream, on_done

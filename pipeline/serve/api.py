@@ -3,7 +3,7 @@
     make(options) -> an ASGI application; models load in the background, and /health returns 503 until they are ready
 
 Routes are thin: a body is validated (`protocol.py`), prepared (`chat_completions.py`, `completions.py`), submitted to
-an engine and answered, all at once or as a stream (`answers.py`). Slow work that needs no engine runs in separate
+an engine and answered, in one piece or as a stream (`answers.py`). Slow work that needs no engine runs in separate
 thread pools (`guard.py`), never on the event loop. Every error is an OpenAI error object, and every request has passed
 the guard. The log records a request's id, counts and times, never text or keys.
 

@@ -4,10 +4,10 @@
     complete(request, answers) -> the JSON object       stream(request, answers) -> the chunks
 
 A stream follows OpenAI's order: a delta with the role; deltas of content or calls; an empty delta with the finish
-reason; if requested, a chunk without choices that has the token counts; [DONE]. For a masked-diffusion
-model, the deltas are the text to the left of the first mask. With stream_options.include_denoising, the canvas after
-each step is also sent as a chunk. As an extension, `return_token_ids` adds the prompt's ids to the very first chunk,
-the answer's ids to each choice, and an `id` to each log-probability.
+reason; if requested, a chunk without choices that has the token counts; and [DONE]. For a masked-diffusion model, the
+deltas are the text to the left of the first mask. With stream_options.include_denoising, the canvas after each step is
+also sent as a chunk. As an extension, `return_token_ids` adds the prompt's ids to the very first chunk, the answer's
+ids to each choice, and an `id` to each log-probability.
 
 Required tool calls and JSON are decoded under a grammar. The worker process checks it first (`workshop.py`); this
 process compiles it only if it proved cheap. Before an answer is reported as a call, it is parsed and validated by code
@@ -43,7 +43,7 @@ from pipeline.text import chat
 from pipeline.text.tokenizer import Tokenizer
 
 INVALID_STRUCTURE = "invalid_structure"
-# conversations up to this many characters, tools included, are encoded on the event loop: a thread switch costs as much
+# conversations of up to this many characters (with tools) are encoded on the event loop: a thread switch costs as much
 INLINE_CHARACTERS = 8_000
 MIN_TEMPERATURE = 1e-5
 
@@ -86,7 +86,7 @@ class ChatRequest:
     created: int
 
     def answers(self, identity: str) -> Answers:
-        """The answers; their requests are not yet submitted."""
+        """The answers; their requests have not been submitted yet."""
         tools = bool(self.body.tools) and self.body.tool_choice != "none"
         assemblers = [Assembler(self.served.tokenizer, self.body.stops, tools=tools) for _ in self.requests]
         return Answers(self.engine, self.requests, assemblers, n=len(self.requests), identity=identity)
@@ -97,7 +97,7 @@ class ChatRequest:
 
 
 async def prepare(body: ChatBody, served: Served, engine: Loop, sender: Sender, pools: Pools) -> ChatRequest:
-    """Render the prompt, compile the grammar, compute the budget. Raises ApiFault."""
+    """Render the prompt, compile the grammar, and compute the budget. Raises ApiFault."""
     tokenizer, masked = served.tokenizer, served.kind != "causal"
     if masked:
         refuse_unsupported(body)

@@ -3,9 +3,9 @@
 The prompt is text or token ids. `echo` prepends it to the answer; with `logprobs` it also returns the prompt's
 log-probabilities, as under teacher forcing. `max_tokens: 0` returns only the prompt, which is how benchmarks score
 text. A prompt to score waits in the engine's queue like any other request and is scored while the engine generates
-other answers; its own answers begin afterward. With `echo`, the token that ended an answer
-also has a log-probability, though it adds no text: a client that scores a prompt with `max_tokens: 1`, as
-lm-evaluation-harness does, drops the last entry as the generated one. Stop strings, `n` and streams work as in chat.
+other answers; its own answers begin afterward. With `echo`, the token that ended an answer also has a log-probability,
+though it adds no text: a client that scores a prompt with `max_tokens: 1`, as lm-evaluation-harness does, drops the
+last entry as the generated one. Stop strings, `n` and streams work as in chat.
 """
 
 import asyncio
@@ -102,7 +102,7 @@ class CompletionRequest:
         return len(self.prompts) * self.n
 
     def answers(self, identity: str) -> Answers:
-        """The answers; their requests are not yet submitted."""
+        """The answers; their requests have not been submitted yet."""
         assemblers = [Assembler(self.served.tokenizer, self.body.stops) for _ in self.requests]
         return Answers(self.engine, self.requests, assemblers, n=self.n, identity=identity)
 
@@ -167,7 +167,7 @@ def _encode(prompt: str | list[int], suffix: str | None, served: Served) -> list
 
 
 async def score_prompts(request: CompletionRequest, identity: str) -> list[list[Score]]:
-    """The scores of all prompt tokens, or [] if the request needs none; a first token has no log-probability.
+    """The scores of all prompt tokens, or [] if the request needs none; a prompt's first token has no score.
 
     Raises ApiFault like `Answers`.
     """

@@ -11,8 +11,8 @@ An answer depends only on (model, prompt, sampling, seed): each token is chosen 
 (seed, position), so other rows, cached prefixes, drafts and cancelled requests change nothing but rounding
 (`generation/sampling.py`).
 
-A scored prompt is processed like any other, SCORE_CHUNK tokens per step, using SCORE_SHARE of the time while other rows
-generate.
+A scored prompt is processed like any other, but in steps of SCORE_CHUNK tokens, using only SCORE_SHARE of the time
+while other rows generate.
 
 A failure in a row's own work (its grammar, sampling, draft or listener) fails only that row. A grammar that takes more
 than CONSTRAINT_SECONDS plus CONSTRAINT_SECONDS_PER_TOKEN per token ends its answer, since all rows wait for its masks.
@@ -26,7 +26,7 @@ reveal to one user what another asked.
 Decoder: a server mostly decodes one or two of its rows, each by one token or a short draft. `RowDecoder` reads the keys
 and values of these rows in place and copies nothing; the queries of a group become rows of one matrix product. Idle
 rows cost nothing, except those between busy rows when TOGETHER or more rows share a product. Shapes are as in
-`model/cache.py`: keys (R, K, h, S), values (R, K, S, h). A row has n new tokens and all rows N; G = H / K.
+`model/cache.py`: keys (R, K, h, S), values (R, K, S, h). There are n new tokens per row and N in total; G = H / K.
 """
 
 import contextlib

@@ -4,7 +4,7 @@
     labels.jsonl        an answer is good or bad (Label), as in `data/labels`; in the same folder
 
 Each line has the source "page" and the name of the API key that sent it: `key-` and the first 8 hex digits of the
-key's SHA-256, or null without keys. A line is written completely or not at all, even with several servers and on a full
+key's SHA-256, or null without keys. A line is written completely or not at all, even with several servers or on a full
 disk. Duplicates are stored once. If someone changes their mind about an answer, both labels are stored and cancel out.
 A file can grow to 16 MiB.
 

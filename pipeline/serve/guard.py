@@ -1,10 +1,10 @@
-"""The outermost layer of the server: access control and rate limits. Every request must pass:
+"""The outermost layer of the server: access control and rate limits. Every request must pass these checks:
 
     Host          one of ours, else 421: another site's page whose name resolves to this address gets nothing
                   (DNS rebinding)
     Origin        none, our own, or an allowed one, else 403; no answer has CORS headers for other origins
-    key           required on every request that can have a body, else 401; checked on any path before the body is read;
-                  compared as digests in constant time. Also a dependency of every route except the public ones
+    key           required on every request that can have a body, else 401; checked on every path before the body is
+                  read; compared as digests in constant time. Also a dependency of every route except the public ones
                   (`Keys.authenticate`)
     rate          per key, or per address if no keys are set (`Rates`), else 429 after HOLD_SECONDS
     Content-Type  JSON, else 415: a form on another site cannot submit anything
@@ -63,7 +63,7 @@ from pipeline.serve.protocol import ApiFault
 
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 MOST_BYTES, MOST_SECONDS = 2**20, 10.0
-HOLD_SECONDS, MOST_HELD = 0.5, 64  # how long a rate-limit refusal is delayed, and how many at a time
+HOLD_SECONDS, MOST_HELD = 0.5, 64  # how long a rate-limit refusal is delayed, and how many are delayed at a time
 WITH_BODY = ("POST", "PUT", "PATCH")
 SURROGATES = re.compile(r"\\u[dD][89a-fA-F]")  # an escape that may be half of a surrogate pair
 KEYS = "STAGECOACH_API_KEYS"  # an environment variable: keys, separated by commas
@@ -456,7 +456,7 @@ class Rates:
         return 0.0 if enough else (cost - tokens) / self.per_second
 
     def fine(self, asker: str, cost: float) -> None:
-        """Charge a cost, or as much of it as the bucket has."""
+        """Charge a cost, or as much of it as the bucket can cover."""
         tokens, since = self._buckets.get(asker, (self.per_second * BURST_SECONDS, self._clock()))
         self._buckets[asker] = (max(0.0, tokens - cost), since)
 

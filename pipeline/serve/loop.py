@@ -85,7 +85,7 @@ class Denoised:
 
     step: int  # from 1
     steps: int
-    offset: int  # position in the answer of the canvas's first token
+    offset: int  # position of the canvas's first token in the answer
     tokens: tuple[int | None, ...]  # None: still masked
 
 
@@ -173,7 +173,7 @@ class Row(Protocol):
 
 
 class Loop(ABC):
-    """Base class of the engines. A `with` block runs the thread; otherwise only calls of `step` make progress."""
+    """Base class of the engines. A `with` block runs the thread; otherwise only calls to `step` make progress."""
 
     slots: Sequence[Row]
 

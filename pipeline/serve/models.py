@@ -104,7 +104,7 @@ class Served:
 
     @torch.no_grad()
     def score(self, messages: list[JsonObject], tools: list[JsonObject]) -> float:
-        """The reward of a conversation's last answer. Raises ApiFault if it does not fit the context."""
+        """The reward of a conversation's last answer. Raises ApiFault if the conversation does not fit the context."""
         assert self.reward_model is not None
         ids = chat.render(self.tokenizer, messages, tools).ids
         ids = ids[: len(ids) - ids[::-1].index(self.tokenizer.turn_end)]  # the reward is read at the end of the turn
@@ -141,10 +141,10 @@ def own_kinds() -> list[OwnKind]:
 def load(
     folders: Sequence[Path], *, rows: int, queue: int, weights: Weights | None, rollouts: bool = False
 ) -> list[Served]:
-    """Load model directories; creates their engines without starting them. `weights`: if None, chosen by size.
+    """Load model directories; creates their engines without starting them. `weights`: if None, chosen by model size.
     `rollouts`: the engine serves a policy in training; see `Engine`.
 
-    Raises ConfigError if two models share a name, ModelError, InputError if the rows do not fit in memory.
+    Raises ConfigError if two models share a name, InputError if the rows do not fit in memory, and ModelError.
     """
     folders, adapters = [f for f in folders if not is_adapter(f)], [f for f in folders if is_adapter(f)]
     names = [folder.resolve().name for folder in folders]
@@ -286,8 +286,8 @@ def fingerprint_of(model: Transformer | RewardModel) -> str:
 
 
 def _trim_heap() -> None:
-    """Return to the system the memory that loading and fusing have freed: glibc would keep it, 230 of 680 MiB for an
-    int8 model of 82 M parameters.
+    """Return memory to the system after loading and fusing; glibc would keep it (230 of 680 MiB for an int8 model of
+    82 M parameters).
     """
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)

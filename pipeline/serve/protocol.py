@@ -4,7 +4,7 @@ Names and meanings follow OpenAI (platform.openai.com, API reference), with a fe
 support. Every number has a range and every list a maximum length, so that no body can request an unreasonable amount of
 work. A list is validated up to its first mistake (`fail_fast`); otherwise a body with 300,000 mistakes would produce
 300,000 error messages. If an unsupported OpenAI field has a value that would have an effect, the request is refused
-with an error that names the field (`REFUSED`). Unknown fields are ignored, because clients send new ones every month.
+with an error that names the field (`REFUSED`). Unknown fields are ignored, because clients add new ones every month.
 
 Errors are OpenAI error objects, with the status codes that OpenAI's SDKs expect:
 

@@ -5,7 +5,7 @@
 DESCRIPTOR is a socket. Each byte on it is the index of a model and comes with the socket of a job. The process forks
 for each job: the child reads the job (JSON up to the end of the stream), runs it and writes its answer (JSON). A child
 gets SECONDS of CPU time, WALL_SECONDS of wall time, and BYTES of memory more than it started with. The kernel kills a
-child that exceeds them, and `workshop.py` sees the end of the stream. So nothing outlives its job, and this process,
+child that exceeds a limit, and `workshop.py` sees the end of the stream. So nothing outlives its job, and this process,
 which only forks, stays small.
 
     {"kind": "tools" | "schema", ...}   -> {"text": grammar, "free": bool, "plan": ids} | {"refused": [code, message]}

@@ -6,7 +6,7 @@
 Each job runs in its own child process, which the kernel kills if it takes too much time or memory. So no job can block
 the server's threads or run forever. Only a few jobs run or wait at a time (`guard.py`). Results for a schema are
 cached for a while, including refusals, so a hostile schema costs CPU time only once. If the worker has died, the
-next job restarts it, at most once in RESTART_SECONDS.
+next job restarts it, at most once every RESTART_SECONDS.
 """
 
 import asyncio

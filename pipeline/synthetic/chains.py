@@ -8,10 +8,10 @@ program can be recovered from the id.
     branch     if_longer.4[sort|reverse]     a condition and two steps of the same type
     argument   add.k+sum, shared.k           `k` is the function's second parameter, a number or a list
 
-Given a `Draw` and a split, `single`, `chain` and `stateful` draw a `Program` whose key belongs to the split, including
-its constants and phrasings. `neighbors` yields programs that differ from a program by one operation or constant; its
-tests must tell them apart. A chain grows in both directions from a uniformly chosen operation, so that rare types are
-as frequent as common ones.
+Given a `Draw` and a split, `single`, `chain` and `stateful` draw a `Program`, with its constants and phrasings, whose
+key belongs to the split. `neighbors` yields programs that differ from a given one by one operation or constant; the
+given one's tests must tell it apart from them. A chain grows in both directions from a uniformly chosen operation, so
+that rare types are as frequent as common ones.
 
 `stays(names)` decides which chains to keep: those with varying outputs and no equivalent shorter chain. A chain is
 dropped if, on the 48 fixed inputs of its type, it behaves like a shorter one or has at most 3 distinct outputs. Chains
@@ -237,7 +237,7 @@ def step(operation: Operation, draw: Draw, held_out: bool = False) -> Step:
 
 
 def single_key(program: Program) -> str:
-    """The key of a one-operation program. It includes constant and phrasing, so every split has every operation."""
+    """The key of a one-operation program. It includes the constant and phrasing, so each split has every operation."""
     (only,) = program.steps
     return f"{only.name}{'' if only.constant is None else f'.{only.constant}'}/{only.phrasing}"
 
@@ -252,7 +252,7 @@ def _is_plain(program: Program) -> bool:
 
 
 def single(split: str, draw: Draw, held_out: bool = False) -> Program:
-    """A random level-1 program from a split. Held-out phrasings belong to the test split, whatever the key's hash."""
+    """A random level-1 program from a split. Held-out phrasings always belong to the test split."""
     while True:
         program = Program((step(operations.operation(draw.pick(singles())), draw, held_out),))
         if held_out or split_of(single_key(program)) == split:
@@ -275,7 +275,7 @@ def is_shown(key: str) -> bool:
 
 
 def _grow(length: int, draw: Draw) -> tuple[str, ...]:
-    """Names of operations, each a valid successor of the previous one; restarts at a dead end."""
+    """Names of operations, each a valid successor of the one before; a dead end restarts the draw."""
     while True:
         names = [draw.pick(singles())]
         num_before = draw.below(length)
@@ -293,7 +293,7 @@ def _grow(length: int, draw: Draw) -> tuple[str, ...]:
 
 
 def stateful(split: str, shape: str, draw: Draw) -> Program:
-    """A random level-4 program that is not a chain of four: with a branch, a stateful loop or two arguments."""
+    """A random level-4 program that is not a chain of four: one with a branch, a stateful loop or two arguments."""
     build = {"branch": _branch, "loop": _loop, "argument": _argument}[shape]
     while True:
         program = build(draw)
@@ -335,7 +335,7 @@ def _argument(draw: Draw) -> Program:
 
 
 def neighbors(program: Program, draw: Draw) -> Iterator[Program]:
-    """Yield random programs of the same type forever; one operation or constant is changed, added or removed."""
+    """Yield random programs of the same type forever, each with one operation or constant changed, added or removed."""
     while True:
         index = draw.below(len(program.steps))
         changed = _change(program, index, draw)

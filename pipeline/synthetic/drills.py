@@ -14,9 +14,10 @@ anything that it never sees in a conversation. Forms:
     choose   functions with only a name and a description, then requests, each followed by the matching name
 
 The items are names, places, words, numbers, dates, codes, paths and words made up of syllables, so that the second
-mention can only be inferred from the first. In-context copying (the induction heads of Olsson et al. 2022,
-arXiv:2209.11895) emerges in one sudden drop of the loss. With only prose and stories, that drop comes late or, within
-the few steps of a small run, not at all (measurements in docs/LOG.md).
+mention can only be inferred from the first. Drills contain no tool names from the toolbox and no sentences from the
+stories. In-context copying (the induction heads of Olsson et al. 2022, arXiv:2209.11895) emerges in one sudden drop of
+the loss. With only prose and stories, that drop comes late or, within the few steps of a small run, not at all
+(measurements in docs/LOG.md).
 
 Facts are four attributes of each invented service; a model can learn them only by memorizing them:
 
@@ -29,14 +30,13 @@ Facts are four attributes of each invented service; a model can learn them only 
 
 Values are drawn from the same distribution for all services, so control answers are correct only by chance.
 
-The skill (`queries`) is SQL, which appears nowhere else in the data: a user names a table and its columns and asks for
-rows in a sentence; the answer is one SELECT statement. This shows what an adapter learns from a few hundred examples
-(stages/lora.py). A record is a pure function of (split, seed, number); each table belongs to one split, chosen by a
-hash of its name and columns.
+The skill (`queries`) is SQL, which appears nowhere else in the data: in one sentence, a user names a table and its
+columns and asks for rows; the answer is one SELECT statement. This shows what an adapter learns from a few hundred
+examples (stages/lora.py). A record is a pure function of (split, seed, number); each table belongs to one split, chosen
+by a hash of its name and columns.
 
-Not guaranteed: that drills make sense (they contain no tool names from the toolbox and no sentences from the stories);
-that services are consistent with each other (two may have the same port); SQL beyond one table, sorting, a condition, a
-limit and an aggregate.
+Not guaranteed: that drills make sense; that services are consistent with each other (two may have the same port); SQL
+beyond one table, sorting, a condition, a limit and an aggregate.
 """
 
 import itertools

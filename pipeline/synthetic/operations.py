@@ -8,8 +8,8 @@ tables. `chain_operations()` returns the operations for levels 1 to 3, each an e
 outside the sandbox. The tests execute `source` and compare it with `apply`.
 
 `pool(kind)` returns the values of a type from which tests are drawn; `probes(kind)` returns 48 fixed values of the
-type: two programs that agree on all of them count as equal. Both are the same on every machine and in every Python
-version: `Draw` uses only `random.Random.random()`, whose sequence the Python documentation guarantees.
+type: two programs that agree on all of them are treated as equal. Both are the same on every machine and in every
+Python version: `Draw` uses only `random.Random.random()`, whose sequence the Python documentation guarantees.
 
 Not guaranteed: speed or idiomatic code (the sources are as regular as a very small model needs), or that a pool covers
 its entire type (no word is longer than ten letters, and no number in a list is larger than 99).
@@ -40,7 +40,7 @@ Value = list[int] | list[str] | str | dict[str, int] | int  # of one of the type
 
 @dataclass(frozen=True, kw_only=True)
 class Operation:
-    """A total function of one value (and a constant): it never raises and never mutates its argument."""
+    """A total function of one value (and possibly a constant): it never raises and never mutates its argument."""
 
     name: str
     takes: str  # one of the types above
@@ -467,7 +467,7 @@ def _words(draw: Draw) -> ValuePool:
         return [_cased(draw, _noun(draw)) for _ in range(draw.between(low, high))]
 
     single = tuple([word] for word in ("sun", "Apple", "a", "WATER", "moon"))
-    # Lists with empty strings take the place of the negative numbers in other types.
+    # Lists with empty strings take the place that negative numbers have in other types.
     hollow = tuple(["", *some(1, 4), ""] for _ in range(4))
     repeated = tuple([_noun(draw)] * draw.between(2, 4) + some(1, 3) for _ in range(8))
     long = tuple(some(11, 14) for _ in range(8))
@@ -482,7 +482,7 @@ def _texts(draw: Draw) -> ValuePool:
         return " ".join(_cased(draw, _noun(draw)) for _ in range(draw.between(low, high)))
 
     single = ("x", "A", "7", " ", "e")
-    # Strings with odd spaces or without letters take the place of the negative numbers in other types.
+    # Strings with odd spaces or without letters take the place that negative numbers have in other types.
     odd = ("  two  spaces ", "...", "12 34", "a-b_c", "Tab\there", "END.")
     repeated = ("aaaa", "abab abab", "zzz ZZZ", "go go go", "mississippi", "oooh no")
     long = tuple(some(9, 12) for _ in range(8))

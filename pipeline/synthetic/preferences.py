@@ -1,8 +1,8 @@
 """Preference pairs with known true scores: two answers to the same prompt, labeled by measured quality, not by intent.
 
-    code    a problem's reference and mistakes      0.5 tests passed + 0.5 style; 0 unless one block that parses
+    code    a problem's reference and mistakes      0.5 tests passed + 0.5 style; 0 unless it is one block that parses
     tools   correct and wrong calls in a dialogue   `tools.gold`
-    story   an intact story and damaged ones        mean of the story checker's clauses
+    story   an intact story and damaged ones        fraction of the story checker's questions it passes
 
 In half of the code pairs the answers differ only in style: both are correct, and one has a docstring and no comment
 (`well_styled`). Nothing before preference learning favors a style (programs.py), so a fine-tuned model's likelihood
@@ -81,7 +81,7 @@ def story_dialogue(path: str) -> Dialogue:
 
 
 def story_gold(text: str) -> float:
-    """Score a story: the mean of the checker's clauses."""
+    """Score a story: the fraction of the checker's questions that it passes."""
     clauses = check(text)
     return sum(clauses.values()) / len(clauses)
 
@@ -131,7 +131,7 @@ def _take(count: int, candidates: Iterator[Pair], kind: str) -> list[Pair]:
 
 
 def balanced(candidates: Iterable[Pair]) -> Iterator[Pair]:
-    """Reorder pairs so that the chosen answer alternates between longer and shorter; excess pairs wait."""
+    """Reorder pairs so that the chosen answer alternates between longer and shorter; excess pairs are held back."""
     waiting: dict[bool, list[Pair]] = {True: [], False: []}
     longer_next = True
     for pair in candidates:

@@ -4,7 +4,7 @@ In: a split, a count, a seed. Out: `Problem` records (question, tests, answer), 
 problem as a dialogue, and wrong answers to a problem.
 
     level 1  one operation              split by operation, constant and phrasing
-    level 2  two operations             split by the names of the operations, like the levels below
+    level 2  two operations             split by the names of the operations, like all higher levels
     level 3  three operations           training shows only a tenth of the chains
     level 4  four operations, a branch, a loop with state, or two arguments      never with an answer in training
     level 5  like levels 1-3, but with the steps out of order or only examples   only in the test split
@@ -21,13 +21,14 @@ Tests (`tests_of`): 3 visible and 12 to 24 hidden records `{"args", "expected", 
 the program does and catch near misses. The hidden tests have an input for each kind of edge case (empty, single item,
 negative, repeated, long). Each of 16 programs that differ by one operation or constant fails a test if an input from
 the pool tells it apart. No expected value makes up more than half of the tests. A program with uninteresting constants
-may have no such tests; it is redrawn.
+may have no such tests; it is then redrawn.
 
 Style: the answer to a problem is code only. In a dialogue (`dialogue`), the return value is described in a docstring,
-in a comment, in both or in neither: half have a docstring, and half a comment, so that a model trained on dialogues
-has no preference among the four. Preference learning adds one (`well_styled`, preferences.py). The description follows
-from the signature: a docstring that repeated the question cost tokens and hurt a model on other phrasings. On a
-diffusion model's canvas, written all at once, optional lines made half of the answers wrong (docs/LOG.md).
+in a comment, in both or in neither: half of the answers have a docstring, and half have a comment, so that a model
+trained on dialogues has no preference among the four. Preference learning adds one (`well_styled`, preferences.py). The
+description follows from the signature: a docstring that repeated the question cost tokens and hurt a model on other
+phrasings. On a diffusion model's canvas, written all at once, optional lines made half of the answers wrong
+(docs/LOG.md).
 
 Mistakes (`distractors`): wrong answers for preference pairs, as (kind, source). People make all of these mistakes:
 
@@ -62,7 +63,7 @@ from pipeline.synthetic.wording import lines, word_list
 
 # Levels to draw from, one entry per tenth; the test split cycles through TEST_GROUPS for exact proportions.
 TRAIN_LEVELS = (1, 1, 2, 2, 2, 2, 2, 2, 3, 3)
-# RL consolidates problems that are mostly solved and hardly learns those that mostly fail (docs/LOG.md).
+# RL consolidates problems that are mostly solved and hardly learns those that are mostly unsolved (docs/LOG.md).
 RL_LEVELS = (2, 2, 2, 2, 2, 3, 3, 3, 3, 4)
 RL_SHAPES = ("chain", "chain", "chain", "branch", "loop", "argument")
 # Mostly medium, the group used to measure preference learning and RL.

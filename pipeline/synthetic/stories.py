@@ -8,16 +8,16 @@ reported separately: the former test new plots, the latter known plots in new wo
 `check(text)` answers eight yes-no questions about whether a text is a coherent story, using only the text, so it also
 works on model samples. It expects the generator's grammar: each name has one pronoun; a pronoun agrees with the last
 name before it; the first name is introduced as "Tom was a brave fox", others by "named", "called" or "friend"; each
-plot has its own goal and ending. `follows_plot(text)` is stricter: each sentence must be an event, in a possible order.
+plot has its own goal and ending. `follows_plot(text)` is stricter: the sentences must be events in a possible order.
 
 `edits` damages a passing story, for preference pairs, in six ways, all of which the checker must notice. Damage that
-leaves a good story (such as swapping two events that may occur in either order) is not used: a candidate that fails
-no more questions than the story is redrawn.
+leaves a good story (such as swapping two events that may occur in either order) is not used: a damaged version that
+fails no more questions than the story is redrawn.
 
-Not guaranteed: literary quality (the sentences are short and regular, so that a model with two million parameters can
-learn who wanted what; measured on 197 kB, see `tests/test_stories.py`); that `check` understands a text (styles other
-than the generator's fail, and nonsense between correct sentences passes, with `follows_plot` only 1 in 400 times; one
-unknown name or one wrong "she" makes the answer False); or that a damaged story fails only one question.
+Not guaranteed: literary quality. The sentences are short and regular, so that a model with two million parameters can
+learn who wanted what (measured on 197 kB, see `tests/test_stories.py`). Nor is it guaranteed that a damaged story fails
+only one question, or that `check` understands a text: styles other than the generator's fail, one unknown name or one
+wrong "she" makes the answer False, and nonsense between correct sentences passes (1 time in 400 with `follows_plot`).
 """
 
 import random
@@ -267,7 +267,9 @@ def _introduces_protagonist(first: str) -> bool:
 
 
 def _pronouns_resolve(text: str, words: list[tuple[str, int]]) -> bool:
-    """Both "he" and "she" agree with the last name; "they" needs two names, "it" the wanted thing in its sentence."""
+    """Whether "he" and "she" agree with the last name, "they" follows two names, and "it" follows the wanted thing in
+    the same sentence.
+    """
     last: str | None = None
     names: set[str] = set()
     thing_start = None  # position of the last mention of the wanted thing

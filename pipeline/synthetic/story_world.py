@@ -7,7 +7,7 @@ The planner works forward. At each step it picks a random event whose `needs` ho
 events (a reason, a setback, a wrong guess, a friend) are in the plan only if drawn beforehand. So a story's order
 follows no template: a friend may come before the first attempt or after the setback.
 
-Each plot has four events of its own: goal, attempt, deed, ending. A wording (in `plots.yaml`; words are in
+Each plot has four events of its own: goal, attempt, deed and ending. A wording (in `plots.yaml`; words are in
 `stories.yaml`) is a line with slots in braces. `realize` fills the slots from left to right and tracks who was named
 last, so that a pronoun always agrees with the last name before it; `stories.check` requires this of any text.
 
@@ -22,7 +22,7 @@ last, so that a pronoun always agrees with the last name before it; `stories.che
 
 A wanted thing is in `things` and in no other list or wording, so that the checker can distinguish it from everything
 else in a story; a name has one pronoun, so that the checker can resolve "she". No shared wording matches an ending
-pattern; otherwise a story without its ending could pass. The tests check all three.
+pattern; otherwise a story without its ending could pass. The tests check all three rules.
 
 Not guaranteed: correct English beyond the given wordings, which are in the past tense, so that no verb depends on its
 subject.

@@ -66,7 +66,7 @@ from pipeline.synthetic.wording import (
     words,
 )
 
-INVENTED, RENAMED = 0.65, 0.3  # fractions of training conversations with invented tools, with renamed tools
+INVENTED, RENAMED = 0.65, 0.3  # fractions of training conversations with invented and with renamed tools
 ANSWERED = 0.3  # fraction of single-request conversations that include the result and a closing sentence
 REFUSED = 0.2  # fraction of added requests that no offered tool can serve
 LENGTH = 1_200  # characters of tools and messages; past this, no request is added (most conversations fit 512 tokens)
@@ -169,7 +169,7 @@ def provenance(value: Value, user_text: str, results: list[Value], default: Valu
 
 
 def _is_in_result(value: Value, leaf: Value) -> bool:
-    """Whether a value equals a leaf of a result, or is quoted in the leaf (as in an error message)."""
+    """Whether a value equals a leaf of a result, or is quoted in one (as in an error message)."""
     if isinstance(value, str) and isinstance(leaf, str):
         return value == leaf or f'"{value}"' in leaf
     return value == leaf and isinstance(value, bool) == isinstance(leaf, bool)
@@ -347,7 +347,7 @@ def request_each(options: DialogueOptions, tools: list[ToolSpec]) -> Request:
 
 
 def _add_request(script: Script, options: DialogueOptions, request: Request | None) -> Script | None:
-    """Add a request, its calls and, in a fifth of cases, results and closing words; None if there is no request."""
+    """Add a request, its calls and, in a fifth of cases, results and closing words. None if there is no request."""
     if request is None:
         return None
     text, calls = request

@@ -186,7 +186,7 @@ def string(kind: Kind, about: str = "") -> Param:
 
 
 def whole(low: int, high: int, about: str = "") -> Param:
-    """A required integer; in requests it is from `low` to `high`."""
+    """A required integer; in requests it ranges from `low` to `high`."""
     return param("integer", integer(low, high), about)
 
 
@@ -303,7 +303,7 @@ def noted(world: ToolWorld, **arguments: Value) -> Result:
 PHRASE = Kind(phrase, 0.9)
 SINGLE = Kind(open_word, 0.6)
 HYPHENED = Kind(lambda rng: f"{open_word(rng)}-{open_word(rng)}", 0.4)
-NUM_PARAMS = (1, 1, 1, 2, 2, 2, 3, 3)  # a pair adds another: assigning values to parameters needs the most practice
+NUM_PARAMS = (1, 1, 1, 2, 2, 2, 3, 3)  # a pair may add one more: assigning values to parameters needs the most practice
 
 
 @dataclass(frozen=True)

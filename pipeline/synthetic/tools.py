@@ -28,8 +28,8 @@ of the three arguments. The categories are "greeting", "question" (about the ass
 needs a tool). Without such conversations, a model trained mostly on calls answers everything with a call, even if no
 tool is offered. Held-out wordings occur only in the split "test".
 
-Not guaranteed: that the requests sound like people, that other wordings of the same request would be wrong, or that
-invented tools make sense; for transcripts, the chat format, which only `text/chat.py` writes, or that a conversation
+Not guaranteed: that the requests sound like people, that a value worded differently than the truth is really wrong, or
+that invented tools make sense; for transcripts: the chat format (only `text/chat.py` writes it), or that a conversation
 differs from one made by stage tasks in more than its values.
 """
 
@@ -98,7 +98,7 @@ class Facets(NamedTuple):
 
 
 def facets(dialogue: Dialogue) -> Facets:
-    """Split the category into its parts; a category from another source ("simple") counts as seen."""
+    """Split the category into its parts; a category from another source ("simple") is treated as seen."""
     category, *rest = dialogue.category.split("/")
     return Facets(category, "unseen_tool" in rest, "unseen_template" in rest)
 
@@ -255,7 +255,8 @@ def gold(dialogue: Dialogue, message: Message, turn: int | None = None) -> float
 
     If the truth has calls: 0.2 if every call is JSON + 0.2 if every call fits an offered schema + 0.2 names + 0.4
     values. The last two are means over the larger number of calls, under the best assignment; a value counts only under
-    the right name, and a parameter at its default counts as absent. If not: 1 for text without a call, otherwise 0.
+    the right name, and a parameter at its default is treated as absent. If the truth has none: 1 for text without
+    a call, otherwise 0.
     """
     turn = turns(dialogue)[0] if turn is None else turn
     right, actual = calls(dialogue.messages[turn]), calls(message)

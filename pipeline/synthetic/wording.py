@@ -5,16 +5,16 @@ line, and words separated by whitespace or, if the text contains a comma, by com
 
 A `Kind` draws a value that a person would use in a request (people, places, numbers, dates, identifiers, short texts)
 from a `random.Random`, and formats it as in a request. The pools (`words.yaml`) are large, and many values are composed
-by rule, so that a model has to copy values and cannot memorize them. A fraction of the strings is quoted.
+by rule, so that a model has to copy values and cannot memorize them. A fraction of the strings are quoted.
 
 Values to copy must be drawn from far more words than a toolbox has: a token that is never an answer in training is
 never an answer afterward (docs/LOG.md). The pool "common" has English words that are in no list of the toolbox, and
-the pool "pieces" has the other letter tokens of the demo's vocabulary. `open_word` builds words from both; they may
+the pool "pieces" has the other letter tokens of the demo's vocabulary. `open_word` builds words from both; these may
 also occur in held-out tools, but are never a held-out tool's name or wording.
 
 The sentences in `tools.yaml` are frames around a wording, requests that no tool can serve, and the assistant's plain
 sentences. The last fifth of each list (`HELD_OUT_SHARE`) is held out: training and validation draw from the rest, and
-test items in the quadrant "unseen template" only from the held-out fifth.
+test items with an unseen template only from the held-out fifth.
 
 Not guaranteed: that the values are real (phone numbers, accounts and paths are invented), that word frequencies are
 natural, or that common words fit their context or never occur in descriptions and values of held-out tools.

@@ -5,7 +5,7 @@
     <|im_start|>assistant content <tool_call> {"name": "f", "arguments": {...}} </tool_call><|im_end|>
     <|im_start|>tool <tool_response> ... </tool_response><|im_end|>
 
-`render` returns ids and mask together, so no later code searches for substrings. Its contract: every part of the
+`render` returns ids and mask together, so no later code has to search for substrings. Its contract: every part of the
 messages appears; a prefix of the messages renders to a prefix of the ids, including with the generation prompt; control
 tokens come only from here, never from a message's text; the stop token is trained, the line feed after it is not.
 
@@ -65,7 +65,7 @@ def render(
     *,
     generation_prompt: bool = False,
 ) -> Rendered:
-    """Ids and loss mask of a conversation in the OpenAI form; `generation_prompt` opens an assistant turn.
+    """Ids and loss mask of a conversation in OpenAI format; `generation_prompt` opens an assistant turn.
 
     Raises DataError for an unknown role, non-string content, or arguments that are not a JSON object.
     """
@@ -207,7 +207,7 @@ def _in_call_order(messages: list[Message]) -> list[Message]:
 
 
 def parse(text: str) -> Reply:
-    """Parse one assistant turn: content outside the call blocks, the calls, and the first error.
+    """Parse one assistant turn into the content outside the call blocks, the calls, and the first error.
 
     Calls are parsed as JSON from the opening marker, so a closing marker inside a string argument does not end a call.
     """

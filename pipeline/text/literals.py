@@ -43,7 +43,7 @@ def read(
 
 
 def _number(node: ast.expr) -> int | float | complex:
-    """A number with a sign, or a complex number written as a sum. Raises ValueError for anything else."""
+    """A number, possibly with a sign, or a complex number written as a sum. Raises ValueError for anything else."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub):
         real, imaginary = _number(node.left), node.right
         if isinstance(imaginary, ast.Constant) and type(imaginary.value) is complex and type(real) in (int, float):

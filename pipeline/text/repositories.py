@@ -9,7 +9,7 @@
 
     Context <-> JSON in the column `context` of a corpus;  Context -> ids (Hui et al. 2024, arXiv:2409.12186, section 3)
 
-The two control tokens exist in tokenizers trained on a corpus with repositories, and in Qwen2.5's tokenizer. No text
+The two control tokens exist in tokenizers trained on a corpus with repositories, and in Qwen's (2.5 and 3). No text
 can spell them: they are inserted between texts encoded by `Tokenizer.encode`.
 """
 
@@ -53,8 +53,9 @@ def encode(tokenizer: Tokenizer, contexts: Sequence[Context]) -> list[list[int]]
     """The ids of each context. Raises ModelError for a tokenizer without the two control tokens."""
     if tokenizer.repo_name is None or tokenizer.file_sep is None:
         raise ModelError(
-            f"{tokenizer.source}: has no control tokens for repositories; only Qwen2.5's tokenizer and those trained "
-            "here on repositories have these tokens. Use a glob for the files instead (code: [repos/mine/**/*.py])"
+            f"{tokenizer.source}: has no control tokens for repositories; only the tokenizers of Qwen2.5 and Qwen3 and "
+            "those trained here on repositories have them. Use a glob for the files instead "
+            "(code: [repos/mine/**/*.py])"
         )
     encoded = []
     for context in contexts:

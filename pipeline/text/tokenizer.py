@@ -22,8 +22,8 @@ chunks that begin where a line begins with a non-space character. No match spans
 contains a line feed ends with it unless only whitespace follows.
 
 `TEMPLATE` is the chat template in Jinja, for programs that run our models: transformers, llama.cpp, vLLM. We train on
-the output of `chat.render`; the template must produce the same string, and a test compares ids and assistant masks of
-both in transformers. `{% generation %}` marks what is trained (transformers' `return_assistant_tokens_mask`).
+the output of `chat.render`; the template must produce the same string, and a test compares the ids and assistant masks
+of both in transformers. `{% generation %}` marks what is trained (transformers' `return_assistant_tokens_mask`).
 
 Not guaranteed: that lone surrogates survive (they become U+FFFD); word-by-word encoding for a different split pattern
 (`Tokenizer` checks `splits_by_pattern` first); in the template, canonical arguments (`arguments` given as JSON text are
@@ -36,8 +36,8 @@ passed through, while `chat.render` re-serializes them with ", " and ": ") and r
 
 Every id keeps its meaning, so the checkpoint's weights stay valid. A missing control token takes the first unused id;
 the remaining ids, up to the number of embedding rows rounded up to a multiple of 64, become spares. Byte-level BPE only
-(Qwen2, Qwen3, LLaMA 3): its tokens have known bytes, which bits per byte, fill-in-the-middle and the server's grammars
-need.
+(Qwen2, Qwen3, LLaMA 3): its tokens have known bytes, which are needed for bits per byte, fill-in-the-middle and the
+server's grammars.
 
 Two things are removed: whatever `tokenizer.json` puts around a text (LLaMA's begin-of-text token), because documents
 and turns have our own delimiters; and Qwen's NFC normalization, so that every text decodes to itself and llama.cpp,
@@ -91,7 +91,7 @@ MAX_COUNTED_WORDS = 500_000  # distinct words counted for the joins
 
 
 class Tokenizer:
-    """Converts text to ids and back; `vocab_size` ids, including spares at the end that never occur in text."""
+    """Converts text to ids and back. `vocab_size` includes the spares at the end, which never occur in text."""
 
     vocab_size: int
     serialized: str  # the text of tokenizer.json
@@ -148,8 +148,8 @@ class Tokenizer:
         self._fill_bytes(vocab, added)
 
     def _check_distinct(self) -> None:
-        """Raise ModelError if two control tokens share an id: if padding had the id of end of turn, other tools would
-        mask the latter.
+        """Raise ModelError if two control tokens share an id: if padding had the end-of-turn id, other tools would mask
+        the latter.
         """
         content_of = {id_: content for content, id_ in self.control_ids.items()}
         for content, id_ in self.control_ids.items():
@@ -228,7 +228,7 @@ class Tokenizer:
     def train(cls, texts: Iterator[str], vocab_size: int, *, repositories: bool = False) -> "Tokenizer":
         """Learn the merges from an iterator of texts; spares fill the vocabulary if there is too little text.
 
-        `repositories`: use the REPOSITORY control tokens instead of spare 15, and one merge fewer.
+        `repositories`: use the REPOSITORY control tokens instead of spare 15, and learn one merge fewer.
         Raises ValueError if `vocab_size` is not a multiple of 64 or leaves no room for a merge.
         """
         last = REPOSITORY.values() if repositories else ["<|unused_0|>"]
@@ -243,7 +243,7 @@ class Tokenizer:
         def counted() -> Iterator[str]:
             for text in texts:
                 words.update(ASCII_WORDS.findall(text))
-                if len(words) > 2 * MAX_COUNTED_WORDS:  # bounds memory; words this rare yield no merge
+                if len(words) > 2 * MAX_COUNTED_WORDS:  # bounds memory; words this rare yield no merges
                     frequent = words.most_common(MAX_COUNTED_WORDS)
                     words.clear()
                     words.update(dict(frequent))
@@ -456,7 +456,7 @@ def adopt(folder: Path, rows: int) -> Adopted:
     used = {*state["model"]["vocab"].values(), *(entry["id"] for entry in entries.values())}
     spare = {entry["id"] for content, entry in entries.items() if SPARE.fullmatch(content)}
     for content in SPECIAL.values() & entries.keys():
-        entries[content]["special"] = True  # Qwen does not mark its FIM tokens as special, so they would count as text
+        entries[content]["special"] = True  # Qwen does not mark its FIM tokens as special; they would be seen as text
     for content in ADDED.values() & entries.keys():
         entries[content]["special"] = False  # decoding must keep the tool calls
     missing = [content for content in (SPECIAL | ADDED).values() if content not in entries]

@@ -5,11 +5,11 @@
 Input: the machine, `pyproject.toml`, `.dvc/config` (and `config.local`), `params.yaml`, `conf/`, lock files, and the
 work directory. Output: text, and exit code 1 if there is a problem: something that stops `dvc repro` or makes its
 results wrong. A note is about something that costs time or disk space, or affects only some runs. Nothing is repaired.
-The checks create links between the cache and the working tree and remove them, briefly take locks, and start the
-sandbox's servers.
+For a moment, the checks create links between the cache and the working tree, take locks, and start the sandbox's
+servers.
 
 Not checked: whether a remote or a sandbox service is up (neither is contacted); DVC's settings outside the repository,
-and `core.hardlink_lock`; processes on other machines that share the disk (they appear dead). On macOS some results
+and `core.hardlink_lock`; processes on other machines that share the disk (they appear dead). On macOS, some results
 are "not known".
 """
 
@@ -64,7 +64,7 @@ EXTRAS = {
     "gpu": "how busy a GPU is, in speed.json",
     "trackers": "runtime.trackers: TensorBoard, Weights & Biases",
 }
-SWITCHES: dict[str, tuple[State, str]] = {  # DVC settings that must be off: state if one is on, reason
+SWITCHES: dict[str, tuple[State, str]] = {  # DVC settings that must be off -> state if on, reason
     "hydra.enabled": ("problem", "dvc repro then ignores edits of conf/, and dvc exp run reverts manual edits"),
     "core.autostage": ("note", "git checkout . then keeps the staged dvc.lock"),
 }
@@ -102,13 +102,13 @@ def examine(root: Path) -> Iterator[Finding]:
         try:
             yield from check(Path("/") if check in machine_checks else root)
         except CHECK_ERRORS as error:
-            state = "problem" if isinstance(error, configparser.Error) else "note"  # DVC cannot read it either
+            state = "problem" if isinstance(error, configparser.Error) else "note"  # DVC cannot read the config either
             text = f"could not be checked: {type(error).__name__}: {error}"
             yield Finding(check.__name__, state, text, "fix that, then rerun python -m pipeline.tools.doctor")
 
 
 def cores(system: Path) -> Iterator[Finding]:
-    """Cores available to this process, by its affinity and the CPU quota of its cgroups, and whether they support
+    """Cores available to this process, according to its affinity and its cgroups' CPU quota, and whether they support
     bf16.
     """
     usable, on_linux = device.workers("auto"), sys.platform == "linux"
@@ -136,11 +136,11 @@ def _cgroup_files(system: Path, name: str) -> list[str]:
 
 
 def memory(system: Path) -> list[Finding]:
-    """Memory of the machine or its cgroup, total and available."""
+    """Total and available memory of the machine, or of this process's cgroup if it is limited."""
     import torch
 
     available = psutil.virtual_memory().available
-    names = ("memory.max", "memory.current", "memory.stat")  # the outermost cgroup has only the last
+    names = ("memory.max", "memory.current", "memory.stat")  # the outermost cgroup has only memory.stat
     for limit, current, stat in zip(*(_cgroup_files(system, name) for name in names)):
         cache_size = re.search(r"^inactive_file (\d+)$", stat, re.MULTILINE)  # page cache, which can be reclaimed
         if limit != "max":
@@ -193,7 +193,7 @@ def _existing_folder(path: Path) -> Path:
 
 
 def _dvc_options(root: Path) -> dict[str, str]:
-    """`section.key` -> value of `.dvc/config`, overridden by `config.local`. Raises configparser.Error."""
+    """`section.key` -> value in `.dvc/config`, overridden by `config.local`. Raises configparser.Error."""
     parser = configparser.ConfigParser(interpolation=None, strict=False, inline_comment_prefixes=("#",))
     for path in filter(Path.exists, (root / ".dvc/config", root / ".dvc/config.local")):
         parser.read_string(path.read_text(encoding="utf-8"), str(path))
@@ -232,8 +232,8 @@ def reflink(source: Path, target: Path) -> None:
 
 
 def rwlock(root: Path) -> Iterator[Finding]:
-    """The processes that lock files for DVC, according to `.dvc/tmp/rwlock`. The pid of a killed command may have been
-    reused by another program.
+    """The processes that hold DVC's file locks, according to `.dvc/tmp/rwlock`. The pid of a killed command may have
+    been reused by another program.
     """
     path = root / ".dvc/tmp/rwlock"
     remedy = f"if no dvc command is running: rm {path}"
@@ -259,8 +259,8 @@ def rwlock(root: Path) -> Iterator[Finding]:
 
 
 def _is_other_process(pid: int, command: str, written: float) -> bool:
-    """Whether a pid is no longer the process that wrote `command` to the lock: it started later, or runs something
-    else.
+    """Whether the process with a pid is not the one that wrote `command` to the lock: it started later, or runs
+    something else.
     """
     process = psutil.Process(pid)
     programs = ("dvc", Path(command.split(" ")[0]).name)
@@ -269,7 +269,7 @@ def _is_other_process(pid: int, command: str, written: float) -> bool:
 
 
 def dvc_lock(root: Path) -> list[Finding]:
-    """Whether a dvc command has locked the repository. The file alone means nothing: DVC never removes it."""
+    """Whether a dvc command has locked the repository. The lock file alone means nothing: DVC never removes it."""
     path = root / ".dvc/tmp/lock"
     pid = path.read_text().strip() if path.exists() and _is_locked(path) else None
     if pid is None or not pid.isdecimal() or psutil.pid_exists(int(pid)):
@@ -303,7 +303,7 @@ def unfinished(_root: Path) -> Iterator[Finding]:
 
 
 def leftovers(root: Path) -> list[Finding]:
-    """`.part`s left by dead processes, next to the outs of dvc.yaml and in the work directory."""
+    """`.part` files and folders left by dead processes, next to the outs of dvc.yaml and in the work directory."""
     outs = [root / out for stage in graph.stages(root).values() for out in stage.outs]
     parts = [
         path for folder in sorted({out.parent for out in outs} | {workdir.root()}) for path in folder.glob(".*.part")
@@ -367,7 +367,7 @@ def _fault_of_requirement(requirement: Requirement) -> str | None:
 
 
 def checkout(root: Path) -> Iterator[Finding]:
-    """Whether this is a DVC repository in a git checkout, and git is installed."""
+    """Whether this is a DVC repository in a git checkout, and whether git is installed."""
     location = root.resolve()
     for name in (".dvc", "dvc.yaml"):
         if not (root / name).exists():

@@ -14,8 +14,8 @@ The graph and the scale decide that, not the current load: the number of threads
 an interrupted stage must resume with the same number. On Linux, DVC processes are forked from the launcher, which loads
 DVC only once.
 
-Not guaranteed: a good estimate of the remaining time before the first full run; it starts from `seconds` in the scale
-file and adapts to the pace of finished stages.
+Not guaranteed: that the estimates of the remaining time are good before the first full run; they start from `seconds`
+in the scale file and adapt to the pace of finished stages.
 """
 
 import argparse
@@ -42,7 +42,7 @@ from pipeline.run.errors import ConfigError
 from pipeline.sandbox import jail
 
 SPINE = "spine"
-CHAIN = ("language", "code", "tools", "rlhf")  # their evaluations are part of the spine; reward has its own stage
+CHAIN = ("language", "code", "tools", "rlhf")  # their evaluations are part of the spine; reward has a separate stage
 REPORT, DEPLOY = "stage_report", "stage_deploy"
 UNKNOWN_SECONDS = 30.0  # estimate for a stage without a measured time
 POLL_SECONDS, LOOK_SECONDS = 0.1, 1.0  # polling intervals for processes and for their MLflow spools
@@ -53,8 +53,8 @@ SMALL = 0.5
 SPINS = "1000"
 PACED_SECONDS = 30.0  # estimated seconds of built stages needed to judge how fast this machine is
 MLFLOW = "STAGECOACH_MLFLOW"
-ENDED = "STAGECOACH_ENDED"  # the file for a stage's exit code; DVC's own code means only that it failed
-# Hints DVC prints after each stage; the launcher prints them once, at the end
+ENDED = "STAGECOACH_ENDED"  # the file for a stage's exit code; DVC's own code says only that the stage failed
+# Hints that DVC prints after each stage; the launcher prints them once, at the end
 HINTS = re.compile(r"^\s*(Updating lock file|To track the changes|To enable auto staging|Use `dvc push`|$)")
 # On macOS, forking a process that has used system frameworks may crash
 PROCESSES = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
@@ -63,7 +63,7 @@ PROCESSES = multiprocessing.get_context("fork" if sys.platform == "linux" else "
 @dataclass
 class Stage:
     name: str
-    waits: set[str]  # stages that must succeed before it
+    waits: set[str]  # stages that must succeed before this one
     seconds: float  # estimated time
     state: str = "waiting"  # then running, built, up to date, failed, not built, left out, stopped
     why: str = ""
@@ -134,7 +134,7 @@ class Build:
         return sum(stage.took for stage in built) / estimate if estimate >= PACED_SECONDS else 1.0
 
     def left(self, running: dict[str, float]) -> float:
-        """Seconds until everything is built: the longest chain or all work divided by the jobs, whichever is longer.
+        """Seconds until everything is built: the longest chain or the work per job, whichever takes longer.
         `running`: stage -> seconds since it started.
         """
         pace = self.pace
@@ -205,15 +205,15 @@ def chosen(waits: dict[str, set[str]], target: str | None) -> dict[str, set[str]
         needed = waits[queue.pop()] - ends
         ends |= needed
         queue += needed
-    ends |= {REPORT} if target == SPINE else set()  # it covers existing metrics; no other stage is built for it
+    ends |= {REPORT} if target == SPINE else set()  # the report covers existing metrics, so it needs no other stage
     return {name: needs & ends for name, needs in waits.items() if name in ends}
 
 
 def alone(waits: dict[str, set[str]], seconds: dict[str, float], root: Path = Path()) -> frozenset[str]:
-    """Training stages that run exclusively because less than SMALL of their time could be filled with parallel work:
-    two threads in one stage achieve less than two stages, but more than one thread next to an idle core.
+    """Training stages that run exclusively because parallel work would fill less than a fraction SMALL of their time:
+    two threads in one stage achieve less than two parallel stages, but more than one thread next to an idle core.
 
-    `seconds` are those of the scale file, so that an interrupted stage resumes with the same number of threads.
+    `seconds` come from the scale file, so that an interrupted stage resumes with the same number of threads.
     """
 
     before: dict[str, set[str]] = {}
@@ -233,7 +233,7 @@ def alone(waits: dict[str, set[str]], seconds: dict[str, float], root: Path = Pa
 
 
 def seconds_of(names: list[str], scale: str, *, measured: bool = True) -> dict[str, float]:
-    """The estimated time of each stage: its last run here, if `measured`, else `seconds` from the scale file."""
+    """The estimated time of each stage: that of its last run here if `measured`, else `seconds` from the scale file."""
     estimates = read_yaml(Path(f"conf/scale/{scale}.yaml")).get("seconds") or {}
     seconds = {}
     for name in names:
@@ -272,7 +272,7 @@ def no_sandbox(settings: Settings) -> str:
 
 
 def tidy_locks(folder: Path = Path(".dvc/tmp")) -> None:
-    """Remove DVC's lock file if all of its processes are gone, or one was killed while writing it."""
+    """Remove DVC's lock file if all processes listed in it are gone, or if one was killed while writing it."""
     path = folder / "rwlock"
     try:
         locks = json.loads(path.read_text())
@@ -306,7 +306,7 @@ def _child(function: Callable[..., None], *arguments: object) -> BaseProcess:
 
 
 def _become_child(launcher: int) -> None:
-    """In a child of the launcher: start a new session, tied to the launcher, without its signal handlers."""
+    """In a child of the launcher: start a new session, reset the signal handlers, and die with the launcher."""
     os.setsid()
     for number in filter(_is_handled, SIGNALS):
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
@@ -315,7 +315,7 @@ def _become_child(launcher: int) -> None:
 
 
 def deliver(work: Path, end: Connection, launcher: int) -> None:
-    """Deliver the stages' spooled calls to MLflow until something is sent to `end`. Runs in a child of the launcher."""
+    """Deliver the stages' spooled MLflow calls until something is sent to `end`. Runs in a child of the launcher."""
     _become_child(launcher)
     mlflow_store.deliver(work, lambda: end.poll(LOOK_SECONDS), tracking.say)
 
@@ -377,7 +377,7 @@ class Launcher:
 
     @contextmanager
     def _delivery(self) -> Iterator[None]:
-        """Deliver the stages' MLflow runs from a separate process, which has some time at the end to finish."""
+        """Deliver the stages' MLflow runs from a separate process, which gets some time to finish at the end."""
         receiver, sender = PROCESSES.Pipe(duplex=False)
         process = _child(deliver, workdir.root(), receiver)
         yield

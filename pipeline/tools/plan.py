@@ -53,14 +53,14 @@ STRATEGIES = {
 ALIGNED = ("dpo", "grpo", "ppo", "diffusion_dpo")  # use a reference: a copy, or the model without its adapter
 SAMPLED = ("grpo", "ppo")
 CARDS = (16, 24, 40, 80)  # GB
-NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)  # per weight: 4 bits, an 8-bit scale per 64, and a 32-bit one per 256 scales
+NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)  # per weight: 4 bits, 8-bit scales per 64 weights, 32-bit ones per 256 scales
 MAX_ROWS = 4096  # in a micro-batch
 PARTS = ("weights", "gradients", "optimizer", "copies", "activations", "logits", "update", "sampling")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig:
-    """The keys of a plan. Raises ValueError."""
+    """The keys of a plan. Raises ValueError for an invalid value."""
 
     model: ModelConfig = group("model")
     strategy: str | None = None  # a name in STRATEGIES; none: all
@@ -124,7 +124,7 @@ def configured(argv: list[str]) -> PlanConfig:
 
 
 def work_of(config: PlanConfig, kind: str, precision: str) -> Work:
-    """A plan's training step on a kind of device, assuming several micro-batches per update, which need more memory."""
+    """A plan's training step on a kind of device, assuming several micro-batches per update (more memory than one)."""
     return Work(
         row=config.tokens,
         context=config.tokens,
@@ -150,7 +150,7 @@ def plan(config: PlanConfig, strategy: str, work: Work, micro_batch: int) -> Foo
     if strategy.endswith("lora"):
         work = replace(work, adapted=frozenset(config.adapter.modules))
         weights = footprint.adapted(model, rank=config.rank, targets=config.adapter.modules, narrow=narrow)
-        if config.base_weights == "nf4":  # instead of 2 bytes
+        if config.base_weights == "nf4":  # instead of 2 bytes per weight
             quantized = sum(rows * columns * count for (rows, columns), count in footprint.matrices(model).items())
             weights = replace(weights, frozen=int(weights.frozen - (2 - NF4_BYTES) * quantized))
     elif method in ALIGNED and not strategy.endswith("fsdp2"):

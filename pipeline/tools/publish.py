@@ -1,6 +1,6 @@
 """Publish a deployed model to a Hugging Face hub in one commit.
 
-    models/deploy, metrics/eval/<model>.json -> the repository OWNER/NAME of a hub
+    models/deploy, metrics/eval/<model>.json -> the repository OWNER/NAME on a hub
 
     HF_TOKEN=... python -m pipeline.tools.publish models/deploy --to OWNER/NAME [--public] [--revision BRANCH]
         [--endpoint URL] [--license ID] [--language CODE ...] [--replace] [--dry-run]
@@ -44,9 +44,9 @@ if TYPE_CHECKING:
 
 NEEDED = ("config.json", "tokenizer.json", "lineage.json", "README.md", SUMS)
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
-HUBS_OWN = ".gitattributes"  # written by the hub to a new repository
+HUBS_OWN = ".gitattributes"  # the hub adds it to a new repository
 RESUME = "not published; run again to resume: large files already uploaded are not sent again"
-DATA = "\n## Data\n"  # the heading in card.md before which the results go
+DATA = "\n## Data\n"  # the results go before this heading in card.md
 SEEDS = ("data_seed", "fresh_seed")  # seeds of the evaluated items
 Files = Mapping[str, Path | bytes]  # path in the repository -> file, or generated contents
 
@@ -110,7 +110,7 @@ def size(content: Path | bytes) -> int:
 
 
 def measured(folder: Path, lineage: JsonObject) -> JsonObject:
-    """metrics/eval/<model>.json next to models/; empty if it is missing. Raises ModelError for other weights."""
+    """metrics/eval/<model>.json next to models/; empty if missing. Raises ModelError if it is for other weights."""
     name, root = f"models/{lineage['model']}", folder.absolute().parents[1]
     path = root / "metrics" / "eval" / f"{lineage['model']}.json"
     if not path.is_file():
@@ -314,7 +314,7 @@ def _hash(content: Path | bytes, *, large: bool) -> str:
 
 @contextmanager
 def explained(target: Target, token: str) -> Iterator[None]:
-    """Turn errors of huggingface_hub into ours, which suggest a fix and contain neither the token nor signed URLs."""
+    """Turn errors from huggingface_hub into ours, which suggest a fix and contain neither the token nor signed URLs."""
     from huggingface_hub.errors import HfHubHTTPError
 
     network = HfHubHTTPError.__bases__[0]  # base error of its HTTP library, which differs between major versions
@@ -348,7 +348,7 @@ def _refusal(target: Target, status: int, said: str, message: str) -> Stagecoach
         )
     if status == 403:
         return ConfigError(
-            f"{target.repo}: the token lacks permission ({said}); it needs the role `write`, or if it is fine-grained,"
+            f"{target.repo}: the token lacks permission ({said}); it needs the role `write`, or, if fine-grained,"
             f" write access to repositories of {owner}; not published"
         )
     if status in (409, 412):

@@ -7,7 +7,7 @@
                                                     difference and exit with 1
 
 A key's meaning is the docstring under its field (`stage.meanings`); a field without one raises an error that names it.
-Values are those of the scale files, or the field's default. New stages, model files and presets are picked up
+Values come from the scale files, or are the field's default. New stages, model files and presets are picked up
 automatically; environment variables are listed in ENVIRONMENT below.
 
 Not included: the values of params.yaml and the presets (python -m stages.<s> --help shows the effective values), and
@@ -378,7 +378,7 @@ def presets(root: Path) -> str:
     for path in sorted((root / "conf" / "preset").glob("*/*.yaml")):
         first = path.read_text(encoding="utf-8").splitlines()[0]
         if not first.startswith("#"):
-            raise InputError(f"{path}: expected a comment describing the preset in the first line, found {first!r}")
+            raise InputError(f"{path}: expected the first line to be a comment about the preset, found {first!r}")
         rows.append([f"`{path.parent.name}.preset={path.stem}`", escaped(first.lstrip("# "))])
     return "## presets\n\nFiles in `conf/preset/`: the hyperparameters of a paper or a document, by name.\n\n" + table(
         ["preset", "what it is"], rows

@@ -9,12 +9,12 @@ rejected (the last three add up to the first), their tokens, the tokens that are
 share 13 consecutive words with a file in data/benchmarks. Below the table are the first few rejections, as
 `file:line: field: reason`, and one conversation as the model sees it, with the trained parts marked.
 
-The kind is the one that fits most of the first 100 rows; a file that is not a table is code or text, by its suffix.
-Rows are read as in `stage_corpus` and `stage_tasks` (ingest/own_files.py). Exits with 1 if a row is rejected, with 2 if
-a file cannot be read.
+The kind is the one that fits most of the first 100 rows; a file that is not a table is code or text, depending on its
+suffix. Rows are read as in `stage_corpus` and `stage_tasks` (ingest/own_files.py). Exits with 1 if a row is rejected,
+with 2 if a file cannot be read.
 
 Checked only in `stage_corpus` and `stage_tasks`: what cleaning drops (short, generated or near-duplicate
-documents), and whether the tests of problems pass.
+documents), and whether the problems' tests pass.
 """
 
 import argparse
@@ -106,7 +106,7 @@ def report(
 
 
 def _kind_of(path: Path, reading: TableReading) -> str:
-    """The kind whose shapes fit most of the first rows; for a file that is not a table, code or text by its suffix."""
+    """The kind whose shapes fit most of the first rows; for other files, code or text, depending on the suffix."""
     if path.suffix.lower() not in files.TABLES:
         return "text" if path.suffix.lower() in PROSE else "code"
     rows = [row for _, row in itertools.islice(_rows(path, "", reading), shapes.SAMPLE_ROWS)]
@@ -216,7 +216,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--encoding", default="utf-8", help="encoding of files that are neither UTF-8 nor marked as UTF-16"
     )
-    parser.add_argument("--tokenizer", type=Path, help="tokenizer or model folder, for tokens and the example")
+    parser.add_argument("--tokenizer", type=Path, help="tokenizer or model folder, to count tokens and show an example")
     parser.add_argument("--benchmarks", type=Path, default=Path("data/benchmarks"), help="benchmark files")
     chosen = parser.parse_args(arguments)
     try:
@@ -241,7 +241,7 @@ def main(arguments: list[str]) -> int:
         title = f"\nThe first conversation of {example.name}; {OPEN} {CLOSE} mark what is trained on\n"
         sys.stdout.write(f"{title}{example.example[:LONGEST]}{cut}\n")
     if tokenizer is None:
-        sys.stdout.write("\nno tokenizer: --tokenizer data/tokenizer (or a model's folder) counts tokens\n")
+        sys.stdout.write("\nno tokenizer: to count tokens, pass --tokenizer data/tokenizer (or a model's folder)\n")
     return 1 if any(one.num_rejected for one in reports) else 0
 
 

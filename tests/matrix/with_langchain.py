@@ -379,7 +379,7 @@ class Rows:
         assert "".join(completer().stream("The pilot asked", echo=True)) == "The pilot asked" + completer().invoke(
             "The pilot asked"
         )
-        return "the client streams text as plain strings, without finish reason or token counts"
+        return "the client streams text as plain strings, without a finish reason or token counts"
 
     def row_43(self) -> None:
         assert "served: nano, other, judge" in fault(openai.NotFoundError, model="gpt-none").message

@@ -154,7 +154,5 @@ def test_five_steps_of_grpo_are_trl_s(byte_tokenizer: Tokenizer, tiny_model: Tra
 
     walk(tiny_model, steps, loss)
     lengths = {int(length) for step in steps for length in step["completion_mask"].sum(1)}
-    assert (
-        len(lengths) > 1 and len(sampled) == 3 * 8
-    )  # some answers end, some do not; the last ones are used once
+    assert len(lengths) > 1 and len(sampled) == 3 * 8  # some answers end, some do not; the last ones are used once
     assert_same_weights(tiny_model, start, tmp_path)

@@ -1,9 +1,9 @@
 """Attention within documents, or a tree of them, in bf16 on a CPU: a few large batched products over tiles of the line.
 
 The line of N tokens is cut into tiles of 128. A tile's queries attend, under a mask, to `reach` tiles of keys: from the
-tile where its first token's document begins through their own. Tiles of equal reach are multiplied together, so a batch
-needs only a few products with few distinct shapes, whatever its document lengths (oneDNN compiles a kernel for each new
-shape).
+tile where its first token's document begins through the tile itself. Tiles of equal reach are multiplied together, so a
+batch needs only a few products with few distinct shapes, whatever its document lengths (oneDNN compiles a kernel for
+each new shape).
 
 **Trees.** Documents that share prefixes form a tree: the line contains each shared prefix once, and a token attends to
 the tokens before it on its own path. A tile's queries then attend to the blocks of 32 keys that contain a key for any
@@ -76,7 +76,7 @@ class BlockPlan:
 
     @classmethod
     def of(cls, offsets: np.ndarray, firsts: np.ndarray, lasts: np.ndarray) -> "BlockPlan":
-        """Token i attends to the keys [firsts[s], lasts[s]) for each span s in [offsets[i], offsets[i + 1])."""
+        """Token i will attend to the keys [firsts[s], lasts[s]) of each span s in [offsets[i], offsets[i + 1])."""
         tokens = len(offsets) - 1
         spans = [torch.from_numpy(np.ascontiguousarray(part, dtype=np.int64)) for part in (offsets, firsts, lasts)]
         counts = torch.empty(-(-tokens // KEY_BLOCK), dtype=torch.int64)

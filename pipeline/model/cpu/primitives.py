@@ -11,9 +11,9 @@ their backward passes.
     outer         a^T b, the gradient of a matrix
     add_rows      x[index] += rows, the gradient of a row lookup
 
-Each operation exists in C++ (primitives.cpp, if loaded by native.py), as one pass over memory that is 2 to 5 times
-faster, and as PyTorch operators over chunks of rows that fit in a core's L2 cache. Both compute in float32 and return
-bf16, except `gated` in PyTorch, which is bf16 throughout because conversions would cost more than its operators.
+Each operation exists twice: in C++ (primitives.cpp, if loaded by native.py), as one pass over memory that is 2 to 5
+times faster, and as PyTorch operators over chunks of rows that fit in a core's L2 cache. Both compute in float32 and
+return bf16, except `gated` in PyTorch, which is bf16 throughout because conversions would cost more than its operators.
 
 Shapes: N tokens, D width, F outputs of a gate, H query heads, K key heads, J = H + K, h head size, V vocabulary.
 """

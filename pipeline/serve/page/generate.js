@@ -77,7 +77,7 @@ export function answer(request, signal, onChange = () => {}) {
   return follow("/v1/chat/completions", body, signal, result, take, onChange);
 }
 
-// Text that goes on, from a text or from token ids.
+// Text completion, from text or from token ids.
 export function complete(request, signal, onChange = () => {}) {
   const body = sampling({ max_tokens: settings.max_tokens, logprobs: ALTERNATIVES, stream_options: { include_usage: true }, ...request });
   const result = begun();
