@@ -1,5 +1,6 @@
 """Our reading of dvc.yaml agrees with DVC's."""
 
+import subprocess
 from pathlib import Path, PurePosixPath
 
 import pytest
@@ -22,6 +23,23 @@ def test_stages_inputs_and_outs_are_those_that_dvc_knows(monkeypatch: pytest.Mon
             assert set(stage.outs) == {str(out) for out in known[name].outs}, name
             deps = {str(dep) for dep in known[name].deps if type(dep).__name__ != "ParamsDependency"}
             assert set(stage.deps) == deps and len(deps) == len(stage.deps), name
+
+
+def test_git_ignores_what_stages_write_except_small_files_for_git() -> None:
+    """Otherwise DVC writes a .gitignore of its own, and a run leaves an untracked file."""
+    import yaml
+
+    uncached = {
+        path
+        for stage in yaml.safe_load((ROOT / "dvc.yaml").read_text())["stages"].values()
+        for out in stage.get("outs", []) + stage.get("metrics", [])
+        if isinstance(out, dict)
+        for path in out
+    }
+    outs = sorted({out for stage in graph.stages(ROOT).values() for out in stage.outs} - uncached)
+    command = ["git", "-C", str(ROOT), "check-ignore", "--no-index", *outs]
+    ignored = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert len(outs) > 40 and sorted(set(outs) - set(ignored)) == []
 
 
 def test_a_path_is_made_by_the_stage_with_it_or_with_a_part_of_it(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ import re
 import secrets
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -154,16 +154,22 @@ def compare(model: Transformer, other: ExportProgram, ids: list[int]) -> Parity:
 
 def check_parity(result: Parity, kind: str, where: Path) -> dict[str, float | int]:
     """The numbers to report. Raises GateError if the export exceeds the limit for its kind."""
-    limit, faults = LIMITS[kind], []
-    if not result.max_difference <= limit.max_difference:
-        faults.append(f"log-probabilities differ by {result.max_difference:.2e} (at most {limit.max_difference:g})")
-    if limit.equal_greedy and result.greedy_equal != result.greedy_tokens:
-        faults.append(f"only {result.greedy_equal}/{result.greedy_tokens} greedy tokens agree")
-    if not result.divergence <= limit.divergence:
-        faults.append(f"the divergence is {result.divergence:.2e} nats per token (at most {limit.divergence:.2g})")
-    if faults:
-        raise GateError(f"{where}: the export does not match the model: {' and '.join(faults)}")
-    return asdict(result)
+    numbers = asdict(result)
+    if found := faults(numbers, kind):
+        raise GateError(f"{where}: the export does not match the model: {' and '.join(found)}")
+    return numbers
+
+
+def faults(numbers: Mapping[str, float], kind: str) -> list[str]:
+    """How an export exceeds the limit for its kind. `numbers`: what `check_parity` or `check_rewards` returned."""
+    limit, found = LIMITS[kind], []
+    if not numbers["max_difference"] <= limit.max_difference:
+        found.append(f"log-probabilities differ by {numbers['max_difference']:.2e} (at most {limit.max_difference:g})")
+    if limit.equal_greedy and numbers.get("greedy_equal") != numbers.get("greedy_tokens"):
+        found.append(f"only {numbers['greedy_equal']}/{numbers['greedy_tokens']} greedy tokens agree")
+    if not numbers.get("divergence", 0.0) <= limit.divergence:
+        found.append(f"the divergence is {numbers['divergence']:.2e} nats per token (at most {limit.divergence:.2g})")
+    return found
 
 
 @torch.no_grad()
