@@ -256,6 +256,7 @@ class Summary(TypedDict):
     opaque: bool  # whether the module is hashed in full
 
 
+@cache
 def summarize(path: Path, text: str, module: str) -> Summary:
     """What a module's source defines, and which names each definition uses. Raises SyntaxError as Python would."""
     tree = ast.parse(text, str(path))
