@@ -147,7 +147,7 @@ def test_routing_by_sequence_is_refused_unless_asked_for_and_said_to_leak(coded:
         ({"baseline_learning_rate": 0.0}, "baseline_learning_rate: expected more than 0"),
         ({"questions": 0}, "expected at least 1"),
         ({"load_balance": -1.0}, "expected at least 0"),
-        ({"storage": "reduced", "bank_rank": 15}, "expected a multiple of"),
+        ({"storage": "reduced", "bank_rank": 15}, "needs a multiple of the number of heads"),
         ({"train_base": True, "adapter": {"rank": 1, "alpha": 1}}, "expected at most one of the two"),
         ({"context": 8, "tokens_per_step": 512}, "tokens, more than `context`"),
         ({"context": 100000, "tokens_per_step": 100000}, "the model's context"),
