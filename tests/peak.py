@@ -115,7 +115,7 @@ def train(config: ModelConfig, asked: dict[str, Any], folder: Path) -> None:
         stop=StopRequest(),
     )
     fitting = FitConfig(
-        steps=3,
+        steps=asked.get("steps", 3),
         tokens_per_step=rows * context,
         context=context,
         learning_rate=1e-4,

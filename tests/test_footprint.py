@@ -369,7 +369,7 @@ CASES: dict[str, dict[str, Any]] = {
     "dpo": FOUR | {"method": "dpo"},
     "dpo with an adapter": FOUR | {"method": "dpo", "adapter": ADAPTER, "base": "bf16"},
     "grpo": FOUR | {"method": "grpo", "rows": 8},
-    "grpo with an adapter": FOUR | {"method": "grpo", "rows": 32, "adapter": ADAPTER, "base": "bf16"},
+    "grpo with an adapter": FOUR | {"method": "grpo", "rows": 48, "adapter": ADAPTER, "base": "bf16", "steps": 2},
 }
 
 
