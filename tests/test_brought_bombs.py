@@ -228,6 +228,7 @@ HEADS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="reads the peak of memory from /proc")
 @pytest.mark.parametrize("suffix", HEADS)
 def test_a_file_of_three_gigabytes_is_read_in_little_memory_or_refused(own: Path, suffix: str) -> None:

@@ -145,6 +145,18 @@ def test_a_stage_concerns_what_is_made_from_it(repository: Repository) -> None:
     }
 
 
+def test_an_edit_of_one_block_reruns_its_stage_and_what_follows_and_comes_back_from_the_run_cache(
+    repository: Repository,
+) -> None:
+    before = repository.sha("rlhf")
+    repository.edit("params.yaml", "rlhf:\n  iterations:", "rlhf:\n  iterations: 1")
+    assert repository.repro() == AFTER_RLHF
+    assert repository.sha("rlhf") != before
+    repository.git("checkout", "-q", "params.yaml")
+    assert repository.repro() == set()
+    assert repository.sha("rlhf") == before
+
+
 def test_the_selected_model_file_concerns_language_and_another_one_nobody(repository: Repository) -> None:
     repository.edit("conf/model/tiny.yaml", "layers: 4", "layers: 5")
     assert repository.changed() == set()

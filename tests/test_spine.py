@@ -55,18 +55,6 @@ def test_a_comment_a_docstring_and_the_server_train_nothing(built: Repository) -
     built.git("checkout", "-q", ".")
 
 
-def test_an_edit_of_one_block_reruns_its_stage_and_what_follows_and_comes_back_from_the_run_cache(
-    built: Repository,
-) -> None:
-    before = built.sha("rlhf")
-    built.edit("params.yaml", "rlhf:\n  iterations:", "rlhf:\n  iterations: 1")
-    assert launched(built) == AFTER_RLHF
-    assert built.sha("rlhf") != before
-    built.git("checkout", "-q", "params.yaml")
-    assert launched(built) == set()
-    assert built.sha("rlhf") == before
-
-
 def test_a_constant_in_the_model_concerns_every_stage_that_uses_it(built: Repository) -> None:
     built.edit("pipeline/model/transformer.py", "EVEN_ROWS = 128", "EVEN_ROWS = 64")
     assert built.repro("code_versions") == {"code_versions"}
