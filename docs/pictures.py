@@ -1,8 +1,8 @@
-"""The README's pictures, of the run that stands in the working tree.
+"""Take the README's pictures from the run in the working tree.
 
     python docs/pictures.py      reports/index.html -> docs/report.png, the page before models/tools -> docs/page.png
 
-The page shows a story and the first easy held-out problem that the model always solves. Needs Chromium and the
+The page shows the first easy held-out problem that the model always solves, and a story. Needs Chromium and the
 extra dev.
 """
 
@@ -24,7 +24,7 @@ SIZE: dict[str, Any] = {"width": 1200, "height": 1000}
 
 
 def main() -> None:
-    """Draw both."""
+    """Take both screenshots."""
     rows = (json.loads(line) for line in (ROOT / "metrics/eval/tools.jsonl").read_text("utf-8").splitlines())
     easy = next(row["prompt"] for row in rows if row.get("group") == "easy" and row.get("sampled") == 1)
     with (
@@ -36,7 +36,7 @@ def main() -> None:
         page.goto((ROOT / "reports/index.html").as_uri())
         page.screenshot(path=ROOT / "docs/report.png")
         with opened(browser, server.url, settings=SETTINGS, viewport=SIZE) as chat:
-            for text in (STORY, easy):
+            for text in (easy, STORY):
                 say(chat, text)
             chat.screenshot(path=ROOT / "docs/page.png")
 

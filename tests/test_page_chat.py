@@ -79,6 +79,11 @@ def test_the_answer_is_the_servers_and_its_counts_are_shown(page: Any, server: R
     assert page.locator("meter").evaluate("meter => [meter.value, meter.max]") == [said + asked, 2048]
 
 
+def test_a_question_keeps_its_lines(page: Any) -> None:
+    say(page, "f(1) == 2\nf(2) == 4")
+    assert page.locator("article.user .text").last.inner_text().strip() == "f(1) == 2\nf(2) == 4"
+
+
 def test_the_system_prompt_and_each_sampling_setting_reach_the_server(page: Any) -> None:
     sent: list[dict[str, Any]] = []
     page.on("request", lambda request: sent.append(request.post_data_json) if "chat" in request.url else None)
