@@ -5,7 +5,8 @@
 
 Samples at temperature 0.8 with the same seeds for both, plus greedy answers; answers run in the sandbox. The interval
 of the difference is a paired bootstrap over problems (10,000 resamples). Prints a line per level and one for all; lines
-with fewer than 20 problems give no verdict. Models are refused if different problems fit into their contexts.
+with fewer than 20 problems give no verdict. Raises an error if a problem fits in one model's context but not in the
+other's.
 """
 
 import argparse

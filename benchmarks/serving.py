@@ -4,10 +4,10 @@
 
 Five servers run as processes, each stopped (SIGSTOP) while another is measured: ours with float32 and with int8
 weights, `transformers serve` in float32 without and with continuous batching, and ours with a tiny model. All but the
-last serve the same directory: random weights of a Qwen3 shape with 82 M parameters and a BPE of 8,192 tokens trained on
-this repository's sources. Tokens are sampled at temperature 1, so that no text repeats and our drafts never match. No
-answer ends early: our servers use `ignore_eos`, and transformers has no end token in its generation_config.json. Token
-counts come from `usage`; an answer with a different length is a failure.
+last serve the same directory: a randomly initialized Qwen3 model with 82 M parameters, and a BPE of 8,192 tokens
+trained on this repository's sources. Tokens are sampled at temperature 1, so that no text repeats and our drafts never
+match. No answer ends early: our servers use `ignore_eos`, and transformers has no end token in its
+generation_config.json. Token counts come from `usage`; an answer with a different length is a failure.
 
 Each round sends every server the same new prompts, with 1, 4 and 8 concurrent users, each with one streamed request.
 Before the rounds, each server answers 3 requests that do not count. Reported with medians and quartiles:

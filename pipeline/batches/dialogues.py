@@ -1,7 +1,7 @@
 """Training batches of conversations and facts.
 
-    data/dialogues/{train,val}.jsonl (records.Dialogue)  --chat.render-->  segments, packed in rows  ->  DialogueStream
-    data/facts/{train,val}.jsonl (records.Fact)  ->  E question \\n | answer E, packed in rows      ->  FactStream
+    data/dialogues/{train,val}.jsonl (records.Dialogue)  --chat.render-->  segments, packed into rows -> DialogueStream
+    data/facts/{train,val}.jsonl (records.Fact)  ->  E question \\n | answer E, packed into rows     -> FactStream
 
 In dialogues, only assistant turns have a loss. A dialogue that does not fit in one row is split at user turns: each
 segment takes as many groups (from one user turn to the next) as fit, plus the system turn and the tools, so each

@@ -147,9 +147,9 @@ def _check_file(uri: str) -> None:
 class MlflowRun:
     """One MLflow run, opened in a thread (importing MLflow takes seconds) and resumed by its id in the work folder.
 
-    The first log waits up to WAIT seconds for the store (`connect`). If the store does not respond, then or later, the
-    stage continues without MLflow after one warning through `warn`. STAGECOACH_MLFLOW=off disables MLflow (in tests of
-    other features); under the launcher a stage uses a Spool instead.
+    The first call to `log` waits up to WAIT seconds for the store (`connect`). If the store does not respond, then or
+    later, the stage continues without MLflow after one warning through `warn`. STAGECOACH_MLFLOW=off disables MLflow
+    (in tests of other features); under the launcher a stage uses a Spool instead.
     """
 
     def __init__(self, description: Description, folder: Path, warn: Callable[[str], None]) -> None:

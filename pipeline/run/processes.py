@@ -328,7 +328,7 @@ def _accelerate_workers(workers: Plan, module: str, argv: list[str]) -> None:
 
 
 def exit_code(codes: dict[int, int]) -> int:
-    """The common exit code of failed processes (rank -> code, negative for a signal); reports a killed one on stderr.
+    """A single exit code for failed processes (rank -> code, negative for a signal); reports a killed one on stderr.
 
     A failed gate or invalid input is assumed to be the root cause; failing that, a killed process, then any error.
     """

@@ -65,7 +65,7 @@ class Stopped(SystemExit):
 class StopRequest:
     """Handles SIGTERM and SIGINT in a training stage.
 
-    While a model is built, data is loaded or a result is written, the first signal raises Stopped: only work since the
+    While a model is being built, data loaded or a result written, the first signal raises Stopped: only work since the
     last checkpoint is lost. Within `heeded` it sets a flag that the training loop checks at every step. A second signal
     ends the process immediately.
     """

@@ -95,7 +95,7 @@ class Remote:
         self._jobs.put((json.dumps(job, separators=(",", ":")), future))
         answer = future.result()
         if answer.get("id") != job["id"] or not answer.keys() >= ANSWER:
-            raise HarnessError(f"{self.url}: {answer.get('fault', 'got an answer to another job')}")
+            raise HarnessError(f"{self.url}: {answer.get('fault', 'received the result of another job')}")
         return answer
 
     def _send_batches(self) -> None:
@@ -183,7 +183,7 @@ def _check_status(answer: httpx.Response) -> None:
     if answer.status_code != 200:
         raise ConfigError(
             f"runtime.sandbox.url: {without_password(str(answer.url))}: expected status 200, found"
-            f" {answer.status_code}: {answer.text[:300]}; is it a sandbox service of the same version?"
+            f" {answer.status_code}: {answer.text[:300]}; is it a sandbox service of this version?"
         )
 
 

@@ -93,7 +93,7 @@ class Server:
             raise HarnessError(f"the sandbox server is gone: {error}") from error
         if answer.get("id") != job["id"] or "fault" in answer:
             self.stop()
-            raise HarnessError(str(answer.get("fault", "got an answer to another job")))
+            raise HarnessError(str(answer.get("fault", "received the result of another job")))
         return answer
 
     def _send(self, message: JsonObject) -> None:

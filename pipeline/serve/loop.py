@@ -178,7 +178,7 @@ class Loop(ABC):
     slots: Sequence[Row]
 
     def __init__(self, *, rows: int, queue: int, context: int, vocabulary: int, alone: bool = False) -> None:
-        """`context` limits prompt and answer together. `alone`: one owner may use all rows and queue places.
+        """`context` limits prompt and answer together. `alone`: one owner may use all rows and queue slots.
 
         Raises ValueError for invalid numbers.
         """

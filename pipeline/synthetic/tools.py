@@ -254,9 +254,9 @@ def gold(dialogue: Dialogue, message: Message, turn: int | None = None) -> float
     """Score an assistant message at a turn, in [0, 1] (`turn` None: the first scored turn).
 
     If the truth has calls: 0.2 if every call is JSON + 0.2 if every call fits an offered schema + 0.2 names + 0.4
-    values. The last two are means over the larger number of calls, under the best assignment; a value counts only under
-    the right name, and a parameter at its default is treated as absent. If the truth has none: 1 for text without
-    a call, otherwise 0.
+    values. The last two are averages over the larger of the two call counts, under the best assignment; a value counts
+    only under the right name, and a parameter at its default is treated as absent. If the truth has none: 1 for text
+    without a call, otherwise 0.
     """
     turn = turns(dialogue)[0] if turn is None else turn
     right, actual = calls(dialogue.messages[turn]), calls(message)

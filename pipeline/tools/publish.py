@@ -369,7 +369,9 @@ def check_endpoint(endpoint: str) -> None:
     url = urlsplit(endpoint)
     host = url.hostname or ""
     if url.scheme not in ("http", "https") or not host or url.username or url.password or url.query:
-        raise ConfigError("--endpoint: expected an address such as https://hub.example.org, without user and password")
+        raise ConfigError(
+            "--endpoint: expected an address such as https://hub.example.org, without a user name or password"
+        )
     try:
         loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -235,7 +235,7 @@ def _paths(lengths: Sequence[int], before: Sequence[int], parents: Sequence[int]
 
 
 def _key_blocks(queries: Sequence[tuple[int, int, list[Span]]]) -> np.ndarray:
-    """The blocks that contain keys of these queries, in order."""
+    """The blocks that contain the keys these queries attend to, in order."""
     spans = {(first // KEY_BLOCK, -(-last // KEY_BLOCK)) for _, _, path in queries for first, last in path}
     return np.unique(np.concatenate([np.arange(*span) for span in spans]))
 
