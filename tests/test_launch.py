@@ -394,7 +394,7 @@ MOMENTS: dict[str, Callable[[Path], bool]] = {
 @pytest.mark.parametrize(
     ("number", "moment"),
     [
-        (signal.SIGKILL, "in training"),  # test_graph.py kills all at a random moment
+        *((signal.SIGKILL, moment) for moment in MOMENTS),
         *zip((signal.SIGTERM, signal.SIGINT, signal.SIGHUP), MOMENTS, strict=True),
     ],
     ids=str,
