@@ -135,6 +135,11 @@ def test_runs_over_other_data_items_or_parameters_are_refused_by_name(other: Met
         seeds.measured(NAMES[:2], [made(1, [1, 0]), other])
 
 
+def test_a_teachers_answers_may_differ_because_training_wrote_them() -> None:
+    runs = [made(seed, [1, 0], data={"data/taught": f"answers of grpo {seed}"}) for seed in (1, 2)]
+    assert seeds.check(NAMES[:2], runs) == [1, 2]
+
+
 def test_a_run_of_mixed_seeds_is_refused_and_other_parameters_are_named() -> None:
     mixed = made(2, [1, 0])
     mixed.stages["language"] = {"params": {"seed": 1}, "lineage": {"inputs": {}, "code": "c"}}
