@@ -269,8 +269,12 @@ def test_what_trains_alone_is_decided_by_what_could_run_beside_it(monkeypatch: p
     seconds = dict.fromkeys(waits, 10.0) | {"stage_language": 100.0, "stage_tools": 300.0, "stage_deploy": 300.0}
     assert launch.alone(waits, seconds) == {"stage_language", "stage_tools"}
     assert launch.alone(waits, seconds | {"stage_tasks": 60.0}) == {"stage_tools"}
+    long = seconds | {"stage_code": 100.0}  # the tasks run beside `language`, so nothing is left to run beside `code`
+    assert launch.alone(waits, long | {"stage_tasks": 60.0}) == {"stage_code", "stage_tools"}
+    assert launch.alone(waits, long | {"stage_tasks": 160.0}) == {"stage_tools"}
     monkeypatch.setattr(launch.device, "workers", lambda _: 2)
-    assert launch.prepare(launch.SPINE, 2).alone == {"stage_tools"}
+    assert launch.prepare(launch.SPINE, 2).alone == {"stage_code", "stage_tools"}
+    assert launch.prepare(None, 2).alone >= {"stage_code"}
     monkeypatch.setattr(launch.device, "workers", lambda _: 4)
     assert not launch.prepare(launch.SPINE, 2).alone  # two threads each suffice
 

@@ -211,7 +211,8 @@ def chosen(waits: dict[str, set[str]], target: str | None) -> dict[str, set[str]
 
 def alone(waits: dict[str, set[str]], seconds: dict[str, float], root: Path = Path()) -> frozenset[str]:
     """Training stages that run exclusively because parallel work would fill less than a fraction SMALL of their time:
-    two threads in one stage achieve less than two parallel stages, but more than one thread next to an idle core.
+    two threads in one stage achieve less than two parallel stages, but more than one thread next to an idle core. Work
+    that needs no training runs beside the first stages, so it counts only once.
 
     `seconds` come from the scale file, so that an interrupted stage resumes with the same number of threads.
     """
@@ -223,13 +224,19 @@ def alone(waits: dict[str, set[str]], seconds: dict[str, float], root: Path = Pa
             before[name] = waits[name].union(*map(ancestors, waits[name]))
         return before[name]
 
-    def beside(name: str) -> float:
-        others = waits.keys() - ancestors(name) - {name}
-        return sum(seconds[other] for other in others if name not in ancestors(other))
-
     outs = {name: stage.outs for name, stage in graph.stages(root).items()}
     train = {name for name in waits if any(out.startswith("models/") for out in outs[name])} - judging(root) - {DEPLOY}
-    return frozenset(name for name in train if beside(name) < SMALL * seconds[name])
+    left, exclusive = dict(seconds), set[str]()  # left: seconds that no earlier stage runs beside
+    for name in sorted(train, key=lambda name: (len(ancestors(name)), name)):
+        others = [other for other in waits.keys() - ancestors(name) - {name} if name not in ancestors(other)]
+        if sum(left[other] for other in others) < SMALL * seconds[name]:
+            exclusive.add(name)
+            continue
+        room = seconds[name]
+        for other in sorted(other for other in others if not train & {other, *ancestors(other)}):
+            used = min(room, left[other])
+            left[other], room = left[other] - used, room - used
+    return frozenset(exclusive)
 
 
 def seconds_of(names: list[str], scale: str, *, measured: bool = True) -> dict[str, float]:
