@@ -248,9 +248,10 @@ def test_the_report_says_of_its_baseline_what_it_was_measured_over(two_seeds: tu
     assert "too few items: 4</small>" in card.render(two_seeds[1]), "a change from the model before, within the run"
 
 
-def test_a_claim_holds_by_its_interval_fails_without_one_and_says_when_nothing_was_measured() -> None:
+def test_a_claim_holds_or_fails_by_its_interval_and_says_when_nothing_was_shown_or_measured() -> None:
     stages = {
         "reward": {"lineage": {}, "test": {"accuracy": 0.6, "accuracy_low": 0.51, "accuracy_high": 0.7}},
+        "kto": {"lineage": {}, "pairs": {"accuracy": 0.4, "accuracy_low": 0.31, "accuracy_high": 0.49}},
         "rlhf": {
             "lineage": {},
             "held_out": {"gain": 0.1, "gain_low": -0.01, "gain_high": 0.2},
@@ -267,9 +268,14 @@ def test_a_claim_holds_by_its_interval_fails_without_one_and_says_when_nothing_w
     )
     told = {one.title: one for one in claims.claims(run)}
     assert told["The reward model ranks better than chance"].state == claims.HOLDS
-    assert told["Reinforcement learning from the reward model raises the true score"].state == claims.FAILS
+    assert told["Reinforcement learning from the reward model raises the true score"].state == claims.NOT_SHOWN
+    assert told["KTO's implicit rewards rank held-out pairs better than chance"].state == claims.FAILS
     assert told["GRPO raises pass@1 on held-out problems"].state == claims.UNKNOWN
     assert told["GRPO solves more unseen compositions than its base model"].state == claims.HOLDS
+    for grpo, state in (([1, 0] * 50, claims.NOT_SHOWN), ([0, 0] * 50, claims.FAILS)):
+        run.evaluations["grpo"], run.items["grpo"] = solved(grpo).numbers, solved(grpo).rows
+        again = {one.title: one for one in claims.claims(run)}
+        assert again["GRPO solves more unseen compositions than its base model"].state == state
     assert "grpo 100.0%, tools 50.0%" in told["GRPO solves more unseen compositions than its base model"].measured
     export = told["Every export matches the model that was evaluated, up to the rounding of its format"]
     assert export.state == claims.FAILS

@@ -36,6 +36,7 @@ DATA = {
     "stories": "data/raw/text",
     "code": "data/raw/code",
     "problems": "data/problems",
+    "requests": "data/problems",
     "tools": "data/dialogues",
     "facts": "data/facts",
     "reward": "data/preferences",
@@ -253,6 +254,7 @@ def packages(before: MetricsRun, after: MetricsRun) -> list[str]:
 
 
 HOLDS, FAILS, UNKNOWN = "holds", "does not hold", "not measured"
+NOT_SHOWN = "not shown"  # the interval contains both outcomes
 UNDECIDED = "no verdict"  # the two sides have different items, or too few
 # measure, the better model, the model it is compared with, title
 BETTER = (
@@ -279,7 +281,7 @@ class Claim:
 
     title: str
     measured: str
-    state: str  # HOLDS, FAILS, UNKNOWN or UNDECIDED
+    state: str  # HOLDS, FAILS, NOT_SHOWN, UNKNOWN or UNDECIDED
 
 
 def claims(run: MetricsRun) -> list[Claim]:
@@ -308,7 +310,7 @@ def _comparisons(run: MetricsRun) -> Iterator[Claim]:
             continue
         show = difference.headline.show
         text = f"{model} {show(difference.after)}, {base} {show(difference.before)}: {difference.shown}"
-        state = HOLDS if difference.kind == "better" else FAILS
+        state = {"better": HOLDS, "worse": FAILS}.get(difference.kind, NOT_SHOWN)
         yield Claim(title, text, UNDECIDED if difference.refused or difference.few else state)
 
 
@@ -324,7 +326,7 @@ def _thresholds(run: MetricsRun) -> Iterator[Claim]:
             continue
         value, low, high = numbers
         text = f"{value:.3f} ({low:.3f} to {high:.3f}), claimed: more than {least:g}"
-        yield Claim(title, text, HOLDS if low > least else FAILS)
+        yield Claim(title, text, HOLDS if low > least else NOT_SHOWN if high > least else FAILS)
 
 
 def _export_claim(run: MetricsRun) -> Iterator[Claim]:
