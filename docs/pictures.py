@@ -2,7 +2,7 @@
 
     python docs/pictures.py      reports/index.html -> docs/report.png, the page before models/tools -> docs/page.png
 
-The page shows the first easy held-out problem that the model always solves, and a story. Needs Chromium and the
+The page shows the first held-out request that the model answers correctly, and a story. Needs Chromium and the
 extra dev.
 """
 
@@ -26,7 +26,7 @@ SIZE: dict[str, Any] = {"width": 1200, "height": 1000}
 def main() -> None:
     """Take both screenshots."""
     rows = (json.loads(line) for line in (ROOT / "metrics/eval/tools.jsonl").read_text("utf-8").splitlines())
-    easy = next(row["prompt"] for row in rows if row.get("group") == "easy" and row.get("sampled") == 1)
+    asked = next(row["prompt"] for row in rows if row["suite"] == "requests" and row["right"])
     with (
         tempfile.TemporaryDirectory() as folder,
         serving([ROOT / "models/tools"], log=Path(folder) / "log") as server,
@@ -36,7 +36,7 @@ def main() -> None:
         page.goto((ROOT / "reports/index.html").as_uri())
         page.screenshot(path=ROOT / "docs/report.png")
         with opened(browser, server.url, settings=SETTINGS, viewport=SIZE) as chat:
-            for text in (easy, STORY):
+            for text in (asked, STORY):
                 say(chat, text)
             chat.screenshot(path=ROOT / "docs/page.png")
 

@@ -159,6 +159,8 @@ def measurements(
     sources, problem_records = held_out(code), clean_items(problems, Problem, overlap)
     if params.fresh_seed is not None:
         problem_records = programs.fresh_problems(problem_records, params.fresh_seed)
+    requests = [problem for problem in problem_records if problem.group == programs.REQUEST]
+    problem_records = [problem for problem in problem_records if problem.group != programs.REQUEST]
     sandbox = partial(Judge, params.sandbox, job.workers, url=job.runtime.sandbox_url)
     if own := next((own for own in own_suites() if own.opens(model)), None):
         plan, settings_used = own.plan(
@@ -185,6 +187,8 @@ def measurements(
         dialogue_records = synthetic_tools.fresh_dialogues(dialogue_records, params.fresh_seed)
         told = stories.fresh_records(len(told), params.fresh_seed)
     plan = causal_plan(subject, held_out(text), told, sources, dialogue_records, problem_records, sandbox)
+    if requests:  # own problems have none
+        plan["requests"] = lambda: solve(subject, requests, sandbox, partial(suites.solved, suite="requests"))
     for offer in wings.each("causal_suites"):
         plan |= offer(subject, facts=facts)
     if not params.every_suite:

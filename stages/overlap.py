@@ -32,7 +32,9 @@ def run(params: Params, job: Job, *, text: Path, code: Path, dialogues: Path, pr
         if d.kind != "story"  # the answer is sampled, and the request only gives the topic
     ]
     items += [
-        (f"problems {p.id}", programs.unfenced(p.answer)) for p in read(problems / "test.jsonl", Problem) if p.answer
+        (f"problems {p.id}", p.question if p.group == programs.REQUEST else programs.unfenced(p.answer))
+        for p in read(problems / "test.jsonl", Problem)
+        if p.answer
     ]
     said = (
         message["content"]

@@ -50,7 +50,7 @@ CHUNK = 200  # records that a worker process generates at a time
 SHOWN = 5  # bad problems listed in a message
 WORTH_A_WORKER = 500  # records; fewer are generated faster than a process starts
 # Fractions of the dialogues; training covers three times as many tokens in a story as in any other dialogue.
-SHARES = {"tools": 0.40, "choice": 0.10, "code": 0.37, "copy": 0.04, "story": 0.05, "talk": 0.04}
+SHARES = {"tools": 0.36, "choice": 0.09, "code": 0.33, "copy": 0.04, "story": 0.05, "talk": 0.13}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -348,7 +348,9 @@ def _generate_problems(params: Params, job: Job) -> Splits[Problem]:
         "rl": params.rl_problems,
         "test": 2 * params.test_items,
     }
-    return _generated("problems", counts, job.seed, job.workers)
+    splits = _generated("problems", counts, job.seed, job.workers)
+    splits["test"] += programs.requests(job.seed)
+    return splits
 
 
 def _with_answers(problems: Splits[Problem], params: Params, job: Job) -> Splits[Problem]:

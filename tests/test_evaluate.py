@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -59,10 +60,10 @@ def test_fresh_items_are_as_many_others_with_tools_that_no_other_test_has() -> N
     assert called & names["fresh"] and not called & names["unseen"]
     before = {name for d in known for m in d.messages for name, _ in tools.calls(m)}
     assert before & names["unseen"] and not before & names["fresh"]
-    problem = replace(next(programs.problems("test", 1, 1)), id="mine")
-    others = programs.fresh_problems([*programs.problems("test", 20, 1), problem], 7)
-    assert len(others) == 21 and others[-1] is problem
-    assert not {p.id for p in others[:-1]} & {p.id for p in programs.problems("test", 20, 1)}
+    problem, request = replace(next(programs.problems("test", 1, 1)), id="mine"), next(programs.requests(1))
+    others = programs.fresh_problems([*programs.problems("test", 20, 1), problem, request], 7)
+    assert len(others) == 22 and others[-2] is problem and others[-1] is request  # there is one wording of a request
+    assert not {p.id for p in others[:-2]} & {p.id for p in programs.problems("test", 20, 1)}
     assert [p.group for p in others[:20]] == [p.group for p in programs.problems("test", 20, 1)]
 
 
@@ -141,7 +142,8 @@ def test_a_model_is_measured_into_three_files_the_same_each_time(
         tmp_path / "dialogues/test.jsonl",
         [*tools.dialogues("test", 24, 1), preferences.story_dialogue("stories/gift/50")],
     )
-    write(tmp_path / "problems/test.jsonl", programs.problems("test", 12, 1))
+    asked = [*islice(programs.requests(1), 4), *programs.problems("test", 12, 1)]
+    write(tmp_path / "problems/test.jsonl", asked)
     for split, known in drills.facts(4, 1).items():
         write(tmp_path / f"facts/{split}.jsonl", known)
     write_set(tmp_path / "benchmarks/own/HumanEval.jsonl.gz", [HALF])
@@ -184,6 +186,7 @@ def test_a_model_is_measured_into_three_files_the_same_each_time(
         "drills",
         "transcripts",
         "problems",
+        "requests",
         "tools",
         "answers",
         "facts",
@@ -207,6 +210,7 @@ def test_a_model_is_measured_into_three_files_the_same_each_time(
         3,
         {"key": "k"},
     )
+    assert numbers["requests"]["n"] == 4 and "request" not in numbers["problems"]
     assert (numbers["benchmarks"]["HumanEval"]["form"], numbers["benchmarks"]["HumanEval"]["n"]) == ("chat", 1)
     rows = [json.loads(line) for line in first[1].decode().split("\n") if line]
     assert {row["suite"] for row in rows} >= {"stories", "gaps", "benchmarks/HumanEval", "benchmarks/HumanEval/tests"}

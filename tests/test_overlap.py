@@ -27,13 +27,13 @@ def dialogue(name: str, request: str, kind: str = "chat") -> Dialogue:
     return Dialogue(id=name, kind=kind, category="", messages=said)
 
 
-def problem(name: str, answer: str | None) -> Problem:
+def problem(name: str, answer: str | None, *, request: str = "") -> Problem:
     return Problem(
         id=name,
         level=1,
-        group="easy",
+        group="request" if request else "easy",
         key=name,
-        question="add up",
+        question=request or "add up",
         entry_point="total",
         signature="",
         tests=[],
@@ -48,7 +48,12 @@ def contained(folder: Path, *, text: str = "nothing", code: str = "pass", **trai
         pyarrow.parquet.write_table(table, folder / name / "train-0.parquet")
     write(folder / "dialogues/train.jsonl", train.get("train", []))
     write(folder / "dialogues/test.jsonl", [dialogue("a", LONG), dialogue("b", "hello"), dialogue("c", LONG, "story")])
-    write(folder / "problems/test.jsonl", [problem("x", ANSWER), problem("y", None)])
+    problems = [
+        problem("x", ANSWER),
+        problem("y", None),
+        problem("z", "```python\nx\n```", request=f"Write code: {LONG}"),
+    ]
+    write(folder / "problems/test.jsonl", problems)
     data = {name: folder / name for name in ("text", "code", "dialogues", "problems")}
     overlap.run(overlap.Params(), job(folder / "work/key"), **data, out=folder / "overlap.json")
     return json.loads((folder / "overlap.json").read_text())
@@ -58,9 +63,9 @@ def contained(folder: Path, *, text: str = "nothing", code: str = "pass", **trai
     ("given", "expected"),
     [
         ({}, {"dialogues": [], "problems": []}),
-        ({"text": f"A letter: {LONG}."}, {"dialogues": ["a"], "problems": []}),
+        ({"text": f"A letter: {LONG}."}, {"dialogues": ["a"], "problems": ["z"]}),
         ({"code": ANSWER.split("\n", 1)[1]}, {"dialogues": [], "problems": ["x"]}),
-        ({"train": [dialogue("t", f"Now {LONG}")]}, {"dialogues": ["a"], "problems": []}),
+        ({"train": [dialogue("t", f"Now {LONG}")]}, {"dialogues": ["a"], "problems": ["z"]}),
         ({"train": [dialogue("t", f"Now {LONG}", "code")]}, {"dialogues": [], "problems": []}),
     ],
 )

@@ -15,7 +15,7 @@ import pytest
 
 from pipeline.ingest.records import Problem, dumps
 from pipeline.run.errors import DataError
-from pipeline.synthetic import chains, operations, programs
+from pipeline.synthetic import chains, operations, programs, wording
 from pipeline.synthetic.chains import Step, parse
 from pipeline.synthetic.operations import Draw
 
@@ -58,6 +58,40 @@ def test_every_answer_passes_every_test() -> None:
         if problem.answer is not None:
             assert problem.answer == f"```python\n{source}\n```"
         assert share_passed(source, problem) == 1.0, problem.id
+
+
+def test_a_request_has_tests_that_its_answer_passes_and_is_asked_in_words_that_training_never_uses() -> None:
+    requests = list(programs.requests(7))
+    assert list(programs.requests(7)) == requests
+    names = {problem.key.partition("/")[2].partition(".")[0] for problem in requests}
+    assert set(chains.singles()) - names == {"magnitude"}  # its short inputs are positive
+    for problem in requests:
+        source = parse(problem.id.rpartition("-")[2]).source("solve")
+        assert problem.answer == f"```python\n{source}\n```" and share_passed(source, problem) == 1.0
+        assert "solve" not in problem.question and "{" not in problem.question
+    trained = {words_of(programs.request(Draw("any", number))[0]) for number in range(4000)}
+    assert len(trained) > 1500 and not trained & {words_of(problem.question) for problem in requests}
+
+
+def words_of(question: str) -> str:
+    return " ".join(re.findall(r"[a-z0-9]+", question.lower()))
+
+
+def test_every_operation_has_requests_that_differ_and_state_its_constant() -> None:
+    for operation in operations.chain_operations():
+        asked = wording.lines("requests.yaml", operation.name)
+        assert len(asked) > 6 and len(set(map(words_of, asked))) == len(asked)
+        assert all(("{k}" in line) == operation.has_constant for line in asked), operation.name
+    assert set(wording.table("requests.yaml")) == {operation.name for operation in operations.chain_operations()}
+
+
+def test_the_answer_to_a_request_is_the_program_that_was_asked_for() -> None:
+    answers = dict(programs.request(Draw("any", number), held_out=True) for number in range(300))
+    for problem in programs.requests(7):
+        if "." not in problem.id.rpartition("-")[2] and problem.question in answers:  # no constant
+            source = programs.unfenced(answers[problem.question])
+            assert share_passed(source, problem) == 1.0
+    assert len(answers) > 100
 
 
 def test_neighbors_that_differ_fail_a_test() -> None:

@@ -42,17 +42,17 @@ def usual(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 
 def test_every_split_has_what_was_asked_for(usual: Made) -> None:
-    assert {split: len(rows) for split, rows in usual["dialogues"].items()} == {"train": 100, "val": 20, "test": 21}
+    assert {split: len(rows) for split, rows in usual["dialogues"].items()} == {"train": 100, "val": 20, "test": 22}
     assert {split: len(rows) for split, rows in usual["problems"].items()} == {
         "train": 60,
         "val": 10,
-        "test": 20,
+        "test": 20 + 111,  # a request for each operation that has tests
         "rl": 8,
     }
     assert {split: len(rows) for split, rows in usual["preferences"].items()} == {"train": 30, "val": 10, "test": 30}
     facts = {split: len(rows) for split, rows in usual["facts"].items()}
     assert facts["train"] == 4 * 4 * 3 and facts["val"] + facts["test"] == 4 * 4 and facts["control"] == 4
-    assert usual["report"]["kinds"] == {"choice": 10, "code": 37, "copy": 4, "story": 5, "talk": 4, "tools": 40}
+    assert usual["report"]["kinds"] == {"choice": 9, "code": 33, "copy": 4, "story": 5, "talk": 13, "tools": 36}
 
 
 def test_every_stretch_of_the_dialogues_holds_the_six_kinds_in_their_shares(usual: Made) -> None:
@@ -255,7 +255,7 @@ def test_problems_of_the_user_take_the_place_of_generated_ones(tmp_path: Path) -
     data = DataConfig(
         source="files", problems=["*.jsonl"], dialogues=["packages"], preferences=["packages"], max_rejected=0.5
     )
-    found = made(tmp_path, replace(TASKS, data=data, dialogues=20, pairs=6, test_items=2))
+    found = made(tmp_path, replace(TASKS, data=data, dialogues=40, pairs=6, test_items=2))
     read_again: Any = own_files.read_files(tmp_path / "own", data, "problems", tmp_path / "again.jsonl")
     held_out = [
         row.record.entry_point for row in read_again if row.split == "val"

@@ -316,14 +316,14 @@ def pass_rates(subject: Subject, judged: Sequence[code.Judged], sampled: Sequenc
     return part
 
 
-def solved(subject: Subject, problems: Sequence[Problem], judge: Judge) -> SuiteResult:
+def solved(subject: Subject, problems: Sequence[Problem], judge: Judge, *, suite: str = "problems") -> SuiteResult:
     """Programming problems: greedy pass@1 and pass@k of the samples, overall and by group; how many answers parse."""
     result = SuiteResult()
     problems = problems[: subject.settings.problems]
     prompts = {p.id: user(subject.tokenizer, p.question) for p in problems}
     if not prompts:
         return result
-    attempts = attempt(subject, "problems", prompts)
+    attempts = attempt(subject, suite, prompts)
     greedy = attempts.greedy
     result.numbers["left_out"] = len(prompts) - len(greedy)
     if not greedy:
@@ -346,7 +346,7 @@ def solved(subject: Subject, problems: Sequence[Problem], judge: Judge) -> Suite
     for problem, answer in zip(problems, judged, strict=True):
         sampled_share = {"sampled": shares[problem.id]} if problem.id in shares else {}
         result.item(
-            "problems",
+            suite,
             problem.id,
             greedy[problem.id],
             answers[problem.id],
@@ -483,7 +483,7 @@ class OwnSuites(Protocol):
 
 
 READS = ("text", "stories", "stories_held_out", "drills", "transcripts", "stories sampled", "code")
-ANSWERS = ("code", "problems", "tools", "answers")
+ANSWERS = ("code", "problems", "requests", "tools", "answers")
 SUITES: dict[str, tuple[str, ...]] = {
     "language": READS,
     # problems and tools show the starting point of other models

@@ -294,6 +294,14 @@ HEADLINES = (
         rows=("problems", "sampled"),
         group="phrasing",
     ),
+    Headline(
+        ("requests", "pass_at_1_greedy"),
+        "Requests in everyday words",
+        SOLVED,
+        "requests",
+        chart=True,
+        rows=("requests", "right"),
+    ),
     Headline(("tools", "ast"), "Correct tool calls (AST)", CALLS, "ast", chart=True, asked={"wanted": "call"}),
     Headline(
         ("tools", "ast_constrained"),

@@ -24,9 +24,10 @@ of schemas and requests as single tokens (measured, docs/LOG.md), and let the mo
 short fine-tuning stage (not measured separately).
 
 `talk_dialogue(split, seed, number)` returns a conversation without tools: a `Dialogue` of kind "talk", a pure function
-of the three arguments. The categories are "greeting", "question" (about the assistant) and "refusal" (a request that
-needs a tool). Without such conversations, a model trained mostly on calls answers everything with a call, even if no
-tool is offered. Held-out wordings occur only in the split "test".
+of the three arguments. The categories are "greeting", "question" (about the assistant), "request" (for code, in
+everyday words) and "refusal" (a request that needs a tool). Without such conversations, a model trained mostly on calls
+answers everything with a call, even if no tool is offered, and refuses most requests for code in everyday words
+(docs/LOG.md). Held-out wordings occur only in the split "test".
 
 Not guaranteed: that the requests sound like people, that a value worded differently than the truth is really wrong, or
 that invented tools make sense; for transcripts: the chat format (only `text/chat.py` writes it), or that a conversation
@@ -43,6 +44,8 @@ from typing import NamedTuple
 
 from pipeline.ingest.records import Dialogue, Message, Text
 from pipeline.run.types import JsonObject
+from pipeline.synthetic import programs
+from pipeline.synthetic.operations import Draw
 from pipeline.synthetic.tool_dialogues import (
     INVENTED,
     RENAMED,
@@ -523,21 +526,26 @@ def record(seed: int, number: int) -> Text:
 # -- conversations without tools ---------------------------------------------------------------------------------------
 
 
+TALK = {"request": 0.7, "refusal": 0.16, "greeting": 0.07, "question": 0.07}  # fractions of the exchanges
+
+
 def talk_dialogue(split: str, seed: int, number: int) -> Dialogue:
     """Conversation `number` of a split: one to three exchanges; the first one determines the category."""
     id_ = f"talk/{split}/{seed}/{number}"
     rng = Random(id_)
     unseen = split == "test"
-    category = rng.choice(("greeting", "question", "refusal", "refusal"))
+    forms = rng.choices(tuple(TALK), tuple(TALK.values()), k=rng.choice((1, 2, 3)))
     messages: list[Message] = []
-    for form in (category, *rng.choices(("question", "refusal", "refusal"), k=rng.choice((0, 0, 1, 2)))):
-        question, answer = _draw_exchange(form, unseen, rng)
+    for turn, form in enumerate(forms):
+        question, answer = _draw_exchange(form, unseen, rng, f"{id_}/{turn}")
         messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    return Dialogue(id=id_, kind="talk", category=category, messages=messages)
+    return Dialogue(id=id_, kind="talk", category=forms[0], messages=messages)
 
 
-def _draw_exchange(form: str, unseen: bool, rng: Random) -> tuple[str, str]:
+def _draw_exchange(form: str, unseen: bool, rng: Random, id_: str) -> tuple[str, str]:
     """A user message and its answer."""
+    if form == "request":
+        return programs.request(Draw(id_), held_out=unseen)
     if form == "question":
         return rng.choice(tuple(table("tools.yaml")["questions"].items()))
     if form == "refusal":
