@@ -126,7 +126,7 @@ def stored(root: Path, query: str) -> list[Any]:
 @pytest.mark.slow
 @pytest.mark.full
 def test_four_first_users_of_one_store_give_no_error(tmp_path: Path) -> None:
-    code = "log(1, 5); one.report(best={'loss': 0.25, 'note': 'text'}); one.finish()"
+    code = "log(1, 5); one.report(best={'loss': 0.25, 'note': 'text'}, **{'below 20%, (a)': 3}); one.finish()"
     running = [started(tmp_path, f"w{n}", code) for n in range(4)]
     errors = [process.communicate()[1] for process in running]
     assert [process.returncode for process in running] == [0] * 4
@@ -137,11 +137,33 @@ def test_four_first_users_of_one_store_give_no_error(tmp_path: Path) -> None:
     assert stored(tmp_path, "select value from tags where key = 'mlflow.parentRunId'") == [(parent,)] * 4
     assert stored(tmp_path, "select count(*) from metrics where key = 'loss'") == [(16,)]
     assert stored(tmp_path, "select count(*) from metrics where key = 'final/best/loss'") == [(4,)]
+    assert stored(tmp_path, "select count(*) from metrics where key = 'final/below 20__ _a_'") == [(4,)]  # valid there
     assert stored(tmp_path, "select count(*) from params") == [(4 * 120,)]
     assert stored(tmp_path, "select count(*) from experiments where name = 'stagecoach'") == [(1,)]
     assert stored(tmp_path, "select artifact_location from experiments where name = 'stagecoach'") == [
         ((tmp_path / "mlartifacts").as_uri(),)
     ]
+
+
+@pytest.mark.slow
+@pytest.mark.full
+def test_runs_that_open_at_the_same_time_log_the_same_data_sets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DVC_ROOT", str(tmp_path))
+    monkeypatch.delenv("STAGECOACH_MLFLOW", raising=False)
+    mlflow_store.connect()
+    warnings: list[str] = []
+    described = mlflow_store.Description("toy", {"dvc.exp": ""}, {}, {f"data/{n}": str(n) for n in range(99)})
+    runs = []
+    for number in range(8):
+        (tmp_path / str(number)).mkdir()
+        runs.append(mlflow_store.MlflowRun(described, tmp_path / str(number), warnings.append))
+    for run in runs:
+        run.finish({})
+    assert not warnings
+    assert stored(tmp_path, "select count(*) from datasets") == [(99,)]
+    assert stored(tmp_path, "select count(*) from inputs where source_type = 'DATASET'") == [(8 * 99,)]
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ import fcntl
 import json
 import math
 import os
+import re
 import shutil
 import sqlite3
 import tempfile
@@ -206,7 +207,7 @@ class MlflowRun:
         run = client.create_run(experiment, run_name=f"{described.experiment}/{described.name}", tags=tags)
         run_id = run.info.run_id
         (self.folder / NOTE).write_text(json.dumps({"run_id": run_id}))
-        params = [Param(k, str(v)[:500]) for k, v in sorted(described.parameters.items())]
+        params = [Param(valid_name(k), str(v)[:500]) for k, v in sorted(described.parameters.items())]
         for first in range(0, len(params), 100):  # MLflow's limit per batch
             client.log_batch(run_id, params=params[first : first + 100])
         data = [
@@ -218,7 +219,8 @@ class MlflowRun:
             if not path.startswith("models/")
         ]
         if data:
-            client.log_inputs(run_id, data)
+            with _locked():  # MLflow fails if two runs insert the same data set at the same time
+                client.log_inputs(run_id, data)
         return run_id
 
     def _parent(self, client: MlflowClient, experiment: str) -> str:
@@ -252,6 +254,7 @@ class MlflowRun:
         """Log rows of the curve, skipping what the run already has."""
         if not rows or (client := self._wait_for_client()) is None:  # waits until `_resume` knows what the run has
             return
+        rows = [{valid_name(name): value for name, value in row.items()} for row in rows]
         if new_rows := unknown(rows, self._last_step, self._last_names):
             now = int(time.time() * 1000)
             values = [(k, v, now, int(row["step"])) for row in new_rows for k, v in row.items() if k != "step"]
@@ -301,7 +304,7 @@ class MlflowRun:
         from mlflow.entities import Metric
 
         metrics = [
-            Metric(k, float(v), when, step)
+            Metric(valid_name(k), float(v), when, step)
             for k, v, when, step in values
             if isinstance(v, int | float) and math.isfinite(v)
         ]
@@ -334,6 +337,11 @@ class MlflowRun:
                 client.set_terminated(run_id, status)
         except Exception as error:  # as in _start
             self._fail(error)
+
+
+def valid_name(name: str) -> str:
+    """The name with `_` for each character that MLflow does not allow in a name, such as `%`."""
+    return re.sub(r"[^\w./: -]", "_", name)
 
 
 def unknown(rows: list[dict[str, Number]], last: int, names: Set[str]) -> list[dict[str, Number]]:
