@@ -38,6 +38,7 @@ def evaluation(place: int) -> dict[str, Any]:
     put("problems/phrasing", "pass_at_1", [0.0, 0.02, 0.3], 0.05)
     put("problems/easy", "pass_at_1", [0.0, 0.05, 0.44], 0.04)
     put("problems/medium", "pass_at_1", [0.0, 0.01, 0.125], 0.01)
+    put("requests", "pass_at_1_greedy", [0.0, 0.01, 0.55], 0.05)
     put("tools", "ast", [0.0, 0.0, 0.58], 0.0)
     if place == 2:
         found["tools"] |= {"ast_low": 0.51, "ast_high": 0.65, "ast_unseen_tool": 0.31, "false_call_rate": 0.08}

@@ -101,9 +101,10 @@ def test_what_the_text_names_exists(page: str) -> None:
 MEASURES = {
     "easy problems solved": "Easy problems, pass@1",
     "new combinations of learned operations solved": "Unseen compositions, pass@1",
+    "one operation, requested in everyday words": "Requests in everyday words",
     "answers whose code parses": "Answers whose code parses",
     "stories that contain everything requested": "Stories that pass every clause",
-    "correct calls to tools not seen in training": "Calls of unseen tools right",
+    "correct calls to tools not seen in training": "Correct calls of unseen tools",
 }
 
 

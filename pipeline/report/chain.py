@@ -17,7 +17,7 @@ from pipeline.run.types import JsonObject
 
 CHAIN = ("corpus", "tokenizer", "language", "code", "tools", "reward", "rlhf", "deploy")
 MEASURES = {"language": "stories_pass", "code": "code_bpb", "tools": "medium", "reward": "pairs"}  # keys of HEADLINES
-KEPT = ("text_bpb", "stories_pass", "code_bpb", "easy", "medium", "ast")
+KEPT = ("text_bpb", "stories_pass", "code_bpb", "easy", "medium", "requests", "ast")
 SHADES = (0.5, 0.85, 0.97)  # cells get darker at these fractions of the row's best: classes h1 to h4 of the page
 BAR, THICK = 120, 10  # width and height of the bars, pixels
 
