@@ -10,12 +10,14 @@ import pytest
 
 from pipeline import wings
 from pipeline.evaluation import suites
+from pipeline.ingest.records import Problem
 from pipeline.model.transformer import Transformer
 from pipeline.report import claims
 from pipeline.report.metrics import HEADLINES
 from pipeline.run import device
 from pipeline.run.config import Runtime
 from pipeline.sandbox.judge import SandboxConfig
+from pipeline.synthetic import programs
 from pipeline.text.repositories import Context
 from pipeline.text.tokenizer import Tokenizer
 from stages import evaluate
@@ -31,7 +33,8 @@ def plan(
     monkeypatch.setattr(evaluate, "own_suites", list)
     monkeypatch.setattr(evaluate.checkpoint, "load", lambda _: (tiny_model, byte_tokenizer))
     monkeypatch.setattr(evaluate, "held_out", lambda corpus: [])
-    monkeypatch.setattr(evaluate, "clean_items", lambda folder, kind, overlap: [])
+    problems = [next(programs.requests(1))]
+    monkeypatch.setattr(evaluate, "clean_items", lambda folder, kind, overlap: problems if kind is Problem else [])
     data = dict.fromkeys(("text", "code", "dialogues", "problems", "facts", "overlap", "benchmarks"), tmp_path)
 
     def suites_of(model: str, every_suite: bool = False) -> list[str]:
@@ -44,7 +47,7 @@ def plan(
 
 def test_every_suite_of_the_table_is_one_of_the_plan(plan: Any) -> None:
     every = plan("one of a person's own")
-    assert len(every) == 11 + ("memory" in wings.names())
+    assert len(every) == 12 + ("memory" in wings.names())
     for model, names in suites.purposes().items():
         assert plan(model) == [name for name in every if name in names] and len(plan(model)) == len(names), model
     assert {name for names in suites.purposes().values() for name in names} == set(every), (
