@@ -12,7 +12,7 @@ stage stops at a bad problem from a user's file, and skips those from a Hub data
 `max_rejected`). Generated labels are the preference pairs of the same split, divided into single labels. Pairs and
 labels that people gave on the web page (feedback/preferences.jsonl, feedback/labels.jsonl) join the training split,
 each up to the limit in `tasks.feedback`; these pairs are not divided, so that the limit holds for labels too. Facts and
-the skill (requests for SQL) are always synthetic.
+the skill (requests for SQL) are always synthetic. The generated test problems end with requests in everyday words.
 
 Generated dialogues present problems with answers: the given ones, or generated ones if none of the given ones has an
 answer.
