@@ -4,22 +4,23 @@ from pipeline.synthetic.tools import talk_dialogue
 from pipeline.synthetic.wording import lines, sentences, table, words
 from pipeline.text.chat import formatted
 
-TALKS = [talk_dialogue("train", 3, number) for number in range(400)]
-TESTS = [talk_dialogue("test", 3, number) for number in range(400)]
+TALKS = [talk_dialogue("train", 3, number) for number in range(1200)]
+TESTS = [talk_dialogue("test", 3, number) for number in range(1200)]
 
 
 def test_a_number_decides_and_no_tool_occurs() -> None:
-    assert [talk_dialogue("train", 3, number) for number in range(400)] == TALKS
+    assert [talk_dialogue("train", 3, number) for number in range(1200)] == TALKS
     assert {talk.category for talk in TALKS} == {"greeting", "question", "refusal", "request"}
     for talk in TALKS + TESTS:
         assert not talk.tools
         assert [m["role"] for m in talk.messages] == ["user", "assistant"] * (len(talk.messages) // 2)
-        assert not any(m.get("tool_calls") or "{k}" in m["content"] for m in talk.messages)
+        assert not any(m.get("tool_calls") for m in talk.messages)
+        assert not any("{" in m["content"] for m in talk.messages if not formatted(m["content"]))  # else a dict's code
 
 
 def test_a_wish_that_needs_a_tool_is_refused() -> None:
     refused = [m["content"] for talk in TALKS if talk.category == "refusal" for m in talk.messages[1:2]]
-    assert len(refused) > 40 and set(refused) == set(sentences("refusals"))
+    assert len(refused) > 150 and set(refused) == set(sentences("refusals"))
 
 
 def test_code_is_the_answer_to_a_request_for_code_and_to_nothing_else() -> None:
@@ -40,7 +41,7 @@ def test_the_answer_to_a_name_holds_the_name() -> None:
             name = answer.removeprefix("Hello ").removesuffix(", how can I help?")
             assert name in words("first_names") and name in asked
             greeted += 1
-    assert greeted > 20
+    assert greeted > 50
 
 
 def test_held_out_wordings_stand_in_the_test_split_alone() -> None:

@@ -46,7 +46,8 @@ A mistake states an intent, not a verdict: the source may pass all tests (the la
 do not apply to a program are absent.
 
 Not guaranteed: that good results on the problems, worded by rule in regular English, carry over to other wordings (the
-group `request` measures that for one operation), or that a program two operations away fails a test.
+group `request` measures that for one operation), that people word requests like these (they were written for this
+project, not collected), or that a program two operations away fails a test.
 """
 
 import ast
