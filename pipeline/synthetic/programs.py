@@ -177,8 +177,7 @@ def request(draw: Draw, *, held_out: bool = False) -> tuple[str, str]:
 
 def _asked(program: Program, wording: str) -> str:
     """The wording with the constant of the program's only step."""
-    wording = wording.replace("{k}", str(program.steps[0].constant))
-    return re.sub("[23]th", lambda found: {"2th": "2nd", "3th": "3rd"}[found[0]], wording)
+    return wording.replace("{k}", str(program.steps[0].constant))
 
 
 def _program(split: str, draw: Draw) -> tuple[int, Program]:
